@@ -1,0 +1,141 @@
+"""What every implementation of every op must show, for each example.
+
+The oracle is the reference in float64 on the inputs as they are after rounding. The RMS error is relative to the RMS of
+the oracle, the largest error to that RMS plus the element's own size (a 10 cannot be held as finely as a 1). Outputs are
+poisoned before the run, so an element that a kernel forgets is a NaN, not yesterday's right answer.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tilewright.op import Config, Impl, Op
+
+# (largest error, RMS error). An op may tighten its own limits, never loosen them. Half an ulp of bf16 is 2^-9 to 2^-8 of
+# the value, and an op may round twice (a sum that it returns, then the norm of that sum).
+LIMITS = {
+    torch.float32: (1e-5, 1e-6),
+    torch.float16: (1e-3, 5e-4),
+    torch.bfloat16: (8e-3, 4e-3),
+    torch.float64: (1e-12, 1e-13),
+}
+
+_POISON = {torch.bool: True, torch.uint8: 0xA5}
+
+
+def _poison(t: Tensor) -> Tensor:
+    value = math.nan if t.is_floating_point() else _POISON.get(t.dtype, -(2**30) if t.dtype != torch.int8 else -77)
+    return t.fill_(value)
+
+
+class Poisoned(TorchFunctionMode):
+    """While on, freshly allocated tensors hold NaN (integers: a value that no kernel writes)."""
+
+    _ALLOCATORS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return _poison(result) if func in self._ALLOCATORS else result
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The tensors of an op's result, whatever its form."""
+    if result is None:
+        return []
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A copy of the arguments with their strides kept; views of one buffer become separate buffers."""
+
+    def copy(a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        held = a.detach().clone(memory_format=torch.preserve_format)
+        if held.stride() != a.stride():
+            storage = torch.zeros(1 + sum((n - 1) * s for n, s in zip(a.shape, a.stride())) if a.numel() else 0)
+            held = storage.to(a.dtype).to(a.device).as_strided(a.shape, a.stride()).copy_(a)
+        return held
+
+    return tuple(copy(a) for a in args)
+
+
+def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """The arguments that the op declares to write."""
+    schema = op.dispatched._schema
+    return [a for a, spec in zip(args, schema.arguments, strict=True) if spec.alias_info and spec.alias_info.is_write]
+
+
+def outputs(op: Op, impl: Impl | None, config: Config, args: tuple[Any, ...]) -> list[Tensor]:
+    """All that a run produces: what it returns, then what it wrote in place. `impl` None is the reference."""
+    args = fresh(args)
+    result = op.reference(*args) if impl is None else impl.launch(config, *args)
+    return flat(result) + mutated(op, args)
+
+
+def oracle(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """The reference in float64."""
+    wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in fresh(args))
+    return flat(op.reference(*wide)) + mutated(op, wide)
+
+
+def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """(largest, RMS) error, relative as said above; inf where infinities or NaNs stand at different places."""
+    got, want = got.double(), want.double()
+    finite = want.isfinite()
+    special = (got[~finite].nan_to_num(), want[~finite].nan_to_num())
+    if not torch.equal(finite, got.isfinite()) or not torch.equal(*special):
+        return math.inf, math.inf
+    got, want = got[finite], want[finite]
+    if not want.numel():
+        return 0.0, 0.0
+    rms = want.square().mean().sqrt().clamp_min(1e-30)
+    gap = (got - want).abs()
+    return float((gap / (rms + want.abs())).max()), float(gap.square().mean().sqrt() / rms)
+
+
+def check(op: Op, impl: Impl, config: Config, args: tuple[Any, ...]) -> None:
+    """Raise AssertionError unless this implementation with this config matches the definition, twice, bitwise."""
+    want = oracle(op, args)
+    with Poisoned():
+        got = outputs(op, impl, config, args)
+        again = outputs(op, impl, config, args)
+    assert len(got) == len(want)
+    for i, (g, a, w) in enumerate(zip(got, again, want, strict=True)):
+        assert g.shape == w.shape, f"output {i}: shape {tuple(g.shape)}, the definition has {tuple(w.shape)}"
+        assert torch.equal(bits(g), bits(a)), f"output {i}: two runs differ"
+        if not g.is_floating_point():
+            assert torch.equal(g, w), f"output {i}: {int((g != w).sum())} of {w.numel()} integers differ"
+            continue
+        limit_max, limit_rms = limits(op, g.dtype)
+        err_max, err_rms = errors(g, w)
+        assert err_max <= limit_max, f"output {i}: largest error {err_max:.3g} of the RMS, limit {limit_max:.3g}"
+        assert err_rms <= limit_rms, f"output {i}: RMS error {err_rms:.3g} of the RMS, limit {limit_rms:.3g}"
+
+
+def limits(op: Op, dtype: torch.dtype) -> tuple[float, float]:
+    """The limits in force for an op: the table's, or the op's own where they are tighter."""
+    own = op.tolerance.get(dtype, LIMITS[dtype])
+    assert own[0] <= LIMITS[dtype][0], f"{op.name} loosens a limit"
+    assert own[1] <= LIMITS[dtype][1], f"{op.name} loosens a limit"
+    return own
+
+
+def bits(t: Tensor) -> Tensor:
+    """The tensor's bits as integers, so that NaN equals NaN."""
+    if not t.is_floating_point():
+        return t
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+@contextmanager
+def quiet_compile() -> Iterator[None]:
+    """torch.compile with a fresh cache of traces."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

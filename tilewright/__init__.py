@@ -1,0 +1,30 @@
+"""tilewright: GPU operators you can prove, and the engine that serves language models on them."""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> where it lives; loaded at first use, so that `import tilewright` costs milliseconds.
+_PUBLIC = {
+    "LLM": "tilewright.engine.llm:LLM",
+    "SamplingParams": "tilewright.engine.request:SamplingParams",
+    "invariant": "tilewright.op:invariant",
+    "nn": "tilewright.nn",
+    "ops": "tilewright.ops",
+    "prefer": "tilewright.op:prefer",
+}
+
+__all__ = ["LLM", "SamplingParams", "__version__", "invariant", "nn", "ops", "prefer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'tilewright' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, _, attribute = _PUBLIC[name].partition(":")
+    value = import_module(module)
+    return getattr(value, attribute) if attribute else value
+
+
+def __dir__() -> list[str]:
+    return __all__

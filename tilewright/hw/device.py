@@ -1,0 +1,67 @@
+"""What the machine can do, as one frozen value per device. The only reader of torch.cuda's device properties."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from tilewright.hw import env
+
+__all__ = ["CPU", "INTERPRETER", "Device", "default_device", "device_of", "free_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One processor. `kind` is "cuda", "cpu", or "interpret" (CPU tensors through Triton's interpreter)."""
+
+    kind: str
+    name: str
+    arch: int = 0
+    """Compute capability as one number (90 = sm_90); 0 without a GPU."""
+    sms: int = 1
+    smem_bytes: int = 0
+    """Shared memory that one block can opt in to."""
+    l2_bytes: int = 0
+    memory_bytes: int = 0
+
+    @property
+    def runs_triton(self) -> bool:
+        """Whether a Triton kernel can be launched here."""
+        return self.kind != "cpu"
+
+
+CPU = Device(kind="cpu", name="cpu")
+# The interpreter imposes no hardware limit; the figures are an H100's, so that default configs are those of a real card.
+INTERPRETER = Device(
+    kind="interpret", name="triton interpreter", arch=90, sms=132, smem_bytes=232448, l2_bytes=50 << 20, memory_bytes=80 << 30
+)
+
+
+@cache
+def device_of(index: int) -> Device:
+    """The device with this CUDA index; -1 is the CPU (or Triton's interpreter on it).
+
+    The number is what `Tensor.get_device()` returns, so a call costs one dictionary look-up.
+    """
+    if index < 0:
+        return INTERPRETER if env.interpreting() else CPU
+    p = torch.cuda.get_device_properties(index)
+    return Device(
+        kind="cuda",
+        name=p.name,
+        arch=10 * p.major + p.minor,
+        sms=p.multi_processor_count,
+        smem_bytes=getattr(p, "shared_memory_per_block_optin", 0),
+        l2_bytes=p.L2_cache_size,
+        memory_bytes=p.total_memory,
+    )
+
+
+def default_device() -> torch.device:
+    """The first CUDA device if there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on a CUDA device, in bytes."""
+    return torch.cuda.mem_get_info(device)[0]

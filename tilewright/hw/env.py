@@ -1,0 +1,25 @@
+"""The only reader of the process environment.
+
+Behaviour is chosen by arguments and scopes, never by variables; what stands here is where the machine, not the caller, speaks:
+the Triton interpreter and the cache folder.
+"""
+
+import os
+from pathlib import Path
+
+__all__ = ["cache_dir", "interpreting"]
+
+
+def interpreting() -> bool:
+    """True when Triton kernels run in Triton's Python interpreter, on CPU tensors (`TRITON_INTERPRET=1` at import)."""
+    return _INTERPRETING
+
+
+def cache_dir() -> Path:
+    """Folder for what may be rebuilt (measurements, compiled bundles): `$XDG_CACHE_HOME/tilewright`, not created here."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "tilewright"
+
+
+# Triton reads the variable when a kernel is decorated, so a later change could not be honoured.
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

@@ -1,0 +1,218 @@
+"""Operations, their implementations, and the one place that chooses between them.
+
+An `Op` is a definition in plain torch (`reference`), what it costs, examples, and a tuple of `Impl`s, best first. A call goes
+
+    public function -> Op.__call__ -> choose(problem, device, scope) -> Impl.launch(config, *args)
+
+`choose` sees the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves: that
+makes its answer cacheable by construction. It takes the first implementation that does not refuse; a refusal is a sentence,
+and that sentence is the error text, the explanation and the skip message of the tests.
+
+In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
+a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`.
+CPU tensors take the reference, or the Triton implementations under Triton's interpreter.
+
+Not here: kernels (this module imports none), searching for configs, autograd. Ops are forward only; a call that would need
+a gradient raises instead of returning a tensor without history.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import Device, device_of
+from tilewright.hw.roofline import Cost
+from tilewright.tune.space import NO_CHOICES, Config, Space
+
+__all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "prefer", "scope"]
+
+_LIBRARY = torch.library.Library("tilewright", "DEF")
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+class Refused(ValueError):
+    """No implementation takes this problem on this device; the message lists each one's reason."""
+
+
+class Scope(NamedTuple):
+    """What `prefer` and `invariant` set; part of every cache key."""
+
+    preferred: str | None = None
+    invariant: bool = False
+
+
+_SCOPE: ContextVar[Scope] = ContextVar("tilewright_scope", default=Scope())  # noqa: B039 (a NamedTuple is immutable)
+
+
+def scope() -> Scope:
+    """The scope in force in this thread."""
+    return _SCOPE.get()
+
+
+@contextmanager
+def _scoped(**changes: Any) -> Iterator[None]:
+    token = _SCOPE.set(_SCOPE.get()._replace(**changes))
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def prefer(name: str) -> Any:
+    """`with prefer("triton"):` takes the implementation of that name wherever an op has one and it does not refuse."""
+    return _scoped(preferred=name)
+
+
+def invariant() -> Any:
+    """`with invariant():` allows only implementations whose rows do not depend on the other rows of a batch, bitwise."""
+    return _scoped(invariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impl:
+    """One way to compute an op.
+
+    `launch(config, *args)` allocates, launches and returns; it takes the op's arguments as the reference does.
+    `refuse(device, problem)` gives the reason why this problem cannot run there, else None.
+    `batch_invariant`: a row's bits do not depend on the other rows, nor on how many there are.
+    """
+
+    name: str
+    launch: Callable[..., Any]
+    space: Space = NO_CHOICES
+    min_arch: int = 80
+    refuse: Callable[[Device, Any], str | None] = lambda device, problem: None
+    batch_invariant: bool = False
+    interpretable: bool = True
+    """Whether Triton's interpreter can run it; vendor libraries and Gluon cannot be."""
+
+    def refusal(self, device: Device, problem: Any, scope: Scope = Scope()) -> str | None:  # noqa: B008
+        """Why this implementation does not take the problem on this device, or None when it does."""
+        if not device.runs_triton:
+            return "needs a GPU, or TRITON_INTERPRET=1"
+        if device.kind == "interpret" and not self.interpretable:
+            return "cannot run under Triton's interpreter"
+        if device.arch < self.min_arch:
+            return f"needs sm_{self.min_arch}, this is sm_{device.arch}"
+        if scope.invariant and not self.batch_invariant:
+            return "is not batch-invariant"
+        return self.refuse(device, problem)
+
+
+class Inputs:
+    """Random arguments for examples: drawn on the CPU from a seed, so that every device gets the same numbers."""
+
+    def __init__(self, device: str | torch.device = "cpu", seed: int = 0):
+        self.device = torch.device(device)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        """Normal numbers with standard deviation `scale`."""
+        return (torch.randn(*shape, generator=self._generator) * scale).to(dtype).to(self.device)
+
+    def randint(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Integers in [low, high)."""
+        return torch.randint(low, high, shape, generator=self._generator).to(dtype).to(self.device)
+
+    def permutation(self, n: int) -> Tensor:
+        """The integers below `n` in random order, int64."""
+        return torch.randperm(n, generator=self._generator).to(self.device)
+
+    def tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
+        """These very values."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+class Example(NamedTuple):
+    """A named call of an op: what conformance, certificates and tuning run."""
+
+    label: str
+    make: Callable[[Inputs], tuple[Any, ...]]
+
+
+class Choice(NamedTuple):
+    """What a call will run."""
+
+    impl: Impl
+    config: Config
+
+
+@dataclass(eq=False, kw_only=True)
+class Op:
+    """An operation. Give `reference` full type annotations: torch's schema is read from them.
+
+    `problem(*args)` -> a hashable summary with all that a refusal or a default config may look at.
+    `cost(*args)` -> the unavoidable work of the call.
+    `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.
+    `mutates` names the arguments that are written in place.
+    `tolerance` may tighten the conformance limits: dtype -> (max error, RMS error), both relative to the RMS of the oracle.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    problem: Callable[..., Any]
+    cost: Callable[..., Cost]
+    examples: tuple[Example, ...]
+    impls: tuple[Impl, ...]
+    fake: Callable[..., Any] | None = None
+    mutates: tuple[str, ...] = ()
+    tolerance: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._choices: dict[Any, Choice] = {}
+        reference = self.reference
+        self._reference = Choice(Impl(name="reference", launch=lambda config, *args: reference(*args)), {})
+        _LIBRARY.define(self.name + torch.library.infer_schema(self.reference, mutates_args=self.mutates))
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(self.name, self.run, key)
+        torch.library.register_fake(f"tilewright::{self.name}", self.fake or self.reference, lib=_LIBRARY)
+        self.dispatched = getattr(torch.ops.tilewright, self.name).default
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the op. The first argument is a tensor and decides the device.
+
+        Raises:
+            Refused: no implementation takes this problem on this device.
+            RuntimeError: an input asks for a gradient.
+        """
+        x = args[0]
+        if torch.compiler.is_compiling() or _dispatch_modes() or type(x) not in _PLAIN:
+            return self.dispatched(*args)
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            raise RuntimeError(f"{self.name} is forward only: call it under torch.inference_mode() or torch.no_grad()")
+        return self.run(*args)
+
+    def run(self, *args: Any) -> Any:
+        """Choose and launch, without torch's dispatcher."""
+        index = args[0].get_device()
+        problem = self.problem(*args)
+        key = (problem, index, _SCOPE.get())
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self.choose(device_of(index), problem)
+        return choice.impl.launch(choice.config, *args)
+
+    def choose(self, device: Device, problem: Any) -> Choice:
+        """The implementation and config for a problem, under the scope in force. Raises `Refused` when there is none."""
+        now = scope()
+        if device.kind == "cpu" or now.preferred == "reference":
+            return self._reference
+        impls = sorted(self.impls, key=lambda impl: impl.name != now.preferred)
+        for impl in impls:
+            if impl.refusal(device, problem, now) is None:
+                return Choice(impl, impl.space.default(device, problem))
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.refusals(device, problem).items())
+        raise Refused(f"{self.name}: no implementation takes {problem} on {device.name}:{reasons}")
+
+    def refusals(self, device: Device, problem: Any) -> dict[str, str]:
+        """Implementation name -> why it does not take the problem, for those that refuse."""
+        reasons = {impl.name: impl.refusal(device, problem, scope()) for impl in self.impls}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})

@@ -1,0 +1,56 @@
+"""What a server is told at its start: where it listens and how much one client may ask for."""
+
+from dataclasses import dataclass
+
+__all__ = ["ServerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Listening address and the caps on every size a client can name.
+
+    Raises:
+        ValueError: a value out of range; the message names the field.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on. On a loopback address, requests for another Host are refused (DNS rebinding)."""
+    port: int = 8000
+    """TCP port; 0 lets the system choose."""
+    api_key: str | None = None
+    """When set, `Authorization: Bearer <key>` is asked for everywhere but on the page, /health, /ready and /version."""
+    max_body_bytes: int = 16 << 20
+    """Largest request body."""
+    body_timeout_s: float = 60.0
+    """Longest time that a request body may take to arrive."""
+    max_prompts: int = 256
+    """Most prompts in one completion request."""
+    max_samples: int = 1024
+    """Most samples (prompts times n) in one request."""
+    max_n: int = 128
+    """Most samples for one prompt."""
+    max_logit_bias: int = 1024
+    """Most entries in logit_bias."""
+    max_stop: int = 4
+    """Most stop strings; OpenAI's number."""
+    max_stop_chars: int = 256
+    """Longest stop string: the text held back while streaming is at most that long."""
+    max_stop_token_ids: int = 128
+    """Most stop token ids."""
+    max_logprobs: int = 20
+    """Most alternatives reported for a token."""
+    max_messages: int = 4096
+    """Most messages in one chat request."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}, wanted 0 to 65535 (0: any free port)")
+        if not self.host:
+            raise ValueError("host is empty, wanted an address such as 127.0.0.1, or 0.0.0.0 for every interface")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ValueError("api_key has characters that an HTTP header cannot carry; wanted printable ASCII, not empty")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")

@@ -1,0 +1,146 @@
+"""Prompts as clients write them -> token ids: text, lists of text, token ids, lists of those, and chat messages."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from tilewright.engine.tokenizer import Tokenizer
+from tilewright.server.errors import ApiError, bad_request, not_supported
+
+__all__ = ["Served", "chat_prompt", "check_fit", "encode", "read_prompts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What requests are checked against: the model's name, its tokenizer and its bounds."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    """Token ids below this are valid."""
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+
+    def check_name(self, name: str | None) -> None:
+        """Raise a 404 unless `name` is the served model; no name means that model."""
+        if name is not None and name != self.name:
+            message = f"The model {name[:200]!r} does not exist here; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check_ids(self, ids: list[int], param: str) -> list[int]:
+        """The same ids. Raises a 400 for one that is no token of the model."""
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise bad_request(f"{param} has the token id {str(wrong)[:40]}, wanted 0 to {self.vocab_size - 1}", param)
+        return ids
+
+
+def check_fit(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Raise a 400 with both numbers unless a prompt and what is asked for (at least one token) fit the model."""
+    asked = 1 if max_tokens is None else max_tokens
+    if prompt_tokens + asked <= max_model_len:
+        return
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens, but {prompt_tokens + asked} were requested "
+        f"({prompt_tokens} in the prompt, {asked} for the completion). Shorten the prompt or lower max_tokens"
+    )
+    raise bad_request(message, param="messages" if max_tokens is None else "max_tokens", code="context_length_exceeded")
+
+
+def encode(text: str, served: Served, param: str = "prompt") -> list[int]:
+    """Token ids of a prompt; an empty text is the model's BOS token. Raises a 400 where the model has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_request(f"{param} has a lone surrogate at character {error.start}, wanted valid Unicode", param) from None
+    ids = served.tokenizer.encode(text)
+    if ids:
+        return ids
+    if served.tokenizer.bos_id is None:
+        raise bad_request(f"{param} is empty and the model has no BOS token to begin with; wanted some text", param)
+    return [served.tokenizer.bos_id]
+
+
+def read_prompts(prompt: Any, served: Served, max_prompts: int) -> list[list[int]]:
+    """Token ids of every prompt in a completion request.
+
+    `prompt` is a string, a list of strings, a list of token ids or a list of lists of token ids. Raises `ApiError`.
+    """
+    if prompt is None:
+        raise bad_request("prompt is missing, wanted text or token ids", "prompt")
+    if isinstance(prompt, str) or _is_ids(prompt):
+        prompts = [prompt]
+    elif isinstance(prompt, list) and prompt and all(isinstance(p, str) or _is_ids(p) for p in prompt):
+        prompts = prompt
+    else:
+        wanted = "a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
+        raise bad_request(f"prompt is {_kind(prompt)}, wanted {wanted}", "prompt")
+    if len(prompts) > max_prompts:
+        raise bad_request(f"prompt has {len(prompts)} prompts, wanted at most {max_prompts}", "prompt")
+    return [encode(p, served) if isinstance(p, str) else served.check_ids(p, "prompt") for p in prompts]
+
+
+def _is_ids(value: Any) -> bool:
+    # `type(i) is int`: JSON's true is not a token id.
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list):
+        kinds = sorted({type(item).__name__ for item in value})
+        return f"a list of {' and '.join(kinds)}" if kinds else "an empty list"
+    return f"of type {type(value).__name__}"
+
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Role in a request -> role in chat templates, which do not know OpenAI's newer word for system."""
+
+
+def chat_prompt(messages: Any, served: Served, max_messages: int) -> list[int]:
+    """Token ids of a chat, through the model's chat template. Raises `ApiError`."""
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages is missing or empty, wanted a list of {role, content}", "messages")
+    if len(messages) > max_messages:
+        raise bad_request(f"messages has {len(messages)} entries, wanted at most {max_messages}", "messages")
+    turns = [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
+    try:
+        text = served.tokenizer.apply_chat_template(turns)
+    except (TemplateError, ValueError) as error:
+        # A template refuses what it was not trained on, such as two user turns in a row.
+        raise bad_request(f"the chat template of {served.name!r} refuses these messages: {error}", "messages") from None
+    return served.tokenizer.encode(text, add_special=False)
+
+
+def _turn(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise bad_request(f"{where} is of type {type(message).__name__}, wanted {{role, content}}", where)
+    role = message.get("role")
+    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
+        raise not_supported(where, "tool calls and their results; wanted system, user and assistant text")
+    if not isinstance(role, str) or role not in ROLES:
+        raise bad_request(f"{where}.role is {str(role)[:60]!r}, wanted one of {', '.join(ROLES)}", f"{where}.role")
+    turn = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+    name = message.get("name")
+    return {**turn, "name": name} if isinstance(name, str) else turn
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        text = content
+    elif isinstance(content, list):
+        text = "\n".join(_part(part, f"{where}.{index}") for index, part in enumerate(content))
+    else:
+        raise bad_request(f"{where} is of type {type(content).__name__}, wanted text or a list of text parts", where)
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise bad_request(f"{where} has a lone surrogate, wanted valid Unicode", where)
+    return text
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("image_url", "input_audio", "file", "video_url", "refusal"):
+        raise not_supported(where, f"got a part of type {kind!r}, wanted text only")
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise bad_request(f"{where} is no text part, wanted {{type: 'text', text}}", where)
+    return part["text"]

@@ -1,0 +1,1 @@
+"""How a kernel's free choices are described and made."""
