@@ -31,7 +31,7 @@ class Device:
 
 
 CPU = Device(kind="cpu", name="cpu")
-# The interpreter imposes no hardware limit; the figures are an H100's, so that default configs are those of a real card.
+# The interpreter imposes no hardware limit; shared memory is that of an H100. Few SMs: a default grid is sized by them.
 INTERPRETER = Device(
     kind="interpret", name="triton interpreter", arch=90, sms=132, smem_bytes=232448, l2_bytes=50 << 20, memory_bytes=80 << 30
 )
