@@ -1,0 +1,70 @@
+# Everything from a fresh clone: `make serve` needs Python 3.11 or newer and make, nothing else; `make` alone lists the verbs.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= bookworm
+# Further options for the verb's command: make serve ARGS='--device cuda:1', make bench ARGS='engine'.
+ARGS ?=
+# Further options for pip: an index of your own, or one with CPU builds of torch where its CUDA libraries are of no use.
+PIP_ARGS ?=
+
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test serve check test test-plain test-interpret bench certify clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
+
+setup: .venv/.installed ## create .venv and install tilewright into it, once
+
+setup-test: .venv/.installed-test ## the same with what tests and checks need
+
+serve: setup ## serve MODEL (bookworm) on http://127.0.0.1:PORT (8000)
+	$(BIN)/tilewright serve $(MODEL) --port $(PORT) $(ARGS)
+
+check: setup-test ## lint, formatting, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+test: test-plain test-interpret ## all tests; `make -j2 -Otarget test` uses two cores
+
+# One thread each: the two runs go side by side, and a tensor of a test is too small to share.
+test-plain: export OMP_NUM_THREADS := 1
+test-plain: setup-test ## all tests but those of kernels that need a GPU
+	$(BIN)/python -m pytest $(ARGS)
+
+test-interpret: export OMP_NUM_THREADS := 1
+test-interpret: export TRITON_INTERPRET := 1
+test-interpret: setup-test ## every kernel against its definition, in Triton's interpreter
+	$(BIN)/python -m pytest tests/test_ops.py tests/kernels $(ARGS)
+
+bench: setup ## measure operators or the engine: ARGS='ops', ARGS='engine'
+	$(BIN)/tilewright bench $(ARGS)
+
+certify: setup ## rewrite tilewright/asm/certificates: what every kernel compiles to on sm_80, sm_90 and sm_100; no GPU
+	$(BIN)/python scripts/certify.py $(ARGS)
+
+clean: ## remove caches and build folders; .venv stays (to start over: rm -rf .venv)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find scripts tests tilewright -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip stands at the end of creating an environment, so it shows that the environment is whole.
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) here; install Python 3.11 or newer, or name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), wanted 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) cannot create environments; install its venv package (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: $(BIN)/pip pyproject.toml constraints.txt
+	@echo "installing into .venv: torch is large, the first time takes minutes"
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/.installed-test: .venv/.installed
+	$(INSTALL) -e '.[test,dev]'
+	@touch $@
