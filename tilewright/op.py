@@ -197,6 +197,10 @@ class Op:
             choice = self._choices[key] = self.choose(device_of(index), problem)
         return choice.impl.launch(choice.config, *args)
 
+    def choice_for(self, *args: Any) -> Choice:
+        """What a call with these arguments would run."""
+        return self.choose(device_of(args[0].get_device()), self.problem(*args))
+
     def choose(self, device: Device, problem: Any) -> Choice:
         """The implementation and config for a problem, under the scope in force. Raises `Refused` when there is none."""
         now = scope()

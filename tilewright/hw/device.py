@@ -7,7 +7,7 @@ import torch
 
 from tilewright.hw import env
 
-__all__ = ["CPU", "INTERPRETER", "Device", "default_device", "device_of", "free_bytes"]
+__all__ = ["CPU", "INTERPRETER", "Device", "cuda_count", "default_device", "device_of", "free_bytes", "memory_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,16 @@ def default_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def cuda_count() -> int:
+    """CUDA devices that can be used."""
+    return torch.cuda.device_count()
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated on a CUDA device, in bytes."""
     return torch.cuda.mem_get_info(device)[0]
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory of a CUDA device, in bytes."""
+    return torch.cuda.mem_get_info(device)[1]

@@ -2,20 +2,46 @@
 
 from tilewright.kernels.activation import gelu_mul, gelu_mul_op, silu_mul, silu_mul_op
 from tilewright.kernels.kv_cache import kv_cache_write, kv_cache_write_op, rope_kv_write, rope_kv_write_op
+from tilewright.kernels.layer_norm import layer_norm, layer_norm_op
+from tilewright.kernels.logprobs import token_logprobs, token_logprobs_op
+from tilewright.kernels.matmul import linear_op, matmul
 from tilewright.kernels.paged_attention import paged_attention, paged_attention_op
 from tilewright.kernels.rms_norm import add_rms_norm, add_rms_norm_op, rms_norm, rms_norm_op
 from tilewright.kernels.rope import rope, rope_op
+from tilewright.kernels.sample import sample, sample_op
+from tilewright.kernels.softmax import softmax, softmax_op
+from tilewright.ops.linear import linear
 
 __all__ = [
     "ALL",
     "add_rms_norm",
     "gelu_mul",
     "kv_cache_write",
+    "layer_norm",
+    "linear",
+    "matmul",
     "paged_attention",
     "rms_norm",
     "rope",
     "rope_kv_write",
+    "sample",
     "silu_mul",
+    "softmax",
+    "token_logprobs",
 ]
 
-ALL = (add_rms_norm_op, gelu_mul_op, kv_cache_write_op, paged_attention_op, rms_norm_op, rope_kv_write_op, rope_op, silu_mul_op)
+ALL = (
+    add_rms_norm_op,
+    gelu_mul_op,
+    kv_cache_write_op,
+    layer_norm_op,
+    linear_op,
+    paged_attention_op,
+    rms_norm_op,
+    rope_kv_write_op,
+    rope_op,
+    sample_op,
+    silu_mul_op,
+    softmax_op,
+    token_logprobs_op,
+)

@@ -1,0 +1,113 @@
+"""layer_norm, softmax, gated activations and token_logprobs: against torch's own, at the edges, and what they refuse."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.conformance import errors
+from tilewright.kernels.activation import gelu_mul, silu_mul
+from tilewright.kernels.layer_norm import layer_norm
+from tilewright.kernels.logprobs import token_logprobs
+from tilewright.kernels.softmax import softmax
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INF, NAN = float("inf"), float("nan")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype).to(DEVICE)
+
+
+W, B = randn(48), randn(48) + 1
+IDS = torch.arange(6, device=DEVICE)
+PEERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "layer_norm": (lambda x: layer_norm(x, W, B), lambda x: functional.layer_norm(x, (48,), W, B)),
+    "layer_norm, no bias, eps": (
+        lambda x: layer_norm(x, W, eps=0.5),
+        lambda x: functional.layer_norm(x, (48,), W, eps=0.5),
+    ),
+    "softmax": (softmax, lambda x: torch.softmax(x, -1)),
+    "silu_mul": (lambda x: silu_mul(x, x + 1), lambda x: functional.silu(x) * (x + 1)),
+    "gelu_mul": (lambda x: gelu_mul(x, x + 1), lambda x: functional.gelu(x) * (x + 1)),
+    "gelu_mul, tanh": (lambda x: gelu_mul(x, x + 1, True), lambda x: functional.gelu(x, approximate="tanh") * (x + 1)),
+    "token_logprobs": (
+        lambda x: token_logprobs(x, IDS)[0],
+        lambda x: torch.log_softmax(x, -1).gather(1, IDS[:, None])[:, 0],
+    ),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "strided rows": lambda x: torch.cat((x, x), 1)[:, :48],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("pair", PEERS.values(), ids=PEERS.keys())
+def test_equals_torch(pair: tuple[Callable[..., Any], Callable[..., Any]], layout: Callable[[Tensor], Tensor]) -> None:
+    ours, theirs = pair
+    x = layout(randn(6, 48))
+    got = ours(x)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, theirs(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(48,), (2, 3, 48), (0, 48), (2, 0, 48)], ids=str)
+@pytest.mark.parametrize("name", ["layer_norm", "softmax", "silu_mul"])
+def test_any_leading_dims(name: str, shape: tuple[int, ...]) -> None:
+    ours, theirs = PEERS[name]
+    x = randn(*shape)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cols", [1000, 20000])
+def test_layer_norm_of_numbers_far_from_zero(cols: int) -> None:
+    """A mean 3000 times the deviation: E[x^2] - E[x]^2 in float32 would be noise."""
+    x = randn(2, cols) + 3000
+    w, b = torch.ones(cols, device=DEVICE), torch.zeros(cols, device=DEVICE)
+    want = functional.layer_norm(x.double(), (cols,))
+    worst, _ = errors(layer_norm(x, w, b).cpu(), want.cpu())
+    # Half an ulp of 3000 is 1.2e-4; the mean may be off by as much.
+    assert worst < 3e-4
+
+
+@pytest.mark.parametrize("cols", [5, 17000])
+@pytest.mark.parametrize("head", [[-INF, 0.0, -INF], [NAN, 0.0], [INF, 1.0], [3e38, -3e38], [-1e30, -1e30], []], ids=str)
+def test_special_rows_are_as_in_torch(head: list[float], cols: int) -> None:
+    """Softmax and log-probabilities of rows with infinities, NaN and extremes; narrow rows and rows that are read twice."""
+    x = torch.full((1, cols), -INF)
+    x[0, : len(head)] = torch.tensor(head)
+    torch.testing.assert_close(softmax(x.to(DEVICE)).cpu(), torch.softmax(x, -1), equal_nan=True)
+    logprob, rank = token_logprobs(x.to(DEVICE), torch.ones(1, dtype=torch.int64, device=DEVICE))
+    torch.testing.assert_close(logprob.cpu(), torch.log_softmax(x, -1)[:, 1], equal_nan=True)
+    assert rank.tolist() == [1 + int((x[0] > x[0, 1]).sum())]
+
+
+def test_ties_share_the_best_rank() -> None:
+    x = torch.tensor([[1.0, 3.0, 3.0, 2.0]], device=DEVICE).expand(4, 4)
+    assert token_logprobs(x, torch.arange(4, device=DEVICE))[1].tolist() == [4, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layer_norm(randn(2, 8), randn(7)), "weight must be [8]"),
+        (lambda: layer_norm(randn(2, 8), randn(8), randn(1)), "bias must be [8]"),
+        (lambda: softmax(torch.tensor(1.0)), "must hold floats and have a last dimension"),
+        (lambda: softmax(torch.ones(3, dtype=torch.int32)), "got (3,) torch.int32"),
+        (lambda: silu_mul(randn(2, 8), randn(2, 7)), "silu_mul: gate and up must be alike"),
+        (lambda: gelu_mul(randn(2, 8), randn(2, 8).half()), "torch.float16"),
+        (lambda: token_logprobs(randn(8), IDS), "logits must be floats [B, V]"),
+        (lambda: token_logprobs(randn(2, 8), IDS), "ids must be contiguous [2]"),
+        (lambda: token_logprobs(randn(6, 8), IDS.int()), "got (6,) torch.int32"),
+    ],
+)
+def test_refused_arguments(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

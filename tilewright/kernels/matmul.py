@@ -1,0 +1,231 @@
+"""Matrix products with their epilogue: y = activation(x @ weight^T + bias) + residual.
+
+    x [M, K], weight [N, K] -> [M, N];  or a batch of both, x [B, M, K], weight [B, N, K] -> [B, M, N]. bias is [N].
+    bf16, fp16 or fp32, one dtype throughout. Accumulated in float32; the epilogue is float32; one rounding, at the end.
+
+activation is one of none, relu, gelu, gelu_tanh, silu, silu_mul, gelu_mul. The last two multiply: the weight is [2F, K], gate
+half first, and y = act(x @ gate^T) * (x @ up^T) is [M, F]. The residual is added last. With K = 0 the product is zero and the
+epilogue is applied to it; with M = 0 or N = 0 nothing is computed.
+
+At few rows the weight's bytes set the time, at hundreds the tensor cores. The implementations, best first, each with its own
+file and its own reasons to refuse:
+
+    gemv         at most 4 rows: multiply and add, the weight streamed through registers
+    skinny       at most 16 rows: tensor cores, the weight streamed through shared memory
+    vendor       cuBLAS
+    triton_tma   many rows, sm_90: persistent, tiles fetched by the copy engine
+    triton       any shape and any layout
+    invariant    `triton` with one config for all: a row's bits do not depend on its batch. The only one that can say so: the
+                 others hold for some numbers of rows, and a row moves from one to the next as its batch grows
+
+Not supported: gradients, mixed dtypes, a bias per batch entry. On the CPU, where the reference runs, a 16-bit product is
+rounded before its epilogue: forming it in float32 would mean converting the weight at every call.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.matmul_common import ACTIVATIONS, problem_of
+from tilewright.kernels.matmul_gemv import GEMV
+from tilewright.kernels.matmul_skinny import SKINNY
+from tilewright.kernels.matmul_tile import INVARIANT, TRITON
+from tilewright.kernels.matmul_tma import TRITON_TMA
+from tilewright.kernels.matmul_vendor import VENDOR
+from tilewright.kernels.shapes import rows_ready
+from tilewright.op import Example, Inputs, Op
+
+__all__ = ["check_epilogue", "linear_op", "matmul", "operand_ready"]
+
+# ---- reference
+
+
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    if x.dim() == 2:
+        y = F.linear(x, weight, bias)
+    else:
+        y = torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias, x, weight.mT)
+    if activation == "none" and residual is None:
+        return y
+    y = _activated(y.to(torch.promote_types(y.dtype, torch.float32)), activation)
+    if residual is not None:
+        y.add_(residual)
+    return y.to(x.dtype)
+
+
+def _activated(y: Tensor, activation: str) -> Tensor:
+    """The activation of `y`, which may be overwritten."""
+    match activation:
+        case "relu":
+            return y.relu_()
+        case "gelu":
+            return F.gelu(y)
+        case "gelu_tanh":
+            return F.gelu(y, approximate="tanh")
+        case "silu":
+            return F.silu(y, inplace=True)
+        case "silu_mul":
+            gate, up = y.chunk(2, -1)
+            return F.silu(gate).mul_(up)
+        case "gelu_mul":
+            gate, up = y.chunk(2, -1)
+            return F.gelu(gate).mul_(up)
+    return y
+
+
+# ---- cost
+
+
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Cost:
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
+    n = weight.shape[-2]
+    outputs = rows * (n // 2 if ACTIVATIONS[activation][1] else n)
+    moved = x.nbytes + weight.nbytes + outputs * x.element_size()
+    moved += sum(t.nbytes for t in (bias, residual) if t is not None)
+    return Cost(flops=2 * rows * n * x.shape[-1], bytes=moved)
+
+
+# ---- examples
+
+
+def _example(
+    label: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    activation: str = "none",
+    *,
+    bias: bool = False,
+    residual: bool = False,
+    batch: tuple[int, ...] = (),
+    m_major: bool = False,
+    n_major: bool = False,
+    row_stride: int = 0,
+) -> Example:
+    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, str, Tensor | None]:
+        def matrix(rows: int, cols: int, transposed: bool = False, scale: float = 1.0) -> Tensor:
+            if transposed:
+                return inputs.randn(*batch, cols, rows, dtype=dtype, scale=scale).mT
+            return inputs.randn(*batch, rows, max(cols, row_stride), dtype=dtype, scale=scale)[..., :cols]
+
+        width = n // 2 if ACTIVATIONS[activation][1] else n
+        return (
+            matrix(m, k, m_major),
+            matrix(n, k, n_major, scale=max(k, 1) ** -0.5),
+            inputs.randn(n, dtype=dtype) if bias else None,
+            activation,
+            inputs.randn(*batch, m, width, dtype=dtype) if residual else None,
+        )
+
+    return Example(label, make)
+
+
+EXAMPLES = (
+    _example("decode", 1, 16, 256),
+    _example("decode gated", 3, 12, 192, activation="silu_mul", residual=True),
+    _example("decode ragged", 2, 7, 300, torch.float16, bias=True, residual=True),
+    _example("batch 16", 16, 40, 136, activation="gelu_mul", bias=True),
+    _example("rows", 70, 96, 128, activation="silu", bias=True),
+    _example("rows gated", 33, 72, 64, torch.float16, "silu_mul", residual=True),
+    _example("odd", 5, 9, 33, torch.float32, "gelu_tanh", bias=True),
+    _example("one", 1, 1, 1, torch.float32, "relu"),
+    _example("strided", 3, 12, 64, activation="gelu", row_stride=80),
+    _example("nn", 20, 48, 64, n_major=True),
+    _example("tn", 20, 48, 64, torch.float32, m_major=True, n_major=True),
+    _example("batched", 18, 24, 40, torch.float16, "relu", bias=True, residual=True, batch=(2,)),
+    _example("no rows", 0, 8, 16),
+    _example("no k", 3, 8, 0, activation="silu", bias=True),
+)
+
+# ---- op
+
+linear_op = Op(
+    name="linear",
+    reference=_reference,
+    problem=problem_of,
+    cost=_cost,
+    examples=EXAMPLES,
+    impls=(GEMV, SKINNY, VENDOR, TRITON_TMA, TRITON, INVARIANT),
+)
+
+# ---- public functions
+
+
+def check_epilogue(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, lead: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape of the output, `lead` with its last dimension behind; the weight counts as [..., N, K].
+
+    Raises:
+        ValueError: anything but x and the weight's K does not fit: shapes, dtypes, devices, an unknown activation.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    n = weight.shape[-2]
+    if ACTIVATIONS[activation][1]:
+        if n % 2:
+            raise ValueError(f"{op}: {activation} needs a gate and an up half, an even number of weight columns; got {n}")
+        width = n // 2
+    else:
+        width = n
+    shape = (*lead, width)
+    for name, other, wanted in (("bias", bias, (n,)), ("residual", residual, shape)):
+        if other is not None and other.shape != wanted:
+            raise ValueError(f"{op}: {name} must be {list(wanted)}; got {list(other.shape)}")
+    for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if other is not None and (other.dtype != x.dtype or other.device != x.device):
+            raise ValueError(
+                f"{op}: {name} must have the dtype and device of the left operand, {x.dtype} on {x.device}; "
+                f"got {other.dtype} on {other.device}"
+            )
+    return shape
+
+
+def operand_ready(x: Tensor) -> Tensor:
+    """x [..., M, K] itself when K, or M > 1, is dense in memory; else a contiguous copy."""
+    return x if x.stride(-1) == 1 or (x.stride(-2) == 1 and x.shape[-2] > 1) else x.contiguous()
+
+
+def matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+) -> Tensor:
+    """activation(a @ b + bias) + residual. Either operand may be a transposed view; it is read in place.
+
+    Args:
+        a: [..., M, K], bf16, fp16 or fp32.
+        b: [K, N], or [..., K, N] with leading dims that broadcast with a's.
+        bias: [N].
+        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where b's columns are gate and up, F each, and
+            the output is act(gate) * up.
+        residual: the shape of the output.
+
+    Returns:
+        [..., M, N] ([..., M, F] with silu_mul and gelu_mul) of a's dtype, contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
+    """
+    if a.dim() < 2 or b.dim() < 2 or a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"matmul: a must be [..., M, K] and b [..., K, N] with one K; got a {list(a.shape)} and b {list(b.shape)}"
+        )
+    if b.dim() == 2:
+        shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, tuple(a.shape[:-1]))
+        if residual is not None:
+            residual = rows_ready(residual.reshape(-1, shape[-1]))
+        x = operand_ready(a if a.dim() == 2 else a.reshape(-1, a.shape[-1]))
+        return linear_op(x, b.mT, bias, activation, residual).view(shape)
+    try:
+        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError as error:
+        raise ValueError(
+            f"matmul: leading dims of a and b must broadcast; got a {list(a.shape)} and b {list(b.shape)}"
+        ) from error
+    shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, (*lead, a.shape[-2]))
+    if residual is not None:
+        residual = operand_ready(residual.reshape(-1, *shape[-2:]))
+    x = operand_ready(a.expand(*lead, *a.shape[-2:]).reshape(-1, *a.shape[-2:]))
+    weight = b.mT.expand(*lead, *b.mT.shape[-2:]).reshape(-1, *b.mT.shape[-2:])
+    return linear_op(x, weight, bias, activation, residual).view(shape)

@@ -1,0 +1,96 @@
+"""Random numbers that are a function of what they are for: Philox4x32-10, and the noise that sampling draws from it.
+
+Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a counter of four
+32-bit words and a key of two to four random words. There is no state: a number depends on its counter and key, not on
+the order of the calls, the batch, or the machine.
+
+Sampling noise: key = the seed, words (low, high). Counter = (c, 0, position low, position high), and the four words it gives
+belong to four tokens that lie LANES apart:
+
+    token t  <->  word (t // LANES) % 4 of counter  c = t // (4 LANES) * LANES + t % LANES
+
+so a tile of 4 LANES tokens takes LANES calls, no number moves between threads, and none is thrown away.
+
+A word r becomes a standard Gumbel number -log(E), where E = -log(1 - v) is exponential and v = (r + 1/2) / 2^32. The largest
+Gumbel numbers are those that win, and they come from the smallest v: E is a series there, as 1 - v would round v's digits
+away (a plain 24-bit uniform cuts the tail at 17, this one at 22.8). No number is infinite.
+
+Not here: tensors of uniform or normal numbers (torch has them).
+"""
+
+# Pyright does not see what a jitted function returns.
+# pyright: reportGeneralTypeIssues=false
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw import env
+
+__all__ = ["LANES", "gumbel", "gumbel_reference", "philox4x32_reference"]
+
+LANES = 1024
+"""How many tokens apart the four words of a counter are used. Part of the definition: another number draws other samples."""
+
+# ---- reference
+
+_LOW = 0xFFFFFFFF
+
+
+def philox4x32_reference(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four random words for each counter. All words are int64 tensors in [0, 2^32) and broadcast against each other."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The product wraps around as a signed number; its upper word, shifted down and masked, is right all the same.
+        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (odd >> 32 & _LOW) ^ c1 ^ k0, odd & _LOW, (even >> 32 & _LOW) ^ c3 ^ k1, even & _LOW
+        k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
+    return c0, c1, c2, c3
+
+
+def gumbel_reference(seed: Tensor, position: Tensor, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gumbel noise [B, vocab] for seed [B] and position [B] int64: the definition above, its logarithms taken in `dtype`."""
+    blocks = -(-vocab // (4 * LANES))
+    # A vocabulary within the first word needs no counters beyond its end.
+    lanes = min(LANES, vocab)
+    counter = torch.arange(blocks * lanes, device=seed.device)[None, :]
+    seed, position = seed[:, None], position[:, None]
+    position_words = (position & _LOW, position >> 32 & _LOW)
+    words = philox4x32_reference((counter, torch.zeros_like(seed), *position_words), (seed & _LOW, seed >> 32 & _LOW))
+    bits = torch.stack([w.unflatten(1, (blocks, lanes)) for w in words], dim=2).flatten(1)[:, :vocab]
+    v = bits.to(torch.float32) * 2.0**-32 + 2.0**-33
+    rest = (1.0 - v).clamp_min(2.0**-25).to(dtype)
+    v = v.to(dtype)
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v / 6)))))
+    return -torch.where(v < 2.0**-4, series, -rest.log()).log()
+
+
+# ---- device functions
+
+_INTERPRETED = tl.constexpr(env.interpreting())
+
+
+@triton.jit
+def _log(x):
+    """The hardware's logarithm, within 2^-22 (absolute around 1, relative elsewhere) in 2 instructions; tl.log takes 20."""
+    if _INTERPRETED:
+        return tl.log(x)
+    log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return log2 * 0.6931471805599453
+
+
+@triton.jit
+def _gumbel_of(bits):
+    v = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    rest = tl.maximum(1.0 - v, 2.9802322387695312e-08)
+    series = v * (1.0 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
+    return -_log(tl.where(v < 0.0625, series, -_log(rest)))
+
+
+@triton.jit
+def gumbel(seed, position, counter):
+    """The noise of the four tokens of each counter c, a block of int32: four blocks like it. seed, position: int64 scalars."""
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox(seed, counter.to(tl.uint32), tl.zeros_like(low), low, high)
+    return _gumbel_of(r0), _gumbel_of(r1), _gumbel_of(r2), _gumbel_of(r3)
