@@ -1,0 +1,152 @@
+"""Compile the Triton kernels of an implementation for a card that is not there.
+
+`record` runs the implementation's own launcher, so what is compiled is what a call would launch: the same specialisation, the
+same constants, the same options. Three stand-ins make that possible without a GPU and without a CUDA build of torch:
+
+    arguments   meta tensors with the shape, stride, dtype and alignment of the real ones
+    driver      answers "which card" with the one asked for; it can load and launch nothing
+    run         Triton's `JITFunction.run` compiles as for a warm-up and keeps the kernel instead of launching it
+
+Refuses: Triton's interpreter (it never compiles), and launchers that look at values (meta tensors have none). Implementations
+that call a vendor library launch no Triton kernel and give an empty list. The driver and `JITFunction.run` are replaced for
+the whole process while `record` runs, so nothing else may launch kernels meanwhile; a lock keeps two recordings apart.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.errors import TritonError
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tilewright.hw import env
+from tilewright.hw.device import Device
+
+__all__ = ["CARDS", "Binary", "CompileFailed", "record", "stand_in"]
+
+# What a launcher may ask of a card, from NVIDIA's data sheets and the CUDA programming guide (table of compute capabilities).
+CARDS = {
+    80: Device(kind="cuda", name="A100 80GB", arch=80, sms=108, smem_bytes=166912, l2_bytes=40 << 20, memory_bytes=80 << 30),
+    90: Device(kind="cuda", name="H100 80GB", arch=90, sms=132, smem_bytes=232448, l2_bytes=50 << 20, memory_bytes=80 << 30),
+    100: Device(kind="cuda", name="B200", arch=100, sms=148, smem_bytes=232448, l2_bytes=126 << 20, memory_bytes=180 << 30),
+}
+"""Architecture -> the card that stands for it where nothing is attached."""
+
+_LOCK = Lock()
+
+
+class CompileFailed(RuntimeError):
+    """A kernel does not compile for an architecture; the message has the compiler's words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binary:
+    """One compiled kernel."""
+
+    kernel: str
+    arch: int
+    key: str
+    """Triton's hash over source, constants, options and toolchain: equal keys are equal binaries."""
+    constants: Mapping[str, Any] = field(repr=False)
+    """Compile-time arguments by name, with those that Triton specialised itself (an integer 1, a None)."""
+    warps: int
+    shared_bytes: int
+    """Dynamic shared memory of a block."""
+    tmem_columns: int
+    """Tensor memory of a block (sm_100): columns of 512 bytes."""
+    ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+
+def record(impl: Any, config: Mapping[str, Any], args: Sequence[Any], arch: int) -> list[Binary]:
+    """Every kernel that `impl.launch(config, *args)` launches, in order, compiled for `sm_<arch>`.
+
+    Args:
+        impl: a `tilewright.op.Impl`.
+        config: its tuning choices.
+        args: the op's arguments; of tensors only shape, strides, offset and dtype are read, never values.
+        arch: 80, 90, 100 ...: compute capability as one number.
+
+    Raises:
+        CompileFailed: a kernel does not compile.
+        RuntimeError: Triton interprets kernels in this process.
+    """
+    if env.interpreting():
+        raise RuntimeError("record: Triton interprets kernels in this process and compiles none; unset TRITON_INTERPRET")
+    with _LOCK, _recording(arch) as launched:
+        impl.launch(config, *(stand_in(a) for a in args))
+    return [_binary(kernel, arch) for kernel in launched]
+
+
+def stand_in(value: Any) -> Any:
+    """A meta tensor laid out and aligned like the given tensor; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    # A meta tensor's address is its offset, so it is aligned as the real one is: allocations start at multiples of 512 bytes.
+    offset = value.storage_offset()
+    extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
+    memory = torch.empty(offset + extent, dtype=value.dtype, device="meta")
+    return memory.as_strided(value.shape, value.stride(), offset)
+
+
+class _Offline:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, arch: int):
+        self._arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> str:
+        # Triton keys its table of loaded kernels by this: a name that no real device has keeps the two apart.
+        return f"offline sm_{self._arch}"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextmanager
+def _recording(arch: int) -> Iterator[list[CompiledKernel]]:
+    launched: list[CompiledKernel] = []
+    active, run = driver._active, JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> CompiledKernel:
+        try:
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        except (TritonError, RuntimeError, ValueError) as error:
+            raise CompileFailed(f"{self.fn.__qualname__} does not compile for sm_{arch}: {error}") from error
+        assert isinstance(kernel, CompiledKernel), "nobody compiles in the background while we hold the lock"
+        launched.append(kernel)
+        return kernel
+
+    driver.set_active(_Offline(arch))  # pyright: ignore[reportArgumentType]
+    JITFunction.run = compile_only
+    try:
+        yield launched
+    finally:
+        JITFunction.run = run
+        driver.set_active(active)  # pyright: ignore[reportArgumentType]
+
+
+def _binary(kernel: CompiledKernel, arch: int) -> Binary:
+    names = kernel.src.fn.arg_names
+    constants = {".".join([names[path[0]], *map(str, path[1:])]): value for path, value in kernel.src.constants.items()}
+    return Binary(
+        kernel=kernel.metadata.name,
+        arch=arch,
+        key=kernel.hash,
+        constants=constants,
+        warps=kernel.metadata.num_warps,
+        shared_bytes=kernel.metadata.shared,
+        tmem_columns=kernel.metadata.tmem_size or 0,
+        ptx=kernel.asm["ptx"],
+        cubin=kernel.asm["cubin"],
+    )

@@ -1,0 +1,156 @@
+"""What a compiled kernel is made of, read from its PTX and its machine code by the tools in the Triton wheel.
+
+`facts` costs about 5 ms a kernel. Registers and stack are the machine code's own resource record. Instructions are counted in
+the PTX, where each tensor-core, TMA and vector access is one line whose kind and width ptxas keeps, though not always how often
+it stands there: it unrolls loops. `instruction_mix` disassembles and counts what the card runs, half a second a kernel.
+
+Not here: timing, occupancy (tilewright.hw), and run-time behaviour such as bank conflicts.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton import knobs
+
+from tilewright.asm.compile import Binary
+
+__all__ = ["Facts", "facts", "instruction_mix", "ptxas_version", "sass"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One kernel for one architecture. Counts are of instructions in the text, not of executions."""
+
+    kernel: str
+    warps: int
+    registers: int
+    """A thread's; 255 is the most there is."""
+    spill_bytes: int
+    """A thread's registers that did not fit and went to local memory."""
+    local_bytes: int
+    """A thread's arrays that the kernel itself put in local memory (dynamically indexed; libdevice's sin and cos have one)."""
+    shared_bytes: int
+    """A block's dynamic shared memory."""
+    tmem_columns: int
+    mma: int
+    """Tensor-core instructions of a warp (sm_80 and up)."""
+    wgmma: int
+    """Tensor-core instructions of a warpgroup (sm_90)."""
+    wgmma_serialised: bool
+    """ptxas put a wait after each wgmma (its warning C7510 to C7515): the tensor cores then idle between them."""
+    tcgen05: int
+    """Tensor-core instructions on tensor memory (sm_100)."""
+    tma_loads: int
+    tma_stores: int
+    """Stores and reductions by the copy engine."""
+    loads: Mapping[int, int]
+    """Loads from global memory and cp.async: bytes of a thread's access -> count. A full vector is 16 (32 on sm_100)."""
+    stores: Mapping[int, int]
+    """Stores to global memory, likewise."""
+
+
+def facts(binary: Binary) -> Facts:
+    """The facts of one binary. Raises subprocess.CalledProcessError when a tool of the wheel rejects the code."""
+    registers, stack_bytes = _resources(binary)
+    ptx = binary.ptx
+    local_bytes = sum(int(n) for n in _LOCAL_ARRAY.findall(ptx))
+    wgmma = len(_WGMMA.findall(ptx))
+    return Facts(
+        kernel=binary.kernel,
+        warps=binary.warps,
+        registers=registers,
+        spill_bytes=max(0, stack_bytes - local_bytes),
+        local_bytes=local_bytes,
+        shared_bytes=binary.shared_bytes,
+        tmem_columns=binary.tmem_columns,
+        mma=len(_MMA.findall(ptx)),
+        wgmma=wgmma,
+        wgmma_serialised=bool(wgmma) and "wgmma.mma_async instructions are serialized" in _ptxas_log(binary),
+        tcgen05=len(_TCGEN05.findall(ptx)),
+        tma_loads=len(_TMA_LOAD.findall(ptx)),
+        tma_stores=len(_TMA_STORE.findall(ptx)),
+        loads=_widths(_LOAD, ptx, _CP_ASYNC),
+        stores=_widths(_STORE, ptx),
+    )
+
+
+_MMA = re.compile(r"\bmma\.sync\.")
+_WGMMA = re.compile(r"\bwgmma\.mma_async\.")
+_TCGEN05 = re.compile(r"\btcgen05\.mma\.")
+_TMA_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared")
+_TMA_STORE = re.compile(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global")
+_CP_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^,]*,[^,]*, (0x[0-9a-f]+|\d+)")
+# ld.global.L1::evict_last.v4.b32: qualifiers, an optional vector, then the element's type.
+_LOAD = re.compile(r"\bld(?:\.\w+)*\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[bfus](\d+)\b")
+_STORE = re.compile(r"\bst(?:\.\w+)*\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[bfus](\d+)\b")
+_LOCAL_ARRAY = re.compile(r"\.local \.align \d+ \.b8 \w+\[(\d+)\]")
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+def _widths(access: re.Pattern[str], ptx: str, copy: re.Pattern[str] | None = None) -> dict[int, int]:
+    """Bytes of an access -> how many there are, widest first."""
+    found = Counter(int(lanes or 1) * int(bits) // 8 for lanes, bits in access.findall(ptx))
+    if copy is not None:
+        found.update(int(size, 0) for size in copy.findall(ptx))
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _resources(binary: Binary) -> tuple[int, int]:
+    """(registers, stack bytes) of a thread."""
+    with _file(binary.cubin, ".cubin") as path:
+        text = _run(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path)
+    found = _RESOURCES.search(text)
+    if found is None:
+        raise ValueError(f"cuobjdump reports no registers for {binary.kernel}: got {text!r}, wanted 'REG:<n> STACK:<n>'")
+    return int(found[1]), int(found[2])
+
+
+def _ptxas_log(binary: Binary) -> str:
+    """What ptxas says about the kernel. Its warning is nowhere in the machine code, so this assembles once more."""
+    with _file(binary.ptx.encode(), ".ptx") as path, tempfile.TemporaryDirectory() as folder:
+        return _run(_ptxas(binary.arch).path, "-v", f"--gpu-name=sm_{binary.arch}a", path, "-o", f"{folder}/out.cubin")
+
+
+def sass(binary: Binary) -> str:
+    """The disassembled machine code, one instruction a line."""
+    with _file(binary.cubin, ".cubin") as path:
+        return _run(knobs.nvidia.nvdisasm.path, "-c", path)
+
+
+def instruction_mix(binary: Binary) -> dict[str, int]:
+    """Machine instruction ("LDG.E.128", "HGMMA.64x128x16.F32.BF16") -> how often it stands in the code, most frequent first."""
+    found = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+\{?\s*(?:@!?\w+\s+)?([A-Z][\w.]*)", sass(binary), re.MULTILINE)
+    return dict(Counter(found).most_common())
+
+
+def ptxas_version(arch: int) -> str:
+    """The version of the assembler that Triton uses for an architecture: wrong code has come from one version alone."""
+    text = _run(_ptxas(arch).path, "--version")
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    if found is None:
+        raise ValueError(f"ptxas for sm_{arch} does not tell its version: got {text!r}, wanted 'V<major>.<minor>.<build>'")
+    return found[1]
+
+
+def _ptxas(arch: int) -> knobs.NvidiaTool:
+    # Triton's own rule; its Blackwell assembler is newer than the one for all other cards.
+    return knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+@contextmanager
+def _file(content: bytes, suffix: str) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"kernel{suffix}")
+        path.write_bytes(content)
+        yield str(path)
