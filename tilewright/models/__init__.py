@@ -1,0 +1,107 @@
+"""Language models: a folder or a name -> a model on a device.
+
+`ARCHITECTURES` is the list of what is supported: the architecture that config.json names -> the function that builds it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tilewright.models.config import SHAPES, ModelConfig, ModelError, architecture_of
+from tilewright.models.decoder import Decoder
+from tilewright.models.dense import llama, mistral, qwen2, qwen3
+from tilewright.models.weights import Checkpoint, Progress, check, fill, fill_random, read_json, resolve
+
+__all__ = [
+    "ARCHITECTURES",
+    "SHAPES",
+    "Model",
+    "ModelConfig",
+    "ModelError",
+    "Progress",
+    "kv_bytes_per_token",
+    "load_config",
+    "load_model",
+    "random_model",
+    "resolve",
+    "weight_bytes",
+]
+
+Model = Decoder
+"""What `load_model` returns: called with (token_ids, batch, cache), and `.logits`, `.config`."""
+
+ARCHITECTURES: dict[str, Callable[[ModelConfig, torch.device, torch.dtype], Model]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+
+
+def _builder(architecture: str) -> Callable[[ModelConfig, torch.device, torch.dtype], Model]:
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[architecture]
+
+
+def _build(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Model:
+    """The model with uninitialised weights."""
+    return _builder(config.architecture)(config, torch.device(device), dtype)
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The config of a model folder.
+
+    Raises:
+        ModelError: config.json is missing or broken, or asks for something that is not supported.
+    """
+    raw = read_json(folder / "config.json")
+    _builder(architecture_of(raw))  # the first thing to say about an unknown architecture, before any of its keys
+    generation = folder / "generation_config.json"
+    return ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Load a model.
+
+    Args:
+        name_or_path: "bookworm" (embedded), a folder, or a name on the Hugging Face hub.
+        device: where the weights go.
+        dtype: of the weights; None for the one that config.json names.
+        progress: called with (bytes loaded, bytes in all).
+
+    Raises:
+        ModelError: the folder cannot be found or used; nothing was allocated on the device then.
+    """
+    folder = resolve(name_or_path)
+    config = load_config(folder)
+    dtype = dtype or config.dtype
+    checkpoint = Checkpoint(folder)
+    check(_build(config, "meta", dtype), checkpoint)
+    model = _build(config, device, dtype)
+    fill(model, checkpoint, progress)
+    return model
+
+
+def random_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Model:
+    """A model with random weights that keep activations finite, drawn on the device: for benchmarks and tests."""
+    model = _build(config, device, dtype)
+    fill_random(model, seed)
+    return model
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that the parameters take; a tied head counts once. The rope table is not a parameter and is not counted."""
+    return sum(parameter.nbytes for parameter in _build(config, "meta", dtype).parameters())
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in the cache, all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize

@@ -1,0 +1,237 @@
+"""What a model is, resolved once from a Hugging Face folder's config.json and generation_config.json.
+
+Reads both the keys of transformers 5 (`rope_parameters`, `dtype`) and of 4 (`rope_theta`, `rope_scaling`, `torch_dtype`). After
+that no default and no rule about windows is left to apply: every consumer reads the same numbers.
+
+Refuses, by name: rope types and activations without an implementation, partially rotated heads, quantised weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.kernels.rope import rope_frequencies
+
+__all__ = ["ACTIVATIONS", "SHAPES", "ModelConfig", "ModelError", "architecture_of"]
+
+ACTIVATIONS = {"gelu": "gelu_mul", "silu": "silu_mul", "swish": "silu_mul"}
+"""`hidden_act` -> the epilogue of a gated feed-forward layer."""
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+# What the config classes of transformers fill in and other families do not share.
+_FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "LlamaForCausalLM": {"use_sliding_window": False},
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "Qwen2ForCausalLM": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+}
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be used: what is wrong, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder's sizes and switches, under their Hugging Face names.
+
+    windows: per layer, how many positions a token sees, itself included; None for all.
+    rope_scaling: None, or "rope_type" and the numbers of that type.
+    dtype: of the weights on disk.
+    eos_token_ids: each of them ends a sequence; from generation_config.json where it has any.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    windows: tuple[int | None, ...]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    dtype: torch.dtype = torch.float32
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.hidden_act not in ACTIVATIONS:
+            raise ModelError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ModelError(
+                f"num_attention_heads must be a multiple of num_key_value_heads; "
+                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
+            )
+        try:
+            rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        except ValueError as error:
+            raise ModelError(f"config.json asks for a rotation that is not supported: {error}") from error
+        if len(self.windows) != self.num_hidden_layers:
+            raise ModelError(f"one window a layer is needed, {self.num_hidden_layers} in all; got {len(self.windows)}")
+
+    @property
+    def activation(self) -> str:
+        """The epilogue that `hidden_act` means in a gated layer."""
+        return ACTIVATIONS[self.hidden_act]
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """Resolve the contents of config.json, and of generation_config.json where there is one.
+
+        Raises:
+            ModelError: a key is missing or asks for something that is not supported; the message names it.
+        """
+        architecture = architecture_of(raw)
+        raw = {**_FAMILY_DEFAULTS.get(architecture, {}), **raw}
+        if raw.get("quantization_config"):
+            raise ModelError("quantised weights (quantization_config) are not supported; use the model's unquantised folder")
+        theta, scaling = _rope(raw)
+        heads = _integer(raw, "num_attention_heads")
+        return cls(
+            architecture=architecture,
+            vocab_size=_integer(raw, "vocab_size"),
+            hidden_size=_integer(raw, "hidden_size"),
+            intermediate_size=_integer(raw, "intermediate_size"),
+            num_hidden_layers=_integer(raw, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=_integer(raw, "num_key_value_heads", default=heads),
+            head_dim=_head_dim(raw, heads),
+            max_position_embeddings=_integer(raw, "max_position_embeddings"),
+            windows=_windows(raw),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            hidden_act=raw.get("hidden_act", "silu"),
+            attention_bias=bool(raw.get("attention_bias", False)),
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            dtype=_dtype(raw),
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=_eos(raw, generation or {}),
+        )
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The one architecture that config.json names. Raises ModelError when it does not name one."""
+    names = raw.get("architectures") or ()
+    if len(names) != 1:
+        raise ModelError(f'config.json must name one architecture, like "architectures": ["LlamaForCausalLM"]; got {names}')
+    return names[0]
+
+
+def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key} must be a positive integer, got {value}")
+    return value
+
+
+def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
+    hidden = _integer(raw, "hidden_size")
+    if raw.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"config.json has no head_dim, and hidden_size {hidden} does not divide into {heads} heads")
+    return _integer(raw, "head_dim", default=hidden // heads)
+
+
+def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The rule of transformers: `layer_types`, or sliding from layer `max_window_layers` on; if a window is used at all."""
+    layers = _integer(raw, "num_hidden_layers")
+    used = raw.get("use_sliding_window", True) and raw.get("sliding_window") is not None
+    window = _integer(raw, "sliding_window") if used else None
+    first = raw.get("max_window_layers", 0)
+    types = raw.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise ModelError(f"layer_types {', '.join(unknown)} are not supported; supported: full_attention, sliding_attention")
+    if len(types) != layers:
+        raise ModelError(f"layer_types must have one entry a layer, {layers} in all; got {len(types)}")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
+    """(theta, scaling): `rope_parameters` holds both in transformers 5; `rope_theta` and `rope_scaling` in 4."""
+    given = {**(raw.get("rope_scaling") or raw.get("rope_parameters") or {})}
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ModelError(f"rope parameters that differ by layer type ({', '.join(given)}) are not supported")
+    theta = float(given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    kind = given.pop("rope_type", None) or given.get("type") or "default"
+    given.pop("type", None)
+    rotated = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
+    if rotated != 1.0:
+        raise ModelError(f"partial_rotary_factor must be 1 (whole heads are rotated), got {rotated}")
+    if kind == "default":
+        return theta, None
+    scaling = {key: value for key, value in given.items() if value is not None}
+    if kind in ("llama3", "yarn"):
+        longest = _integer(raw, "max_position_embeddings")
+        trained = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or longest
+        scaling["original_max_position_embeddings"] = trained
+        if kind == "yarn":
+            scaling.setdefault("factor", longest / trained)
+    return theta, {"rope_type": kind, **scaling}
+
+
+def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(f"dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _eos(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = raw.get("eos_token_id")
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def _shape(architecture: str, layers: int, hidden: int, inner: int, heads: tuple[int, int, int], **rest: Any) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=heads[2],
+        windows=(None,) * layers,
+        dtype=torch.bfloat16,
+        **rest,
+    )
+
+
+_QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "eos_token_ids": (151645, 151643)}
+_LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+SHAPES: Mapping[str, ModelConfig] = {
+    "qwen3-0.6b": _shape("Qwen3ForCausalLM", 28, 1024, 3072, (16, 8, 128), tie_word_embeddings=True, **_QWEN3),
+    "qwen3-8b": _shape("Qwen3ForCausalLM", 36, 4096, 12288, (32, 8, 128), **_QWEN3),
+    "llama-1b": _shape(
+        "LlamaForCausalLM", 16, 2048, 8192, (32, 8, 64),
+        tie_word_embeddings=True, rope_scaling={**_LLAMA3_SCALING, "factor": 32.0}, **_LLAMA3,
+    ),
+    "llama-8b": _shape(
+        "LlamaForCausalLM", 32, 4096, 14336, (32, 8, 128), rope_scaling={**_LLAMA3_SCALING, "factor": 8.0}, **_LLAMA3
+    ),
+}  # fmt: skip
+"""Shapes of well-known models, for benchmarks with random weights."""

@@ -1,0 +1,78 @@
+"""Causal grouped-query attention over a paged cache (Ainslie et al., "GQA", 2023): two matmuls and two kernels.
+
+Not here: cross attention, attention without a cache, soft caps, sinks.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+from tilewright.nn.batch import Batch
+from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.nn.rope import Rope
+
+__all__ = ["Attention"]
+
+# T tokens, E model features, H query heads, G key/value heads, D head dim, P pages, S tokens a page
+
+
+class Attention(nn.Module):
+    """Project to q, k, v; norm (optional) and rotate q and k; write k and v to the cache; attend; project back.
+
+    Args:
+        features: E.
+        heads: H, a multiple of kv_heads.
+        kv_heads: G.
+        head_dim: D, independent of E / H.
+        rope: the angles, shared by all layers.
+        qkv_bias: whether q, k and v have biases.
+        out_bias: whether the output projection has one.
+        head_norm_eps: RMS norms over each query and key head before the rotation, with this eps; None for none.
+        window: a token sees itself and the window - 1 before it; None for all.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope: Rope,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        head_norm_eps: float | None = None,
+        window: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if heads % kv_heads:
+            raise ValueError(f"Attention: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        self.head_dim, self.window = head_dim, window
+        self.head_counts = (heads, kv_heads, kv_heads)
+        self.qkv_shape = (-1, sum(self.head_counts), head_dim)
+        self.scale = head_dim**-0.5
+        self.rope = rope
+        self.qkv = Linear(features, [n * head_dim for n in self.head_counts], bias=qkv_bias, device=device, dtype=dtype)
+        self.out = Linear(heads * head_dim, features, bias=out_bias, device=device, dtype=dtype)
+        self.q_norm = self.k_norm = None
+        self.head_norm_eps = 0.0 if head_norm_eps is None else head_norm_eps
+        if head_norm_eps is not None:
+            self.q_norm = empty_parameter(head_dim, device=device, dtype=dtype)
+            self.k_norm = empty_parameter(head_dim, device=device, dtype=dtype)
+
+    def forward(self, x_TE: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """[T, E] -> [T, E]. k_cache and v_cache [P, G, S, D] are this layer's, and are written."""
+        q, k, v = self.qkv(x_TE).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
+        q_THD = ops.rope_kv_write(
+            q, k, v, batch.positions, self.rope.cos_sin, k_cache, v_cache, batch.slots,
+            self.q_norm, self.k_norm, self.head_norm_eps, self.rope.interleaved,
+        )  # fmt: skip
+        o_THD = ops.paged_attention(
+            q_THD, k_cache, v_cache, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, self.scale, self.window
+        )
+        return self.out(o_THD.flatten(1))
+
+    def extra_repr(self) -> str:
+        return f"{self.head_counts[0]} heads, {self.head_counts[1]} kv heads of {self.head_dim}, window={self.window}"

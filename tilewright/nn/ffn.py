@@ -1,0 +1,41 @@
+"""Feed-forward layers."""
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.nn.linear import Linear
+
+__all__ = ["GatedMLP"]
+
+
+class GatedMLP(nn.Module):
+    """y = down(act(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", 2020), as two matmuls.
+
+    Args:
+        features: in and out.
+        inner: width of gate and of up.
+        activation: the epilogue of the merged gate and up projection: "silu_mul" or "gelu_mul" (the exact GELU).
+        bias: whether all three projections have one.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        inner: int,
+        *,
+        activation: str = "silu_mul",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.gate_up = Linear(features, (inner, inner), bias=bias, device=device, dtype=dtype)
+        self.down = Linear(inner, features, bias=bias, device=device, dtype=dtype)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., features] -> [..., features]."""
+        return self.down(self.gate_up(x, self.activation))
+
+    def extra_repr(self) -> str:
+        return self.activation

@@ -1,0 +1,49 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021): the table of angles that the attention layers of a model share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.kernels.rope import rope_table
+
+__all__ = ["Rope"]
+
+
+class Rope(nn.Module):
+    """Holds `cos_sin`, [max_positions, 2, rotated_dim / 2] float32 whatever the model's dtype; not part of the state dict.
+
+    Args:
+        rotated_dim: leading dimensions of a head that are rotated, even.
+        max_positions: positions in the table. The ops do not check positions against it on a GPU: whoever admits a
+            sequence does.
+        base: theta, the base of the wavelengths.
+        scaling: how the frequencies were stretched for longer contexts: "rope_type" and its numbers, as `rope_table` takes
+            them; None for the plain ones.
+        interleaved: rotate pairs (2i, 2i + 1) instead of (i, i + rotated_dim / 2).
+    """
+
+    cos_sin: torch.Tensor
+
+    def __init__(
+        self,
+        rotated_dim: int,
+        *,
+        max_positions: int,
+        base: float = 10000.0,
+        scaling: Mapping[str, Any] | None = None,
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        self.interleaved = interleaved
+        if device is not None and torch.device(device).type == "meta":
+            table = torch.empty(max_positions, 2, rotated_dim // 2, dtype=torch.float32, device="meta")
+        else:
+            table = rope_table(rotated_dim, max_positions, base, scaling, device)
+        self.register_buffer("cos_sin", table, persistent=False)
+
+    def extra_repr(self) -> str:
+        positions, _, half = self.cos_sin.shape
+        return f"{2 * half} dims, {positions} positions, interleaved={self.interleaved}"
