@@ -1,0 +1,201 @@
+"""A model without a model: the next token is a hash of everything that the request's pages hold.
+
+Its memory is as a real runner's: pages of cells, in two layers. A cell of layer 0 holds its token and position; one of layer 1
+a hash of all layer-0 cells up to it, read through the block table when it is written; the sample is a hash of all layer-1
+cells. So a page given to two owners, shared before it was filled, evicted while in use, copied too early or not at all, changes
+the tokens that come out, against `expected`, which hashes the plain token list.
+
+`asynchronous`: nothing runs before it is collected, so a step runs as late as a device could, after the next was launched.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tilewright.engine.blocks import BlockPool
+from tilewright.engine.request import SamplingParams, TokenLogprobs
+from tilewright.engine.schedule import Scheduler
+from tilewright.engine.step import Row, Step, StepResult
+from tilewright.engine.tokenizer import Tokenizer
+
+EMPTY = -1
+MODULUS = (1 << 61) - 1
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer without merges: token i is byte i, token 256 is the special <end>."""
+    # GPT-2's spelling of bytes: printable ones are themselves, the rest moves to 256 and on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in printable)}
+    vocab = {moved.get(byte, chr(byte)): byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend, special_tokens={"eos_token": "<end>"})
+
+
+def scheduler(
+    pages: int = 64,
+    size: int = 4,
+    *,
+    max_seqs: int = 4,
+    budget: int = 32,
+    chunk: int | None = None,
+    waiting: int = 1000,
+    cache: bool = True,
+    model_len: int = 1000,
+) -> Scheduler:
+    """A scheduler with small bounds."""
+    return Scheduler(
+        blocks=BlockPool(pages, size, prefix_cache=cache),
+        max_seqs=max_seqs,
+        max_tokens_per_step=budget,
+        max_model_len=model_len,
+        max_waiting=waiting,
+        prefill_chunk=chunk,
+    )
+
+
+def mix(state: int, value: int) -> int:
+    """One step of a chain hash; far from commutative, so the order of cells counts."""
+    return (state * 6364136223846793005 + value * 2862933555777941757 + 1442695040888963407) % MODULUS
+
+
+def fold(values: list[int], state: int = 1) -> int:
+    """The chain hash of a list."""
+    for value in values:
+        state = mix(state, value)
+    return state
+
+
+def draw(state: int, seed: int, vocab_size: int) -> int:
+    """The sample that a state and a seed give."""
+    return mix(mix(state, seed), 7) // 1000 % vocab_size
+
+
+@lru_cache(maxsize=100_000)
+def next_token(tokens: tuple[int, ...], seed: int, vocab_size: int) -> int:
+    """The definition, without pages."""
+    state, layer = 1, []
+    for position, token in enumerate(tokens):
+        state = mix(state, token * 10_007 + position)
+        layer.append(state)
+    return draw(fold(layer), seed, vocab_size)
+
+
+def expected(
+    prompt: list[int], params: SamplingParams, seed: int, *, vocab_size: int, eos_ids: tuple[int, ...] = ()
+) -> list[int]:
+    """All tokens that a request must get, with the one that ends it; `stop` strings are not looked at."""
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+    tokens = tuple(prompt)
+    while len(tokens) - len(prompt) < params.max_tokens:
+        tokens += (next_token(tokens, seed, vocab_size),)
+        if tokens[-1] in stops and len(tokens) - len(prompt) > params.min_tokens:
+            break
+    return list(tokens[len(prompt) :])
+
+
+class _Work:
+    """A launched row: all that was true of its request at the launch."""
+
+    def __init__(self, row: Row):
+        request = row.request
+        assert request.slot is not None
+        self.slot = request.slot
+        self.start, self.count, self.samples = row.start, row.count, row.samples
+        self.tokens = request.tokens(row.start, row.start + row.count)
+        self.pages = list(request.pages)
+        self.seed = request.seed
+        self.wants = request.params.logprobs is not None
+        wanted = request.params.prompt_logprobs is not None
+        self.prompt = request.prompt_ids[row.start + 1 : row.start + 1 + row.count] if wanted else None
+
+
+class FakeRunner:
+    """See the module's text. `faults(step_number)` may raise, at the launch or, for negative numbers, at the collection."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        vocab_size: int,
+        asynchronous: bool = False,
+        faults: Callable[[int], None] = lambda number: None,
+    ):
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.asynchronous = asynchronous
+        self.layers = [[[EMPTY] * page_size for _ in range(num_pages)] for _ in range(2)]
+        self.latest: dict[int, int] = {}
+        self.queue: list[tuple[int, list[_Work], tuple[tuple[int, int], ...]]] = []
+        self.results: dict[int, StepResult] = {}
+        self.launched = 0
+        self.faults = faults
+        self.steps: list[list[tuple[str, int, int, int]]] = []
+        """(id, index, start, count) of every row of every step launched."""
+
+    def launch(self, step: Step) -> int:
+        """Enqueue; an asynchronous runner runs it when something is collected."""
+        self.launched += 1
+        self.faults(self.launched)
+        rows = [_Work(row) for row in step.rows]
+        for row, work in zip(step.rows, rows, strict=True):
+            assert work.start + work.count <= len(row.request) + 1, "more than one token of a row is not known"
+            assert len(work.pages) * self.page_size >= work.start + work.count, "a row writes beyond its pages"
+        sources, destinations = {a for a, _ in step.copies}, [b for _, b in step.copies]
+        assert len(set(destinations)) == len(destinations) and not sources & set(destinations)
+        self.steps.append([(r.request.id, r.request.index, r.start, r.count) for r in step.rows])
+        self.queue.append((self.launched, rows, step.copies))
+        if not self.asynchronous:
+            self._run()
+        return self.launched
+
+    def collect(self, ticket: int) -> StepResult:
+        """The result of a launch."""
+        self.faults(-ticket)
+        while self.queue and self.queue[0][0] <= ticket:
+            self._run()
+        return self.results.pop(ticket)
+
+    def _run(self) -> None:
+        ticket, rows, copies = self.queue.pop(0)
+        for layer in self.layers:
+            for source, destination in copies:
+                layer[destination] = list(layer[source])
+        for work in rows:
+            if len(work.tokens) < work.count:
+                work.tokens.append(self.latest[work.slot])
+            cells = [token * 10_007 + work.start + i for i, token in enumerate(work.tokens)]
+            self._write(0, work, cells)
+        for work in rows:
+            state, cells = 1, []
+            for value in self._read(0, work):
+                state = mix(state, value)
+                cells.append(state)
+            self._write(1, work, cells[work.start :])
+        tokens = [draw(fold(self._read(1, work)), work.seed, self.vocab_size) if work.samples else None for work in rows]
+        for work, token in zip(rows, tokens, strict=True):
+            if token is not None:
+                self.latest[work.slot] = token
+        self.results[ticket] = StepResult(
+            tokens=tokens,
+            logprobs=[_logprob(t) if w.wants and t is not None else None for w, t in zip(rows, tokens, strict=True)],
+            prompt_logprobs=[None if w.prompt is None else [_logprob(t) for t in w.prompt] for w in rows],
+        )
+
+    def _write(self, layer: int, work: _Work, cells: list[int]) -> None:
+        for position, cell in enumerate(cells, start=work.start):
+            self.layers[layer][work.pages[position // self.page_size]][position % self.page_size] = cell
+
+    def _read(self, layer: int, work: _Work) -> list[int]:
+        cells = [cell for page in work.pages for cell in self.layers[layer][page]]
+        return cells[: work.start + work.count]
+
+
+def _logprob(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id=token, logprob=-token / 16, rank=token + 1, top=((0, 0.0),))

@@ -1,0 +1,103 @@
+"""The packed arrays of a step against what the contract of `Step` says, computed token by token."""
+
+import numpy as np
+import pytest
+
+from tilewright.engine.batch import Layout, Packer
+from tilewright.engine.request import Request, SamplingParams
+from tilewright.engine.step import Row, Step
+
+PAGE = 4
+
+
+def request(slot: int, prompt: int, output: int = 0, pending: int = 0, **params: object) -> Request:
+    made = Request(f"r{slot}", list(range(100 * slot, 100 * slot + prompt)), SamplingParams(seed=7, **params))  # type: ignore[arg-type]
+    made.slot = slot
+    made.output_ids = [900 + i for i in range(output)]
+    made.pending = pending
+    made.pages = [10 * slot + i for i in range(-(-(made.total + 1) // PAGE))]
+    return made
+
+
+def packed(step: Step, tokens: int, seqs: int, sampled: int, packer: Packer | None = None) -> dict[str, np.ndarray]:
+    packer = packer or Packer(page_size=PAGE, max_seqs=8, max_pages=16)
+    packer.refresh(step)
+    layout = Layout(tokens, seqs, sampled)
+    buffer = np.full(layout.nbytes, 0xAB, np.uint8)
+    views = layout.host(buffer)
+    packer.fill(views, step)
+    return views
+
+
+MIXED = Step(
+    (
+        Row(request(3, 5, 2), 6, 1, True),
+        Row(request(1, 4, 0, pending=1), 4, 1, True),
+        Row(request(2, 9), 0, 9, True),
+        Row(request(5, 20, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1), 8, 7, False),
+    )
+)
+
+
+def test_mixed_step() -> None:
+    got = packed(MIXED, 18, 4, 3)
+    at = 0
+    sampled = [row for row in MIXED.rows if row.samples]
+    for b, row in enumerate(MIXED.rows):
+        known = row.request.prompt_ids + row.request.output_ids
+        assert got["kv_lens"][b] == row.start + row.count
+        assert got["cu_q"][b] == at
+        for position in range(row.start, row.start + row.count):
+            page = row.request.pages[position // PAGE]
+            assert got["positions"][at] == position
+            assert got["slots"][at] == page * PAGE + position % PAGE
+            if position < len(known):
+                assert (got["token_ids"][at], got["feed"][at]) == (known[position], -1)
+            else:
+                assert got["feed"][at] == row.request.slot
+            at += 1
+        if row.samples:
+            i = sampled.index(row)
+            assert got["logits_rows"][i] == at - 1
+            assert got["sampled_slots"][i] == row.request.slot
+            assert got["sampled_at"][i] == row.start + row.count
+            assert got["seed"][i] == 7
+    assert got["cu_q"][4] == at == 18
+
+
+def test_parameters_follow_the_slot() -> None:
+    row = MIXED.rows[3]._replace(samples=True)
+    got = packed(Step((row,)), 7, 1, 1)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    assert [got[name][0] for name in names] == pytest.approx([0.5, 3, 0.9, 0.1])
+
+
+def test_padding_rows_write_nowhere_and_see_nothing() -> None:
+    got = packed(Step(MIXED.rows[:2]), 5, 5, 5)
+    assert got["slots"][2:].tolist() == [-1] * 3
+    assert got["kv_lens"][2:].tolist() == [0] * 3
+    assert got["feed"][2:].tolist() == [-1] * 3
+    assert got["sampled_slots"][2:].tolist() == [8] * 3
+    assert got["temperature"][2:].tolist() == [0] * 3
+    assert got["cu_q"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_tables_follow_growth_preemption_and_a_new_owner() -> None:
+    packer = Packer(page_size=PAGE, max_seqs=8, max_pages=16)
+    first = request(0, 6)
+    assert packer.refresh(Step((Row(first, 0, 6, True),))) == len(first.pages)
+    first.pages.append(77)
+    packer.refresh(Step((Row(first, 6, 1, True),)))
+    assert packer.tables[0, : len(first.pages)].tolist() == first.pages
+    first.preemptions, first.pages = 1, [5, 6, 8]
+    packer.refresh(Step((Row(first, 0, 6, True),)))
+    assert packer.tables[0, :3].tolist() == [5, 6, 8]
+    second = request(0, 6, temperature=0.25)
+    second.pages = [1, 2, 3]
+    packer.refresh(Step((Row(second, 0, 6, True),)))
+    assert packer.tables[0, :3].tolist() == [1, 2, 3]
+
+
+def test_fields_start_at_multiples_of_16() -> None:
+    for counts in ((1, 1, 1), (7, 3, 2), (18, 4, 0)):
+        assert all(at % 16 == 0 for _, _, at, _ in Layout(*counts).fields)

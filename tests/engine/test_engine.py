@@ -1,0 +1,388 @@
+"""The engine over a fake model: the same tokens and text whatever else is going on, and a way on after every failure."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.fake_runner import FakeRunner, byte_tokenizer, expected, scheduler
+from tests.engine.test_stops import cut
+from tilewright.engine import llm as llm_module
+from tilewright.engine.config import EngineConfig
+from tilewright.engine.core import Engine
+from tilewright.engine.llm import LLM
+from tilewright.engine.request import Delta, QueueFull, RequestTooLong, SamplingParams
+
+TOKENIZER = byte_tokenizer()
+VOCAB = 257
+EOS = (0, 7, 33, 120, 256)
+
+
+def engine(*, asynchronous=False, faults=lambda number: None, **options) -> Engine:
+    sched = scheduler(**options)
+    blocks = sched.blocks
+    runner = FakeRunner(blocks.num_pages, blocks.page_size, vocab_size=VOCAB, asynchronous=asynchronous, faults=faults)
+    return Engine(runner, TOKENIZER, EOS, sched)
+
+
+def drain(engine: Engine) -> list[Delta]:
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas
+
+
+def joined(deltas: list[Delta], request_id: str, index: int = 0) -> tuple[list[int], str, str | None, object]:
+    """(tokens, text, finish reason, stop reason), and the order of the deltas checked."""
+    mine = [delta for delta in deltas if (delta.request_id, delta.index) == (request_id, index)]
+    assert [delta.finish_reason is not None for delta in mine] == [False] * (len(mine) - 1) + [True]
+    tokens = [token for delta in mine for token in delta.token_ids]
+    return tokens, "".join(delta.text for delta in mine), mine[-1].finish_reason, mine[-1].stop_reason
+
+
+def definition(prompt: list[int], params: SamplingParams, seed: int) -> tuple[list[int], str, str | None, object]:
+    """What `joined` must be, made from the plain token list."""
+    tokens = expected(prompt, params, seed, vocab_size=VOCAB, eos_ids=EOS)
+    end = tokens[-1]
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+    by_token = end in stops and len(tokens) > params.min_tokens
+    used = tokens[:-1] if by_token else tokens
+    for count in range(1, len(used) + 1):
+        text, stop = cut(TOKENIZER.decode(used[:count]), list(params.stop))
+        if stop is not None:
+            return tokens[:count], text, "stop", stop
+    reason = end if by_token and end in params.stop_token_ids else None
+    return tokens, TOKENIZER.decode(used), "stop" if by_token else "length", reason
+
+
+SHORT = list(range(40, 59))
+LONG = list(range(20, 170))
+WORKLOAD: list[tuple[list[int], SamplingParams]] = [
+    (SHORT, SamplingParams(max_tokens=30, seed=1, ignore_eos=True)),
+    (SHORT[:16], SamplingParams(max_tokens=9, seed=2)),
+    (LONG, SamplingParams(max_tokens=20, seed=3, n=3)),
+    (LONG[:96] + SHORT, SamplingParams(max_tokens=12, seed=4, presence_penalty=0.5)),
+    (SHORT[:16], SamplingParams(max_tokens=25, seed=2, min_tokens=5)),
+    ([65], SamplingParams(max_tokens=40, seed=9, ignore_eos=True, stop=("A", "\ufffdb", "  "))),
+    (LONG, SamplingParams(max_tokens=1, seed=5)),
+    (LONG[:100], SamplingParams(max_tokens=30, seed=6, stop_token_ids=tuple(range(60, 80)), ignore_eos=True)),
+]
+
+ROOMY = {"pages": 400, "size": 16, "max_seqs": 16, "budget": 512}
+TIGHT = {"pages": 48, "size": 4, "max_seqs": 8, "budget": 64}
+MODES = {
+    "one step for all": ROOMY,
+    "chunk 16": ROOMY | {"chunk": 16},
+    "chunk 64": ROOMY | {"chunk": 64},
+    "budget 17": ROOMY | {"budget": 17},
+    "no cache": ROOMY | {"cache": False},
+    "two at a time": ROOMY | {"max_seqs": 2},
+    "tight": TIGHT,
+    "tight, chunk 16": TIGHT | {"chunk": 16},
+    "tight, no cache": TIGHT | {"cache": False},
+    "pages of one token": {"pages": 200, "size": 1, "max_seqs": 8, "budget": 64},
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_whatever_else_is_going_on(mode, asynchronous):
+    """Alone, batched, in chunks, prefix found or not or wholly cached (the second round), preempted and resumed."""
+    eng = engine(asynchronous=asynchronous, **MODES[mode])
+    for turn in range(2):
+        names = [eng.submit(prompt, params, f"{turn}/{i}") for i, (prompt, params) in enumerate(WORKLOAD)]
+        deltas = drain(eng)
+        for name, (prompt, params) in zip(names, WORKLOAD, strict=True):
+            for index in range(params.n):
+                assert params.seed is not None
+                assert joined(deltas, name, index) == definition(prompt, params, params.seed + index)
+    stats = eng.stats()
+    assert stats.pages_used == stats.running == stats.waiting == 0
+    assert stats.finished == 2 * sum(params.n for _, params in WORKLOAD)
+    assert stats.generated_tokens == sum(len(delta.token_ids) for delta in deltas) * 2
+    assert mode == "pages of one token" or (stats.preemptions > 0) == mode.startswith("tight")
+    assert (stats.prefix_hit_tokens > 0) == ("no cache" not in mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_alone(mode):
+    for prompt, params in WORKLOAD:
+        eng = engine(**MODES[mode])
+        name = eng.submit(prompt, params)
+        deltas = drain(eng)
+        for index in range(params.n):
+            assert joined(deltas, name, index) == definition(prompt, params, (params.seed or 0) + index)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stops=st.lists(st.sampled_from(["a", "é", "\ufffd\ufffd", "  ", "b\n", "Q"]), max_size=2).map(tuple),
+    asynchronous=st.booleans(),
+    seed=st.integers(0, 10_000),
+    data=st.data(),
+)
+def test_random_arrivals_and_aborts(stops, asynchronous, seed, data):
+    eng = engine(asynchronous=asynchronous, pages=12, size=4, max_seqs=3, budget=12)
+    known: dict[str, tuple[list[int], SamplingParams]] = {}
+    aborted: set[str] = set()
+    deltas: list[Delta] = []
+    for number in range(data.draw(st.integers(1, 8))):
+        prompt = [60 + i % 4 for i in range(data.draw(st.integers(1, 20)))]
+        params = SamplingParams(max_tokens=data.draw(st.integers(1, 20)), seed=seed + number % 2, stop=stops)
+        known[eng.submit(prompt, params)] = (prompt, params)
+        for _ in range(data.draw(st.integers(0, 4))):
+            deltas += eng.step()
+        if data.draw(st.integers(0, 4)) == 0:
+            name = data.draw(st.sampled_from(sorted(known)))
+            eng.abort(name)
+            aborted.add(name)
+    deltas += drain(eng)
+    for name, (prompt, params) in known.items():
+        found = joined(deltas, name)
+        wanted = definition(prompt, params, params.seed or 0)
+        if found[2] == "abort":
+            assert name in aborted
+            assert wanted[0][: len(found[0])] == found[0]
+            assert wanted[1].startswith(found[1])
+        else:
+            assert found == wanted
+    assert eng.stats().pages_used == 0
+
+
+@pytest.mark.parametrize("again_after", [0, 3, 8])
+def test_logprobs_come_with_their_tokens(again_after):
+    """Also when all starts again (for want of pages, say) while the prompt is computed, or after."""
+    eng = engine(chunk=4)
+    first = eng.submit(SHORT[:9], SamplingParams(max_tokens=9, seed=1, logprobs=1, ignore_eos=True))
+    second = eng.submit(SHORT[:17], SamplingParams(max_tokens=9, seed=2, prompt_logprobs=0, ignore_eos=True))
+    deltas = [delta for _ in range(again_after) for delta in eng.step()]
+    eng.scheduler.distrust_pages()
+    deltas += drain(eng)
+    for delta in deltas:
+        asked = delta.request_id == first
+        assert [entry.token_id for entry in delta.logprobs] == (list(delta.token_ids) if asked else [])
+    prompts = [delta.prompt_logprobs for delta in deltas if delta.request_id == second]
+    assert [entry.token_id for entry in prompts[0] or ()] == SHORT[1:17]
+    assert prompts[1:] == [None] * 8
+
+
+def test_an_asynchronous_runner_has_a_step_in_flight_behind_the_next():
+    params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    tokens = expected(SHORT, params, 1, vocab_size=VOCAB)
+    for asynchronous, when in ((False, [1, 2, 3]), (True, [2, 3, 4])):
+        eng = engine(asynchronous=asynchronous)
+        eng.submit(SHORT, params)
+        found = {turn: [delta.token_ids[0] for delta in eng.step()] for turn in range(1, 5)}
+        assert {turn: new for turn, new in found.items() if new} == {turn: [t] for turn, t in zip(when, tokens, strict=True)}
+        assert not eng.has_work
+
+
+BAD = [
+    ({"prompt_ids": [1, 257]}, ValueError, "the prompt has the token id 257, wanted 0 to 256"),
+    ({"prompt_ids": [-1]}, ValueError, "token id -1"),
+    ({"prompt_ids": []}, ValueError, "no tokens"),
+    ({"prompt_ids": [1], "params": SamplingParams(max_tokens=1000)}, RequestTooLong, "together 1001; the model takes 1000"),
+    ({"prompt_ids": [1], "params": SamplingParams(logit_bias={300: 1.0})}, ValueError, "logit_bias has the token id 300"),
+    ({"prompt_ids": [1], "params": SamplingParams(stop_token_ids=(300,))}, ValueError, "stop_token_ids has the token id 300"),
+    ({"prompt_ids": [1], "request_id": "taken"}, ValueError, "'taken' is in use"),
+    ({"prompt_ids": [1], "params": SamplingParams(n=5)}, QueueFull, "1 requests wait, 5 more asked for"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), BAD)
+def test_a_bad_request_is_refused_and_changes_nothing(arguments, error, words):
+    eng = engine(waiting=4)
+    eng.submit([1, 2], request_id="taken")
+    before = eng.stats()
+    with pytest.raises(error, match=words):
+        eng.submit(**arguments)
+    assert eng.stats() == before
+    assert joined(drain(eng), "taken")[2] in ("length", "stop")
+
+
+class Fault(RuntimeError):
+    """What a device might say."""
+
+
+def fault_at(*numbers: int):
+    def faults(number: int) -> None:
+        if number in numbers:
+            raise Fault("out of memory")
+
+    return faults
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("number", [1, 2, 4, -1, -2, -4], ids=lambda n: f"{'launch' if n > 0 else 'collect'} {abs(n)}")
+def test_a_failed_step_fails_its_requests_only(number, asynchronous):
+    eng = engine(asynchronous=asynchronous, faults=fault_at(number), max_seqs=2)
+    names = [eng.submit(SHORT, SamplingParams(max_tokens=6, seed=i, ignore_eos=True)) for i in range(5)]
+    deltas = drain(eng)
+    failed = [delta for delta in deltas if delta.finish_reason == "error"]
+    assert {delta.request_id for delta in failed} == set(names[:2])
+    assert {delta.error for delta in failed} == {"the step failed: Fault: out of memory"}
+    for i, name in enumerate(names):
+        wanted = expected(SHORT, SamplingParams(max_tokens=6), i, vocab_size=VOCAB)
+        found = joined(deltas, name)[0]
+        assert found == wanted if i > 1 else found == wanted[: len(found)]
+    # Before it failed, the step before had brought a token.
+    assert len(joined(deltas, names[0])[0]) == abs(number) - 1
+    stats = eng.stats()
+    assert (stats.failed, stats.finished, stats.pages_used) == (2, 3, 0)
+    again = eng.submit(SHORT, SamplingParams(max_tokens=6, seed=1))
+    assert joined(drain(eng), again) == definition(SHORT, SamplingParams(max_tokens=6), 1)
+
+
+def test_a_failed_step_fails_those_that_read_what_it_should_have_written():
+    eng = engine(asynchronous=True, faults=fault_at(-1))
+    eng.submit(SHORT, SamplingParams(seed=1))
+    assert eng.step() == []
+    eng.submit(SHORT[:8], SamplingParams(seed=2))
+    assert [delta.finish_reason for delta in drain(eng)] == ["error", "error"]
+    assert eng.stats().pages_used == eng.stats().pages_cached == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_abort_hands_out_a_last_delta(asynchronous):
+    eng = engine(asynchronous=asynchronous)
+    name = eng.submit(SHORT, SamplingParams(max_tokens=50, seed=1, n=2, ignore_eos=True))
+    for _ in range(4):
+        eng.step()
+    eng.abort(name)
+    eng.abort(name)
+    eng.abort("nobody")
+    last = drain(eng)
+    assert [(delta.index, delta.finish_reason, delta.token_ids) for delta in last] == [(0, "abort", ()), (1, "abort", ())]
+    assert eng.stats().pages_used == 0
+    assert all(state in ("free", "cached") for state, _ in eng.page_map())
+
+
+# LLM -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    """LLM(...) over a fake runner, with the loader replaced."""
+
+    def build(*, asynchronous=True, faults=lambda number: None, pages=64, **options) -> LLM:
+        def load(config: EngineConfig, progress):
+            size = config.page_size
+            runner = FakeRunner(pages, size, vocab_size=VOCAB, asynchronous=asynchronous, faults=faults)
+            return SimpleNamespace(
+                runner=runner,
+                tokenizer_path=tmp_path,
+                config=SimpleNamespace(vocab_size=VOCAB + 7),
+                num_pages=pages,
+                plan=SimpleNamespace(max_model_len=200),
+            )
+
+        TOKENIZER._backend.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+        monkeypatch.setattr(llm_module, "_load", load)
+        return LLM(**{"page_size": 4, "max_seqs": 4, "max_tokens_per_step": 32, **options})
+
+    return build
+
+
+def ending(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
+    return expected(prompt, params, seed, vocab_size=VOCAB, eos_ids=(256,))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_generate(make, asynchronous):
+    llm = make(asynchronous=asynchronous, max_waiting=3)
+    params = [SamplingParams(max_tokens=3 + i % 5, seed=i, n=1 + i % 3) for i in range(12)]
+    prompts = [f"a prompt, number {i}" for i in range(12)]
+    done = llm.generate(prompts, params)
+    for prompt, param, completion in zip(prompts, params, done, strict=True):
+        assert completion.prompt_ids == list(prompt.encode())
+        assert [output.index for output in completion.outputs] == list(range(param.n))
+        for output in completion.outputs:
+            tokens = ending(completion.prompt_ids, param, (param.seed or 0) + output.index)
+            assert output.token_ids == tokens
+            assert output.text == llm.tokenizer.decode(tokens)
+            assert output.finish_reason in ("stop", "length")
+            assert (output.logprobs, output.error) == (None, None)
+    assert llm.engine.stats().pages_used == 0
+
+
+def test_generate_takes_one_text_or_token_ids(make):
+    llm = make()
+    params = SamplingParams(max_tokens=3, seed=1, logprobs=0, prompt_logprobs=0)
+    text, ids = llm.generate("hello", params), llm.generate([list(b"hello")], params)
+    assert text == ids
+    assert [entry.token_id for entry in text[0].prompt_logprobs or ()] == list(b"ello")
+    assert len(text[0].outputs[0].logprobs or ()) == 3
+    assert llm.generate([], params) == []
+    with pytest.raises(ValueError, match="wanted a text or a list of token ids"):
+        llm.generate([104, 105], params)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="params has 2 entries for 1 prompts"):
+        llm.generate("hello", [params, params])
+
+
+def test_generate_refuses_what_does_not_fit_and_goes_on(make):
+    llm = make(max_waiting=2)
+    with pytest.raises(RequestTooLong, match="together 206; the model takes 200"):
+        llm.generate(["short", "x" * 190], SamplingParams(max_tokens=16))
+    with pytest.raises(QueueFull, match="3 more asked for, 2 may wait"):
+        llm.generate("short", SamplingParams(n=3))
+    assert not llm.engine.has_work
+    assert llm.engine.stats().pages_used == 0
+    assert len(llm.generate("short", SamplingParams(max_tokens=2, seed=1))[0].outputs[0].token_ids) == 2
+
+
+def test_generate_reports_failures(make):
+    llm = make(faults=fault_at(2), asynchronous=False)
+    output = llm.generate("hello", SamplingParams(max_tokens=5, seed=1))[0].outputs[0]
+    assert (output.finish_reason, output.error) == ("error", "the step failed: Fault: out of memory")
+    assert len(output.token_ids) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("number", [1, 3, -1, -3])
+def test_an_interrupt_frees_everything(make, number, asynchronous):
+    armed = True
+
+    def faults(seen: int) -> None:
+        if armed and seen == number:
+            raise KeyboardInterrupt
+
+    llm = make(faults=faults, asynchronous=asynchronous)
+    params = SamplingParams(max_tokens=6, seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["hello", "hello there", "bye"], params)
+    armed = False
+    stats = llm.engine.stats()
+    assert (stats.running, stats.waiting, stats.pages_used, stats.pages_cached, stats.aborted) == (0, 0, 0, 0, 3)
+    assert not llm.engine.has_work
+    assert llm.generate("hello", params)[0].outputs[0].token_ids == ending(list(b"hello"), params, 1)
+
+
+def test_stream_and_leaving_it_early(make):
+    llm = make()
+    params = SamplingParams(max_tokens=8, seed=3, n=2)
+    deltas = list(llm.stream("hello", params))
+    for index in range(2):
+        tokens = [token for delta in deltas if delta.index == index for token in delta.token_ids]
+        assert tokens == ending(list(b"hello"), params, 3 + index)
+    first = list(itertools.islice(stream := llm.stream("hello", params), 3))
+    assert len(first) == 3
+    stream.close()
+    assert llm.engine.stats().pages_used == 0
+    assert llm.generate("hello", params)[0].outputs[0].token_ids == ending(list(b"hello"), params, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_seqs": 0}, "max_seqs is 0, wanted 1 or more"),
+        ({"max_tokens_per_step": 100}, "max_tokens_per_step is 100, wanted 256, max_seqs or more"),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+    ],
+)
+def test_options_are_checked(options, words):
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(**options)

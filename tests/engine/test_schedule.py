@@ -1,0 +1,435 @@
+"""What the scheduler promises, over a fake model whose every token depends on every cell of the pages it was given.
+
+`Pair` drives a scheduler and a runner as the engine does, and checks after each step that no page is lost or owned twice.
+"""
+
+import random
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.engine.fake_runner import FakeRunner, expected, scheduler
+from tilewright.engine.request import QueueFull, Request, RequestTooLong, SamplingParams, State
+from tilewright.engine.schedule import Scheduler
+from tilewright.engine.step import Step
+
+VOCAB = 50
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 4, *, eos: tuple[int, ...] = (), **params) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1, **params), eos_ids=eos)
+
+
+def check(scheduler: Scheduler) -> None:
+    """The page and queue invariants."""
+    blocks = scheduler.blocks
+    owners = Counter(page for r in scheduler.running for page in r.pages)
+    assert [blocks.owners(page) for page in range(blocks.num_pages)] == [owners[p] for p in range(blocks.num_pages)]
+    assert blocks.available == blocks.num_pages - len(owners)
+    slots = [r.slot for r in scheduler.running]
+    assert len(set(slots)) == len(slots) <= scheduler.max_seqs
+    for r in scheduler.running:
+        assert r.state is State.RUNNING
+        assert len(set(r.pages)) == len(r.pages) == blocks.pages_for(r.computed)
+        assert r.computed < r.total <= r.computed + 1 or not r.pending
+    for r in scheduler.waiting:
+        assert (r.state, r.pages, r.slot, r.computed) == (State.WAITING, [], None, 0)
+
+
+class Pair:
+    """A scheduler and a runner, stepped as the engine steps them."""
+
+    def __init__(self, scheduler: Scheduler, *, asynchronous: bool = False):
+        blocks = scheduler.blocks
+        self.scheduler = scheduler
+        self.runner = FakeRunner(blocks.num_pages, blocks.page_size, vocab_size=VOCAB, asynchronous=asynchronous)
+        self.in_flight: list[tuple[Step, int]] = []
+        self.arrivals: list[Request] = []
+
+    def add(self, *requests: Request) -> None:
+        self.scheduler.add(*requests)
+        self.arrivals += requests
+
+    def step(self) -> Step | None:
+        blocked = {r for r in self.scheduler.running if r.pending}
+        step = self.scheduler.schedule()
+        check(self.scheduler)
+        queued = [*self.scheduler.running, *self.scheduler.waiting]
+        assert queued == [r for r in self.arrivals if r.state is not State.FINISHED], "not in the order of arrival"
+        if step is not None:
+            self.check_step(step, blocked)
+            self.in_flight.append((step, self.runner.launch(step)))
+        else:
+            assert blocked or not queued, "nothing is in flight and nothing is scheduled"
+        while len(self.in_flight) > (step is not None and self.runner.asynchronous):
+            done, ticket = self.in_flight.pop(0)
+            self.scheduler.complete(done, self.runner.collect(ticket).tokens)
+            check(self.scheduler)
+        return step
+
+    def check_step(self, step: Step, blocked: set[Request]) -> None:
+        counts = [row.count for row in step.rows]
+        assert sum(counts) <= self.scheduler.max_tokens_per_step
+        assert min(counts) > 0
+        assert len({row.request for row in step.rows}) == len(step.rows)
+        if self.scheduler.prefill_chunk is not None:
+            assert max(counts) <= self.scheduler.prefill_chunk
+        for row in step.rows:
+            assert not (row.request in blocked and row.request.needs_history), "scheduled before its history is known"
+        oldest = next(r for r in self.arrivals if r.state is not State.FINISHED)
+        if oldest not in blocked:
+            assert step.rows and oldest in {row.request for row in step.rows}, "the oldest does not progress"
+
+    def finish(self, most_steps: int = 3000) -> None:
+        for _ in range(most_steps):
+            if self.step() is None and not self.in_flight and not self.scheduler.running and not self.scheduler.waiting:
+                break
+        else:
+            raise AssertionError(f"not finished after {most_steps} steps")
+        assert self.scheduler.blocks.available == self.scheduler.blocks.num_pages
+
+    def check_outputs(self, eos: tuple[int, ...] = ()) -> None:
+        for r in self.arrivals:
+            tokens = expected(r.prompt_ids, r.params, r.seed, vocab_size=VOCAB, eos_ids=eos)
+            if r.finish_reason == "abort":
+                assert r.output_ids == tokens[: len(r.output_ids)]
+            else:
+                assert r.output_ids == tokens, r
+                assert r.finish_reason == (
+                    "stop" if tokens[-1] in r.stop_ids and len(tokens) > r.params.min_tokens else "length"
+                )
+
+
+def rows(step: Step | None) -> list[tuple[str, int, int, bool]]:
+    assert step is not None
+    return [(row.request.id, row.start, row.count, row.samples) for row in step.rows]
+
+
+def test_decode_first_then_prompts_in_pieces():
+    pair = Pair(scheduler(budget=10))
+    pair.add(request("a", [1, 2]))
+    assert rows(pair.step()) == [("a", 0, 2, True)]
+    pair.add(request("b", list(range(12))), request("c", [7, 8, 9]))
+    assert rows(pair.step()) == [("a", 2, 1, True), ("b", 0, 9, False)]
+    assert rows(pair.step()) == [("a", 3, 1, True), ("b", 9, 3, True), ("c", 0, 3, True)]
+    assert rows(pair.step()) == [("a", 4, 1, True), ("b", 12, 1, True), ("c", 3, 1, True)]
+    assert pair.arrivals[0].finish_reason == "length"
+    pair.finish()
+    pair.check_outputs()
+
+
+@pytest.mark.parametrize(("chunk", "counts"), [(16, [16, 16, 8, 1]), (64, [40, 1]), (None, [40, 1])])
+def test_chunk_sizes(chunk, counts):
+    pair = Pair(scheduler(budget=100, chunk=chunk))
+    pair.add(request("a", list(range(40)), 2))
+    assert [rows(pair.step())[0][2] for _ in counts] == counts
+    pair.check_outputs()
+
+
+def test_a_long_prompt_leaves_every_younger_one_a_token():
+    pair = Pair(scheduler(budget=8, chunk=6))
+    pair.add(request("a", list(range(30))), request("b", list(range(5, 25))), request("c", list(range(9, 30))))
+    assert rows(pair.step()) == [("a", 0, 6, False), ("b", 0, 2, False)]
+    assert rows(pair.step()) == [("a", 6, 6, False), ("b", 2, 2, False)]
+    pair.finish()
+    pair.check_outputs()
+
+
+def test_the_budget_holds_when_a_request_comes_back_to_its_turn():
+    """ "h" waits for its history every other step; what others took meanwhile does not push anyone out."""
+    pair = Pair(scheduler(max_seqs=4, budget=4, chunk=2), asynchronous=True)
+    pair.add(request("h", [1], 20, presence_penalty=0.5), request("a", list(range(25)), 2))
+    pair.add(request("b", [3, 4], 20), request("c", [5, 6], 20))
+    for _ in range(10):
+        step = pair.step()
+    assert [name for name, *_ in rows(step)] == ["b", "c", "a"] or [name for name, *_ in rows(step)] == ["h", "b", "c", "a"]
+    pair.finish()
+    pair.check_outputs()
+
+
+def test_a_prompt_does_not_start_on_pages_that_another_will_need():
+    pair = Pair(scheduler(10, 4, chunk=4))
+    pair.add(request("a", list(range(32))), request("b", list(range(20, 40))))
+    for _ in range(5):
+        pair.step()
+        assert [r.id for r in pair.scheduler.running] == ["a"]
+    pair.finish()
+    assert pair.scheduler.preemptions == 0
+
+
+def test_preemption_takes_the_youngest_and_puts_it_first_in_line():
+    pair = Pair(scheduler(8, 4, budget=32, cache=False))
+    pair.add(request("a", list(range(10)), 14), request("b", list(range(10, 20)), 14), request("c", list(range(8)), 4))
+    pair.step()
+    assert [r.id for r in pair.scheduler.running] == ["a", "b"]
+    while not pair.scheduler.preemptions:
+        pair.step()
+    assert [r.id for r in pair.scheduler.running] == ["a"]
+    assert [r.id for r in pair.scheduler.waiting] == ["b", "c"]
+    pair.finish()
+    assert pair.arrivals[1].preemptions == 1
+    pair.check_outputs()
+
+
+REFUSED = [
+    (list(range(5)), 6, RequestTooLong, "5 tokens and max_tokens is 6, together 11; the model takes 10"),
+    ([], 1, ValueError, "no tokens"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "error", "words"), REFUSED)
+def test_refused(prompt, max_tokens, error, words):
+    with pytest.raises(error, match=words):
+        scheduler(model_len=10).add(request("a", prompt, max_tokens))
+
+
+def test_the_model_length_bounds_a_request_to_the_token():
+    pair = Pair(scheduler(model_len=10))
+    pair.add(request("a", list(range(5)), 5), request("b", list(range(9)), 1))
+    pair.finish()
+    pair.check_outputs()
+
+
+def test_the_pool_bounds_a_request_to_the_token():
+    pair = Pair(scheduler(3, 4, cache=False))
+    with pytest.raises(RequestTooLong, match="together 14; the whole page pool holds 12"):
+        pair.add(request("a", list(range(8)), 6))
+    pair.add(request("a", list(range(8)), 5), request("b", list(range(12)), 1))
+    pair.finish()
+    pair.check_outputs()
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_again():
+    times = iter([100.0 + 2.5 * i for i in range(100)])
+    blocks = scheduler().blocks
+    sched = Scheduler(
+        blocks=blocks, max_seqs=1, max_tokens_per_step=8, max_model_len=50, max_waiting=2, clock=lambda: next(times)
+    )
+    pair = Pair(sched)
+    pair.add(request("a", [1]), request("b", [2]))
+    with pytest.raises(QueueFull, match="2 requests wait, 1 more asked for, 2 may wait") as error:
+        sched.add(request("c", [3]))
+    assert error.value.retry_after_s == 1.0
+    pair.finish()
+    with pytest.raises(QueueFull) as error:
+        sched.add(*(request("d", [i]) for i in range(3)))
+    assert error.value.retry_after_s == 5.0, "a and b finished two ticks of the clock apart"
+    assert not sched.waiting
+    assert sched.live("d") == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("length", "copies", "computed"), [(7, 0, 3), (8, 1, 1), (9, 0, 1)])
+def test_a_cached_prompt_computes_one_token_at_least(length, copies, computed, asynchronous):
+    pair = Pair(scheduler(), asynchronous=asynchronous)
+    prompt = list(range(length))
+    pair.add(request("a", prompt))
+    pair.finish()
+    pair.add(request("b", prompt))
+    step = pair.step()
+    assert step is not None
+    assert rows(step) == [("b", length - computed, computed, True)]
+    assert len(step.copies) == copies
+    pair.finish()
+    assert pair.arrivals[1].cached == length - computed
+    pair.check_outputs()
+
+
+def test_the_last_page_is_computed_where_no_page_is_left_for_its_copy():
+    pair = Pair(scheduler(2, 4))
+    for name in "ab":
+        pair.add(request(name, list(range(8)), 1))
+        pair.finish()
+    assert pair.arrivals[1].cached == 4
+    pair.check_outputs()
+
+
+@pytest.mark.parametrize("chunk", [None, 4, 6, 16])
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_samples_of_one_prompt_share_its_pages_from_the_first_step(length, chunk):
+    pair = Pair(scheduler(200, 4, budget=64, chunk=chunk))
+    prompt = list(range(length))
+    samples = [Request("a", prompt, SamplingParams(max_tokens=6, seed=1, n=4), index=i) for i in range(4)]
+    pair.add(*samples)
+    while not samples[-1].output_ids:
+        pair.step()
+    own = {page for sample in samples for page in sample.pages}
+    assert len(own) <= 7 + 4 * 3, "full pages of the prompt are held once, what follows by each"
+    pair.finish()
+    assert len({tuple(sample.output_ids) for sample in samples}) == 4
+    pair.check_outputs()
+
+
+def test_a_request_that_length_will_end_is_not_scheduled_again():
+    pair = Pair(scheduler(), asynchronous=True)
+    pair.add(request("a", [1, 2, 3], 2))
+    assert rows(pair.step()) == [("a", 0, 3, True)]
+    assert rows(pair.step()) == [("a", 3, 1, True)]
+    assert pair.step() is None
+    pair.check_outputs()
+
+
+def test_history_is_waited_for():
+    pair = Pair(scheduler(), asynchronous=True)
+    pair.add(request("a", [1, 2, 3], 3, presence_penalty=0.5), request("b", [4, 5], 5))
+    names = []
+    while (step := pair.step()) is not None or pair.in_flight:
+        names.append([row.request.id for row in step.rows] if step else [])
+    assert names[:4] == [["a", "b"], ["b"], ["a", "b"], ["b"]]
+    pair.check_outputs()
+
+
+def test_what_flies_when_a_text_ends_is_dropped():
+    pair = Pair(scheduler(), asynchronous=True)
+    probe = expected([1, 2], SamplingParams(max_tokens=6), 1, vocab_size=VOCAB)
+    eos = (probe[2],)
+    pair.add(request("a", [1, 2], 6, eos=eos))
+    for _ in range(4):
+        pair.step()
+    ended = pair.arrivals[0]
+    assert (ended.finish_reason, ended.output_ids) == ("stop", probe[: probe.index(eos[0]) + 1])
+    assert ended.pages == []
+    assert pair.scheduler.blocks.available == 64, "its pages are free while its row is in flight"
+    pair.add(request("b", [3, 4, 5]))
+    pair.finish()
+    pair.check_outputs(eos)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_abort_at_any_time(asynchronous):
+    pair = Pair(scheduler(max_seqs=2), asynchronous=asynchronous)
+    pair.add(*(request(name, list(range(i, i + 9)), 20) for i, name in enumerate("abcd")))
+    pair.step()
+    pair.step()
+    assert [r.id for r in pair.scheduler.abort("a")] == ["a"]  # running, in flight where asynchronous
+    assert [r.id for r in pair.scheduler.abort("d")] == ["d"]  # waiting
+    assert pair.scheduler.abort("nobody") == []
+    check(pair.scheduler)
+    pair.finish()
+    stats = pair.scheduler.stats()
+    assert (stats.finished, stats.aborted, stats.pages_used) == (2, 2, 0)
+    pair.check_outputs()
+
+
+def test_pages_are_known_again_after_a_request_has_started_again():
+    pair = Pair(scheduler())
+    pair.add(request("a", list(range(10)), 4))
+    pair.step()
+    pair.scheduler.distrust_pages()
+    assert pair.scheduler.stats().pages_cached == 0
+    pair.finish()
+    pair.add(request("b", list(range(10))))
+    pair.finish()
+    assert [r.cached for r in pair.arrivals] == [0, 8]
+    pair.check_outputs()
+
+
+def test_bounds_of_the_scheduler_are_checked():
+    with pytest.raises(ValueError, match="max_tokens_per_step is 3, wanted at least max_seqs, 4"):
+        scheduler(budget=3)
+    with pytest.raises(ValueError, match="prefill_chunk=0"):
+        scheduler(chunk=0)
+
+
+class Life(RuleBasedStateMachine):
+    """Random arrivals with common prefixes, aborts and steps, over a pool that is too small for what is asked."""
+
+    @initialize(
+        asynchronous=st.booleans(),
+        chunk=st.sampled_from([None, 1, 3, 16]),
+        pages=st.integers(7, 14),
+        cache=st.booleans(),
+        max_seqs=st.integers(1, 5),
+        extra=st.integers(0, 20),
+    )
+    def begin(self, asynchronous, chunk, pages, cache, max_seqs, extra):
+        sched = scheduler(pages, 3, max_seqs=max_seqs, budget=max_seqs + extra, chunk=chunk, cache=cache)
+        self.pair = Pair(sched, asynchronous=asynchronous)
+        self.eos = (3, 11, 19)
+
+    @rule(
+        prefix=st.integers(0, 2),
+        length=st.integers(1, 12),
+        tail=st.integers(0, 1),
+        max_tokens=st.integers(1, 7),
+        min_tokens=st.integers(0, 3),
+        penalty=st.sampled_from([0.0, 0.0, 0.5]),
+        n=st.integers(1, 3),
+    )
+    def add(self, prefix, length, tail, max_tokens, min_tokens, penalty, n):
+        prompt = [prefix + i % 5 for i in range(length)] + [tail]
+        params = SamplingParams(
+            max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), seed=5, frequency_penalty=penalty, n=n
+        )
+        name = str(len(self.pair.arrivals))
+        self.pair.add(*(Request(name, prompt, params, index=i, eos_ids=self.eos) for i in range(n)))
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times):
+        for _ in range(times):
+            self.pair.step()
+
+    @rule(data=st.data())
+    def abort(self, data):
+        alive = sorted({r.id for r in self.pair.arrivals if r.state is not State.FINISHED})
+        if alive:
+            self.pair.scheduler.abort(data.draw(st.sampled_from(alive)))
+
+    @rule()
+    def lose_faith(self):
+        if not self.pair.in_flight:
+            self.pair.scheduler.distrust_pages()
+
+    @invariant()
+    def nothing_is_lost(self):
+        if hasattr(self, "pair"):
+            check(self.pair.scheduler)
+
+    def teardown(self):
+        if hasattr(self, "pair"):
+            self.pair.finish()
+            self.pair.check_outputs(self.eos)
+
+
+Life.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+test_life = Life.TestCase
+
+
+def test_scheduling_256_requests_costs_well_under_a_millisecond(capsys):
+    """The host's work of a decode step beside the device's, on whatever machine this is: hence the generous bound."""
+    sched = scheduler(40_000, 16, max_seqs=256, budget=2048, model_len=4000)
+    rng = random.Random(0)
+    sched.add(*(request(str(i), [rng.randrange(VOCAB) for _ in range(500)], 2000) for i in range(256)))
+
+    def complete(step: Step) -> None:
+        sched.complete(step, [7 if row.samples else None for row in step.rows])
+
+    while sched.waiting or any(r.total - r.computed > 1 for r in sched.running):
+        step = sched.schedule()
+        assert step is not None
+        complete(step)
+    costs = {}
+    for depth, name in ((0, "sync"), (1, "async")):
+        flying: list[Step] = []
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            step = sched.schedule()
+            assert step is not None
+            assert len(step.rows) == 256
+            flying.append(step)
+            while len(flying) > depth:
+                done = flying.pop(0)
+                tokens = [7] * len(done.rows)
+                sched.complete(done, tokens)
+            times.append(time.perf_counter() - start)
+        for step in flying:
+            complete(step)
+        costs[name] = sorted(times)[len(times) // 2] * 1e6
+    with capsys.disabled():
+        print(f"\n256 decoding requests, schedule + complete, median: {costs['sync']:.0f} us, async {costs['async']:.0f} us")
+    assert max(costs.values()) < 2000

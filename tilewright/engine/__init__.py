@@ -1,0 +1,11 @@
+"""The inference engine: paged KV cache, continuous batching, text in and out. Start reading at core.py, then schedule.py.
+
+request.py    sampling parameters, a request's state, deltas
+blocks.py     pages: owners, prefix cache, eviction
+schedule.py   which tokens run next
+step.py       what a step is, and what runs it
+core.py       Engine: step by step
+tokenizer.py, chat.py, stops.py    text
+config.py, llm.py                  options, and LLM for programs
+runner.py and what it imports      the model on a device; the only part that imports torch
+"""

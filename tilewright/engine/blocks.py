@@ -1,0 +1,129 @@
+"""Pages of the KV cache: who owns them, which are free, and which hold a prefix that another request may share.
+
+Pure Python: a page is a number, its keys and values live with the runner. A page is in one of three states:
+    used     `owners(page)` > 0 requests have it in their block tables
+    cached   nobody owns it, but its content is known by its digest and can be shared again; least recently used goes first
+    free     nothing to keep
+
+Only full pages have a digest: sha256 over the digest of the page before and the token ids of this one, so that equal
+digests mean equal tokens from the first on. (A short hash would do for speed, but a collision hands one user's text to
+another.) What a page may be used for is the scheduler's to know; nothing here refuses a write to a shared page.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+
+__all__ = ["BlockPool", "page_digest"]
+
+
+def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The chain hash of a page: `parent` is the digest of the page before it, b"" for a request's first."""
+    return sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class BlockPool:
+    """`num_pages` pages of `page_size` tokens with reference counts. Without `prefix_cache` no page is ever shared."""
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True):
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens, wanted at least one of each")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.prefix_cache = prefix_cache
+        self.reset()
+
+    def reset(self) -> None:
+        """Every page is free, whoever owned it."""
+        self._owners = [0] * self.num_pages
+        self._digest: list[bytes | None] = [None] * self.num_pages
+        self._page: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._free = list(range(self.num_pages - 1, -1, -1))  # a stack, so that hot pages are used again
+
+    def reset_cache(self) -> None:
+        """Forget the content of every page: owned ones stay with their owners, cached ones become free."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._page.clear()
+        self._digest = [None] * self.num_pages
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can give: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Pages that nobody owns and whose content may still be shared."""
+        return len(self._cached)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self.page_size)
+
+    def owners(self, page: int) -> int:
+        """How many times the page has been allocated or shared and not yet released."""
+        return self._owners[page]
+
+    def allocate(self) -> int:
+        """A page with one owner and no content: a free one, else the least recently used cached one.
+
+        Raises IndexError when `available` is 0.
+        """
+        if self._free:
+            page = self._free.pop()
+        elif self._cached:
+            page, _ = self._cached.popitem(last=False)
+            self._forget(page)
+        else:
+            raise IndexError(f"all {self.num_pages} pages have owners; look at `available` first")
+        self._owners[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more owner for a page that `find` gave."""
+        if self._owners[page] == 0:
+            del self._cached[page]
+        self._owners[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One owner less for each page of a block table, in its order.
+
+        The end of a table becomes evictable before its beginning: a prefix without its end is still of use, and not the
+        other way round.
+        """
+        for page in reversed(list(pages)):
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                if self._digest[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def find(self, digest: bytes) -> int | None:
+        """The page with this content, to be passed to `share` before anything is allocated."""
+        return self._page.get(digest)
+
+    def register(self, page: int, digest: bytes) -> None:
+        """An owned page is full and has this content from now on. Where another page has it already, that one stays known."""
+        if self.prefix_cache and digest not in self._page:
+            self._page[digest] = page
+            self._digest[page] = digest
+
+    def page_map(self, tables: Iterable[tuple[int | None, Sequence[int]]]) -> list[tuple[str | int, int]]:
+        """(state, owners) of every page: "free", "cached", or the name of the first of the (name, block table) that has it."""
+        cells: list[tuple[str | int, int]] = [("free" if digest is None else "cached", 0) for digest in self._digest]
+        for name, pages in tables:
+            assert name is not None
+            for page in pages:
+                if cells[page][1] == 0:
+                    cells[page] = (name, self._owners[page])
+        return cells
+
+    def _forget(self, page: int) -> None:
+        digest = self._digest[page]
+        if digest is not None:
+            del self._page[digest]
+            self._digest[page] = None

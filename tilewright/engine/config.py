@@ -1,0 +1,42 @@
+"""The engine's options: one frozen dataclass, from whose fields and help texts the command line is made."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["EngineConfig"]
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What `LLM` is built from. None is "decide from the model and the device"; what was decided is in the loaded plan.
+
+    Raises ValueError for a value that no device or model can make right.
+    """
+
+    model: str = _option("bookworm", "the embedded model's name, a model folder, or a name on the Hugging Face hub")
+    device: str | None = _option(None, "torch device, such as cuda:0 or cpu; default: the first GPU, else the CPU")
+    dtype: str | None = _option(None, "bfloat16, float16 or float32; default: the model's own where the device has it")
+    max_model_len: int | None = _option(None, "tokens of prompt and answer together; default: what the model was made for")
+    max_seqs: int = _option(256, "requests that run at once")
+    page_size: int = _option(16, "tokens in a page of the KV cache")
+    kv_cache_bytes: int | None = _option(None, "bytes for the KV cache; default: from memory_fraction")
+    memory_fraction: float = _option(0.9, "share of the device's memory for weights, workspace and KV cache together")
+    max_tokens_per_step: int = _option(8192, "tokens of one pass of the model, at least max_seqs")
+    prefill_chunk: int | None = _option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
+    max_waiting: int = _option(4096, "requests that may wait; beyond it they are refused")
+    prefix_cache: bool = _option(True, "share pages of the KV cache between requests that begin alike")
+
+    def __post_init__(self) -> None:
+        least = {"max_seqs": 1, "page_size": 1, "max_tokens_per_step": self.max_seqs, "max_waiting": 1}
+        least |= {"max_model_len": 2, "kv_cache_bytes": 1, "prefill_chunk": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                also = ", max_seqs" if name == "max_tokens_per_step" else ""
+                raise ValueError(f"{name} is {value}, wanted {low}{also} or more")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction is {self.memory_fraction}, wanted above 0 and at most 1")

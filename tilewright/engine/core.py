@@ -1,0 +1,223 @@
+"""The engine: requests in, deltas out, one step of the model at a time, over any `Runner`.
+
+Not safe for threads: one thread submits, steps and aborts. One bad request never stops it: an error of the runner ends the
+requests of that step (finish_reason "error", with its message), and the others go on.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from tilewright.engine.outputs import EngineStats
+from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
+from tilewright.engine.schedule import Scheduler
+from tilewright.engine.step import Runner, Step, StepResult
+from tilewright.engine.stops import OutputText
+from tilewright.engine.tokenizer import Detokenizer, Tokenizer
+
+__all__ = ["Engine"]
+
+RUNNER_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What running a model may raise: out of memory and device errors (RuntimeError), and whatever a fault of its own looks like.
+Not here: interrupts and exits."""
+
+
+class _Output:
+    """What the engine knows of a request beside its tokens."""
+
+    __slots__ = ("prompt_logprobs", "published", "text")
+
+    def __init__(self, text: OutputText):
+        self.text = text
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.published = False
+
+
+class Engine:
+    """Steps a scheduler and a runner, and turns samples into text.
+
+    Args:
+        tokenizer: makes the text, and bounds the token ids that are taken.
+        eos_ids: tokens that end a text, unless a request ignores them.
+        vocab_size: token ids are below this; the tokenizer's, unless the model has fewer.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+        scheduler: Scheduler,
+        *,
+        vocab_size: int | None = None,
+    ):
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.scheduler = scheduler
+        self.vocab_size = tokenizer.vocab_size if vocab_size is None else min(vocab_size, tokenizer.vocab_size)
+        self._names = itertools.count()
+        self._outputs: dict[Request, _Output] = {}
+        self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
+        self._deltas: list[Delta] = []  # not handed out yet
+
+    @property
+    def has_work(self) -> bool:
+        """True while `step` has something to do or to hand out."""
+        return bool(self._outputs or self._in_flight or self._deltas)
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queue a prompt: one request for each of its `params.n` samples, all or none. Returns their id.
+
+        Raises:
+            ValueError: a token id is not the model's, the id is in use, or (RequestTooLong) prompt and max_tokens do not fit.
+            QueueFull: too many requests wait.
+        """
+        params = params or SamplingParams()
+        name = f"request-{next(self._names)}" if request_id is None else request_id
+        if self.scheduler.live(name):
+            raise ValueError(f"request_id {name!r} is in use, wanted one that no unfinished request has")
+        self._check_ids("the prompt", prompt_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", list(params.logit_bias))
+        prompt_ids = list(prompt_ids)  # the caller's may change
+        samples = [Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids) for i in range(params.n)]
+        self.scheduler.add(*samples)
+        for request in samples:
+            text = OutputText(Detokenizer(self.tokenizer, prompt_ids), params.stop, params.min_tokens)
+            self._outputs[request] = _Output(text)
+        return name
+
+    def abort(self, request_id: str) -> None:
+        """End what is unfinished of a request; the next `step` hands out its last deltas. An unknown id is nothing to do."""
+        for request in self.scheduler.abort(request_id):
+            self._end(request)
+
+    def reset(self) -> None:
+        """Abort everything and free all pages, from whatever state an interrupt has left. Hands out nothing more."""
+        self.scheduler.reset()
+        self._in_flight.clear()
+        self._outputs.clear()
+        self._deltas.clear()
+
+    def step(self) -> list[Delta]:
+        """One round: schedule and launch a step, collect a step. Asynchronous runners keep one in flight behind the other."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._launch(step)
+        stays = 1 if step is not None and self.runner.asynchronous else 0
+        while len(self._in_flight) > stays:
+            self._collect()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """Queues, pages and counters, now."""
+        return self.scheduler.stats()
+
+    def page_map(self) -> list[tuple[str | int, int]]:
+        """(state, owners) of every page: "free", "cached" or the slot of the first request that owns it. Costs O(pages)."""
+        return self.scheduler.page_map()
+
+    def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
+        # One id beyond the embedding is a device fault, which would end every request.
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+            raise ValueError(f"{what} has the token id {wrong}, wanted 0 to {self.vocab_size - 1}")
+
+    def _launch(self, step: Step) -> None:
+        try:
+            ticket = self.runner.launch(step)
+        except RUNNER_ERRORS as error:
+            while self._in_flight:  # what was launched before is not touched by it
+                self._collect()
+            self._fail([step], error)
+        else:
+            self._in_flight.append((step, ticket))
+
+    def _collect(self) -> None:
+        step, ticket = self._in_flight.popleft()
+        try:
+            result = self.runner.collect(ticket)
+        except RUNNER_ERRORS as error:
+            # Steps launched after it have read what it should have written.
+            steps = [step, *(later for later, _ in self._in_flight)]
+            self._in_flight.clear()
+            self._fail(steps, error)
+        else:
+            self._accept(step, result)
+
+    def _fail(self, steps: Sequence[Step], error: BaseException) -> None:
+        for step in steps:
+            for row in step.rows:
+                if row.request in self._outputs:
+                    row.request.error = f"the step failed: {type(error).__name__}: {error}"
+                    self.scheduler.finish(row.request, "error")
+                    self._end(row.request)
+        self.scheduler.distrust_pages()
+
+    def _accept(self, step: Step, result: StepResult) -> None:
+        logprobs: dict[Request, TokenLogprobs] = {}
+        for row, entry in zip(step.rows, result.logprobs):
+            if entry is not None:
+                logprobs[row.request] = entry
+        for row, entries in zip(step.rows, result.prompt_logprobs):
+            output = self._outputs.get(row.request)
+            if entries is not None and output is not None:
+                # Entry i is of token i + 1. A request that was preempted comes by here again.
+                output.prompt_logprobs[row.start :] = entries
+        for request, token in self.scheduler.complete(step, result.tokens):
+            self._publish(request, token, logprobs.get(request))
+
+    def _publish(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+        output = self._outputs[request]
+        text, stop = "", None
+        if request.finish_reason != "stop":
+            text, stop = output.text.push(token)
+        if stop is not None:
+            # The text may have reached its last token, too: what a reader sees is that it was stopped.
+            self.scheduler.finish(request, "stop")
+            request.finish_reason, request.stop_reason = "stop", stop
+        elif request.finish_reason is not None:
+            text += output.text.finish()
+        self._deltas.append(self._delta(request, output, (token,), text, () if logprobs is None else (logprobs,)))
+        if request.finish_reason is not None:
+            del self._outputs[request]
+
+    def _end(self, request: Request) -> None:
+        self._deltas.append(self._delta(request, self._outputs.pop(request)))
+
+    def _delta(
+        self,
+        request: Request,
+        output: _Output,
+        token_ids: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> Delta:
+        prompt = None
+        if not output.published and request.params.prompt_logprobs is not None:
+            prompt = tuple(output.prompt_logprobs)
+        output.published = True
+        return Delta(
+            request_id=request.id,
+            index=request.index,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            prompt_logprobs=prompt,
+            error=request.error,
+        )

@@ -1,0 +1,175 @@
+"""`LLM`: a model that is ready to generate, for a program that owns it. A server stands on `Engine` instead.
+
+    llm = LLM("bookworm")
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].outputs[0].text)
+
+A prompt that does not fit the model together with its max_tokens is an error; nothing is ever cut off. Not for several threads,
+nor for one `generate` or `stream` inside another: each takes all deltas of the engine.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tilewright.engine.blocks import BlockPool
+from tilewright.engine.config import EngineConfig
+from tilewright.engine.core import Engine
+from tilewright.engine.outputs import Completion, CompletionOutput, EngineStats
+from tilewright.engine.request import Delta, QueueFull, SamplingParams
+from tilewright.engine.schedule import Scheduler
+from tilewright.engine.step import Runner
+from tilewright.engine.tokenizer import Tokenizer
+
+__all__ = ["LLM", "Engine", "EngineConfig", "EngineStats", "Loaded"]
+
+Prompt = str | list[int]
+
+
+class Loaded(Protocol):
+    """What `tilewright.engine.runner.load` returns: a model in memory, with its pages."""
+
+    @property
+    def runner(self) -> Runner: ...
+    @property
+    def tokenizer_path(self) -> str | Path: ...
+    @property
+    def config(self) -> Any:
+        """The model's; `vocab_size` of it is read here."""
+        ...
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def plan(self) -> Any:
+        """All that was left to decide, decided; `max_model_len` of it is read here."""
+        ...
+
+
+class LLM:
+    """A loaded model. Attributes: `engine`, `tokenizer`, `config` (the model's), `plan` (what the loader decided)."""
+
+    def __init__(self, model: str = "bookworm", *, progress: Callable[[str], None] | None = None, **options: Any):
+        """Load a model: the embedded one by its name, a folder, or a name on the Hugging Face hub.
+
+        `options` are the other fields of `EngineConfig`; `progress` is told in words what takes time.
+        """
+        options_of = EngineConfig(model=str(model), **options)
+        loaded = _load(options_of, progress)
+        self.config, self.plan = loaded.config, loaded.plan
+        self.tokenizer = Tokenizer.load(loaded.tokenizer_path)
+        self.engine = _engine(options_of, loaded, self.tokenizer)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Completions of all prompts (texts or token ids), in their order. `params` is for all of them, or one for each.
+
+        A failure of the model ends as finish_reason "error" of the completions that it hit. An interrupt aborts everything.
+
+        Raises:
+            ValueError: a prompt is refused; none of them has been started then, or those that were are aborted.
+        """
+        texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else params
+        if len(each) != len(texts):
+            raise ValueError(f"params has {len(each)} entries for {len(texts)} prompts, wanted one for all or one for each")
+        queue = deque((self._encode(prompt), param) for prompt, param in zip(texts, each))
+        completions: list[Completion] = []
+        by_id: dict[str, Completion] = {}
+        try:
+            while queue or self.engine.has_work:
+                for name, completion in self._submit(queue):
+                    by_id[name] = completion
+                    completions.append(completion)
+                for delta in self.engine.step():
+                    if delta.request_id in by_id:
+                        _add(by_id[delta.request_id], delta)
+        except BaseException:
+            self.engine.reset()
+            raise
+        return completions
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Deltas of one prompt as they are made; leaving the iterator early aborts the rest.
+
+        Raises ValueError at the first `next` if the prompt is refused.
+        """
+        params = params or SamplingParams()
+        name = self.engine.submit(self._encode(prompt), params)
+        unfinished = params.n
+        try:
+            while unfinished:
+                for delta in self.engine.step():
+                    if delta.request_id == name:
+                        unfinished -= delta.finish_reason is not None
+                        yield delta
+        except GeneratorExit:
+            self.engine.abort(name)
+            raise
+        except BaseException:
+            self.engine.reset()
+            raise
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"a prompt is {prompt!r}, wanted a text or a list of token ids (and a list of such for several)")
+        return list(prompt)
+
+    def _submit(self, queue: deque[tuple[list[int], SamplingParams]]) -> Iterator[tuple[str, Completion]]:
+        """Submits from the queue as long as the engine lets more wait."""
+        while queue:
+            prompt_ids, params = queue[0]
+            try:
+                name = self.engine.submit(prompt_ids, params)
+            except QueueFull:
+                if not self.engine.has_work:
+                    raise  # no step makes room for n samples where so many may never wait
+                return
+            queue.popleft()
+            yield name, Completion(prompt_ids=prompt_ids, outputs=[CompletionOutput(index=i) for i in range(params.n)])
+
+
+def _load(options: EngineConfig, progress: Callable[[str], None] | None) -> Loaded:
+    from tilewright.engine.runner import load  # imports torch
+
+    return load(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        max_seqs=options.max_seqs,
+        page_size=options.page_size,
+        kv_cache_bytes=options.kv_cache_bytes,
+        memory_fraction=options.memory_fraction,
+        max_tokens_per_step=options.max_tokens_per_step,
+        prefill_chunk=options.prefill_chunk,
+        progress=progress,
+    )
+
+
+def _engine(options: EngineConfig, loaded: Loaded, tokenizer: Tokenizer) -> Engine:
+    scheduler = Scheduler(
+        blocks=BlockPool(loaded.num_pages, options.page_size, prefix_cache=options.prefix_cache),
+        max_seqs=options.max_seqs,
+        max_tokens_per_step=options.max_tokens_per_step,
+        max_model_len=loaded.plan.max_model_len,
+        max_waiting=options.max_waiting,
+        prefill_chunk=options.prefill_chunk,
+    )
+    return Engine(loaded.runner, tokenizer, tokenizer.eos_ids, scheduler, vocab_size=loaded.config.vocab_size)
+
+
+def _add(completion: Completion, delta: Delta) -> None:
+    output = completion.outputs[delta.index]
+    output.text += delta.text
+    output.token_ids += delta.token_ids
+    if delta.logprobs:
+        output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
+    if delta.prompt_logprobs is not None:
+        completion.prompt_logprobs = list(delta.prompt_logprobs)
+    output.finish_reason, output.stop_reason, output.error = delta.finish_reason, delta.stop_reason, delta.error

@@ -1,0 +1,345 @@
+"""The runner: takes the scheduler's steps to the model and brings the samples back.
+
+On a GPU `launch` only enqueues, so the host prepares a step while the device runs the one before: samples stay on the device
+(`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
+replay a captured graph; steps with prompts run eagerly. On a CPU the same code runs at once.
+
+`load` is the way in: plan the memory, load the weights, warm up every kernel that a step can launch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright import ops
+from tilewright.engine.batch import Inputs, Layout, Packer
+from tilewright.engine.graphs import DecodeGraphs
+from tilewright.engine.plan import MemoryPlan, plan_memory
+from tilewright.engine.request import TokenLogprobs
+from tilewright.engine.sampler import LogprobTensors, edit_logits, likelihoods
+from tilewright.engine.step import Row, Step, StepResult
+from tilewright.hw.device import cuda_count, default_device
+from tilewright.models import Model, load_config, load_model, random_model, resolve
+from tilewright.models.config import ModelConfig
+from tilewright.nn import KVCache
+
+__all__ = ["Loaded", "ModelRunner", "load"]
+
+Progress = Callable[[str], None]
+_PROMPT_LOGPROB_ROWS = 256
+"""Logits of a prompt that exist at a time: 256 x 151936 in float32 are 156 MB."""
+
+
+@dataclass
+class Ticket:
+    """A launched step: where its results arrive, and when they have."""
+
+    step: Step
+    sampled: list[int]
+    """Indices of the rows that sample."""
+    tokens: Tensor | None
+    done: torch.cuda.Event | None
+    logprobs: tuple[list[int], LogprobTensors] | None = None
+    """(rows, their tensors)"""
+    prompt_logprobs: list[tuple[int, LogprobTensors]] | None = None
+
+
+class ModelRunner:
+    """Runs steps of one model on one device."""
+
+    def __init__(
+        self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int
+    ):
+        config = model.config
+        self.model = model
+        self.device = model.embed.weight.device
+        self.max_seqs = max_seqs
+        self.max_tokens_per_step = max_tokens_per_step
+        self.asynchronous = self.device.type == "cuda"
+        self.cache = KVCache.zeros(
+            layers=config.num_hidden_layers,
+            pages=num_pages,
+            kv_heads=config.num_key_value_heads,
+            page_size=page_size,
+            head_dim=config.head_dim,
+            dtype=model.embed.weight.dtype,
+            device=self.device,
+        )
+        self._max_pages = -(-max_model_len // page_size)
+        self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages)
+        self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
+        self._graphs: DecodeGraphs | None = None
+        # Two steps are in flight at most, so a buffer is read long before its turn comes again.
+        longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, max_seqs).nbytes + max_seqs * self._max_pages * 4
+        self._staging = [torch.zeros(longest, dtype=torch.uint8, pin_memory=self.asynchronous) for _ in range(3)]
+        self._arrivals = [torch.zeros(max_seqs, dtype=torch.int64, pin_memory=self.asynchronous) for _ in range(3)]
+        self._turn = 0
+
+    # ---- steps
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Ticket:
+        """Enqueue a step; on a CPU, run it."""
+        if step.copies:
+            pairs = torch.tensor(step.copies, dtype=torch.int64).to(self.device, non_blocking=True)
+            self.cache.copy_pages(pairs[:, 0], pairs[:, 1])
+        width = self._packer.refresh(step)
+        rows = step.rows
+        sampled = [i for i, row in enumerate(rows) if row.samples]
+        decode = self._graphs is not None and len(sampled) == len(rows) and all(row.count == 1 for row in rows)
+        if decode:
+            assert self._graphs is not None
+            graph = self._graphs.for_rows(len(rows))
+            packed, table = self._to_device(step, graph.layout, width)
+            graph.replay(packed, table)
+            hidden, tokens = graph.hidden[: len(rows)], graph.tokens[: len(rows)]
+            inputs = graph.layout.device(packed, table, 1)
+        else:
+            layout = Layout(sum(row.count for row in rows), len(rows), len(sampled))
+            packed, table = self._to_device(step, layout, width)
+            inputs = layout.device(packed, table, max(row.count for row in rows))
+            hidden, tokens = self._forward(inputs)
+        ticket = Ticket(step, sampled, None, None)
+        if self._packer.wants_logits(step):
+            tokens = self._with_logits(ticket, inputs, hidden if not decode else None, hidden, tokens)
+        if sampled:
+            ticket.tokens = self._arrivals[self._turn][: len(sampled)]
+            ticket.tokens.copy_(tokens, non_blocking=True)
+        if self.asynchronous:
+            ticket.done = torch.cuda.Event()
+            ticket.done.record()
+        self._turn = (self._turn + 1) % 3
+        return ticket
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a step and read its samples."""
+        if ticket.done is not None:
+            ticket.done.synchronize()
+        rows = ticket.step.rows
+        tokens: list[int | None] = [None] * len(rows)
+        if ticket.tokens is not None:
+            for i, token in zip(ticket.sampled, ticket.tokens.tolist(), strict=True):
+                tokens[i] = token
+        result = StepResult(tokens)
+        if ticket.logprobs is not None:
+            chosen, tensors = ticket.logprobs
+            result.logprobs.extend([None] * len(rows))
+            read = tensors.read([rows[i].request.params.logprobs or 0 for i in chosen])
+            for i, logprobs in zip(chosen, read, strict=True):
+                result.logprobs[i] = logprobs
+        if ticket.prompt_logprobs:
+            found: list[list[TokenLogprobs] | None] = [None] * len(rows)
+            for i, tensors in ticket.prompt_logprobs:
+                wanted = rows[i].request.params.prompt_logprobs or 0
+                found[i] = (found[i] or []) + tensors.read([wanted] * tensors.token_ids.shape[0])
+            result.prompt_logprobs.extend(found)
+        return result
+
+    def _to_device(self, step: Step, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
+        """One copy to the device: (the packed arrays, the block table [B, width])."""
+        staging = self._staging[self._turn]
+        seqs = len(step.rows)
+        table_bytes = 4 * seqs * width
+        self._packer.fill(layout.host(staging.numpy()), step)
+        host_table = staging[layout.nbytes : layout.nbytes + table_bytes].view(torch.int32).view(seqs, width)
+        slots = np.fromiter((row.request.slot for row in step.rows), np.int64, seqs)
+        np.take(self._packer.tables[:, :width], slots, axis=0, out=host_table.numpy())
+        arrived = staging[: layout.nbytes + table_bytes].to(self.device, non_blocking=True)
+        return arrived[: layout.nbytes], arrived[layout.nbytes :].view(torch.int32).view(seqs, width)
+
+    def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(hidden [T, E], tokens [R]); the tokens are also left in `_last` for the next step."""
+        fed = self._last[inputs.feed.clamp_min(0)]
+        token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
+        hidden = self.model(token_ids, inputs.batch, self.cache)
+        rows = inputs.batch.logits_rows
+        if not rows.shape[0]:
+            return hidden, rows
+        logits = self.model.logits(hidden[rows])
+        return hidden, self._sample(logits, inputs)
+
+    def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
+        n = logits.shape[0]
+        tokens = ops.sample(
+            logits, inputs.temperature[:n], inputs.top_k[:n], inputs.top_p[:n], inputs.min_p[:n],
+            inputs.seed[:n], inputs.sampled_at[:n],
+        )  # fmt: skip
+        self._last.index_copy_(0, inputs.sampled_slots[:n], tokens)
+        return tokens
+
+    # ---- rows that ask for more than a sample
+
+    def _with_logits(
+        self, ticket: Ticket, inputs: Inputs, prompt_hidden: Tensor | None, hidden: Tensor, tokens: Tensor
+    ) -> Tensor:
+        """Sample again from edited logits, and note the log-probabilities that were asked for."""
+        rows, sampled = ticket.step.rows, ticket.sampled
+        if prompt_hidden is not None:
+            ticket.prompt_logprobs = self._prompt_logprobs(rows, prompt_hidden)
+        if not sampled:
+            return tokens
+        logits = self.model.logits(hidden[inputs.batch.logits_rows[: len(sampled)]])
+        tokens = self._sample(edit_logits(logits, [rows[i].request for i in sampled]), inputs)
+        chosen = [j for j, i in enumerate(sampled) if rows[i].request.params.logprobs is not None]
+        if chosen:
+            at = torch.tensor(chosen, dtype=torch.int64).to(self.device, non_blocking=True)
+            most = max(rows[sampled[j]].request.params.logprobs or 0 for j in chosen)
+            ticket.logprobs = ([sampled[j] for j in chosen], self._sent(likelihoods(logits[at], tokens[at], most)))
+        return tokens
+
+    def _prompt_logprobs(self, rows: tuple[Row, ...], hidden: Tensor) -> list[tuple[int, LogprobTensors]]:
+        found, begin = [], 0
+        for i, (request, start, count, _) in enumerate(rows):
+            alternatives = request.params.prompt_logprobs
+            targets = request.prompt_ids[start + 1 : start + count + 1]
+            if alternatives is not None:
+                for at in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+                    ids = torch.tensor(targets[at : at + _PROMPT_LOGPROB_ROWS], dtype=torch.int64).to(self.device)
+                    logits = self.model.logits(hidden[begin + at : begin + at + ids.shape[0]])
+                    found.append((i, self._sent(likelihoods(logits, ids, alternatives))))
+            begin += count
+        return found
+
+    def _sent(self, tensors: LogprobTensors) -> LogprobTensors:
+        """On the way to the host; arrived when the ticket's event has happened."""
+        return LogprobTensors(*(t.to("cpu", non_blocking=True) for t in tensors))
+
+    # ---- readiness
+
+    @torch.inference_mode()
+    def warmup(self, progress: Progress) -> None:
+        """Launch everything that a later step can launch, so that none of them compiles."""
+        if not self.asynchronous:
+            return
+        sizes = _powers(self.max_tokens_per_step)
+        for i, tokens in enumerate(reversed(sizes)):
+            progress(f"warming up kernels {i + 1}/{len(sizes)}")
+            self._warm_prefill(tokens)
+        self._graphs = DecodeGraphs(
+            self._forward, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages, progress=progress
+        )
+        torch.cuda.synchronize(self.device)
+
+    def _warm_prefill(self, tokens: int) -> None:
+        """One eager step of so many tokens, all padding: it reads and writes no page that counts."""
+        seqs = min(tokens, self.max_seqs)
+        layout = Layout(tokens, seqs, seqs)
+        inputs = layout.device(
+            torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device),
+            torch.zeros(seqs, 1, dtype=torch.int32, device=self.device),
+            2,
+        )
+        inputs.feed.fill_(-1)
+        inputs.batch.slots.fill_(-1)
+        inputs.batch.cu_q[1:] = tokens
+        _, ids = self._forward(inputs)
+        logits = torch.zeros(seqs, self.model.config.vocab_size, dtype=self.cache.k[0].dtype, device=self.device)
+        likelihoods(logits, ids, 1)
+        self._sample(logits.float(), inputs)
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
+
+
+# ---- loading
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in _DTYPES:
+        raise ValueError(f"dtype is {name!r}, wanted one of {', '.join(_DTYPES)}")
+    return None if name is None else _DTYPES[name]
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N") from error
+    count = cuda_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices; take cpu, or leave it out")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model ready to run."""
+
+    runner: ModelRunner
+    tokenizer_path: Path | None
+    """The model's folder; None for random weights, which have no tokenizer."""
+    config: ModelConfig
+    num_pages: int
+    plan: MemoryPlan
+
+
+def load(
+    model: str | Path | ModelConfig,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    max_seqs: int = 256,
+    page_size: int = 16,
+    kv_cache_bytes: int | None = None,
+    memory_fraction: float = 0.9,
+    max_tokens_per_step: int = 8192,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Plan, load and warm up a model.
+
+    Args:
+        model: "bookworm", a folder, a hub name; or a config, for random weights of that shape.
+        device: a torch device's name; None: the first GPU, else the CPU.
+        dtype: bfloat16, float16 or float32; None: the checkpoint's own on a GPU, float32 on a CPU.
+        progress: told in words what is going on, the memory plan first, before anything is loaded.
+
+    Raises:
+        ModelError: the model cannot be had, read, or run.
+        NoMemory: the plan does not fit.
+        ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype.
+    """
+    report = progress or (lambda text: None)
+    on, wanted = _device(device), _dtype(dtype)
+    folder = None if isinstance(model, ModelConfig) else resolve(model)
+    config = model if isinstance(model, ModelConfig) else load_config(folder)  # pyright: ignore[reportArgumentType]
+    kept = wanted or (config.dtype if on.type == "cuda" else torch.float32)
+    plan = plan_memory(
+        config,
+        device=on,
+        dtype=kept,
+        max_model_len=max_model_len,
+        max_seqs=max_seqs,
+        page_size=page_size,
+        kv_cache_bytes=kv_cache_bytes,
+        memory_fraction=memory_fraction,
+        max_tokens_per_step=max_tokens_per_step,
+    )
+    report(str(plan))
+    if folder is None:
+        built = random_model(config, device=on, dtype=kept)
+    else:
+        built = load_model(
+            folder, device=on, dtype=kept, progress=lambda done, total: report(f"loading weights {done:,}/{total:,}")
+        )
+    runner = ModelRunner(
+        built,
+        num_pages=plan.num_pages,
+        page_size=page_size,
+        max_seqs=max_seqs,
+        max_model_len=plan.max_model_len,
+        max_tokens_per_step=max_tokens_per_step,
+    )
+    runner.warmup(report)
+    return Loaded(runner=runner, tokenizer_path=folder, config=config, num_pages=plan.num_pages, plan=plan)

@@ -1,0 +1,71 @@
+"""What crosses the border between the scheduler and whatever runs the model: a step of rows out, samples back.
+
+Pure Python: no tensors. `Scheduler.schedule()` makes a `Step`, a `Runner` runs it, `Scheduler.complete()` takes the samples.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from tilewright.engine.request import Request, TokenLogprobs
+
+__all__ = ["Row", "Runner", "Step", "StepResult"]
+
+
+class Row(NamedTuple):
+    """Tokens [start, start + count) of one request go through the model. (A NamedTuple: 256 are made in every step.)"""
+
+    request: Request
+    start: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] (nobody counts the items of a row)
+    samples: bool
+    """The logits of the last token are sampled: the result is the token at position start + count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pass of the model.
+
+    Rows of one new token come first, then chunks of prompts. A row may read pages that an *earlier* row of the same step
+    writes: in every layer the keys and values of all rows are written before the first row attends.
+
+    If `start + count > len(request)` when the step is launched, the last input token is the sample of the step before, not
+    known on the host yet: it is the latest sample made in row `request.slot`.
+    """
+
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination) pages, copied in all layers before the pass. No destination is a source, so their order is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought, one entry a row."""
+
+    tokens: list[int | None]
+    """None for a row that does not sample."""
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """[] where no row asks for them; else None for the rows that do not."""
+    prompt_logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
+    """The same. Of a row that asks: the prompt's tokens at positions start + 1 ... start + count, as far as there are any."""
+
+
+class Runner(Protocol):
+    """Runs steps in the order in which they were launched.
+
+    `launch` reads all it needs of the requests (tokens, pages, slot) before it returns: by the time the step runs they may
+    have been finished or preempted, and their pages and slots given to others in a later step. An exception out of either
+    method fails the requests of that step and of those launched after it, whose tickets are then dropped, never collected.
+    """
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if `launch` returns before the step has run: the engine then keeps one step in flight behind the next."""
+        ...
+
+    def launch(self, step: Step) -> Any:
+        """Enqueues the step, without waiting; returns a ticket for `collect`."""
+        ...
+
+    def collect(self, ticket: Any) -> StepResult:
+        """Waits for a launched step. Steps are collected in the order of their launches."""
+        ...

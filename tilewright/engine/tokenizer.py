@@ -1,0 +1,258 @@
+"""Text <-> token ids, and text from tokens as they come.
+
+Reads `tokenizer.json` (the Hugging Face format of the `tokenizers` library), and beside it, as far as they are there:
+`tokenizer_config.json`, `chat_template.jinja`, `generation_config.json` and `config.json`. Not supported: a folder with only a
+SentencePiece `tokenizer.model` or with tokenizer code of its own (nothing from a model folder is ever executed), and
+`clean_up_tokenization_spaces`, which would make the text of a token depend on those after it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tilewright.engine.chat import ChatTemplate, ChatTemplateError
+
+__all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+UNFINISHED = "\ufffd"
+"""What a decoder writes for bytes that are no character, or not yet one."""
+PROMPT_WINDOW = 8
+"""Tokens of the prompt's end that generated text is decoded with: a character has 4 bytes, so 4 tokens, at most."""
+
+
+class TokenizerError(ValueError):
+    """A tokenizer folder is missing, incomplete or corrupt."""
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with what the engine needs around it. Use `Tokenizer.load(folder)` for a model's.
+
+    Args:
+        backend: truncation and padding in it are switched off.
+        eos_ids: tokens that end a text.
+        special_tokens: bos_token, eos_token ... -> their texts.
+        chat_template: Jinja source.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Iterable[int] = (),
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ):
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        special = dict(special_tokens or {})
+        self.bos_id: int | None = self._special_id(special, "bos_token")
+        eos_id = self._special_id(special, "eos_token")
+        self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *(() if eos_id is None else (eos_id,))}))
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        """Token ids are below this."""
+        self._hidden = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self._bytes = _byte_tokens(backend)
+        self._pieces: dict[int, str] = {}
+        self._chat = None if chat_template is None else ChatTemplate(chat_template, special)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """The tokenizer of a model folder. Raises TokenizerError with the file and what is wrong with it."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise TokenizerError(f"{folder} is no folder, wanted a model folder with a tokenizer.json")
+        try:
+            return cls._read(folder)
+        except ValueError as error:
+            raise TokenizerError(f"{folder}: {error}") from error
+
+    @classmethod
+    def _read(cls, folder: Path) -> "Tokenizer":
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError("has no tokenizer.json (a SentencePiece tokenizer.model alone is not enough; convert it)")
+        backend = _backend(path)
+        config = _json(folder / "tokenizer_config.json")
+        special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
+        eos = _json(folder / "generation_config.json").get("eos_token_id")
+        if eos is None:
+            eos = _json(folder / "config.json").get("eos_token_id")
+        eos_ids = () if eos is None else eos if isinstance(eos, list) else (eos,)
+        template_path = folder / "chat_template.jinja"
+        if template_path.is_file():
+            template = template_path.read_text(encoding="utf-8")
+        else:
+            template = _default_template(config.get("chat_template"))
+        return cls(backend, eos_ids=eos_ids, special_tokens=special, chat_template=template)
+
+    def _special_id(self, special: Mapping[str, str], name: str) -> int | None:
+        if name not in special:
+            return None
+        token = self._backend.token_to_id(special[name])
+        if token is None:
+            raise TokenizerError(f"the {name} {special[name]!r} of tokenizer_config.json is not in the vocabulary")
+        return token
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a text; `add_special`: with what the model's files put around it, such as BOS.
+
+        A special token written out in the text becomes that token.
+        """
+        return self._backend.encode(text, add_special_tokens=add_special).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, without special and unknown ones. Bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(self.visible(token_ids), skip_special_tokens=False)
+
+    def visible(self, token_ids: Iterable[int]) -> list[int]:
+        """Those of the tokens that have a text: not special and in the vocabulary."""
+        hidden, size = self._hidden, self.vocab_size
+        return [token for token in token_ids if 0 <= token < size and token not in hidden]
+
+    def piece(self, token_id: int) -> str:
+        """`decode` of one visible token, remembered."""
+        text = self._pieces.get(token_id)
+        if text is None:
+            text = self._pieces[token_id] = self._backend.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def is_byte(self, token_id: int) -> bool:
+        """True for a byte-fallback token such as <0x0A>. A decoder joins neighbours to characters, all of a run or none."""
+        return token_id in self._bytes
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The text of a conversation, to be encoded with `add_special=False`. Raises ChatTemplateError.
+
+        `variables`: add_generation_prompt (True unless given), tools, and what else the template understands.
+        """
+        if self._chat is None:
+            raise ChatTemplateError("this model has no chat template (it is a base model); wanted a plain prompt instead")
+        return self._chat(messages, **variables)
+
+
+class Detokenizer:
+    """The text of generated tokens, as they come.
+
+    The pieces, joined, are what the tokens add to the prompt when all are decoded at once: with `p = decode(prompt)` and
+    `f = decode(prompt + generated)`, what `f` has beyond the longest common prefix of the two. A piece never ends within a
+    character; bytes that may become one are held back. The decoders of byte-fallback tokenizers turn a run of byte tokens
+    into text only if all of it is UTF-8, so there the whole run waits for its end.
+
+    Only a short window of tokens is decoded at a time: from a token before which the text is complete.
+    """
+
+    __slots__ = ("_given", "_run", "_tokenizer", "_window", "open")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        self._window = _prompt_end(tokenizer, prompt_ids)
+        self._given = tokenizer.decode(self._window)  # text of the window that the reader has: the prompt's, then ours
+        self._run = 0  # byte-fallback tokens at the window's end
+        while self._run < len(self._window) and tokenizer.is_byte(self._window[-1 - self._run]):
+            self._run += 1
+        self.open = False
+        """True while tokens have come whose text is held back."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens add, as far as it is complete."""
+        tokenizer, window = self._tokenizer, self._window
+        for token in tokenizer.visible(token_ids):
+            window.append(token)
+            self._run = self._run + 1 if tokenizer.is_byte(token) else 0
+            self.open = True
+        if not self.open:
+            return ""
+        text = tokenizer.decode(window[: len(window) - self._run] if self._run else window)
+        # An unfinished character is one UNFINISHED, at the end; those before it are final.
+        final = text[:-1] if text.endswith(UNFINISHED) else text
+        new = self._beyond(final)
+        if new:
+            self._given = final
+        if final is text and not self._run:
+            self._window = window[-1:]
+            self._given = tokenizer.piece(window[-1])
+            self.open = False
+        return new
+
+    def peek(self) -> str:
+        """What `flush` would return."""
+        return self._beyond(self._tokenizer.decode(self._window)) if self.open else ""
+
+    def flush(self) -> str:
+        """What is held back, when no more tokens come; bytes that are no character are U+FFFD in it."""
+        text = self.peek()
+        self._window, self._given, self._run, self.open = [], "", 0, False
+        return text
+
+    def _beyond(self, text: str) -> str:
+        given = self._given
+        return text[len(given) :] if text.startswith(given) else text[_common(given, text) :]
+
+
+def _prompt_end(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """The last visible tokens of a prompt, not beginning within a run of byte tokens."""
+    window: list[int] = []
+    for token in reversed(prompt_ids):
+        if len(window) >= PROMPT_WINDOW and not tokenizer.is_byte(window[-1]):
+            break
+        window += tokenizer.visible((token,))
+    window.reverse()
+    return window
+
+
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except BaseException as error:
+        # The library raises a bare Exception for a file that it does not understand; anything else is not about the file.
+        if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
+            raise
+        raise TokenizerError(f"{path.name} is not a tokenizer: {error}; fetch it again") from error
+
+
+def _common(first: str, second: str) -> int:
+    pairs = zip(first, second)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _byte_tokens(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    found = {token for byte in range(256) if (token := backend.token_to_id(f"<0x{byte:02X}>")) is not None}
+    letter = backend.token_to_id("<0x41>")
+    # The tokens may be mere text; what the decoder makes of one tells.
+    return frozenset(found if letter is not None and backend.decode([letter], skip_special_tokens=False) == "A" else ())
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path.name} is not JSON: {error}; fetch it again") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path.name} holds a {type(content).__name__}, wanted an object")
+    return content
+
+
+def _content(token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TokenizerError(
+            f"a special token in tokenizer_config.json is {token!r}, wanted a string or an object with `content`"
+        )
+    return text
+
+
+def _default_template(template: Any) -> str | None:
+    """The template of tokenizer_config.json: a string, or a list of named ones of which one is the default."""
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"the chat_template of tokenizer_config.json is a {type(template).__name__}, wanted a string")
+    return template
