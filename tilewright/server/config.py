@@ -1,32 +1,31 @@
 """What a server is told at its start: where it listens and how much one client may ask for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["ServerConfig"]
 
 
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Listening address and the caps on every size a client can name.
+    """Listening address and the caps on every size a client can name. Fields with a help text are options of `serve`.
 
     Raises:
         ValueError: a value out of range; the message names the field.
     """
 
-    host: str = "127.0.0.1"
-    """Address to listen on. On a loopback address, requests for another Host are refused (DNS rebinding)."""
-    port: int = 8000
-    """TCP port; 0 lets the system choose."""
-    api_key: str | None = None
-    """When set, `Authorization: Bearer <key>` is asked for everywhere but on the page, /health, /ready and /version."""
-    max_body_bytes: int = 16 << 20
-    """Largest request body."""
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = _option(8000, "port to listen on; 0 takes any free one")
+    api_key: str | None = _option(None, "key that clients must send as `Authorization: Bearer <key>`; default: none")
+    max_body_bytes: int = _option(16 << 20, "largest request body, in MiB")
     body_timeout_s: float = 60.0
     """Longest time that a request body may take to arrive."""
     max_prompts: int = 256
     """Most prompts in one completion request."""
-    max_samples: int = 1024
-    """Most samples (prompts times n) in one request."""
     max_n: int = 128
     """Most samples for one prompt."""
     max_logit_bias: int = 1024

@@ -4,6 +4,7 @@ The status decides which typed exception a client raises (400 BadRequestError, 4
 429 RateLimitError, 5xx InternalServerError), so it is chosen here, once, by the constructors below.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 __all__ = ["ApiError", "bad_request", "install", "not_supported", "overloaded", "unavailable"]
-
-RETRY_AFTER_S = 1
-"""What a client that was turned away is told to wait. Queues here empty in seconds; the client backs off on its own after."""
 
 
 class ApiError(Exception):
@@ -50,16 +48,15 @@ def not_supported(param: str, wanted: str) -> ApiError:
     return bad_request(f"{param} is not supported yet: {wanted}", param=param, code="unsupported_parameter")
 
 
-def overloaded(message: str) -> ApiError:
+def overloaded(message: str, retry_after_s: float) -> ApiError:
     """429: the queue is full; the same request may succeed later."""
-    return ApiError(
-        429, message, type="rate_limit_error", code="queue_full", headers={"retry-after": str(RETRY_AFTER_S)}
-    )
+    retry_after = {"retry-after": str(math.ceil(retry_after_s))}
+    return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=retry_after)
 
 
 def unavailable(message: str, code: str = "unavailable") -> ApiError:
     """503: the server is draining or its engine has stopped."""
-    return ApiError(503, message, type="service_unavailable", code=code, headers={"retry-after": str(RETRY_AFTER_S)})
+    return ApiError(503, message, type="service_unavailable", code=code, headers={"retry-after": "1"})
 
 
 def _api_error(request: Request, error: Exception) -> Response:

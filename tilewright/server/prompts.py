@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
+from tilewright.engine.chat import ChatTemplateError
+from tilewright.engine.core import Engine
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.server.errors import ApiError, bad_request, not_supported
+from tilewright.server.spelling import Spellings
 
-__all__ = ["Served", "chat_prompt", "check_fit", "encode", "read_prompts"]
+__all__ = ["Served", "chat_prompt", "encode", "read_prompts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,32 @@ class Served:
     """Token ids below this are valid."""
     max_model_len: int
     """Most tokens of prompt and answer together."""
+    max_samples: int
+    """Most samples (prompts times n) in one request: the length of the queue, as all of them wait at first."""
+    has_chat: bool
+    """Whether the model has a chat template."""
+    spellings: Spellings
+
+    @classmethod
+    def of(cls, engine: Engine, name: str) -> "Served":
+        """What `engine` serves, under a name."""
+        scheduler = engine.scheduler
+        try:
+            engine.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+            has_chat = True
+        except ValueError:
+            has_chat = False
+        # Keys and values of the last token are never needed, so the pool takes one token more than it has room for.
+        pool_tokens = scheduler.blocks.num_pages * scheduler.blocks.page_size + 1
+        return cls(
+            name=name,
+            tokenizer=engine.tokenizer,
+            vocab_size=engine.vocab_size,
+            max_model_len=min(scheduler.max_model_len, pool_tokens),
+            max_samples=scheduler.max_waiting,
+            has_chat=has_chat,
+            spellings=Spellings(engine.tokenizer),
+        )
 
     def check_name(self, name: str | None) -> None:
         """Raise a 404 unless `name` is the served model; no name means that model."""
@@ -35,26 +62,26 @@ class Served:
             raise bad_request(f"{param} has the token id {str(wrong)[:40]}, wanted 0 to {self.vocab_size - 1}", param)
         return ids
 
+    def check_fit(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """How many tokens fit behind a prompt. Raises a 400 with both numbers unless what is asked for does, at least one."""
+        asked = 1 if max_tokens is None else max_tokens
+        room = self.max_model_len - prompt_tokens
+        if asked <= room:
+            return room
+        message = (
+            f"This model's maximum context length is {self.max_model_len} tokens, but {prompt_tokens + asked} were "
+            f"requested ({prompt_tokens} in the prompt, {asked} for the completion). Shorten the prompt or lower max_tokens"
+        )
+        raise bad_request(message, "prompt" if max_tokens is None else "max_tokens", "context_length_exceeded")
 
-def check_fit(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
-    """Raise a 400 with both numbers unless a prompt and what is asked for (at least one token) fit the model."""
-    asked = 1 if max_tokens is None else max_tokens
-    if prompt_tokens + asked <= max_model_len:
-        return
-    message = (
-        f"This model's maximum context length is {max_model_len} tokens, but {prompt_tokens + asked} were requested "
-        f"({prompt_tokens} in the prompt, {asked} for the completion). Shorten the prompt or lower max_tokens"
-    )
-    raise bad_request(message, param="messages" if max_tokens is None else "max_tokens", code="context_length_exceeded")
 
-
-def encode(text: str, served: Served, param: str = "prompt") -> list[int]:
+def encode(text: str, served: Served, param: str = "prompt", *, add_special: bool = True) -> list[int]:
     """Token ids of a prompt; an empty text is the model's BOS token. Raises a 400 where the model has none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise bad_request(f"{param} has a lone surrogate at character {error.start}, wanted valid Unicode", param) from None
-    ids = served.tokenizer.encode(text)
+    ids = served.tokenizer.encode(text, add_special=add_special)
     if ids:
         return ids
     if served.tokenizer.bos_id is None:
@@ -106,9 +133,9 @@ def chat_prompt(messages: Any, served: Served, max_messages: int) -> list[int]:
     turns = [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
     try:
         text = served.tokenizer.apply_chat_template(turns)
-    except (TemplateError, ValueError) as error:
-        # A template refuses what it was not trained on, such as two user turns in a row.
-        raise bad_request(f"the chat template of {served.name!r} refuses these messages: {error}", "messages") from None
+    except ChatTemplateError as error:
+        # There is none, or it refuses what the model was not trained on, such as two user turns in a row.
+        raise bad_request(str(error), "messages") from None
     return served.tokenizer.encode(text, add_special=False)
 
 

@@ -13,7 +13,6 @@ Not here: tools and function calls, images and audio, structured output, best_of
 
 import dataclasses
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tilewright.engine.request import SamplingParams
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import bad_request, not_supported
-from tilewright.server.prompts import Served, chat_prompt, check_fit, read_prompts
+from tilewright.server.prompts import Served, chat_prompt, read_prompts
 
 __all__ = ["ChatBody", "CompletionBody", "Job", "chat_job", "completion_job", "parse"]
 
@@ -188,11 +187,10 @@ def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
     if only_echo and not body.echo:
         raise bad_request("max_tokens is 0, wanted at least 1 (0 is allowed with echo, to score a prompt)", "max_tokens")
     asked = 1 if only_echo else body.max_tokens
-    default: Callable[[int], int] = lambda room: min(DEFAULT_COMPLETION_TOKENS, room)  # noqa: E731
     return Job(
         chat=False,
         prompts=tuple(prompts),
-        params=_params(fields, prompts, asked, default, served, config),
+        params=_params(fields, prompts, asked, DEFAULT_COMPLETION_TOKENS, served),
         echo=tuple(served.tokenizer.decode(ids) for ids in prompts) if body.echo else (),
         only_echo=only_echo,
         stream=bool(body.stream),
@@ -217,7 +215,7 @@ def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
     return Job(
         chat=True,
         prompts=tuple(prompts),
-        params=_params(fields, prompts, asked, lambda room: room, served, config),
+        params=_params(fields, prompts, asked, None, served),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         ignored=ignored,
@@ -282,24 +280,27 @@ def _logit_bias(bias: dict[str, float], served: Served) -> dict[int, float]:
 
 
 def _params(
-    fields: dict[str, Any],
-    prompts: list[list[int]],
-    max_tokens: int | None,
-    default: Callable[[int], int],
-    served: Served,
-    config: ServerConfig,
+    fields: dict[str, Any], prompts: list[list[int]], max_tokens: int | None, default: int | None, served: Served
 ) -> tuple[SamplingParams, ...]:
-    """SamplingParams for each prompt; `default(room)` is max_tokens where the client left it open."""
-    try:
-        params = SamplingParams(**fields, **({} if max_tokens is None else {"max_tokens": max_tokens}))
-    except ValueError as error:
-        known = {field.name for field in dataclasses.fields(SamplingParams)}
-        name = re.split(r"\W", str(error), maxsplit=1)[0]
-        raise bad_request(str(error), param=name if name in known else None) from None
-    _at_most("prompt", len(prompts) * params.n, config.max_samples, "samples (prompts times n)")
+    """SamplingParams for each prompt. Where the client left max_tokens open it is `default`, or all that fits."""
+    samples = len(prompts) * fields.get("n", 1)
+    _at_most("prompt", samples, served.max_samples, "samples (prompts times n)")
+    made: dict[int, SamplingParams] = {}
+    params: list[SamplingParams] = []
     for ids in prompts:
-        check_fit(len(ids), max_tokens, served.max_model_len)
-    if max_tokens is not None:
-        return (params,) * len(prompts)
-    rooms = (served.max_model_len - len(ids) for ids in prompts)
-    return tuple(dataclasses.replace(params, max_tokens=default(room)) for room in rooms)
+        room = served.check_fit(len(ids), max_tokens)
+        tokens = max_tokens if max_tokens is not None else min(default or room, room)
+        if tokens not in made:
+            made[tokens] = _sampling_params({**fields, "max_tokens": tokens})
+        params.append(made[tokens])
+    return tuple(params)
+
+
+def _sampling_params(fields: dict[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        # Its first word is the name of the field.
+        name = re.split(r"\W", str(error), maxsplit=1)[0]
+        known = {field.name for field in dataclasses.fields(SamplingParams)}
+        raise bad_request(str(error), param=name if name in known else None) from None

@@ -1,0 +1,395 @@
+"""The endpoints over HTTP, around an engine that says the alphabet."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.server.fake_engine import BOS, Running, events, fake_engine, running
+
+GREEDY = {"temperature": 0, "max_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+def post(client: httpx.Client, path: str = "/v1/completions", **body: object) -> dict[str, object]:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def stream(client: httpx.Client, path: str = "/v1/completions", **body: object) -> list[dict]:
+    response = client.post(path, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    return chunks
+
+
+def test_a_completion(client: httpx.Client) -> None:
+    answer = post(client, prompt="ab", **GREEDY)
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["model"] == "letters"
+    assert answer["choices"] == [
+        {"index": 0, "text": "cdefg", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+
+
+def test_a_chat(client: httpx.Client) -> None:
+    answer = post(client, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], **GREEDY)
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "uvwxy"}  # 20 tokens come before
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "text", "finish", "reason"),
+    [
+        ("ab", {}, "cdefg", "length", None),
+        ("ab", {"max_tokens": 1}, "c", "length", None),
+        ("ab!", {"max_tokens": 20}, "defgh", "stop", None),
+        ("ab!", {"max_tokens": 8, "ignore_eos": True}, "defghjk", "length", None),
+        ("ab", {"stop": "ef"}, "cd", "stop", "ef"),
+        ("ab", {"stop": ["x", "gh", "d"]}, "c", "stop", "d"),
+        ("ab", {"stop": ["gz"]}, "cdefg", "length", None),
+        ("ab", {"stop_token_ids": [ord("e")]}, "cd", "stop", ord("e")),
+        ("ab", {"stop_token_ids": [ord("e")], "min_tokens": 4}, "cdefg", "length", None),
+        ("ab@", {"max_tokens": 4}, "éé", "length", None),
+        ("ab@", {"max_tokens": 3}, "é\ufffd", "length", None),
+        ([97, 98], {}, "cdefg", "length", None),
+        ("", {}, "bcdef", "length", None),
+    ],
+)
+def test_how_a_text_ends_whole_and_streamed(
+    client: httpx.Client, prompt: object, fields: dict[str, object], text: str, finish: str, reason: object
+) -> None:
+    body = {"prompt": prompt, **GREEDY, **fields}
+    (whole,) = post(client, **body)["choices"]
+    assert (whole["text"], whole["finish_reason"], whole["stop_reason"]) == (text, finish, reason)
+    choices = [chunk["choices"][0] for chunk in stream(client, **body)]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [finish]
+    assert choices[-1]["stop_reason"] == reason
+
+
+def test_stream_chunks(client: httpx.Client) -> None:
+    chunks = stream(client, prompt="ab", **GREEDY)
+    # Steps that were made while the one before was being sent come in one chunk.
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "cdefg"
+    assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+    chunks = stream(client, prompt="ab", stream_options={"include_usage": True}, **GREEDY)
+    assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+
+
+def test_chat_chunks(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    chunks = stream(client, "/v1/chat/completions", messages=messages, **GREEDY)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": deltas[0]["content"]}
+    assert all(set(delta) == {"content"} for delta in deltas[1:])
+    assert "".join(delta["content"] for delta in deltas) == "uvwxy"
+
+
+def test_many_prompts_and_samples_keep_their_order(client: httpx.Client) -> None:
+    body = {"prompt": ["a", "bb", "ccc"], "n": 2, "temperature": 1, "seed": 3, "max_tokens": 4}
+    answer = post(client, **body)
+    texts = [choice["text"] for choice in answer["choices"]]
+    # The token at position p of sample i is letter p + seed + i.
+    assert texts == ["efgh", "fghi", "fghi", "ghij", "ghij", "hijk"]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 24, "total_tokens": 30}
+    streamed = dict.fromkeys(range(6), "")
+    for chunk in stream(client, **body):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert list(streamed.values()) == texts
+
+
+def test_echo(client: httpx.Client) -> None:
+    assert post(client, prompt="ab", echo=True, **GREEDY)["choices"][0]["text"] == "abcdefg"
+    assert [c["text"] for c in post(client, prompt=[[97], [98, 98]], echo=True, n=2, **GREEDY)["choices"]] == [
+        *("abcdef", "abcdef", "bbcdefg", "bbcdefg")
+    ]
+    assert "".join(c["choices"][0]["text"] for c in stream(client, prompt="ab", echo=True, **GREEDY)) == "abcdefg"
+
+
+def test_completion_logprobs(client: httpx.Client) -> None:
+    body = {"prompt": "ab", "logprobs": 2, "temperature": 0, "max_tokens": 2}
+    expected = {
+        "tokens": ["c", "d"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"c": -0.5, "A": -1.5}, {"d": -0.5, "A": -1.5}],
+        "text_offset": [0, 1],
+    }
+    assert post(client, **body)["choices"][0]["logprobs"] == expected
+    assert joined_logprobs(stream(client, **body)) == expected
+    only_chosen = post(client, **{**body, "logprobs": 0})["choices"][0]["logprobs"]
+    assert only_chosen["top_logprobs"] == [{"c": -0.5}, {"d": -0.5}]
+
+
+def joined_logprobs(chunks: list[dict]) -> dict[str, list]:
+    joined: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for chunk in chunks:
+        for name, values in chunk["choices"][0]["logprobs"].items():
+            joined[name] += values
+    return joined
+
+
+def test_echo_with_logprobs_scores_the_prompt(client: httpx.Client) -> None:
+    body = {"prompt": [BOS, 97, 0xC3, 0xA9, 98], "logprobs": 1, "echo": True, "temperature": 0}
+    scored = post(client, **body, max_tokens=0)
+    (choice,) = scored["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("aéb", "length")
+    assert scored["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    half = "\ufffd"
+    assert choice["logprobs"] == {
+        "tokens": ["<bos>", "a", half, half, "b"],
+        "token_logprobs": [None, -0.5, -0.5, -0.5, -0.5],
+        "top_logprobs": [None, {"a": -0.5}, {half: -0.5}, {half: -0.5}, {"b": -0.5}],
+        "text_offset": [0, 0, 1, 1, 2],
+    }
+    more = post(client, **body, max_tokens=2)["choices"][0]
+    assert more["text"] == "aébfg"
+    assert more["logprobs"]["tokens"][-3:] == ["b", "f", "g"]
+    assert more["logprobs"]["text_offset"][-3:] == [2, 3, 4]
+    assert joined_logprobs(stream(client, **body, max_tokens=2)) == more["logprobs"]
+    alone = post(client, prompt=[97], logprobs=1, echo=True, max_tokens=0)["choices"][0]["logprobs"]
+    assert alone["token_logprobs"] == [None]
+
+
+def test_chat_logprobs(client: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "@"}], "temperature": 0, "max_tokens": 2, "logprobs": True}
+    answer = post(client, "/v1/chat/completions", top_logprobs=2, **body)["choices"][0]
+    first, second = answer["logprobs"]["content"]
+    assert bytes(first["bytes"] + second["bytes"]).decode() == answer["message"]["content"] == "é"
+    assert first["token"] == "\ufffd"
+    assert [entry["logprob"] for entry in first["top_logprobs"]] == [-0.5, -1.5]
+    assert first["top_logprobs"][1] == {"token": "A", "logprob": -1.5, "bytes": [65]}
+    bare = post(client, "/v1/chat/completions", **body)["choices"][0]["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in bare] == [[], []]
+    tokens = [
+        entry["bytes"]
+        for chunk in stream(client, "/v1/chat/completions", **body)
+        for entry in chunk["choices"][0]["logprobs"]["content"]
+    ]
+    assert tokens == [first["bytes"], second["bytes"]]
+
+
+def test_seeds(client: httpx.Client) -> None:
+    def text(**fields: object) -> str:
+        return post(client, prompt="a", max_tokens=9, **fields)["choices"][0]["text"]
+
+    assert text(seed=5) == text(seed=5) != text(seed=6)
+    assert len({text() for _ in range(12)}) > 1
+
+
+def test_models(client: httpx.Client) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("letters", "model", 128)
+    assert client.get("/v1/models/letters").json() == model
+    assert client.get("/v1/models/org/other").status_code == 404
+
+
+def test_tokenize_and_back(client: httpx.Client) -> None:
+    answer = post(client, "/tokenize", prompt="hé")
+    assert answer == {"count": 3, "max_model_len": 128, "tokens": [104, 195, 169]}
+    assert post(client, "/detokenize", tokens=answer["tokens"]) == {"prompt": "hé"}
+    assert post(client, "/tokenize", prompt="")["tokens"] == []
+    assert post(client, "/detokenize", tokens=[]) == {"prompt": ""}
+    assert client.post("/detokenize", json={"tokens": [999]}).status_code == 400
+    assert client.post("/tokenize", json={}).status_code == 400
+
+
+def test_metrics_count_what_happened(server: Running) -> None:
+    with running() as fresh, httpx.Client(base_url=fresh.url) as client:
+        for _ in range(2):
+            post(client, prompt="abcdefghi", temperature=0, max_tokens=5)
+        values = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
+    wanted = {
+        "tilewright_requests_running": 0,
+        "tilewright_requests_waiting": 0,
+        "tilewright_kv_pages_used": 0,
+        "tilewright_kv_pages_total": 256,
+        "tilewright_prompt_tokens_total": 18,
+        "tilewright_generation_tokens_total": 10,
+        "tilewright_prefix_hit_tokens_total": 8,
+        "tilewright_preemptions_total": 0,
+        "tilewright_requests_finished_total": 2,
+        "tilewright_jit_compiles_after_ready_total": 0,
+        "tilewright_time_to_first_token_seconds_count": 2,
+        "tilewright_inter_token_latency_seconds_count": 8,
+    }
+    assert {name: float(values[name]) for name in wanted} == wanted
+
+
+def test_live_view_while_requests_run() -> None:
+    with running(fake_engine(delay_s=0.02, max_seqs=2)) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": "abcdefgh", "max_tokens": 60, "n": 3, "temperature": 0, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            seen = response.iter_lines()
+            for _ in range(12):
+                next(seen)
+            view = httpx.get(f"{server.url}/live").json()
+            assert [r["slot"] is None for r in view["running"] + view["waiting"]] == [False, False, True]
+            assert view["running"][0]["prompt"] == 8
+            runs = view["pages"]["runs"]
+            assert sum(count for _, _, count in runs) == 256
+            assert any(owners == 2 for _, owners, _ in runs), "the prompt's page is shared"
+            assert view["stats"]["generated_tokens"] > 0
+
+
+def test_ignored_fields_are_named_in_a_header(client: httpx.Client) -> None:
+    for stream_it in (False, True):
+        response = client.post("/v1/completions", json={"prompt": "a", "user": "me", "frob": 1, "stream": stream_it})
+        assert response.headers["x-tilewright-ignored"] == "user,frob"
+    assert "x-tilewright-ignored" not in client.post("/v1/completions", json={"prompt": "a"}).headers
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, str]:
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    return response.json()["error"]
+
+
+def test_too_long_is_refused_before_a_stream_starts(client: httpx.Client) -> None:
+    for stream_it in (False, True):
+        response = client.post("/v1/completions", json={"prompt": "a" * 128, "stream": stream_it})
+        error = error_of(response, 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "128" in error["message"]
+        assert "129" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 415),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-type": "Application/JSON"}, 200),
+    ],
+)
+def test_content_types(client: httpx.Client, headers: dict[str, str], status: int) -> None:
+    response = client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert response.status_code == status
+    if status != 200:
+        assert "application/json" in error_of(response, status)["message"]
+
+
+def test_bodies_over_the_limit() -> None:
+    with running(max_body_bytes=1000) as server, httpx.Client(base_url=server.url) as client:
+        body = json.dumps({"prompt": "a", "pad": "x" * 2000}).encode()
+        json_type = {"content-type": "application/json"}
+        assert "1000 bytes" in error_of(client.post("/v1/completions", content=body, headers=json_type), 413)["message"]
+        pieces = (body[i : i + 100] for i in range(0, len(body), 100))  # chunked: no content-length
+        error_of(client.post("/v1/completions", content=pieces, headers=json_type), 413)
+        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_a_body_that_does_not_arrive() -> None:
+    with running(body_timeout_s=0.1) as server, httpx.Client(base_url=server.url) as client:
+
+        def slow() -> Iterator[bytes]:
+            yield b'{"prompt"'
+            import time
+
+            time.sleep(0.4)
+            yield b': "a"}'
+
+        headers = {"content-type": "application/json"}
+        error_of(client.post("/v1/completions", content=slow(), headers=headers), 408)
+
+
+def test_unknown_paths_and_methods(client: httpx.Client) -> None:
+    assert "/v1/nothing" in error_of(client.get("/v1/nothing"), 404)["message"]
+    error_of(client.get("/v1/completions"), 405)
+    error_of(client.get("/page/../app.py"), 404)
+    error_of(client.get("/page/..%2fapp.py"), 404)
+    error_of(client.post("/v1/completions", json={"prompt": "a", "model": "x"}), 404)
+
+
+def test_a_full_queue_is_429_and_takes_nothing() -> None:
+    engine = fake_engine(delay_s=0.01, max_seqs=1, max_waiting=2)
+    with running(engine) as server, httpx.Client(base_url=server.url) as client:
+        with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 99, "n": 2, "stream": True}) as first:
+            lines = first.iter_lines()
+            next(lines)  # one runs, one waits
+            waiting = engine.stats().waiting
+            response = httpx.post(f"{server.url}/v1/completions", json={"prompt": ["x", "y"], "max_tokens": 1})
+            error = error_of(response, 429)
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            assert int(response.headers["retry-after"]) >= 1
+            assert engine.stats().waiting == waiting, "the first of the two prompts was taken out again"
+        server.until_idle()
+        error = error_of(client.post("/v1/completions", json={"prompt": "x", "n": 3}), 400)
+        assert "wanted at most 2" in error["message"], "what never fits is not told to come again"
+
+
+def test_a_failing_step_ends_its_requests_and_no_others(client: httpx.Client, server: Running) -> None:
+    error = error_of(client.post("/v1/completions", json={"prompt": "a#"}), 500)
+    assert "the device is on fire" in error["message"]
+    response = client.post("/v1/completions", json={"prompt": "a#", "stream": True})
+    *_, last = events(response.text)
+    assert "on fire" in last["error"]["message"]
+    assert post(client, prompt="ab", **GREEDY)["choices"][0]["text"] == "cdefg"
+    server.until_idle()
+
+
+# Who may ask ----------------------------------------------------------------------------------------------------------
+
+
+def test_api_key() -> None:
+    with running(api_key="sesame") as server, httpx.Client(base_url=server.url) as client:
+        for path in ("/v1/models", "/metrics", "/live"):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}, {"authorization": "Bearer é"}):
+                raw = {name: value.encode() for name, value in headers.items()}
+                assert error_of(client.get(path, headers=raw), 401)["code"] == "invalid_api_key"
+        assert client.get("/v1/models", headers={"authorization": "Bearer sesame"}).status_code == 200
+        error_of(client.post("/v1/completions", json={"prompt": "a"}), 401)
+        for path in ("/", "/page/style.css", "/health", "/ready", "/version"):
+            assert client.get(path).status_code == 200
+
+
+def test_a_local_server_answers_to_local_names_only(client: httpx.Client) -> None:
+    for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", ""):
+        assert error_of(client.get("/v1/models", headers={"host": host}), 403)["code"] == "wrong_host"
+    for host in ("localhost", "LOCALHOST:1234", "127.0.0.1:9", "[::1]:80"):
+        assert client.get("/v1/models", headers={"host": host}).status_code == 200
+    with running(api_key="k") as keyed:
+        headers = {"host": "models.example", "authorization": "Bearer k"}
+        assert httpx.get(f"{keyed.url}/v1/models", headers=headers).status_code == 200
+
+
+def test_the_page_is_served_with_a_strict_policy(client: httpx.Client) -> None:
+    response = client.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    for name in ("style.css", "main.js", "icon.svg"):
+        assert client.get(f"/page/{name}").status_code == 200
+    assert "http://" not in response.text
+    assert "https://" not in response.text

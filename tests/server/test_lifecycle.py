@@ -1,0 +1,247 @@
+"""Clients that go away, servers that end, engines that fail."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.server.fake_engine import LetterRunner, Running, events, fake_engine, running
+from tilewright.server.config import ServerConfig
+from tilewright.server.serve import bind
+
+STEP_S = 0.05
+
+
+def until(true: Callable[[], bool], timeout_s: float = 5.0) -> float:
+    """Wait; the seconds it took."""
+    start_s = time.monotonic()
+    while not true():
+        assert time.monotonic() < start_s + timeout_s, "timed out"
+        time.sleep(0.002)
+    return time.monotonic() - start_s
+
+
+@contextmanager
+def raw_post(server: Running, **body: object) -> Iterator[socket.socket]:
+    """A request written by hand, so that the connection can be dropped at any moment."""
+    raw = json.dumps({"prompt": "abcdefgh", "max_tokens": 100, **body}).encode()
+    headers = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{headers}".encode() + raw)
+        yield connection
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "wait"])
+@pytest.mark.parametrize("body", [{}, {"n": 3}, {"prompt": ["abcdefgh", "xy"]}], ids=["one", "samples", "prompts"])
+def test_a_client_that_goes_away_frees_its_pages_within_a_step(stream: bool, body: dict[str, object]) -> None:
+    engine = fake_engine(delay_s=STEP_S)
+    runner = engine.runner
+    assert isinstance(runner, LetterRunner)
+    with running(engine) as server:
+        with raw_post(server, stream=stream, **body) as connection:
+            if stream:
+                seen = b""
+                while seen.count(b"data: ") < 4:
+                    seen += connection.recv(4096)
+            until(lambda: engine.stats().running > 0 and engine.stats().generated_tokens > 2)
+            assert engine.stats().pages_used > 0
+        steps = runner.steps
+        until(lambda: engine.stats().pages_used == 0)
+        # The step that is running, one that was queued already; and a busy machine may notice a closed socket late.
+        assert runner.steps - steps <= 4
+        server.until_idle()
+        assert engine.stats().aborted > 0
+        assert engine.stats().finished == 0
+        assert server.server.worker.open_channels == 0
+
+
+def test_a_client_that_goes_away_while_it_waits_leaves_the_queue() -> None:
+    engine = fake_engine(delay_s=0.02, max_seqs=1)
+    with running(engine) as server:
+        with raw_post(server, stream=True, max_tokens=60):
+            until(lambda: engine.stats().running == 1)
+            with raw_post(server):
+                until(lambda: engine.stats().waiting == 1)
+            assert until(lambda: engine.stats().waiting == 0) < 0.2
+            assert engine.stats().running == 1, "the other one goes on"
+        server.until_idle()
+
+
+def test_a_client_that_goes_away_before_its_request_is_taken() -> None:
+    engine = fake_engine(delay_s=0.3)
+    with running(engine) as server, raw_post(server):
+        until(lambda: engine.stats().running == 1)
+        with raw_post(server):
+            time.sleep(0.05)  # the step of the first is running: the submission waits behind it, and its client leaves
+        until(lambda: server.server.worker.open_channels == 1)
+        until(lambda: engine.stats().aborted + engine.stats().waiting == 1 or engine.stats().generated_tokens > 2)
+        assert engine.stats().running + engine.stats().waiting == 1
+
+
+def test_one_slow_reader_does_not_hold_up_the_others() -> None:
+    engine = fake_engine(max_model_len=2000, pages=2000)
+    with running(engine) as server:
+        with raw_post(server, stream=True, n=8, max_tokens=1900, logprobs=20):
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json={"prompt": "ab", "max_tokens": 5, "temperature": 0}, timeout=20
+            )
+            assert answer.json()["choices"][0]["text"] == "cdefg"
+        server.until_idle(20)
+
+
+def test_many_clients_at_once() -> None:
+    engine = fake_engine(max_seqs=8, max_waiting=64, pages=64)
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=30) as client, ThreadPoolExecutor(24) as pool:
+
+        def ask(i: int) -> bool:
+            body = {"prompt": "a" * (i % 7 + 1), "max_tokens": 30, "temperature": 0, "stream": i % 2 == 0}
+            response = client.post("/v1/completions", json=body)
+            if body["stream"]:
+                text = "".join(e["choices"][0]["text"] for e in events(response.text)[:-1])
+            else:
+                text = response.json()["choices"][0]["text"]
+            return text == "".join(chr(97 + (i % 7 + 1 + k) % 26) for k in range(30))
+
+        assert all(pool.map(ask, range(48)))
+        server.until_idle()
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    engine = fake_engine(delay_s=0.02)
+    with running(engine) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": "ab", "max_tokens": 20, "temperature": 0, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.server.draining = True
+            assert httpx.get(f"{server.url}/ready").status_code == 503
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            refused = httpx.post(f"{server.url}/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert "retry-after" in refused.headers
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_a_broken_engine_answers_everybody(caplog: pytest.LogCaptureFixture) -> None:
+    engine = fake_engine(delay_s=0.02)
+    with running(engine) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": "ab", "max_tokens": 90, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            step = engine.step
+
+            def broken() -> list:
+                step()
+                raise KeyError("a bug")
+
+            engine.step = broken  # type: ignore[method-assign]
+            assert "the engine failed: KeyError" in [line for line in lines if line][-1]
+        for path in ("/health", "/ready", "/metrics", "/live"):
+            assert client.get(path).status_code == 503
+        assert client.post("/v1/completions", json={"prompt": "ab"}).status_code == 503
+    assert "a bug" in caplog.text
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process(delay_s: float = 0.0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process and its URL."""
+    command = [sys.executable, "-m", "tests.server.fake_server", str(delay_s)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            line = server.stderr.readline()
+            found = re.search(r"http://127\.0\.0\.1:\d+", line)
+            assert found, f"no address in {line!r}"
+            yield server, found[0]
+        finally:
+            if server.poll() is None:
+                server.kill()
+
+
+@contextmanager
+def streaming(url: str, tokens: int) -> Iterator[Iterator[str]]:
+    body = {"prompt": "ab", "max_tokens": tokens, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_then_exits_with_0(sig: signal.Signals) -> None:
+    with process(delay_s=0.02) as (server, url):
+        with streaming(url, 40) as lines:
+            server.send_signal(sig)
+            until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+            assert list(lines)[-1] == "data: [DONE]"
+        assert server.wait(5) == 0
+        assert "Finishing 1 running request" in server.stderr.read()
+
+
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_aborts(sig: signal.Signals, code: int) -> None:
+    with process(delay_s=0.05) as (server, url):
+        with streaming(url, 100) as lines:
+            server.send_signal(sig)
+            until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+            server.send_signal(sig)
+            assert "told to stop" in list(lines)[-1]
+        assert server.wait(3) == code
+        assert "Traceback" not in server.stderr.read()
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    with process() as (server, url):
+        with httpx.Client(base_url=url) as client:  # a kept-alive connection does not hold it up
+            client.get("/health")
+            server.send_signal(signal.SIGINT)
+            assert server.wait(2) == 0
+        assert server.stderr.read() == ""
+
+
+# Sockets --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_said_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"127\.0\.0\.1 port {port}: it is in use; .* --port"):
+            bind(ServerConfig(port=port))
+
+
+@pytest.mark.parametrize(
+    ("host", "words"), [("no.such.host.invalid", "is not known"), ("192.0.2.1", "does not have that address")]
+)
+def test_a_host_that_is_not_ours(host: str, words: str) -> None:
+    with pytest.raises(OSError, match=words):
+        bind(ServerConfig(host=host, port=0))
+
+
+def test_answers_are_not_delayed_by_the_network_stack() -> None:
+    """Without TCP_NODELAY every answer takes 40 ms: its head and its body are two writes."""
+    with running() as server, httpx.Client(base_url=server.url) as client:
+        client.get("/health")
+        start_s = time.perf_counter()
+        for _ in range(10):
+            client.get("/health")
+        assert time.perf_counter() - start_s < 0.3
+
+
+def test_threads_end_with_their_server() -> None:
+    with running():
+        pass
+    assert not [thread for thread in threading.enumerate() if "tilewright" in thread.name]

@@ -1,0 +1,184 @@
+"""The playground in a real browser. Runs where Playwright and a Chromium are; nothing is fetched from anywhere else."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.server.fake_engine import Running, fake_engine, running
+
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage", "--no-first-run"]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+if CHROMIUM is None:
+    pytest.skip("no Chromium on this machine: apt-get install chromium", allow_module_level=True)
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(fake_engine(delay_s=0.02, max_model_len=600, pages=200, page_size=16, max_seqs=4)) as server:
+        yield server
+
+
+class Page:
+    """A page that must never complain, nor ask anybody else for anything."""
+
+    def __init__(self, browser: object, url: str, **context: object):
+        self.complaints: list[str] = []
+        self.strangers: list[str] = []
+        self._context = browser.new_context(**{"viewport": {"width": 1280, "height": 820}, **context})  # type: ignore[attr-defined]
+        self.page = self._context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: request.url.startswith(url) or self.strangers.append(request.url))
+        self.page.goto(url)
+
+    def close(self) -> None:
+        """Check and go."""
+        assert self.complaints == []
+        assert self.strangers == []
+        self._context.close()
+
+
+@pytest.fixture
+def page(browser: object, server: Running) -> Iterator[object]:
+    opened = Page(browser, server.url)
+    playwright.expect(opened.page.locator("#model")).to_have_text("letters")
+    yield opened.page
+    opened.close()
+    server.until_idle()
+
+
+def expect(page: object, selector: str):
+    return playwright.expect(page.locator(selector))  # type: ignore[attr-defined]
+
+
+def test_a_completion_streams_and_says_how_fast(page) -> None:
+    page.get_by_text("Complete").click()
+    page.fill("#prompt", "ab")
+    page.click("summary")
+    page.fill("#knob-max_tokens", "30")
+    page.fill("#knob-temperature", "0")
+    page.keyboard.press("Tab")
+    page.click("#go")
+    expect(page, "#go").to_have_text("Stop")
+    expect(page, ".turn").to_have_text("ab" + "cdefghijklmnopqrstuvwxyzabcdef")
+    expect(page, "#go").to_have_text("Generate")
+    expect(page, "#meta").to_contain_text("30 tokens")
+    expect(page, "#meta").to_contain_text("ended by length")
+
+
+def test_the_stop_button_and_escape_end_the_request(page, server: Running) -> None:
+    page.get_by_text("Complete").click()
+    for stop in (lambda: page.click("#go"), lambda: page.keyboard.press("Escape")):
+        aborted = server.engine.stats().aborted
+        page.fill("#prompt", "ab")
+        page.keyboard.press("Control+Enter")
+        expect(page, "#meta").to_contain_text("tokens ·")
+        stop()
+        expect(page, "#meta").to_contain_text("stopped")
+        server.until_idle()
+        assert server.engine.stats().aborted == aborted + 1
+
+
+def test_a_chat_keeps_its_turns(page) -> None:
+    page.get_by_text("Chat").click()
+    page.click("summary")
+    page.fill("#knob-max_tokens", "3")
+    for turns in (2, 4):
+        page.fill("#prompt", "hi")
+        page.keyboard.press("Control+Enter")
+        expect(page, "#prompt").to_have_value("")
+        expect(page, ".turn").to_have_count(turns)
+    page.click("#clear")
+    expect(page, ".turn").to_have_count(0)
+
+
+def test_errors_are_shown(page) -> None:
+    page.get_by_text("Complete").click()
+    page.fill("#prompt", "#")
+    page.keyboard.press("Control+Enter")
+    expect(page, ".turn.error").to_contain_text("the device is on fire")
+    page.click("summary")
+    page.fill("#knob-temperature", "9")
+    page.click("#go")
+    expect(page, "#meta").to_have_text("Temperature is 9, wanted 0 to 2")
+
+
+def test_markup_from_the_model_or_the_user_stays_text(page) -> None:
+    page.get_by_text("Chat").click()
+    page.click("summary")
+    page.fill("#knob-max_tokens", "2")
+    page.fill("#prompt", "<img src=x onerror=alert(1)>")
+    page.keyboard.press("Control+Enter")
+    expect(page, ".turn.user").to_have_text("<img src=x onerror=alert(1)>")
+    assert page.locator("#turns img").count() == 0
+
+
+def test_the_engine_is_shown_at_work(page, server: Running) -> None:
+    body = {"prompt": "a" * 40, "max_tokens": 150, "n": 6, "temperature": 0}
+    other = threading.Thread(target=httpx.post, args=(f"{server.url}/v1/completions",), kwargs={"json": body, "timeout": 60})
+    other.start()
+    expect(page, "#requests tr").to_have_count(6)
+    expect(page, "#requests tr.waiting").to_have_count(2)
+    expect(page, "#requests-note").to_contain_text("4 running, 2 waiting")
+    expect(page, "#requests tr:first-child").to_contain_text("/ 150")
+    expect(page, "#hits").to_contain_text("%")
+    expect(page, "#pool-words").to_contain_text("200 in all")
+    page.hover("#pool", position={"x": 6, "y": 6})
+    expect(page, "#tip").to_contain_text("page 0")
+    other.join()
+    expect(page, "#none").to_be_visible()
+
+
+def test_the_theme_can_be_chosen_and_stays(page) -> None:
+    def paper() -> str:
+        return page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor")
+
+    light = paper()
+    page.click("#theme")
+    page.click("#theme")
+    expect(page, "#theme").to_have_text("Theme: dark")
+    assert paper() != light
+    page.reload()
+    expect(page, "#theme").to_have_text("Theme: dark")
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_nothing_is_wider_than_the_window(browser: object, server: Running, width: int) -> None:
+    opened = Page(browser, server.url, viewport={"width": width, "height": 800})
+    expect(opened.page, "#model").to_have_text("letters")
+    assert opened.page.locator("html").evaluate("e => e.scrollWidth") <= width
+    opened.close()
+
+
+def test_a_model_without_a_chat_template_completes(browser: object) -> None:
+    with running(fake_engine(chat=False)) as server:
+        opened = Page(browser, server.url)
+        expect(opened.page, "#go").to_have_text("Generate")
+        expect(opened.page, "input[value=chat]").to_be_disabled()
+        opened.close()
+
+
+def test_a_key_is_asked_for_and_used(browser: object) -> None:
+    with running(api_key="sesame") as server:
+        opened = Page(browser, server.url)
+        expect(opened.page, "#key-dialog").to_be_visible()
+        opened.page.fill("#key", "sesame")
+        opened.page.keyboard.press("Enter")
+        expect(opened.page, "#model").to_have_text("letters")
+        expect(opened.page, ".dot").to_have_class("dot on")
+        assert all("401" in complaint for complaint in opened.complaints), "the browser's own note on the refused requests"
+        opened.complaints.clear()
+        opened.close()

@@ -1,0 +1,238 @@
+"""The command line: its options are frozen, its errors are one line, its exit codes are 0, 1, 2 and 130."""
+
+import json
+import re
+import resource
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from tests.server.tiny_model import write_tiny_model
+from tilewright import __version__
+from tilewright.cli import app
+
+ENGINE_OPTIONS = {
+    *("--device", "--dtype", "--max-model-len", "--page-size", "--kv-cache-gib", "--memory-fraction"),
+    *("--max-tokens-per-step", "--prefill-chunk"),
+}
+# An option that is renamed or goes breaks somebody's script: change these on purpose only.
+OPTIONS = {
+    "serve": {
+        *ENGINE_OPTIONS,
+        *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
+        *("--prefix-cache", "--no-prefix-cache"),
+    },
+    "run": {
+        *ENGINE_OPTIONS,
+        *("--prompt", "-p", "--chat", "--json", "--max-tokens", "--temperature", "--top-p", "--top-k", "--min-p"),
+        *("--seed", "--stop", "--ignore-eos"),
+    },
+}
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def tilewright(*arguments: str | Path, stdin: str = "") -> Done:
+    """Run a command in this process, which has torch already."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], input=stdin, prog_name="tilewright")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The same as a command line, for what only a process of its own shows."""
+    return [sys.executable, "-m", "tilewright.cli", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_the_options_are_frozen(verb: str) -> None:
+    parameters = get_command(app).commands[verb].params  # type: ignore[attr-defined]
+    options = {name for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
+    assert options - {"--help", "-h"} == OPTIONS[verb]
+    defaults = {p.name: p.default for p in parameters}
+    assert defaults["model"] == "bookworm"
+    if verb == "serve":
+        assert (defaults["host"], defaults["port"]) == ("127.0.0.1", 8000)
+
+
+def test_help_is_immediate() -> None:
+    """In processor time, so that a busy machine does not fail it; and by what it must not import."""
+    heavy = "{'torch', 'triton', 'tokenizers', 'fastapi', 'uvicorn', 'numpy', 'transformers'}"
+    script = (
+        "import sys, tilewright.cli\n"
+        "try: tilewright.cli.app(['--help'], prog_name='tilewright')\n"
+        f"finally: print('heavy:', sorted({heavy} & sys.modules.keys()))"
+    )
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "heavy: []" in done.stdout
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize("verb", ["serve", "run"])
+def test_every_verb_has_help_with_examples(verb: str) -> None:
+    done = tilewright(verb, "--help")
+    assert done.returncode == 0
+    assert "Examples" in done.stdout
+    assert f"tilewright {verb}" in done.stdout
+
+
+def test_version() -> None:
+    assert tilewright("--version").stdout == f"tilewright {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["run", "--nonsense"], ["run", "--max-tokens", "many", "-p", "x"], ["serve", "--port"], ["run", "a", "b"]],
+    ids=" ".join,
+)
+def test_a_misspelled_command_exits_with_2(arguments: list[str]) -> None:
+    done = tilewright(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+USER_ERRORS = [
+    (["run", "-p", "x", "--temperature", "-1"], "temperature is -1.0, wanted 0 or more"),
+    (["run", "-p", "x", "--top-p", "2"], "top_p is 2.0, wanted 0 to 1"),
+    (["run", "-p", "x", "--max-tokens", "0"], "max_tokens is 0, wanted 1 or more"),
+    (["run", "-p", "x", "--max-model-len", "1"], "max_model_len is 1, wanted 2"),
+    (["serve", "--port", "99999"], "port is 99999, wanted 0 to 65535"),
+    (["serve", "--host", "no.such.host.invalid"], "is not known"),
+    (["serve", "--api-key-file", "/no/such/file"], "/no/such/file"),
+    (["serve", "--max-seqs", "0", "--port", "0"], "max_seqs is 0, wanted 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), USER_ERRORS, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_what_a_user_gets_wrong_is_one_line_and_1(arguments: list[str], words: str) -> None:
+    done = tilewright(*arguments)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .+\n", done.stderr), done.stderr
+    assert words in done.stderr
+    with pytest.raises((ValueError, OSError), match=re.escape(words)):
+        tilewright("--traceback", *arguments)
+
+
+def test_keys_from_two_places_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    done = tilewright("serve", "--api-key", "x", "--api-key-file", tmp_path / "key")
+    assert done.returncode == 2
+    assert "both given" in done.stderr
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = tilewright("serve", "/no/such/model", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: cannot listen on .* it is in use; .* --port .*\n", done.stderr), done.stderr
+
+
+def test_run_prints_the_text(model: Path) -> None:
+    arguments = ("run", model, "--max-tokens", "20", "--seed", "3", "--ignore-eos", "--device", "cpu")
+    done = tilewright(*arguments, "--prompt", "Once")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+    assert "20 tokens in" in done.stderr
+    assert tilewright(*arguments, stdin="Once").stdout == done.stdout, "the prompt may come on stdin; a seed gives the same"
+
+
+def test_run_json_is_one_object(model: Path) -> None:
+    for prompt, tokens in (("Once", 4), ("", 1)):
+        done = tilewright("run", model, "-p", prompt, "--json", "--max-tokens", "6", "--ignore-eos", "--device", "cpu")
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert list(answer) == ["model", "text", "token_ids", "finish_reason", "usage", "timings"]
+        assert len(answer["token_ids"]) == 6
+        assert answer["finish_reason"] == "length"
+        assert answer["usage"] == {"prompt_tokens": tokens, "completion_tokens": 6, "total_tokens": tokens + 6}
+        assert 0 < answer["timings"]["first_token_s"] <= answer["timings"]["total_s"]
+
+
+def test_run_chat_uses_the_template(model: Path, tmp_path: Path) -> None:
+    done = tilewright("run", model, "--chat", "-p", "hi", "--json", "--max-tokens", "1", "--device", "cpu")
+    assert json.loads(done.stdout)["usage"]["prompt_tokens"] == len("[user]hi[assistant]") + 1
+    base = write_tiny_model(tmp_path / "base", chat=False)
+    done = tilewright("run", base, "--chat", "-p", "hi", "--device", "cpu")
+    assert done.returncode == 1
+    assert "no chat template" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-p", "x" * 200], "the model takes 128"),
+        (["-p", "x", "--device", "abacus"], "abacus"),
+        (["-p", "x", "--dtype", "int3"], "int3"),
+    ],
+    ids=["too long", "device", "dtype"],
+)
+def test_what_the_model_refuses_is_one_line(model: Path, arguments: list[str], words: str) -> None:
+    done = tilewright("run", model, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error_message(model: Path) -> None:
+    verb = shlex.join(command("run", model, "-p", "x", "--max-tokens", "120", "--ignore-eos", "--device", "cpu"))
+    done = subprocess.run(f"{verb} | head -c 1 > /dev/null", shell=True, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
+
+
+def test_ctrl_c_while_a_model_loads(model: Path) -> None:
+    arguments = command("run", model, "-p", "x", "--device", "cpu")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("Loading")
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(30) == 130
+    assert "Traceback" not in rest
+
+
+def test_serve_from_start_to_end(model: Path) -> None:
+    arguments = command("serve", model, "--port", "0", "--device", "cpu", "--max-seqs", "4")
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        while (found := re.search(r"Serving tiny at (http://127\.0\.0\.1:\d+)", said)) is None:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        with httpx.Client(base_url=found[1], timeout=30) as client:
+            body = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+            answers = [client.post("/v1/completions", json=body).json() for _ in range(2)]
+            assert answers[0]["usage"]["completion_tokens"] == 8
+            assert answers[0]["choices"] == answers[1]["choices"]
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True}
+            assert client.post("/v1/chat/completions", json=chat).text.endswith("data: [DONE]\n\n")
+            assert "<title>tilewright</title>" in client.get("/").text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0

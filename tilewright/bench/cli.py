@@ -1,0 +1,105 @@
+"""`tilewright bench ops` and `tilewright bench engine`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Measure operators and the engine; write JSON that names device and versions.")
+
+_Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _need_gpu(what: str) -> None:
+    from tilewright.hw.device import cuda_count
+
+    if not cuda_count():
+        _say(f"tilewright bench {what}: needs a CUDA device and there is none. The tests run on a CPU: make test")
+        raise typer.Exit(1)
+
+
+def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*(rows[0] if rows else ["no rows"]))
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command("ops")
+def bench_ops(
+    names: Annotated[list[str] | None, typer.Argument(help="Operators to measure; all of them when left out.")] = None,
+    out: _Out = None,
+    as_json: _Json = False,
+) -> None:
+    """Memory-bound operators: microseconds, TB/s, and the share of a device copy of the same bytes (1 = copy speed).
+
+    Example: tilewright bench ops rms_norm softmax --out ops.json
+    """
+    from tilewright.bench.ops import CASES, dispatch_overhead_us, measure
+
+    known = sorted({name for name, _, _ in CASES})
+    wrong = [name for name in names or [] if name not in known]
+    if wrong:
+        raise typer.BadParameter(f"{', '.join(wrong)}: wanted some of {', '.join(known)}")
+    _need_gpu("ops")
+    from tilewright.bench.harness import write_json
+
+    rows = list(measure(set(names or []), _say))
+    overhead = dispatch_overhead_us("cuda")
+    if out:
+        write_json(out, "memory-bound operators against a device copy of the same bytes", rows, dispatch_us=overhead)
+    _print(rows, as_json)
+    _say(f"dispatch of ops.rms_norm, host microseconds a call: {overhead}")
+
+
+@app.command("engine")
+def bench_engine(
+    shape: Annotated[str, typer.Argument(help="Model shape, random weights: qwen3-0.6b, qwen3-8b, llama-1b, llama-8b.")],
+    workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, R2000; repeat it.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process: the first is cold.")] = 2,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    max_model_len: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together.")] = 4096,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens in a page of the KV cache.")] = 16,
+    max_tokens_per_step: Annotated[int, typer.Option(min=256, help="Tokens of one pass of the model.")] = 8192,
+    out: _Out = None,
+    as_json: _Json = False,
+) -> None:
+    """Output tokens a second of the engine on fixed workloads (W1 256 ragged requests, W2 1024/1024, B1 one request).
+
+    R2000 counts the kernels compiled while 2,000 random requests are served. Example:
+    tilewright bench engine qwen3-0.6b -w W1 -w B1 --out engine.json
+    """
+    from tilewright.bench.engine import WORKLOADS, run_engine
+    from tilewright.engine.config import EngineConfig
+    from tilewright.models import SHAPES
+
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"shape is {shape!r}, wanted one of {', '.join(SHAPES)}")
+    wrong = [name for name in workload or [] if name not in WORKLOADS]
+    if wrong:
+        raise typer.BadParameter(f"workload is {', '.join(wrong)}; wanted some of {', '.join(WORKLOADS)}")
+    _need_gpu("engine")
+    from tilewright.bench.harness import write_json
+
+    config = EngineConfig(
+        dtype=dtype, max_model_len=max_model_len, page_size=page_size, max_tokens_per_step=max_tokens_per_step
+    )
+    rows = run_engine(shape, workload or ["W1", "B1"], runs=runs, config=config, progress=_say)
+    if out:
+        write_json(out, f"engine, {shape}, random weights", rows)
+    _print(rows, as_json)

@@ -1,0 +1,105 @@
+"""The engine on fixed workloads with random weights: output tokens over wall time, prefill inside.
+
+    W1  256 requests, each 100 to 1024 tokens in and 100 to 1024 out (uniform), all submitted at once
+    W2  256 requests of exactly 1024 in and 1024 out
+    B1  one request, 128 in, 256 out, decode only: the time from the first token to the last
+
+    R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out: do any kernels compile after the engine is ready?
+
+Every request generates its full length (`ignore_eos`), greedily. A warm run repeats the workload in the same process with
+other prompts, so that the prefix cache does not answer.
+"""
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.asm.jit import CompileCounter
+from tilewright.engine.llm import EngineConfig, load_engine
+from tilewright.engine.request import SamplingParams
+from tilewright.models import SHAPES
+
+__all__ = ["WORKLOADS", "Workload", "run_engine"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests as (tokens in, tokens out)."""
+
+    name: str
+    lengths: Callable[[random.Random], list[tuple[int, int]]]
+    decode_only: bool = False
+
+
+WORKLOADS = {
+    "W1": Workload("W1", lambda rng: [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]),
+    "W2": Workload("W2", lambda rng: [(1024, 1024)] * 256),
+    "B1": Workload("B1", lambda rng: [(128, 256)], decode_only=True),
+    "R2000": Workload("R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)]),
+}
+
+
+def run_engine(
+    shape: str, workloads: list[str], *, runs: int, config: EngineConfig, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """One row a workload and run: output tokens a second, wall time, steps, preemptions."""
+    began = time.perf_counter()
+    compiles = CompileCounter().start()
+    engine = load_engine(SHAPES[shape], config, progress)
+    compiles.mark_ready()
+    ready_s = time.perf_counter() - began
+    rows = []
+    for name in workloads:
+        for run in range(runs):
+            progress(f"{shape} {name} run {run}")
+            row = _run(engine, WORKLOADS[name], seed=run, vocab=SHAPES[shape].vocab_size)
+            row |= {
+                "compiles_after_ready": compiles.after_ready,
+                "late_kernels": sorted({late.kernel for late in compiles.late}),
+            }
+            rows.append({"shape": shape, "workload": name, "run": run, "start_to_ready_s": round(ready_s, 2), **row})
+    compiles.stop()
+    return rows
+
+
+def _run(engine: Any, workload: Workload, *, seed: int, vocab: int) -> dict[str, Any]:
+    rng = random.Random(seed + 1000)
+    lengths = workload.lengths(rng)
+    prompts = [[rng.randrange(vocab) for _ in range(length)] for length, _ in lengths]
+    before = engine.stats()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for prompt, (_, out) in zip(prompts, lengths, strict=True):
+        engine.submit(prompt, SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True))
+    produced, first_s = 0, 0.0
+    stamps = []
+    while engine.has_work:
+        deltas = engine.step()
+        produced += sum(len(delta.token_ids) for delta in deltas)
+        stamps.append(time.perf_counter())
+        if produced and not first_s:
+            first_s = stamps[-1]
+    end = time.perf_counter()
+    expected = sum(out for _, out in lengths)
+    if produced != expected:
+        raise RuntimeError(f"{workload.name}: {produced} tokens came out, wanted {expected}")
+    seconds = end - first_s if workload.decode_only else end - start
+    counted = produced - len(lengths) if workload.decode_only else produced
+    gaps = [b - a for a, b in itertools.pairwise(stamps)]
+    return {
+        "requests": len(lengths),
+        "tokens_in": sum(n for n, _ in lengths),
+        "tokens_out": produced,
+        "seconds": round(seconds, 4),
+        "output_tok_per_s": round(counted / seconds, 1),
+        "steps": len(stamps),
+        "median_step_ms": round(1e3 * statistics.median(gaps), 3) if gaps else None,
+        "preemptions": engine.stats().preemptions - before.preemptions,
+    }

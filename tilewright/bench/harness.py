@@ -1,0 +1,102 @@
+"""Timing on a GPU, and what must stand beside every number.
+
+A call is timed as part of a CUDA graph that runs it over several sets of arguments, so that neither launch gaps nor a warm L2
+flatter it: the sets together are larger than any L2. Figures that are compared are measured in turns in one process.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright import __version__
+from tilewright.hw.device import device_of
+
+__all__ = ["environment", "interleaved_us", "write_json"]
+
+_ROTATE_BYTES = 512 << 20
+
+
+def environment() -> dict[str, Any]:
+    """Device, driver and versions, as a result file must name them."""
+    facts: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["tilewright", *sys.argv[1:]]),
+        "tilewright": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cpu": platform.processor() or platform.machine(),
+    }
+    if torch.cuda.is_available():
+        facts |= {"device": device_of(0).name, "cuda": torch.version.cuda, "driver": _driver(), "ptxas": _ptxas()}
+    return facts
+
+
+def _driver() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _ptxas() -> str:
+    from triton import knobs
+
+    text = subprocess.run([knobs.nvidia.ptxas.path, "--version"], capture_output=True, text=True, check=True).stdout
+    return next(line for line in text.splitlines() if "release" in line).split("release ")[1].split(",")[0]
+
+
+def _graph(call: Callable[[int], Any], sets: int, repeats: int) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(sets * repeats):
+            call(i % sets)
+    return graph
+
+
+def sets_for(call_bytes: int) -> int:
+    """How many sets of arguments make a rotation larger than the L2."""
+    return max(2, min(64, -(-_ROTATE_BYTES // max(1, call_bytes))))
+
+
+def interleaved_us(calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int = 20) -> list[tuple[float, float]]:
+    """(median, spread) in microseconds of each call, measured in turns. `call(i)` runs on argument set i of `sets`.
+
+    Spread is half the distance between the 10th and the 90th percentile.
+    """
+    repeats = max(1, 16 // sets)
+    graphs = [_graph(call, sets, repeats) for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(rounds + 2):
+        for graph, found in zip(graphs, times, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                found.append(start.elapsed_time(end) * 1e3 / (sets * repeats))
+    return [(statistics.median(t), (sorted(t)[int(0.9 * len(t))] - sorted(t)[int(0.1 * len(t))]) / 2) for t in times]
+
+
+def write_json(path: Path, what: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """A result file: what was measured, where, and the rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"what": what, "environment": environment(), **more, "rows": rows}, indent=1) + "\n")

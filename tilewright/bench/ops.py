@@ -1,0 +1,122 @@
+"""Memory-bound operators against a device copy of the same bytes, and what dispatch costs on the host."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tilewright import ops
+from tilewright.bench.harness import interleaved_us, sets_for
+from tilewright.op import Inputs, Op
+
+__all__ = ["CASES", "dispatch_overhead_us", "measure"]
+
+_SHAPES = ((4096, 1024), (8192, 4096), (8192, 16384), (4096, 131072), (65536, 1024), (262144, 128))
+_BF16 = torch.bfloat16
+
+Args = tuple[Any, ...]
+
+
+def _norm(rows: int, cols: int, extra: int) -> Callable[[Inputs], Args]:
+    def make(inputs: Inputs) -> Args:
+        weights = [torch.randn(cols, dtype=_BF16, device="cuda") for _ in range(1 + (extra == 2))]
+        data = [_randn(rows, cols) for _ in range(1 + (extra == 1))]
+        return (*data, *weights, 1e-6)
+
+    return make
+
+
+def _randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=_BF16, device="cuda")
+
+
+def _rope(tokens: int, heads: int, dim: int) -> Callable[[Inputs], Args]:
+    def make(inputs: Inputs) -> Args:
+        q, k = _randn(tokens, heads, dim), _randn(tokens, heads // 4, dim)
+        table = torch.rand(tokens, 2, dim // 2, device="cuda")
+        return q, k, torch.arange(tokens, device="cuda"), table, False
+
+    return make
+
+
+def _gated(rows: int, cols: int) -> Callable[[Inputs], Args]:
+    def make(inputs: Inputs) -> Args:
+        gate, up = _randn(rows, 2 * cols).chunk(2, -1)
+        return gate, up
+
+    return make
+
+
+def _cases() -> Iterator[tuple[str, str, Callable[[Inputs], Args]]]:
+    for rows, cols in _SHAPES:
+        label = f"{rows}x{cols}"
+        yield "rms_norm", label, _norm(rows, cols, 0)
+        yield "add_rms_norm", label, _norm(rows, cols, 1)
+        yield "layer_norm", label, _norm(rows, cols, 2)
+        yield "softmax", label, lambda inputs, r=rows, c=cols: (_randn(r, c),)
+        yield "silu_mul", label, _gated(rows, cols)
+    for tokens, heads, dim in ((16384, 32, 128), (65536, 16, 64), (32768, 32, 128)):
+        yield "rope", f"{tokens}x{heads}x{dim}", _rope(tokens, heads, dim)
+
+
+CASES = tuple(_cases())
+
+
+def measure(names: set[str] | None, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """One row a case: microseconds of the op and of a copy of the same bytes, and their ratio (1 = copy speed)."""
+    by_name = {op.name: op for op in ops.ALL}
+    for name, label, make in CASES:
+        if names and name not in names:
+            continue
+        progress(f"{name} {label}")
+        yield _row(by_name[name], label, make)
+        torch.cuda.empty_cache()
+
+
+def _row(op: Op, label: str, make: Callable[[Inputs], Args]) -> dict[str, Any]:
+    first = make(Inputs("cuda"))
+    moved = op.cost(*first).bytes
+    # A GPU has no room for a rotation of the largest cases beside their copies; two sets of over 1 GB flush any L2.
+    sets = min(sets_for(moved), 8)
+    args = [first, *(make(Inputs("cuda", seed=i)) for i in range(1, sets))]
+    source = torch.randn(moved // 4, device="cuda").to(_BF16)
+    targets = [torch.empty_like(source) for _ in range(2)]
+    calls = [lambda i: op.run(*args[i]), lambda i: targets[i % 2].copy_(source)]
+    (op_us, op_spread), (copy_us, copy_spread) = interleaved_us(calls, sets=sets)
+    return {
+        "op": op.name,
+        "shape": label,
+        "dtype": "bfloat16",
+        "impl": op.choice_for(*first).impl.name,
+        "bytes": moved,
+        "us": round(op_us, 2),
+        "us_spread": round(op_spread, 2),
+        "copy_us": round(copy_us, 2),
+        "copy_us_spread": round(copy_spread, 2),
+        "tb_per_s": round(moved / op_us / 1e6, 3),
+        "of_copy": round(copy_us / op_us, 3),
+    }
+
+
+def dispatch_overhead_us(device: str, calls: int = 20000) -> dict[str, float]:
+    """Host microseconds that `ops.rms_norm` adds to its bare launcher: argument checks, problem, choice, cache."""
+    x, weight = torch.randn(1, 256, device=device), torch.randn(256, device=device)
+    op = next(op for op in ops.ALL if op.name == "rms_norm")
+    impl, config = op.choice_for(x, weight, 1e-6)
+
+    def per_call(fn: Callable[[], Any]) -> float:
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(calls // 5):
+                fn()
+            best = min(best, (time.perf_counter() - start) / (calls // 5))
+            if device == "cuda":
+                torch.cuda.synchronize()
+        return best * 1e6
+
+    with torch.inference_mode():
+        bare = per_call(lambda: impl.launch(config, x, weight, 1e-6))
+        whole = per_call(lambda: ops.rms_norm(x, weight, 1e-6))
+    return {"bare_us": round(bare, 3), "op_us": round(whole, 3), "added_us": round(whole - bare, 3)}

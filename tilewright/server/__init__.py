@@ -1,0 +1,4 @@
+"""The OpenAI-compatible server: `create_app` in app.py makes it, `serve` in serve.py runs it.
+
+Reading order: protocol.py (what may be asked), worker.py (the engine's thread), stream.py and reply.py (the answer), app.py.
+"""

@@ -1,0 +1,87 @@
+"""The engine's state as the page draws it: requests, page pool, counters. Numbers only, never anyone's text.
+
+A snapshot is made in the engine's thread, between two steps, so it must stay cheap: the page map of a large pool costs
+milliseconds, and is therefore made anew only when that costs at most `MAX_SHARE` of the time.
+"""
+
+import json
+import time
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from tilewright.engine.core import Engine
+from tilewright.engine.request import Request
+
+__all__ = ["LiveView"]
+
+MAX_CELLS = 2048
+"""Cells in the page's grid; a larger pool puts several pages into one cell."""
+MAX_LISTED = 64
+"""Requests listed of each kind; the rest is only counted."""
+MAX_SHARE = 0.01
+MIN_INTERVAL_S = 0.1
+
+
+class LiveView:
+    """Makes snapshots of one engine; several viewers share them."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._map: dict[str, Any] = {}
+        self._map_again_s = 0.0
+        self._made = b""
+        self._made_again_s = 0.0
+
+    def snapshot(self) -> bytes:
+        """The state as JSON. Call it in the engine's thread."""
+        now_s = time.perf_counter()
+        if now_s >= self._made_again_s:
+            self._made = json.dumps(self._state(now_s)).encode()
+            self._made_again_s = now_s + MIN_INTERVAL_S
+        return self._made
+
+    def _state(self, now_s: float) -> dict[str, Any]:
+        scheduler = self._engine.scheduler
+        if now_s >= self._map_again_s:
+            self._map = self._page_map()
+            self._map_again_s = now_s + (time.perf_counter() - now_s) / MAX_SHARE
+        return {
+            "time_s": now_s,
+            "running": [_listed(request) for request in islice(scheduler.running, MAX_LISTED)],
+            "waiting": [_listed(request) for request in islice(scheduler.waiting, MAX_LISTED)],
+            "stats": asdict(scheduler.stats()),
+            "pages": self._map,
+        }
+
+    def _page_map(self) -> dict[str, Any]:
+        """The pool as runs of equal cells: [slot of the owner, or -1 free, or -2 kept for reuse; owners; how many cells]."""
+        scheduler = self._engine.scheduler
+        pages = scheduler.page_map()
+        per_cell = -(-len(pages) // MAX_CELLS)
+        runs: list[list[int]] = []
+        for first in range(0, len(pages), per_cell):
+            # Of several pages in a cell the most shared one shows, an owned one before a kept one before a free one.
+            state, owners = max(pages[first : first + per_cell], key=lambda page: (page[1], page[0] == "cached"))
+            cell = [_CELLS.get(state, state), owners]
+            if runs and runs[-1][:2] == cell:
+                runs[-1][2] += 1
+            else:
+                runs.append([*cell, 1])
+        return {"page_size": scheduler.blocks.page_size, "per_cell": per_cell, "runs": runs}
+
+
+_CELLS: dict[str | int, int] = {"free": -1, "cached": -2}
+
+
+def _listed(request: Request) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "index": request.index,
+        "slot": request.slot,
+        "prompt": len(request.prompt_ids),
+        "cached": request.cached,
+        "output": len(request.output_ids),
+        "max": request.max_tokens,
+        "pages": len(request.pages),
+    }

@@ -1,0 +1,109 @@
+"""The answer to a `Job`: runs it, and writes it as one JSON object or as server-sent events.
+
+`Answer` is an HTTP response that does the work while it is being sent, because only then does it own the connection: it watches
+for the client going away and leaves the engine's channel at once when that happens, in a stream and in a plain wait alike.
+What can be refused is refused before the first byte, with a status; once a stream has begun, an error is its last event.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from secrets import token_hex
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from tilewright.engine.request import Delta, QueueFull
+from tilewright.server.errors import ApiError, bad_request, overloaded, unavailable
+from tilewright.server.prompts import Served
+from tilewright.server.protocol import Job
+from tilewright.server.reply import Reply
+from tilewright.server.worker import Channel, EngineStopped, EngineWorker
+
+__all__ = ["Answer", "unless_gone"]
+
+EVENT_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or cancel it as soon as the client has gone. The request's body must have been read."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(gone()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Answer(Response):
+    """The response to a job, made while it is sent."""
+
+    def __init__(self, job: Job, served: Served, worker: EngineWorker):
+        super().__init__()
+        self._job = job
+        self._worker = worker
+        name = f"{'chatcmpl' if job.chat else 'cmpl'}-{token_hex(12)}"
+        self._reply = Reply(name, int(time.time()), job, served)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the job and send its answer. Raises `ApiError` as long as nothing has been sent."""
+        await unless_gone(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with AsyncExitStack() as stack:
+            try:
+                opening = self._worker.open(self._reply.id, self._job.prompts, self._job.params)
+                channel = await stack.enter_async_context(opening)
+            except QueueFull as error:
+                raise overloaded(str(error), error.retry_after_s) from None
+            except ValueError as error:
+                raise bad_request(str(error)) from None
+            except EngineStopped as error:
+                raise unavailable(str(error)) from None
+            if self._job.stream:
+                await self._stream(channel, send)
+                return
+            response = JSONResponse(await self._whole(channel), headers=self._job.headers)
+        await response(scope, receive, send)
+
+    async def _whole(self, channel: Channel) -> dict[str, Any]:
+        deltas: list[Delta] = []
+        while new := await self._take(channel):
+            deltas += new
+        return self._reply.whole(deltas)
+
+    async def _take(self, channel: Channel) -> list[Delta]:
+        try:
+            deltas = await channel.take()
+        except EngineStopped as error:
+            raise unavailable(str(error)) from None
+        failed = next((delta for delta in deltas if delta.finish_reason in ("abort", "error")), None)
+        if failed is not None:
+            why = "the server aborted it" if failed.finish_reason == "abort" else failed.error or "the model runner failed"
+            raise ApiError(500, f"the request could not be finished: {why}", type="server_error", code="engine_error")
+        return deltas
+
+    async def _stream(self, channel: Channel, send: Send) -> None:
+        headers = {**EVENT_HEADERS, **self._job.headers}
+        raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
+        try:
+            while deltas := await self._take(channel):
+                chunks = b"".join(self._reply.chunks(deltas))
+                if chunks:
+                    await send({"type": "http.response.body", "body": chunks, "more_body": True})
+            end = self._reply.last_chunk() + b"data: [DONE]\n\n"
+        except ApiError as error:
+            end = b"data: " + json.dumps(error.body).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": end})
