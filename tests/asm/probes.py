@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewright.op import Example, Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["TinyOp", "copy", "matmul", "matmul_tma", "nonsense", "spill", "twice"]
+__all__ = ["TinyOp", "copy", "matmul", "matmul_tma", "nonsense", "twice"]
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -79,7 +79,6 @@ def _nonsense(config: Any, x: Tensor) -> None:
 copy, twice, matmul, matmul_tma, nonsense = (
     SimpleNamespace(launch=launch) for launch in (_copy, _twice, _matmul, _matmul_tma, _nonsense)
 )
-spill = SimpleNamespace(launch=lambda config, a, b: _matmul({**config, "maxnreg": 64}, a, b))
 
 
 class TinyOp:

@@ -98,7 +98,7 @@ def test_widths_are_the_machine_codes(arch: int, x: torch.Tensor, suffix: str) -
 
 
 def test_spills() -> None:
-    binary = one(probes.spill, SQUARE, 80)
+    binary = one(probes.matmul, SQUARE, 80, maxnreg=64)
     found = facts(binary)
     assert found.registers <= 64
     assert found.spill_bytes > 0
@@ -106,11 +106,28 @@ def test_spills() -> None:
     assert facts(one(probes.matmul, SQUARE, 80)).spill_bytes == 0
 
 
-def test_failure_names_kernel_and_leaves_no_trace() -> None:
+def test_serialised_wgmma() -> None:
+    """Half of the registers that the accumulator needs."""
+    assert facts(one(probes.matmul, SQUARE, 90, maxnreg=96)).wgmma_serialised
+
+
+@pytest.mark.parametrize(
+    ("impl", "args", "config", "reason"),
+    [
+        pytest.param(probes.nonsense, (VECTOR,), {}, "_nonsense_kernel .*power of 2", id="front end"),
+        pytest.param(probes.matmul, SQUARE, {"maxnreg": 64}, r"_matmul_kernel .*Insufficient registers \(64\)", id="ptxas"),
+        pytest.param(probes.copy, (VECTOR,), {"BLOCK": 64, "num_warps": 3}, "_copy_kernel .*power of 2", id="options"),
+    ],
+)
+def test_failure_is_one_line_and_leaves_no_trace(
+    impl: Any, args: Any, config: Any, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = (driver._active, JITFunction.run)
-    with pytest.raises(CompileFailed, match=r"_nonsense_kernel does not compile for sm_90(?s:.*)power of 2"):
-        record(probes.nonsense, {}, (VECTOR,), 90)
+    with pytest.raises(CompileFailed, match=f"^{reason}[^\n]*$") as caught:
+        record(impl, config, args, 90)
+    assert "does not compile for sm_90" in str(caught.value)
     assert (driver._active, JITFunction.run) == before
+    assert capfd.readouterr() == ("", "")
 
 
 def test_ptxas_version() -> None:

@@ -99,6 +99,20 @@ def expected(
     return list(tokens[len(prompt) :])
 
 
+class Fault(RuntimeError):
+    """What a device might say."""
+
+
+def fault_at(*numbers: int) -> Callable[[int], None]:
+    """For `FakeRunner(faults=...)`: raises at these launches, or (negative) collections."""
+
+    def faults(number: int) -> None:
+        if number in numbers:
+            raise Fault("out of memory")
+
+    return faults
+
+
 class _Work:
     """A launched row: all that was true of its request at the launch."""
 
@@ -148,7 +162,8 @@ class FakeRunner:
             assert work.start + work.count <= len(row.request) + 1, "more than one token of a row is not known"
             assert len(work.pages) * self.page_size >= work.start + work.count, "a row writes beyond its pages"
         sources, destinations = {a for a, _ in step.copies}, [b for _, b in step.copies]
-        assert len(set(destinations)) == len(destinations) and not sources & set(destinations)
+        assert len(set(destinations)) == len(destinations)
+        assert not sources & set(destinations), "copies would depend on their order"
         self.steps.append([(r.request.id, r.request.index, r.start, r.count) for r in step.rows])
         self.queue.append((self.launched, rows, step.copies))
         if not self.asynchronous:

@@ -1,18 +1,12 @@
 """The engine over a fake model: the same tokens and text whatever else is going on, and a way on after every failure."""
 
-import itertools
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.fake_runner import FakeRunner, byte_tokenizer, expected, scheduler
+from tests.engine.fake_runner import FakeRunner, byte_tokenizer, expected, fault_at, scheduler
 from tests.engine.test_stops import cut
-from tilewright.engine import llm as llm_module
-from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
-from tilewright.engine.llm import LLM
 from tilewright.engine.request import Delta, QueueFull, RequestTooLong, SamplingParams
 
 TOKENIZER = byte_tokenizer()
@@ -91,6 +85,7 @@ MODES = {
 def test_the_same_whatever_else_is_going_on(mode, asynchronous):
     """Alone, batched, in chunks, prefix found or not or wholly cached (the second round), preempted and resumed."""
     eng = engine(asynchronous=asynchronous, **MODES[mode])
+    deltas: list[Delta] = []
     for turn in range(2):
         names = [eng.submit(prompt, params, f"{turn}/{i}") for i, (prompt, params) in enumerate(WORKLOAD)]
         deltas = drain(eng)
@@ -202,16 +197,20 @@ def test_a_bad_request_is_refused_and_changes_nothing(arguments, error, words):
     assert joined(drain(eng), "taken")[2] in ("length", "stop")
 
 
-class Fault(RuntimeError):
-    """What a device might say."""
-
-
-def fault_at(*numbers: int):
-    def faults(number: int) -> None:
-        if number in numbers:
-            raise Fault("out of memory")
-
-    return faults
+def test_without_a_tokenizer_there_are_ids_and_no_text():
+    with_text = engine()
+    eng = Engine(with_text.runner, None, EOS, with_text.scheduler, vocab_size=100)
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        eng.submit([1], SamplingParams(stop=("a",)))
+    with pytest.raises(ValueError, match="token id 100, wanted 0 to 99"):
+        eng.submit([100])
+    params = SamplingParams(max_tokens=8, seed=2)
+    name = eng.submit(SHORT[:16], params)
+    tokens, text, reason, _ = joined(drain(eng), name)
+    wanted = definition(SHORT[:16], params, 2)
+    assert (tokens, text, reason) == (wanted[0], "", wanted[2])
+    with pytest.raises(ValueError, match="give a tokenizer, or the vocab_size"):
+        Engine(eng.runner, None, EOS, eng.scheduler)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -257,132 +256,3 @@ def test_abort_hands_out_a_last_delta(asynchronous):
     assert [(delta.index, delta.finish_reason, delta.token_ids) for delta in last] == [(0, "abort", ()), (1, "abort", ())]
     assert eng.stats().pages_used == 0
     assert all(state in ("free", "cached") for state, _ in eng.page_map())
-
-
-# LLM -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def make(monkeypatch, tmp_path):
-    """LLM(...) over a fake runner, with the loader replaced."""
-
-    def build(*, asynchronous=True, faults=lambda number: None, pages=64, **options) -> LLM:
-        def load(config: EngineConfig, progress):
-            size = config.page_size
-            runner = FakeRunner(pages, size, vocab_size=VOCAB, asynchronous=asynchronous, faults=faults)
-            return SimpleNamespace(
-                runner=runner,
-                tokenizer_path=tmp_path,
-                config=SimpleNamespace(vocab_size=VOCAB + 7),
-                num_pages=pages,
-                plan=SimpleNamespace(max_model_len=200),
-            )
-
-        TOKENIZER._backend.save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-        monkeypatch.setattr(llm_module, "_load", load)
-        return LLM(**{"page_size": 4, "max_seqs": 4, "max_tokens_per_step": 32, **options})
-
-    return build
-
-
-def ending(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
-    return expected(prompt, params, seed, vocab_size=VOCAB, eos_ids=(256,))
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_generate(make, asynchronous):
-    llm = make(asynchronous=asynchronous, max_waiting=3)
-    params = [SamplingParams(max_tokens=3 + i % 5, seed=i, n=1 + i % 3) for i in range(12)]
-    prompts = [f"a prompt, number {i}" for i in range(12)]
-    done = llm.generate(prompts, params)
-    for prompt, param, completion in zip(prompts, params, done, strict=True):
-        assert completion.prompt_ids == list(prompt.encode())
-        assert [output.index for output in completion.outputs] == list(range(param.n))
-        for output in completion.outputs:
-            tokens = ending(completion.prompt_ids, param, (param.seed or 0) + output.index)
-            assert output.token_ids == tokens
-            assert output.text == llm.tokenizer.decode(tokens)
-            assert output.finish_reason in ("stop", "length")
-            assert (output.logprobs, output.error) == (None, None)
-    assert llm.engine.stats().pages_used == 0
-
-
-def test_generate_takes_one_text_or_token_ids(make):
-    llm = make()
-    params = SamplingParams(max_tokens=3, seed=1, logprobs=0, prompt_logprobs=0)
-    text, ids = llm.generate("hello", params), llm.generate([list(b"hello")], params)
-    assert text == ids
-    assert [entry.token_id for entry in text[0].prompt_logprobs or ()] == list(b"ello")
-    assert len(text[0].outputs[0].logprobs or ()) == 3
-    assert llm.generate([], params) == []
-    with pytest.raises(ValueError, match="wanted a text or a list of token ids"):
-        llm.generate([104, 105], params)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="params has 2 entries for 1 prompts"):
-        llm.generate("hello", [params, params])
-
-
-def test_generate_refuses_what_does_not_fit_and_goes_on(make):
-    llm = make(max_waiting=2)
-    with pytest.raises(RequestTooLong, match="together 206; the model takes 200"):
-        llm.generate(["short", "x" * 190], SamplingParams(max_tokens=16))
-    with pytest.raises(QueueFull, match="3 more asked for, 2 may wait"):
-        llm.generate("short", SamplingParams(n=3))
-    assert not llm.engine.has_work
-    assert llm.engine.stats().pages_used == 0
-    assert len(llm.generate("short", SamplingParams(max_tokens=2, seed=1))[0].outputs[0].token_ids) == 2
-
-
-def test_generate_reports_failures(make):
-    llm = make(faults=fault_at(2), asynchronous=False)
-    output = llm.generate("hello", SamplingParams(max_tokens=5, seed=1))[0].outputs[0]
-    assert (output.finish_reason, output.error) == ("error", "the step failed: Fault: out of memory")
-    assert len(output.token_ids) == 1
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("number", [1, 3, -1, -3])
-def test_an_interrupt_frees_everything(make, number, asynchronous):
-    armed = True
-
-    def faults(seen: int) -> None:
-        if armed and seen == number:
-            raise KeyboardInterrupt
-
-    llm = make(faults=faults, asynchronous=asynchronous)
-    params = SamplingParams(max_tokens=6, seed=1)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["hello", "hello there", "bye"], params)
-    armed = False
-    stats = llm.engine.stats()
-    assert (stats.running, stats.waiting, stats.pages_used, stats.pages_cached, stats.aborted) == (0, 0, 0, 0, 3)
-    assert not llm.engine.has_work
-    assert llm.generate("hello", params)[0].outputs[0].token_ids == ending(list(b"hello"), params, 1)
-
-
-def test_stream_and_leaving_it_early(make):
-    llm = make()
-    params = SamplingParams(max_tokens=8, seed=3, n=2)
-    deltas = list(llm.stream("hello", params))
-    for index in range(2):
-        tokens = [token for delta in deltas if delta.index == index for token in delta.token_ids]
-        assert tokens == ending(list(b"hello"), params, 3 + index)
-    first = list(itertools.islice(stream := llm.stream("hello", params), 3))
-    assert len(first) == 3
-    stream.close()
-    assert llm.engine.stats().pages_used == 0
-    assert llm.generate("hello", params)[0].outputs[0].token_ids == ending(list(b"hello"), params, 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_seqs": 0}, "max_seqs is 0, wanted 1 or more"),
-        ({"max_tokens_per_step": 100}, "max_tokens_per_step is 100, wanted 256, max_seqs or more"),
-        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
-        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
-    ],
-)
-def test_options_are_checked(options, words):
-    with pytest.raises(ValueError, match=words):
-        EngineConfig(**options)

@@ -1,6 +1,7 @@
 """Sampling parameters refuse what is out of range, naming the field; requests count their tokens."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,8 @@ def test_refused(field, value, wanted):
 
 
 def test_accepted():
-    params = SamplingParams(stop=["a", "b"], stop_token_ids=[3], temperature=0, top_p=1, seed=-(2**63), logprobs=0, n=3)
+    lists: dict[str, Any] = {"stop": ["a", "b"], "stop_token_ids": [3]}
+    params = SamplingParams(**lists, temperature=0, top_p=1, seed=-(2**63), logprobs=0, n=3)
     assert params.stop == ("a", "b")
     assert params.stop_token_ids == (3,)
 

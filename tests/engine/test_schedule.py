@@ -1,112 +1,18 @@
-"""What the scheduler promises, over a fake model whose every token depends on every cell of the pages it was given.
-
-`Pair` drives a scheduler and a runner as the engine does, and checks after each step that no page is lost or owned twice.
-"""
+"""What the scheduler promises, over a fake model whose every token depends on every cell of the pages it was given."""
 
 import random
 import time
-from collections import Counter
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.engine.fake_runner import FakeRunner, expected, scheduler
+from tests.engine.fake_runner import expected, scheduler
+from tests.engine.pair import VOCAB, Pair, check, request, rows
 from tilewright.engine.request import QueueFull, Request, RequestTooLong, SamplingParams, State
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.step import Step
-
-VOCAB = 50
-
-
-def request(name: str, prompt: list[int], max_tokens: int = 4, *, eos: tuple[int, ...] = (), **params) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1, **params), eos_ids=eos)
-
-
-def check(scheduler: Scheduler) -> None:
-    """The page and queue invariants."""
-    blocks = scheduler.blocks
-    owners = Counter(page for r in scheduler.running for page in r.pages)
-    assert [blocks.owners(page) for page in range(blocks.num_pages)] == [owners[p] for p in range(blocks.num_pages)]
-    assert blocks.available == blocks.num_pages - len(owners)
-    slots = [r.slot for r in scheduler.running]
-    assert len(set(slots)) == len(slots) <= scheduler.max_seqs
-    for r in scheduler.running:
-        assert r.state is State.RUNNING
-        assert len(set(r.pages)) == len(r.pages) == blocks.pages_for(r.computed)
-        assert r.computed < r.total <= r.computed + 1 or not r.pending
-    for r in scheduler.waiting:
-        assert (r.state, r.pages, r.slot, r.computed) == (State.WAITING, [], None, 0)
-
-
-class Pair:
-    """A scheduler and a runner, stepped as the engine steps them."""
-
-    def __init__(self, scheduler: Scheduler, *, asynchronous: bool = False):
-        blocks = scheduler.blocks
-        self.scheduler = scheduler
-        self.runner = FakeRunner(blocks.num_pages, blocks.page_size, vocab_size=VOCAB, asynchronous=asynchronous)
-        self.in_flight: list[tuple[Step, int]] = []
-        self.arrivals: list[Request] = []
-
-    def add(self, *requests: Request) -> None:
-        self.scheduler.add(*requests)
-        self.arrivals += requests
-
-    def step(self) -> Step | None:
-        blocked = {r for r in self.scheduler.running if r.pending}
-        step = self.scheduler.schedule()
-        check(self.scheduler)
-        queued = [*self.scheduler.running, *self.scheduler.waiting]
-        assert queued == [r for r in self.arrivals if r.state is not State.FINISHED], "not in the order of arrival"
-        if step is not None:
-            self.check_step(step, blocked)
-            self.in_flight.append((step, self.runner.launch(step)))
-        else:
-            assert blocked or not queued, "nothing is in flight and nothing is scheduled"
-        while len(self.in_flight) > (step is not None and self.runner.asynchronous):
-            done, ticket = self.in_flight.pop(0)
-            self.scheduler.complete(done, self.runner.collect(ticket).tokens)
-            check(self.scheduler)
-        return step
-
-    def check_step(self, step: Step, blocked: set[Request]) -> None:
-        counts = [row.count for row in step.rows]
-        assert sum(counts) <= self.scheduler.max_tokens_per_step
-        assert min(counts) > 0
-        assert len({row.request for row in step.rows}) == len(step.rows)
-        if self.scheduler.prefill_chunk is not None:
-            assert max(counts) <= self.scheduler.prefill_chunk
-        for row in step.rows:
-            assert not (row.request in blocked and row.request.needs_history), "scheduled before its history is known"
-        oldest = next(r for r in self.arrivals if r.state is not State.FINISHED)
-        if oldest not in blocked:
-            assert step.rows and oldest in {row.request for row in step.rows}, "the oldest does not progress"
-
-    def finish(self, most_steps: int = 3000) -> None:
-        for _ in range(most_steps):
-            if self.step() is None and not self.in_flight and not self.scheduler.running and not self.scheduler.waiting:
-                break
-        else:
-            raise AssertionError(f"not finished after {most_steps} steps")
-        assert self.scheduler.blocks.available == self.scheduler.blocks.num_pages
-
-    def check_outputs(self, eos: tuple[int, ...] = ()) -> None:
-        for r in self.arrivals:
-            tokens = expected(r.prompt_ids, r.params, r.seed, vocab_size=VOCAB, eos_ids=eos)
-            if r.finish_reason == "abort":
-                assert r.output_ids == tokens[: len(r.output_ids)]
-            else:
-                assert r.output_ids == tokens, r
-                assert r.finish_reason == (
-                    "stop" if tokens[-1] in r.stop_ids and len(tokens) > r.params.min_tokens else "length"
-                )
-
-
-def rows(step: Step | None) -> list[tuple[str, int, int, bool]]:
-    assert step is not None
-    return [(row.request.id, row.start, row.count, row.samples) for row in step.rows]
 
 
 def test_decode_first_then_prompts_in_pieces():
@@ -144,9 +50,8 @@ def test_the_budget_holds_when_a_request_comes_back_to_its_turn():
     pair = Pair(scheduler(max_seqs=4, budget=4, chunk=2), asynchronous=True)
     pair.add(request("h", [1], 20, presence_penalty=0.5), request("a", list(range(25)), 2))
     pair.add(request("b", [3, 4], 20), request("c", [5, 6], 20))
-    for _ in range(10):
-        step = pair.step()
-    assert [name for name, *_ in rows(step)] == ["b", "c", "a"] or [name for name, *_ in rows(step)] == ["h", "b", "c", "a"]
+    names = [[name for name, *_ in rows(pair.step())] for _ in range(10)]
+    assert sorted(names[-2:]) == [["b", "c", "a"], ["h", "b", "c", "a"]]
     pair.finish()
     pair.check_outputs()
 
@@ -400,7 +305,7 @@ test_life = Life.TestCase
 
 
 def test_scheduling_256_requests_costs_well_under_a_millisecond(capsys):
-    """The host's work of a decode step beside the device's, on whatever machine this is: hence the generous bound."""
+    """The host's work of a decode step beside the device's. The bound is on the best of 200: the machine may be busy."""
     sched = scheduler(40_000, 16, max_seqs=256, budget=2048, model_len=4000)
     rng = random.Random(0)
     sched.add(*(request(str(i), [rng.randrange(VOCAB) for _ in range(500)], 2000) for i in range(256)))
@@ -429,7 +334,7 @@ def test_scheduling_256_requests_costs_well_under_a_millisecond(capsys):
             times.append(time.perf_counter() - start)
         for step in flying:
             complete(step)
-        costs[name] = sorted(times)[len(times) // 2] * 1e6
+        costs[name] = min(times[depth:]) * 1e6
     with capsys.disabled():
-        print(f"\n256 decoding requests, schedule + complete, median: {costs['sync']:.0f} us, async {costs['async']:.0f} us")
-    assert max(costs.values()) < 2000
+        print(f"\n256 decoding requests, schedule + complete: {costs['sync']:.0f} us, async {costs['async']:.0f} us")
+    assert max(costs.values()) < 1000

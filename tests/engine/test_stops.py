@@ -102,7 +102,7 @@ def output(tokenizer, token_ids: list[int], stops: list[str], min_tokens: int = 
 )
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), sentencepiece_like()], ids=["byte-level", "byte-fallback"])
 def test_output(tokenizer, text, stops, min_tokens, wanted):
-    """A byte-fallback decoder holds a newline back until its run of bytes ends; a stop is seen at its own token all the same."""
+    """A byte-fallback decoder holds a newline back until its run of bytes ends; a stop still counts at its own token."""
     offset = 0 if tokenizer.vocab_size == 257 else 3
     assert output(tokenizer, [byte + offset for byte in text.encode()], stops, min_tokens) == wanted
 

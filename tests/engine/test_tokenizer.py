@@ -3,6 +3,7 @@
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -55,11 +56,21 @@ def metaspace() -> Tokenizer:
     return Tokenizer(backend)
 
 
+@lru_cache
+def wordpiece() -> Tokenizer:
+    """A decoder whose tokens are not looked at one by one: each is decoded with the one before it."""
+    words = ["[UNK]", "a", "##a", "be", "##ed", ".", "n't", "東", "##東"]
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab={word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    return Tokenizer(backend)
+
+
 TOKENIZERS = {
     "bytes": byte_tokenizer,
     "trained": trained,
     "sentencepiece_like": sentencepiece_like,
     "metaspace": metaspace,
+    "wordpiece": wordpiece,
 }
 
 
@@ -118,6 +129,14 @@ def test_no_piece_has_half_a_character(name, text):
     found = pieces(tokenizer, [], generated, [1])
     assert "".join(found) == text
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in found)
+
+
+def test_which_tokens_have_one_text_everywhere():
+    assert trained().suffix(trained().encode("a")[0]) == "a"
+    assert not {i for i in byte_tokenizer().encode("é") if byte_tokenizer().suffix(i) is not None}
+    assert sentencepiece_like().suffix(3 + 0x0A) is None
+    assert sentencepiece_like().suffix(260) == " a"
+    assert wordpiece().suffix(1) is None
 
 
 def test_byte_runs_wait_for_their_end():
@@ -294,7 +313,7 @@ def test_chat_refusals(template, messages, words):
 
 @pytest.mark.parametrize("where", ["string", "list", "file"])
 def test_where_templates_are_found(folder, where):
-    config = {"bos_token": "<s>"}
+    config: dict[str, Any] = {"bos_token": "<s>"}
     if where == "string":
         config["chat_template"] = TEMPLATE
     elif where == "list":

@@ -1,10 +1,11 @@
 """The endpoints over HTTP, around an engine that says the alphabet."""
 
-import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from triton import knobs
 
 from tests.server.fake_engine import BOS, Running, events, fake_engine, running
 
@@ -242,6 +243,21 @@ def test_metrics_count_what_happened(server: Running) -> None:
     assert {name: float(values[name]) for name in wanted} == wanted
 
 
+def test_metrics_count_kernels_compiled_after_ready() -> None:
+    def late() -> float:
+        text = httpx.get(f"{server.url}/metrics").text
+        (line,) = [line for line in text.splitlines() if line.startswith("tilewright_jit_compiles_after_ready_total ")]
+        return float(line.split()[1])
+
+    source, target = SimpleNamespace(name="kernel"), SimpleNamespace(arch=90)
+    with running() as server:
+        for from_disk, count in ((True, 0), (False, 1)):
+            knobs.compilation.listener(
+                src=source, metadata={"target": target}, metadata_group={}, times=None, cache_hit=from_disk
+            )
+            assert late() == count
+
+
 def test_live_view_while_requests_run() -> None:
     with running(fake_engine(delay_s=0.02, max_seqs=2)) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": "abcdefgh", "max_tokens": 60, "n": 3, "temperature": 0, "stream": True}
@@ -263,133 +279,3 @@ def test_ignored_fields_are_named_in_a_header(client: httpx.Client) -> None:
         response = client.post("/v1/completions", json={"prompt": "a", "user": "me", "frob": 1, "stream": stream_it})
         assert response.headers["x-tilewright-ignored"] == "user,frob"
     assert "x-tilewright-ignored" not in client.post("/v1/completions", json={"prompt": "a"}).headers
-
-
-# Errors ---------------------------------------------------------------------------------------------------------------
-
-
-def error_of(response: httpx.Response, status: int) -> dict[str, str]:
-    assert response.status_code == status, response.text
-    assert set(response.json()) == {"error"}
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-    return response.json()["error"]
-
-
-def test_too_long_is_refused_before_a_stream_starts(client: httpx.Client) -> None:
-    for stream_it in (False, True):
-        response = client.post("/v1/completions", json={"prompt": "a" * 128, "stream": stream_it})
-        error = error_of(response, 400)
-        assert error["code"] == "context_length_exceeded"
-        assert "128" in error["message"]
-        assert "129" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 415),
-        ({"content-type": "text/plain"}, 415),
-        ({"content-type": "application/x-www-form-urlencoded"}, 415),
-        ({"content-type": "application/json; charset=utf-8"}, 200),
-        ({"content-type": "Application/JSON"}, 200),
-    ],
-)
-def test_content_types(client: httpx.Client, headers: dict[str, str], status: int) -> None:
-    response = client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
-    assert response.status_code == status
-    if status != 200:
-        assert "application/json" in error_of(response, status)["message"]
-
-
-def test_bodies_over_the_limit() -> None:
-    with running(max_body_bytes=1000) as server, httpx.Client(base_url=server.url) as client:
-        body = json.dumps({"prompt": "a", "pad": "x" * 2000}).encode()
-        json_type = {"content-type": "application/json"}
-        assert "1000 bytes" in error_of(client.post("/v1/completions", content=body, headers=json_type), 413)["message"]
-        pieces = (body[i : i + 100] for i in range(0, len(body), 100))  # chunked: no content-length
-        error_of(client.post("/v1/completions", content=pieces, headers=json_type), 413)
-        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
-
-
-def test_a_body_that_does_not_arrive() -> None:
-    with running(body_timeout_s=0.1) as server, httpx.Client(base_url=server.url) as client:
-
-        def slow() -> Iterator[bytes]:
-            yield b'{"prompt"'
-            import time
-
-            time.sleep(0.4)
-            yield b': "a"}'
-
-        headers = {"content-type": "application/json"}
-        error_of(client.post("/v1/completions", content=slow(), headers=headers), 408)
-
-
-def test_unknown_paths_and_methods(client: httpx.Client) -> None:
-    assert "/v1/nothing" in error_of(client.get("/v1/nothing"), 404)["message"]
-    error_of(client.get("/v1/completions"), 405)
-    error_of(client.get("/page/../app.py"), 404)
-    error_of(client.get("/page/..%2fapp.py"), 404)
-    error_of(client.post("/v1/completions", json={"prompt": "a", "model": "x"}), 404)
-
-
-def test_a_full_queue_is_429_and_takes_nothing() -> None:
-    engine = fake_engine(delay_s=0.01, max_seqs=1, max_waiting=2)
-    with running(engine) as server, httpx.Client(base_url=server.url) as client:
-        with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 99, "n": 2, "stream": True}) as first:
-            lines = first.iter_lines()
-            next(lines)  # one runs, one waits
-            waiting = engine.stats().waiting
-            response = httpx.post(f"{server.url}/v1/completions", json={"prompt": ["x", "y"], "max_tokens": 1})
-            error = error_of(response, 429)
-            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-            assert int(response.headers["retry-after"]) >= 1
-            assert engine.stats().waiting == waiting, "the first of the two prompts was taken out again"
-        server.until_idle()
-        error = error_of(client.post("/v1/completions", json={"prompt": "x", "n": 3}), 400)
-        assert "wanted at most 2" in error["message"], "what never fits is not told to come again"
-
-
-def test_a_failing_step_ends_its_requests_and_no_others(client: httpx.Client, server: Running) -> None:
-    error = error_of(client.post("/v1/completions", json={"prompt": "a#"}), 500)
-    assert "the device is on fire" in error["message"]
-    response = client.post("/v1/completions", json={"prompt": "a#", "stream": True})
-    *_, last = events(response.text)
-    assert "on fire" in last["error"]["message"]
-    assert post(client, prompt="ab", **GREEDY)["choices"][0]["text"] == "cdefg"
-    server.until_idle()
-
-
-# Who may ask ----------------------------------------------------------------------------------------------------------
-
-
-def test_api_key() -> None:
-    with running(api_key="sesame") as server, httpx.Client(base_url=server.url) as client:
-        for path in ("/v1/models", "/metrics", "/live"):
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}, {"authorization": "Bearer é"}):
-                raw = {name: value.encode() for name, value in headers.items()}
-                assert error_of(client.get(path, headers=raw), 401)["code"] == "invalid_api_key"
-        assert client.get("/v1/models", headers={"authorization": "Bearer sesame"}).status_code == 200
-        error_of(client.post("/v1/completions", json={"prompt": "a"}), 401)
-        for path in ("/", "/page/style.css", "/health", "/ready", "/version"):
-            assert client.get(path).status_code == 200
-
-
-def test_a_local_server_answers_to_local_names_only(client: httpx.Client) -> None:
-    for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", ""):
-        assert error_of(client.get("/v1/models", headers={"host": host}), 403)["code"] == "wrong_host"
-    for host in ("localhost", "LOCALHOST:1234", "127.0.0.1:9", "[::1]:80"):
-        assert client.get("/v1/models", headers={"host": host}).status_code == 200
-    with running(api_key="k") as keyed:
-        headers = {"host": "models.example", "authorization": "Bearer k"}
-        assert httpx.get(f"{keyed.url}/v1/models", headers=headers).status_code == 200
-
-
-def test_the_page_is_served_with_a_strict_policy(client: httpx.Client) -> None:
-    response = client.get("/")
-    assert response.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in response.headers["content-security-policy"]
-    for name in ("style.css", "main.js", "icon.svg"):
-        assert client.get(f"/page/{name}").status_code == 200
-    assert "http://" not in response.text
-    assert "https://" not in response.text

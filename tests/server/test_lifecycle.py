@@ -157,9 +157,9 @@ def test_a_broken_engine_answers_everybody(caplog: pytest.LogCaptureFixture) -> 
 
 
 @contextmanager
-def process(delay_s: float = 0.0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(delay_s: float = 0.0, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process and its URL."""
-    command = [sys.executable, "-m", "tests.server.fake_server", str(delay_s)]
+    command = [sys.executable, "-m", "tests.server.fake_server", str(delay_s), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
@@ -202,6 +202,15 @@ def test_a_second_signal_aborts(sig: signal.Signals, code: int) -> None:
             assert "told to stop" in list(lines)[-1]
         assert server.wait(3) == code
         assert "Traceback" not in server.stderr.read()
+
+
+def test_a_broken_engine_ends_the_process_with_1() -> None:
+    with process(0.0, "broken") as (server, url):
+        response = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 503
+        assert "the engine failed: KeyError" in response.json()["error"]["message"]
+        assert server.wait(5) == 1
+        assert "popitem" in server.stderr.read(), "its log has the traceback"
 
 
 def test_an_idle_server_ends_at_once() -> None:

@@ -64,7 +64,7 @@ def _case(op: Any, impl: Any, args: tuple[Any, ...], arch: int) -> dict[str, Any
     try:
         binaries = record(impl, choices, args, arch)
     except CompileFailed as error:
-        return {"config": config, "error": str(error).strip().splitlines()[-1]}
+        return {"config": config, "error": str(error)}
     for binary in binaries:
         if binary.shared_bytes > card.smem_bytes:
             wanted = f"{binary.kernel} needs {binary.shared_bytes} bytes of shared memory, sm_{arch} has {card.smem_bytes}"

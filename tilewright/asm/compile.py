@@ -13,8 +13,9 @@ the whole process while `record` runs, so nothing else may launch kernels meanwh
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from threading import Lock
 from typing import Any
 
@@ -43,7 +44,7 @@ _LOCK = Lock()
 
 
 class CompileFailed(RuntimeError):
-    """A kernel does not compile for an architecture; the message has the compiler's words."""
+    """A kernel does not compile for an architecture; the message, one line, has the compiler's words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +120,14 @@ def _recording(arch: int) -> Iterator[list[CompiledKernel]]:
     active, run = driver._active, JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> CompiledKernel:
+        printed = StringIO()
         try:
-            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        except (TritonError, RuntimeError, ValueError) as error:
-            raise CompileFailed(f"{self.fn.__qualname__} does not compile for sm_{arch}: {error}") from error
+            with redirect_stdout(printed):
+                kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        except (TritonError, RuntimeError, ValueError, AssertionError) as error:
+            # Triton prints the whole program when ptxas refuses it; what is wrong with it is in the error.
+            raise CompileFailed(f"{self.fn.__qualname__} does not compile for sm_{arch}: {_reason(error)}") from error
+        print(printed.getvalue(), end="")
         assert isinstance(kernel, CompiledKernel), "nobody compiles in the background while we hold the lock"
         launched.append(kernel)
         return kernel
@@ -134,6 +139,13 @@ def _recording(arch: int) -> Iterator[list[CompiledKernel]]:
     finally:
         JITFunction.run = run
         driver.set_active(active)  # pyright: ignore[reportArgumentType]
+
+
+def _reason(error: Exception) -> str:
+    """The one line of a compiler's message that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    assembler = [line for line in lines if line.startswith("ptxas fatal") or (line.startswith("ptxas") and "error" in line)]
+    return (assembler or lines or [type(error).__name__])[0 if assembler else -1]
 
 
 def _binary(kernel: CompiledKernel, arch: int) -> Binary:

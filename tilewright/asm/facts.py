@@ -32,7 +32,7 @@ class Facts:
     registers: int
     """A thread's; 255 is the most there is."""
     spill_bytes: int
-    """A thread's registers that did not fit and went to local memory."""
+    """Local memory that a thread's spilled registers take; each may be stored and loaded several times."""
     local_bytes: int
     """A thread's arrays that the kernel itself put in local memory (dynamically indexed; libdevice's sin and cos have one)."""
     shared_bytes: int

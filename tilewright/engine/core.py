@@ -38,7 +38,7 @@ class _Output:
 
     __slots__ = ("prompt_logprobs", "published", "text")
 
-    def __init__(self, text: OutputText):
+    def __init__(self, text: OutputText | None):
         self.text = text
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.published = False
@@ -48,15 +48,15 @@ class Engine:
     """Steps a scheduler and a runner, and turns samples into text.
 
     Args:
-        tokenizer: makes the text, and bounds the token ids that are taken.
+        tokenizer: makes the text, and bounds the token ids that are taken; None: deltas have ids and no text.
         eos_ids: tokens that end a text, unless a request ignores them.
-        vocab_size: token ids are below this; the tokenizer's, unless the model has fewer.
+        vocab_size: token ids are below this; the tokenizer's, unless the model has fewer. Needed without a tokenizer.
     """
 
     def __init__(
         self,
         runner: Runner,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         eos_ids: Sequence[int],
         scheduler: Scheduler,
         *,
@@ -66,7 +66,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.scheduler = scheduler
-        self.vocab_size = tokenizer.vocab_size if vocab_size is None else min(vocab_size, tokenizer.vocab_size)
+        bounds = [size for size in (vocab_size, tokenizer and tokenizer.vocab_size) if size is not None]
+        if not bounds:
+            raise ValueError("Engine: give a tokenizer, or the vocab_size of the model")
+        self.vocab_size = min(bounds)
         self._names = itertools.count()
         self._outputs: dict[Request, _Output] = {}
         self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
@@ -91,11 +94,15 @@ class Engine:
         self._check_ids("the prompt", prompt_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", list(params.logit_bias))
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop is {params.stop!r}, but this engine has no tokenizer to find text with; use stop_token_ids")
         prompt_ids = list(prompt_ids)  # the caller's may change
         samples = [Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids) for i in range(params.n)]
         self.scheduler.add(*samples)
         for request in samples:
-            text = OutputText(Detokenizer(self.tokenizer, prompt_ids), params.stop, params.min_tokens)
+            text = None
+            if self.tokenizer is not None:
+                text = OutputText(Detokenizer(self.tokenizer, prompt_ids), params.stop, params.min_tokens)
             self._outputs[request] = _Output(text)
         return name
 
@@ -183,13 +190,13 @@ class Engine:
     def _publish(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         output = self._outputs[request]
         text, stop = "", None
-        if request.finish_reason != "stop":
+        if output.text is not None and request.finish_reason != "stop":
             text, stop = output.text.push(token)
         if stop is not None:
             # The text may have reached its last token, too: what a reader sees is that it was stopped.
             self.scheduler.finish(request, "stop")
             request.finish_reason, request.stop_reason = "stop", stop
-        elif request.finish_reason is not None:
+        elif output.text is not None and request.finish_reason is not None:
             text += output.text.finish()
         self._deltas.append(self._delta(request, output, (token,), text, () if logprobs is None else (logprobs,)))
         if request.finish_reason is not None:

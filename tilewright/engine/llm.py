@@ -21,7 +21,7 @@ from tilewright.engine.schedule import Scheduler
 from tilewright.engine.step import Runner
 from tilewright.engine.tokenizer import Tokenizer
 
-__all__ = ["LLM", "Engine", "EngineConfig", "EngineStats", "Loaded"]
+__all__ = ["LLM", "Engine", "EngineConfig", "EngineStats", "Loaded", "load_engine"]
 
 Prompt = str | list[int]
 
@@ -32,7 +32,7 @@ class Loaded(Protocol):
     @property
     def runner(self) -> Runner: ...
     @property
-    def tokenizer_path(self) -> str | Path: ...
+    def tokenizer_path(self) -> str | Path | None: ...
     @property
     def config(self) -> Any:
         """The model's; `vocab_size` of it is read here."""
@@ -57,6 +57,7 @@ class LLM:
         options_of = EngineConfig(model=str(model), **options)
         loaded = _load(options_of, progress)
         self.config, self.plan = loaded.config, loaded.plan
+        assert loaded.tokenizer_path is not None, "a model by name has a folder"
         self.tokenizer = Tokenizer.load(loaded.tokenizer_path)
         self.engine = _engine(options_of, loaded, self.tokenizer)
 
@@ -134,11 +135,11 @@ class LLM:
             yield name, Completion(prompt_ids=prompt_ids, outputs=[CompletionOutput(index=i) for i in range(params.n)])
 
 
-def _load(options: EngineConfig, progress: Callable[[str], None] | None) -> Loaded:
+def _load(options: EngineConfig, progress: Callable[[str], None] | None, model: Any = None) -> Loaded:
     from tilewright.engine.runner import load  # imports torch
 
     return load(
-        options.model,
+        options.model if model is None else model,
         device=options.device,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
@@ -147,12 +148,20 @@ def _load(options: EngineConfig, progress: Callable[[str], None] | None) -> Load
         kv_cache_bytes=options.kv_cache_bytes,
         memory_fraction=options.memory_fraction,
         max_tokens_per_step=options.max_tokens_per_step,
-        prefill_chunk=options.prefill_chunk,
         progress=progress,
     )
 
 
-def _engine(options: EngineConfig, loaded: Loaded, tokenizer: Tokenizer) -> Engine:
+def load_engine(model: str | Path | Any, options: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
+    """An engine without a tokenizer: token ids in, token ids out.
+
+    `model` overrules `options.model`; a `ModelConfig` gives random weights of that shape, for measurements.
+    """
+    loaded = _load(options, progress, model)
+    return _engine(options, loaded, None)
+
+
+def _engine(options: EngineConfig, loaded: Loaded, tokenizer: Tokenizer | None) -> Engine:
     scheduler = Scheduler(
         blocks=BlockPool(loaded.num_pages, options.page_size, prefix_cache=options.prefix_cache),
         max_seqs=options.max_seqs,
@@ -161,7 +170,8 @@ def _engine(options: EngineConfig, loaded: Loaded, tokenizer: Tokenizer) -> Engi
         max_waiting=options.max_waiting,
         prefill_chunk=options.prefill_chunk,
     )
-    return Engine(loaded.runner, tokenizer, tokenizer.eos_ids, scheduler, vocab_size=loaded.config.vocab_size)
+    eos_ids = loaded.config.eos_token_ids if tokenizer is None else tokenizer.eos_ids
+    return Engine(loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size)
 
 
 def _add(completion: Completion, delta: Delta) -> None:

@@ -17,6 +17,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = sorted(stops, key=len, reverse=True)
+        self._firsts = {stop[0] for stop in stops}
         self._held = ""
 
     def push(self, piece: str, *, exempt: int = 0) -> tuple[str, str | None]:
@@ -54,11 +55,9 @@ class StopStrings:
         return best and best[1:]
 
     def _hold(self, text: str) -> int:
-        longest = len(self._stops[0]) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
+        for start in range(max(0, len(text) - len(self._stops[0]) + 1), len(text)):
+            if text[start] in self._firsts and any(stop.startswith(text[start:]) for stop in self._stops):
+                return len(text) - start
         return 0
 
 

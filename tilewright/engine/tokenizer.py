@@ -57,7 +57,9 @@ class Tokenizer:
         """Token ids are below this."""
         self._hidden = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
         self._bytes = _byte_tokens(backend)
-        self._pieces: dict[int, str] = {}
+        self._anchor = _anchor(backend, self.visible(range(min(1000, self.vocab_size))))
+        self.suffixes: dict[int, str] = {}
+        """What `suffix` has found so far; a text stream looks here first."""
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special)
 
     @classmethod
@@ -114,11 +116,19 @@ class Tokenizer:
         hidden, size = self._hidden, self.vocab_size
         return [token for token in token_ids if 0 <= token < size and token not in hidden]
 
-    def piece(self, token_id: int) -> str:
-        """`decode` of one visible token, remembered."""
-        text = self._pieces.get(token_id)
-        if text is None:
-            text = self._pieces[token_id] = self._backend.decode([token_id], skip_special_tokens=False)
+    def suffix(self, token_id: int) -> str | None:
+        """The text that a visible token adds wherever the text before it is complete, if it is the same everywhere.
+
+        None for a token that holds part of a character or is a byte, and for all where the decoder is not one of those known
+        to treat tokens one by one.
+        """
+        if self._anchor is None or token_id in self._bytes:
+            return None
+        before, after = self._backend.decode([self._anchor]), self._backend.decode([self._anchor, token_id])
+        text = after[len(before) :]
+        if not after.startswith(before) or UNFINISHED in text:
+            return None
+        self.suffixes[token_id] = text
         return text
 
     def is_byte(self, token_id: int) -> bool:
@@ -143,10 +153,11 @@ class Detokenizer:
     character; bytes that may become one are held back. The decoders of byte-fallback tokenizers turn a run of byte tokens
     into text only if all of it is UTF-8, so there the whole run waits for its end.
 
-    Only a short window of tokens is decoded at a time: from a token before which the text is complete.
+    Only a short window of tokens is decoded at a time, from one before which the text is complete; most tokens not even so
+    (`Tokenizer.suffix`).
     """
 
-    __slots__ = ("_given", "_run", "_tokenizer", "_window", "open")
+    __slots__ = ("_complete", "_given", "_run", "_tokenizer", "_window", "open")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
@@ -155,18 +166,37 @@ class Detokenizer:
         self._run = 0  # byte-fallback tokens at the window's end
         while self._run < len(self._window) and tokenizer.is_byte(self._window[-1 - self._run]):
             self._run += 1
+        # There is text before, and nothing that comes can change it.
+        self._complete = bool(self._given) and not self._run and not self._given.endswith(UNFINISHED)
         self.open = False
         """True while tokens have come whose text is held back."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens add, as far as it is complete."""
+        suffixes, text = self._tokenizer.suffixes, ""
+        for token in token_ids:
+            known = suffixes.get(token) if self._complete else None
+            if known is not None:
+                self._window = [token]
+                text += known
+            else:
+                text += self._push(token)
+        return text
+
+    def _push(self, token: int) -> str:
         tokenizer, window = self._tokenizer, self._window
-        for token in tokenizer.visible(token_ids):
-            window.append(token)
-            self._run = self._run + 1 if tokenizer.is_byte(token) else 0
-            self.open = True
-        if not self.open:
+        if not tokenizer.visible((token,)):
             return ""
+        if self._complete:
+            known = tokenizer.suffix(token)
+            if known is not None:
+                self._window = [token]
+                return known
+            self._given = tokenizer.decode(window)
+            self._complete = False
+        window.append(token)
+        self._run = self._run + 1 if tokenizer.is_byte(token) else 0
+        self.open = True
         text = tokenizer.decode(window[: len(window) - self._run] if self._run else window)
         # An unfinished character is one UNFINISHED, at the end; those before it are final.
         final = text[:-1] if text.endswith(UNFINISHED) else text
@@ -175,8 +205,7 @@ class Detokenizer:
             self._given = final
         if final is text and not self._run:
             self._window = window[-1:]
-            self._given = tokenizer.piece(window[-1])
-            self.open = False
+            self._complete, self.open = True, False
         return new
 
     def peek(self) -> str:
@@ -186,12 +215,26 @@ class Detokenizer:
     def flush(self) -> str:
         """What is held back, when no more tokens come; bytes that are no character are U+FFFD in it."""
         text = self.peek()
-        self._window, self._given, self._run, self.open = [], "", 0, False
+        self._window, self._given, self._run, self._complete, self.open = [], "", 0, False, False
         return text
 
     def _beyond(self, text: str) -> str:
         given = self._given
         return text[len(given) :] if text.startswith(given) else text[_common(given, text) :]
+
+
+def _anchor(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> int | None:
+    """A token with a text of its own, after which to look at others; None if the decoder is not known to allow that."""
+    if backend.decoder is None:
+        return None
+    state = json.loads(backend.decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    # Each of these makes text of a token without a look at its neighbours, but for bytes that join, and the very first token.
+    known = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+    if any(part["type"] not in known or part.get("stop") for part in parts):
+        return None
+    texts = ((token, backend.decode([token])) for token in token_ids)
+    return next((token for token, text in texts if text.strip() and UNFINISHED not in text), None)
 
 
 def _prompt_end(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:

@@ -212,10 +212,10 @@ def matmul(
             f"matmul: a must be [..., M, K] and b [..., K, N] with one K; got a {list(a.shape)} and b {list(b.shape)}"
         )
     if b.dim() == 2:
-        shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, tuple(a.shape[:-1]))
+        shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, a.shape[:-1])
         if residual is not None:
-            residual = rows_ready(residual.reshape(-1, shape[-1]))
-        x = operand_ready(a if a.dim() == 2 else a.reshape(-1, a.shape[-1]))
+            residual = rows_ready(residual.flatten(0, -2))
+        x = operand_ready(a.flatten(0, -2))
         return linear_op(x, b.mT, bias, activation, residual).view(shape)
     try:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -225,7 +225,7 @@ def matmul(
         ) from error
     shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, (*lead, a.shape[-2]))
     if residual is not None:
-        residual = operand_ready(residual.reshape(-1, *shape[-2:]))
-    x = operand_ready(a.expand(*lead, *a.shape[-2:]).reshape(-1, *a.shape[-2:]))
-    weight = b.mT.expand(*lead, *b.mT.shape[-2:]).reshape(-1, *b.mT.shape[-2:])
+        residual = residual.flatten(0, -3).contiguous()
+    x = operand_ready(a.expand(*lead, *a.shape[-2:]).flatten(0, -3))
+    weight = b.mT.expand(*lead, *b.mT.shape[-2:]).flatten(0, -3)
     return linear_op(x, weight, bias, activation, residual).view(shape)

@@ -64,25 +64,24 @@ def buckets(max_m: int) -> tuple[int, ...]:
 
 def problem_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Problem:
     """The problem of a call; its m_bucket is the next power of two above the number of rows."""
-    m, k = x.shape[-2:]
-    x_m, x_k = x.stride()[-2:]
-    w_n, w_k = weight.stride()[-2:]
-    x_major = "k" if x_k == 1 or k == 1 else "m"
-    w_major = "k" if w_k == 1 or k == 1 else "n"
-    starts = x.data_ptr() | weight.data_ptr()
-    steps = (x_m if x_major == "k" else x_k) | (w_n if w_major == "k" else w_k)
+    # Runs at every call: no keywords, no slices.
+    shape, x_strides, w_strides = x.shape, x.stride(), weight.stride()
+    k = shape[-1]
+    x_dense = k == 1 or x_strides[-1] == 1
+    w_dense = k == 1 or w_strides[-1] == 1
+    steps = x_strides[-2 if x_dense else -1] | w_strides[-2 if w_dense else -1]
     return Problem(
-        dtype=x.dtype,
-        m_bucket=min(next_pow2(m), LARGEST_BUCKET),
-        n=weight.shape[-2],
-        k=k,
-        activation=activation,
-        bias=bias is not None,
-        residual=residual is not None,
-        batched=x.dim() == 3,
-        x_major=x_major,
-        w_major=w_major,
-        aligned=(starts | steps * x.element_size()) % 16 == 0,
+        x.dtype,
+        min(next_pow2(shape[-2]), LARGEST_BUCKET),
+        weight.shape[-2],
+        k,
+        activation,
+        bias is not None,
+        residual is not None,
+        len(shape) == 3,
+        "k" if x_dense else "m",
+        "k" if w_dense else "n",
+        (x.data_ptr() | weight.data_ptr() | steps * x.dtype.itemsize) % 16 == 0,
     )
 
 

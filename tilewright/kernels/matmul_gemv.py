@@ -45,14 +45,18 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    block_k = min(max(256, next_pow2(problem.k)), 1024 * 2 // problem.dtype.itemsize)
+    block_k = min(max(256, next_pow2(problem.k)), 2048 // problem.dtype.itemsize)
     if problem.k % block_k and problem.k % (block_k // 2) == 0:
         block_k //= 2
     # Two programs an SM at least; 8 rows let a warp use each x that it fetches twice.
     block_n = 8
     while block_n > 2 and problem.n < 2 * device.sms * block_n:
         block_n //= 2
-    return {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4 if block_n * block_k >= 4096 else 2, "PDL": False}
+    # Four 16-byte loads a thread and more, up to four warps; half as many where the sums of several rows want the registers.
+    if problem.m_bucket > 1 and block_n * block_k * problem.dtype.itemsize > 8192:
+        block_k //= 2
+    warps = max(1, min(4, block_n * block_k * problem.dtype.itemsize // (4 * 16 * 32)))
+    return {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "PDL": False}
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
@@ -84,9 +88,9 @@ SPACE = Space(
 
 @triton.jit(do_not_specialize=["M"])
 def _gemv_kernel(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, M, x_stride, w_stride, residual_stride,
-    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K, x_stride, w_stride, residual_stride,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)[:, None]
@@ -96,26 +100,28 @@ def _gemv_kernel(
     if PDL:
         tlc.gdc_launch_dependents()
     # Weights pass through once and would only push x out of L1.
-    w = tl.load(w_ptrs, mask=live & (ks < K)[None, :], other=0.0, cache_modifier=".cg")
+    w = tl.load(w_ptrs, mask=live if EVEN_K else live & (ks < K)[None, :], other=0.0, cache_modifier=".cg")
     if PDL:
         tlc.gdc_wait()
-    acc = ()
+    # For each row of x, the sums that one thread's vectors give: nothing crosses threads before the end.
+    sums = ()
     for _ in tl.static_range(BLOCK_M):
-        acc += (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)
+        sums += (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)
     for k in range(0, K, BLOCK_K):
+        left = ks < K - k
         if k > 0:
-            w = tl.load(w_ptrs + k, mask=live & (k + ks < K)[None, :], other=0.0, cache_modifier=".cg")
+            w = tl.load(w_ptrs + k, mask=live if EVEN_K else live & left[None, :], other=0.0, cache_modifier=".cg")
         wide = w.to(tl.float32)
-        sums = ()
+        added = ()
         for m in tl.static_range(BLOCK_M):
-            x = tl.load(x_ptr + m * x_stride + k + ks, mask=(k + ks < K) & (m < M), other=0.0)
+            x = tl.load(x_ptr + m * x_stride + k + ks, mask=m < M if EVEN_K else left & (m < M), other=0.0)
             products = tl.reshape(wide * x.to(tl.float32)[None, :], [BLOCK_N, BLOCK_K // VECTOR, VECTOR])
-            sums += (acc[m] + tl.sum(products, axis=2),)
-        acc = sums
+            added += (sums[m] + tl.sum(products, axis=2),)
+        sums = added
     rows = tl.arange(0, BLOCK_M)[:, None]
     tile = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for m in tl.static_range(BLOCK_M):
-        tile += tl.where(rows == m, tl.sum(acc[m], axis=1)[None, :], 0.0)
+        tile += tl.where(rows == m, tl.sum(sums[m], axis=1)[None, :], 0.0)
     finish(tile, y_ptr, bias_ptr, residual_ptr, 0, first_col, M, N, residual_stride, ACTIVATION, GATED)
 
 
@@ -129,8 +135,10 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     n = weight.shape[0]
     if m:
         _gemv_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
-            x, weight, bias, residual, y, m, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
-            N=n, K=k, ACTIVATION=function, GATED=gated, BLOCK_M=next_pow2(m), VECTOR=16 // x.element_size(), num_stages=1,
+            x, weight, bias, residual, y, m, n, k,
+            x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+            ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0,
+            BLOCK_M=next_pow2(m), VECTOR=16 // x.element_size(), num_stages=1,
             **({"launch_pdl": True} if config["PDL"] else {}), **config,
         )  # fmt: skip
     return y

@@ -63,12 +63,12 @@ def best_tile(tiles: tuple[tuple[int, ...], ...], splits: tuple[int, ...], sms: 
     multiply_adds, l2_bytes = 2048, 40
     best, best_cycles = (), float("inf")
     for tile in tiles:
-        block_m, block_n, block_k = tile[:3]
+        block_m, block_n, block_k, warps = tile[:4]
         count = -(-problem.m_bucket // block_m) * -(-problem.n // block_n)
         per_k = max(block_m * block_n / multiply_adds, (block_m + block_n) * 2 / l2_bytes)
         steps = max(1, -(-problem.k // block_k))
         for split in splits:
-            if split > 1 and (count * split > sms or steps < 4 * split):
+            if split > 1 and (count * split > sms or steps < 4 * split or _too_many_parts(block_m * block_n, warps, split)):
                 continue
             # A program's start and end cost about as much as 1500 cycles. With a split, a part is written by each program,
             # and the last of them waits for a ticket and reads all.
@@ -77,6 +77,11 @@ def best_tile(tiles: tuple[tuple[int, ...], ...], splits: tuple[int, ...], sms: 
             if cycles < best_cycles:
                 best, best_cycles = (*tile, split), cycles
     return best
+
+
+def _too_many_parts(elements: int, warps: int, split: int) -> bool:
+    """Whether adding up a tile's parts spills: all of them are loaded at once, so as to wait for L2 once."""
+    return elements * split > 256 * 32 * warps
 
 
 def _smem_bytes(c: Config, itemsize: int) -> int:
@@ -104,8 +109,8 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     itemsize = problem.dtype.itemsize
     if c["BLOCK_M"] > max(64, problem.m_bucket):
         return "BLOCK_M is higher than x, and than the 64 rows that sm_90's tensor cores take at once"
-    if c["BLOCK_K"] * itemsize not in (128, 256):
-        return "a step of K should be 128 or 256 bytes wide"
+    if c["BLOCK_K"] * itemsize not in ((128, 256) if itemsize == 2 else (128,)):
+        return "a step of K should be 128 bytes wide, or 256 where the operands stay in shared memory"
     if _smem_bytes(c, itemsize) > device.smem_bytes:
         return "more shared memory than the device has"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
@@ -119,6 +124,8 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         tiles = -(-problem.m_bucket // c["BLOCK_M"]) * -(-problem.n // c["BLOCK_N"])
         if tiles * c["SPLIT_K"] > 2 * device.sms:
             return "the tiles fill the card without SPLIT_K"
+        if _too_many_parts(c["BLOCK_M"] * c["BLOCK_N"], c["num_warps"], c["SPLIT_K"]):
+            return "more parts of a tile than the registers hold"
         if problem.k < 2 * c["SPLIT_K"] * c["BLOCK_K"]:
             return "less than two steps of K a program"
     return None

@@ -53,16 +53,21 @@ _TILES = (
 
 
 def _smem_bytes(c: Config) -> int:
-    return (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"] * c["num_stages"] * 2
+    # The operands, and the tile on its way from the tensor cores' layout to the one that is stored.
+    scratch = min(c["BLOCK_M"] * c["BLOCK_N"] * 2, 32 << 10)
+    return (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"] * c["num_stages"] * 2 + scratch
+
+
+def _config(tile: tuple[int, ...]) -> Config:
+    block_m, block_n, block_k, warps, stages = tile
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "num_warps": warps, "num_stages": stages,
+    }  # fmt: skip
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    tiles = tuple(t for t in _TILES if (t[0] + t[1]) * t[2] * t[4] * 2 <= device.smem_bytes)
-    block_m, block_n, block_k, warps, stages, _ = best_tile(tiles, (1,), device.sms, problem)
-    return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8,
-        "num_warps": warps, "num_stages": stages,
-    }  # fmt: skip
+    tiles = tuple(t for t in _TILES if _config_refusal(device, problem, _config(t)) is None)
+    return _config(best_tile(tiles, (1,), device.sms, problem)[:5])
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:

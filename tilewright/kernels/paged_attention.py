@@ -127,15 +127,14 @@ def _smem_refusal(device: Device, problem: Problem, config: Config) -> str | Non
 
 
 def _split_default(device: Device, problem: Problem) -> Config:
-    # About four programs an SM hide the latency of the page table; below 64 keys a range costs more than it saves.
+    # Measured on an H100 (docs/log.md#paged-decode): one program a (sequence, head) once they fill the card about four
+    # times; below, more than 16 ranges cost more in the combination than they bring.
     splits = next_pow2(4 * device.sms // (problem.batch * problem.kv_heads) + 1) // 2
+    splits = max(1, min(16, splits))
     narrow = problem.dtype.itemsize * problem.head_dim <= 256
-    return {
-        "SPLITS": max(1, min(64, splits)),
-        "BLOCK_N": 64 if narrow else 32,
-        "num_warps": 4,
-        "num_stages": 3 if narrow else 2,
-    }
+    if splits == 1 and narrow:
+        return {"SPLITS": 1, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
+    return {"SPLITS": splits, "BLOCK_N": 64 if narrow else 32, "num_warps": 4, "num_stages": 2}
 
 
 SPLIT_SPACE = Space(

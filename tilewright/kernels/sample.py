@@ -383,7 +383,8 @@ def _launch(
         _scan_kernel[(rows * tiles,)](logits, *settings, work, stride, **constants, num_warps=config["SCAN_WARPS"])
         _finish_kernel[(rows,)](
             logits, *settings, work, ids, stride, **constants, BLOCK_TILES=next_pow2(tiles),
-            BLOCK_G=next_pow2(tiles * (LANES // width)), num_warps=config["FINISH_WARPS"],
+            # Without the limit, ptxas aims at 80 registers and spills.
+            BLOCK_G=next_pow2(tiles * (LANES // width)), num_warps=config["FINISH_WARPS"], maxnreg=128,
         )  # fmt: skip
     return ids
 

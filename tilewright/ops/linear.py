@@ -38,17 +38,19 @@ def linear(
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
     op = LINEAR_OPS.get(type(weight)) or _inherited(type(weight))
-    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
+    lead, k = x.shape[:-1], x.shape[-1:]
+    if weight.dim() != 2 or k != weight.shape[1:]:
         raise ValueError(
             "linear: x must be [..., K] and weight [N, K]: x's last dimension must be the weight's; "
             f"got x {list(x.shape)} and weight {list(weight.shape)}"
         )
-    shape = check_epilogue("linear", x, weight, bias, activation, residual, tuple(x.shape[:-1]))
-    if x.dim() == 2:
+    shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)
+    if len(lead) == 1:
         return op(operand_ready(x), weight, bias, activation, None if residual is None else rows_ready(residual))
-    if residual is not None:
-        residual = rows_ready(residual.reshape(-1, shape[-1]))
-    return op(operand_ready(x.reshape(-1, x.shape[-1])), weight, bias, activation, residual).view(shape)
+    if not lead:
+        x, residual = x[None], None if residual is None else residual[None]
+    residual = None if residual is None else rows_ready(residual.flatten(0, -2))
+    return op(operand_ready(x.flatten(0, -2)), weight, bias, activation, residual).view(shape)
 
 
 def _inherited(kind: type) -> Op:

@@ -31,6 +31,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tilewright import __version__
+from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.server import errors
 from tilewright.server.config import ServerConfig
@@ -46,6 +47,9 @@ __all__ = ["Server", "create_app"]
 
 INLINE_BODY_BYTES = 4096
 """Bodies up to this are parsed and tokenized on the event loop; longer ones would hold it up and go to a thread."""
+
+MAX_FAILURES = 10
+"""Failed samples without a token in between, after which the device, not the requests, is to blame."""
 
 PAGE = Path(__file__).parent / "page"
 PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -70,11 +74,12 @@ class Server:
 
     worker: EngineWorker
 
-    def __init__(self, engine: Engine, served: Served, config: ServerConfig, compiles: Callable[[], int]):
+    def __init__(self, engine: Engine, served: Served, config: ServerConfig):
         self.engine = engine
         self.served = served
         self.config = config
-        self.metrics = Metrics(compiles)
+        self.compiles = CompileCounter()
+        self.metrics = Metrics(lambda: self.compiles.after_ready)
         self.draining = False
         """Set once: no new generation is taken, running ones finish."""
         self.failure: BaseException | None = None
@@ -84,12 +89,14 @@ class Server:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Start the engine's thread, and end it with the app."""
+        """Start the engine's thread, and end it with the app. From here on no kernel should be compiled."""
         self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed)
+        self.compiles.start().mark_ready()
         try:
             yield
         finally:
             self.worker.close()
+            self.compiles.stop()
 
     def _failed(self, error: BaseException) -> None:
         self.failure = error
@@ -163,15 +170,22 @@ class Server:
         }
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the engine lives."""
-        return self._state(healthy=self.worker.stopped is None)
+        """GET /health: 200 while the engine lives and does not fail request after request; 503 asks for a restart."""
+        return self._state(healthy=self._alive)
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: 200 while new requests are taken."""
-        return self._state(healthy=self.worker.stopped is None and not self.draining)
+        return self._state(healthy=self._alive and not self.draining)
+
+    @property
+    def _alive(self) -> bool:
+        return self.worker.stopped is None and self.worker.failures < MAX_FAILURES
 
     def _state(self, *, healthy: bool) -> Response:
-        status = "stopped" if self.worker.stopped is not None else "draining" if self.draining else "ready"
+        if self._alive:
+            status = "draining" if self.draining else "ready"
+        else:
+            status = "failing" if self.worker.stopped is None else "stopped"
         return JSONResponse({"status": status}, 200 if healthy else 503)
 
     async def version(self, request: Request) -> Response:
@@ -272,12 +286,9 @@ class Gate:
         return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
-def create_app(engine: Engine, served: Served, config: ServerConfig, *, compiles: Callable[[], int] = lambda: 0) -> FastAPI:
-    """The ASGI app that serves `engine`; its `Server` is at `app.state.server`.
-
-    `compiles()` is the number of kernels compiled since the engine was ready, for /metrics.
-    """
-    server = Server(engine, served, config, compiles)
+def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
+    """The ASGI app that serves `engine`; its `Server` is at `app.state.server`."""
+    server = Server(engine, served, config)
     # No generated docs: their page loads scripts from elsewhere.
     app = FastAPI(title="tilewright", lifespan=server.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server

@@ -30,10 +30,12 @@ class Served:
 
     @classmethod
     def of(cls, engine: Engine, name: str) -> "Served":
-        """What `engine` serves, under a name."""
-        scheduler = engine.scheduler
+        """What `engine` serves, under a name. Raises ValueError for an engine without a tokenizer."""
+        scheduler, tokenizer = engine.scheduler, engine.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{name!r} has no tokenizer, wanted a model with one: clients send and read text")
         try:
-            engine.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
             has_chat = True
         except ValueError:
             has_chat = False
@@ -41,12 +43,12 @@ class Served:
         pool_tokens = scheduler.blocks.num_pages * scheduler.blocks.page_size + 1
         return cls(
             name=name,
-            tokenizer=engine.tokenizer,
+            tokenizer=tokenizer,
             vocab_size=engine.vocab_size,
             max_model_len=min(scheduler.max_model_len, pool_tokens),
             max_samples=scheduler.max_waiting,
             has_chat=has_chat,
-            spellings=Spellings(engine.tokenizer),
+            spellings=Spellings(tokenizer),
         )
 
     def check_name(self, name: str | None) -> None:

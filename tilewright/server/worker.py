@@ -87,6 +87,8 @@ class EngineWorker:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tilewright-engine")
         self._channels: dict[str, Channel] = {}
         self._stopped: str | None = None
+        self.failures = 0
+        """Samples that ended with an error since the last token: a device that is lost fails all of them, one by one."""
         self._stepping = False  # only touched in the engine's thread: a step is queued or running
 
     @property
@@ -186,6 +188,10 @@ class EngineWorker:
 
     def _deliver(self, deltas: Sequence[Delta], now_s: float) -> None:
         for delta in deltas:
+            if delta.token_ids:
+                self.failures = 0
+            elif delta.finish_reason == "error":
+                self.failures += 1
             channel = self._channels.get(delta.request_id)
             if channel is None:
                 continue  # its client has gone; the abort is on its way

@@ -1,0 +1,239 @@
+"""What conformance cannot say of matrix products: whole tuning spaces, public shapes, bad input, variants, invariance."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from tests import conformance
+from tests.kernels.matmul_cases import Case, arguments, every_config
+from tilewright import ops
+from tilewright.asm.compile import CARDS, record
+from tilewright.hw.device import Device, device_of
+from tilewright.kernels.matmul import EXAMPLES, linear_op
+from tilewright.kernels.matmul_common import LARGEST_BUCKET, Problem, buckets
+from tilewright.kernels.matmul_tile import INVARIANT, TRITON
+from tilewright.kernels.matmul_vendor import VENDOR
+from tilewright.op import Impl, Inputs, invariant
+from tilewright.ops.linear import LINEAR_OPS
+
+GPU = torch.cuda.is_available()
+DEVICE = device_of(0 if GPU else -1)
+WHERE = "cuda" if GPU else "cpu"
+needs_triton = pytest.mark.skipif(not DEVICE.runs_triton, reason="no GPU here: run with TRITON_INTERPRET=1")
+needs_compiler = pytest.mark.skipif(DEVICE.kind == "interpret", reason="Triton's interpreter compiles nothing")
+
+IMPLS = {impl.name: impl for impl in linear_op.impls}
+
+
+@needs_triton
+@pytest.mark.parametrize("case", list(every_config(DEVICE)), ids=str)
+def test_config_matches_definition(case: Case) -> None:
+    conformance.check(linear_op, case.impl, case.config, case.args)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.label)
+def test_composed_epilogue_matches_definition(example: Any) -> None:
+    """What `vendor` composes around the library's product, here with the CPU's library."""
+    conformance.check(linear_op, VENDOR, {}, example.make(Inputs(WHERE)))
+
+
+# ---- public functions
+
+FORMULAS = {
+    "none": lambda y: y,
+    "relu": lambda y: y.clamp_min(0),
+    "gelu": lambda y: y * (1 + torch.erf(y / 2**0.5)) / 2,
+    "gelu_tanh": lambda y: y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3))) / 2,
+    "silu": lambda y: y / (1 + torch.exp(-y)),
+    "silu_mul": lambda y: FORMULAS["silu"](y[..., : y.shape[-1] // 2]) * y[..., y.shape[-1] // 2 :],
+    "gelu_mul": lambda y: FORMULAS["gelu"](y[..., : y.shape[-1] // 2]) * y[..., y.shape[-1] // 2 :],
+}
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)], ids=str)
+def test_linear_is_the_formula(activation: str, lead: tuple[int, ...]) -> None:
+    inputs = Inputs(WHERE)
+    x, weight, bias = inputs.randn(*lead, 20), inputs.randn(6, 20, scale=0.2), inputs.randn(6)
+    plain = FORMULAS[activation]((x.double() @ weight.double().T) + bias.double())
+    residual = inputs.randn(*plain.shape)
+    got = ops.linear(x, weight, bias, activation, residual)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, (plain + residual).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ops.linear(x, weight, bias, activation), plain.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((4, 5), (5, 6)),
+        ((2, 3, 4, 5), (5, 6)),
+        ((2, 4, 5), (2, 5, 6)),
+        ((3, 2, 4, 5), (2, 5, 6)),
+        ((4, 5), (2, 5, 6)),
+        ((0, 5), (5, 6)),
+        ((2, 4, 0), (2, 0, 6)),
+        ((1, 1), (1, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("transposed", ["NN", "NT", "TN", "TT"])
+def test_matmul_is_torch_matmul(a: tuple[int, ...], b: tuple[int, ...], transposed: str) -> None:
+    inputs = Inputs(WHERE)
+    left, right = (
+        inputs.randn(*shape[:-2], shape[-1], shape[-2]).mT if t == "T" else inputs.randn(*shape)
+        for shape, t in zip((a, b), transposed, strict=True)
+    )
+    want = torch.matmul(left, right)
+    torch.testing.assert_close(ops.matmul(left, right), want)
+    residual = inputs.randn(*want.shape[:-1], 2 * want.shape[-1])[..., ::2]
+    torch.testing.assert_close(ops.matmul(left, right, None, "relu", residual), want.relu() + residual)
+
+
+def test_result_is_never_an_input() -> None:
+    x, weight, residual = torch.zeros(3, 0), torch.zeros(4, 0), torch.ones(3, 4)
+    got = ops.linear(x, weight, None, "none", residual)
+    assert torch.equal(got, residual)
+    assert got.data_ptr() != residual.data_ptr()
+
+
+X, W = torch.zeros(2, 3, 8), torch.zeros(6, 8)
+BAD = {
+    "K": (lambda: ops.linear(X, torch.zeros(6, 7)), ValueError, "x [2, 3, 8] and weight [6, 7]"),
+    "weight of three dims": (lambda: ops.linear(X, torch.zeros(1, 6, 8)), ValueError, "weight [1, 6, 8]"),
+    "scalar": (lambda: ops.linear(torch.tensor(1.0), W), ValueError, "x []"),
+    "matmul K": (lambda: ops.matmul(X, W), ValueError, "a [2, 3, 8] and b [6, 8]"),
+    "vector": (lambda: ops.matmul(X[0, 0], W.T), ValueError, "a [8] and b [8, 6]"),
+    "batch": (lambda: ops.matmul(X, torch.zeros(5, 8, 6)), ValueError, "must broadcast; got a [2, 3, 8] and b [5, 8, 6]"),
+    "bias": (lambda: ops.linear(X, W, torch.zeros(5)), ValueError, "bias must be [6]; got [5]"),
+    "gated bias": (lambda: ops.linear(X, W, torch.zeros(3), "silu_mul"), ValueError, "bias must be [6]; got [3]"),
+    "residual": (
+        lambda: ops.linear(X, W, None, "gelu_mul", torch.zeros(2, 3, 6)),
+        ValueError,
+        "residual must be [2, 3, 3]; got [2, 3, 6]",
+    ),
+    "activation": (
+        lambda: ops.linear(X, W, None, "swish"),
+        ValueError,
+        "one of none, relu, gelu, gelu_tanh, silu, silu_mul, gelu_mul; got 'swish'",
+    ),
+    "odd halves": (lambda: ops.linear(X, W[:5], None, "silu_mul"), ValueError, "an even number of weight columns; got 5"),
+    "dtype": (lambda: ops.linear(X, W.half()), ValueError, "weight must have the dtype and device of the left operand"),
+    "bias dtype": (lambda: ops.linear(X, W, torch.zeros(6).bfloat16()), ValueError, "got torch.bfloat16 on cpu"),
+    "device": (lambda: ops.linear(X, W.to("meta")), ValueError, "got torch.float32 on meta"),
+    "weight type": (lambda: ops.linear(X, [1.0]), TypeError, "type list; there are ops for Tensor, Parameter"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_weight_type_decides_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(Tensor):
+        pass
+
+    class Doubled(Tensor):
+        pass
+
+    x, weight = torch.ones(1, 2), torch.ones(3, 2)
+    monkeypatch.setitem(LINEAR_OPS, Doubled, lambda x, w, *rest: 2 * F.linear(x, w.as_subclass(Tensor)))
+    assert ops.linear(x, Parameter(weight, requires_grad=False)).tolist() == [[2.0] * 3]
+    assert ops.linear(x, weight.as_subclass(Plain)).tolist() == [[2.0] * 3]
+    assert ops.linear(x, weight.as_subclass(Doubled)).tolist() == [[4.0] * 3]
+
+
+# ---- choices
+
+
+def model_problems() -> list[Problem]:
+    shapes = [
+        (4096, 1024),
+        (1024, 2048),
+        (6144, 1024),
+        (1024, 3072),
+        (151936, 1024),
+        (6144, 4096),
+        (24576, 4096),
+        (4096, 12288),
+    ]
+    shapes += [(1, 8), (100, 300), (7, 28672)]
+    return [
+        Problem(dtype, m, n, k, "none", False, True, False, "k", "k", True)
+        for dtype in (torch.bfloat16, torch.float32)
+        for m in buckets(1 << 16)
+        for n, k in shapes
+    ]
+
+
+@pytest.mark.parametrize("name", ["gemv", "skinny", "triton_tma", "triton"])
+@pytest.mark.parametrize("smem_bytes", [101376, 166912, 232448])
+def test_default_config_is_one_of_the_space(name: str, smem_bytes: int) -> None:
+    """sm_120 and sm_89, A100, H100: the config taken without a measurement is never one that a tuner would drop."""
+    arch = {101376: 120, 166912: 80, 232448: 90}[smem_bytes]
+    card = Device(kind="cuda", name="card", arch=arch, sms=132, smem_bytes=smem_bytes)
+    impl = IMPLS[name]
+    taken = [p for p in model_problems() if impl.refusal(card, p) is None]
+    assert taken or (name == "triton_tma" and arch == 80)
+    for problem in taken:
+        config = impl.space.default(card, problem)
+        assert impl.space.refusal(card, problem, config) is None, (problem, config)
+        if problem.m_bucket in (1, 64):
+            assert set(config) == set(impl.space.axes)
+
+
+def test_buckets_are_all_that_calls_fall_into() -> None:
+    weight = torch.empty(8, 4, device="meta")
+    found = {linear_op.problem(torch.empty(m, 4, device="meta"), weight, None, "none", None).m_bucket for m in range(1, 301)}
+    assert sorted(found) == list(buckets(300)) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert buckets(1 << 20)[-1] == LARGEST_BUCKET
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("gemv", (3, 4)), ("skinny", (1, 2, 5, 8)), ("triton_tma", (65, 100, 128)), ("triton", (65, 100, 128, 129))],
+)
+def test_rows_compile_nothing_new(name: str, rows: tuple[int, ...]) -> None:
+    """One binary serves every number of rows of a bucket, those that are multiples of 16 and those that are 1 among them."""
+    impl: Impl = IMPLS[name]
+    args = arguments(Inputs(), rows[-1], 64, 256, torch.bfloat16)
+    config = impl.space.default(CARDS[90], linear_op.problem(*args))
+    keys = set()
+    for m in rows:
+        x, weight, bias, activation, residual = arguments(Inputs(), m, 64, 256, torch.bfloat16)
+        keys |= {binary.key for binary in record(impl, config, (x, weight, bias, activation, residual), 90)}
+    assert len(keys) == 1
+
+
+# ---- bits
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_invariant_row_alone_is_the_row_in_its_batch(dtype: torch.dtype) -> None:
+    rows, n, k = (1000, 1000, 2048) if GPU else (70, 40, 96)
+    x, weight, bias, activation, residual = arguments(Inputs(WHERE), rows, n, k, dtype, "gelu")
+    assert bias is not None
+    with invariant():
+        assert linear_op.choice_for(x, weight, bias, activation, residual).impl is INVARIANT
+        together = ops.linear(x, weight, bias, activation, residual)
+        for some in (slice(0, 1), slice(1, 2), slice(rows // 2, rows // 2 + 7), slice(rows - 1, rows), slice(5, rows)):
+            alone = ops.linear(x[some], weight, bias, activation, residual[some])
+            assert torch.equal(conformance.bits(alone), conformance.bits(together[some])), some
+
+
+@needs_triton
+def test_split_leaves_its_tickets_as_it_found_them() -> None:
+    """Many launches of different sizes in a row, as the replays of a CUDA graph are."""
+    config = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": 8, "num_warps": 4, "num_stages": 3}
+    for n, split in ((32, 4), (64, 2), (32, 2)):
+        args = arguments(Inputs(WHERE), 5, n, 128, torch.float16, "silu")
+        conformance.check(linear_op, TRITON, {**config, "SPLIT_K": split}, args)
