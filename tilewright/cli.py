@@ -21,7 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
+try:
+    import typer
+except KeyboardInterrupt:  # the longest of the imports: Ctrl-C in it is no traceback either
+    raise SystemExit(130) from None
 
 from tilewright import __version__
 from tilewright.engine.config import EngineConfig
@@ -321,7 +324,10 @@ if importlib.util.find_spec("tilewright.bench") and importlib.util.find_spec("ti
 
 def main() -> None:
     """Entry point of the `tilewright` command."""
-    app(prog_name="tilewright")
+    try:
+        app(prog_name="tilewright")
+    except KeyboardInterrupt:  # before a verb has begun
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -101,12 +101,15 @@ def load(name: str, folder: Path = FOLDER) -> Certificate:
 
 
 def regressions(old: Certificate, new: Certificate) -> list[str]:
-    """What is worse in `new`, one sentence a finding; empty when nothing is. Cases that only `old` has are not looked at."""
+    """What is worse in `new`, or no longer what was certified: one sentence a finding, none when all is well.
+
+    Cases that only `old` has are not looked at, so that `new` may be a sample.
+    """
     findings = []
     for name, case in new["cases"].items():
         was = old["cases"].get(name)
         if was is None:
-            findings.append(f"{name} is not certified: run `make certify` and commit the file")
+            findings.append(f"{name}: is not certified")
         else:
             findings += [f"{name}: {finding}" for finding in _worse(was, case)]
     return [f"{new['op']} {finding}" for finding in findings]
@@ -117,13 +120,15 @@ def _worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         # What it could not do before it need not do now.
         return [f"ran, now {now.get('refused') or now.get('error')}"] if "kernels" in was else []
     if "kernels" not in was:
-        return [f"runs now, certified as {was.get('refused') or was.get('error')}: run `make certify`"]
+        return [f"runs now, certified as {was.get('refused') or was.get('error')}"]
     findings = []
     if was["config"] != now["config"]:
-        findings.append(f"default config {was['config']} is now {now['config']}: run `make certify`")
+        keys = sorted(k for k in {**was["config"], **now["config"]} if was["config"].get(k) != now["config"].get(k))
+        changes = ", ".join(f"{key} {was['config'].get(key)} -> {now['config'].get(key)}" for key in keys)
+        findings.append(f"default config has changed: {changes}")
     names = [[kernel["kernel"] for kernel in case["kernels"]] for case in (was, now)]
     if names[0] != names[1]:
-        return [*findings, f"launched {', '.join(names[0])}, now {', '.join(names[1])}: run `make certify`"]
+        return [*findings, f"launched {', '.join(names[0])}, now {', '.join(names[1])}"]
     for before, after in zip(was["kernels"], now["kernels"]):
         findings += [f"{after['kernel']} {finding}" for finding in _worse_kernel(before, after)]
     return findings

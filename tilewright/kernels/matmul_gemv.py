@@ -52,10 +52,10 @@ def _default(device: Device, problem: Problem) -> Config:
     block_n = 8
     while block_n > 2 and problem.n < 2 * device.sms * block_n:
         block_n //= 2
-    # Four 16-byte loads a thread and more, up to four warps; half as many where the sums of several rows want the registers.
-    if problem.m_bucket > 1 and block_n * block_k * problem.dtype.itemsize > 8192:
-        block_k //= 2
-    warps = max(1, min(4, block_n * block_k * problem.dtype.itemsize // (4 * 16 * 32)))
+    # Four 16-byte loads a thread or more; not above four where the sums of several rows want the registers.
+    if problem.m_bucket > 1:
+        block_n = min(block_n, 4)
+    warps = max(1, min(4, block_k * problem.dtype.itemsize // 512, block_n * block_k * problem.dtype.itemsize // 2048))
     return {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "PDL": False}
 
 
@@ -64,6 +64,8 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     loads = c["BLOCK_N"] * c["BLOCK_K"] * problem.dtype.itemsize // (c["num_warps"] * 32 * 16)
     if c["BLOCK_K"] >= 2 * next_pow2(problem.k) and c["BLOCK_K"] > 256:
         return "BLOCK_K wider than the row needs"
+    if c["BLOCK_K"] * problem.dtype.itemsize < 512 * c["num_warps"]:
+        return "a row of x that is not one vector a thread changes layout through shared memory at every step"
     if loads < 2:
         return "fewer than two loads in flight a thread"
     if loads > 16 // max(1, problem.m_bucket // 2):

@@ -208,6 +208,27 @@ EXAMPLES = (
 # ---- kernels
 
 
+@triton.jit
+def _combine(part_ptr, used, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(acc, l) over the first `used` partial results [SPLITS, BLOCK_M, BLOCK_D + 2]: acc, m, l in each row."""
+    rows = tl.arange(0, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    for i in range(used):
+        part = part_ptr + (i * BLOCK_M + rows) * (BLOCK_D + 2)
+        # .cg: another SM wrote these, so this SM's L1 must not answer.
+        m_i = tl.load(part + BLOCK_D, cache_modifier=".cg")
+        l_i = tl.load(part + BLOCK_D + 1, cache_modifier=".cg")
+        acc_i = tl.load(part[:, None] + tl.arange(0, BLOCK_D)[None, :], cache_modifier=".cg")
+        m_new = tl.maximum(m, m_i)
+        old, new = tl.exp2(m - m_new), tl.exp2(m_i - m_new)
+        acc = acc * old[:, None] + acc_i * new[:, None]
+        l = l * old + l_i * new
+        m = m_new
+    return acc, l
+
+
 @triton.jit(do_not_specialize=["table_row_stride", "window"])
 def _split_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, kv_lens_ptr, o_ptr, part_ptr, ticket_ptr,
@@ -245,7 +266,6 @@ def _split_kernel(
     if used == 1:
         tl.store(o_ptrs, (acc / tl.where(l == 0.0, 1.0, l)[:, None]).to(out), mask=live)
         return
-    # part: [B, G, SPLITS, BLOCK_M, BLOCK_D + 2] float32, acc then m then l.
     ROW: tl.constexpr = BLOCK_D + 2
     base = part_ptr + (b * G + g) * SPLITS * BLOCK_M * ROW
     mine = base + split * BLOCK_M * ROW + rows * ROW
@@ -256,20 +276,7 @@ def _split_kernel(
     ticket = tl.atomic_add(ticket_ptr + b * G + g, 1, sem="acq_rel", scope="gpu")
     if ticket == used - 1:
         tl.store(ticket_ptr + b * G + g, 0)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        for i in range(used):
-            part = base + i * BLOCK_M * ROW + rows * ROW
-            # .cg: another SM wrote these, so this SM's L1 must not answer.
-            m_i = tl.load(part + BLOCK_D, cache_modifier=".cg")
-            l_i = tl.load(part + BLOCK_D + 1, cache_modifier=".cg")
-            acc_i = tl.load(part[:, None] + dims[None, :], cache_modifier=".cg")
-            m_new = tl.maximum(m, m_i)
-            old, new = tl.exp2(m - m_new), tl.exp2(m_i - m_new)
-            acc = acc * old[:, None] + acc_i * new[:, None]
-            l = l * old + l_i * new
-            m = m_new
+        acc, l = _combine(base, used, BLOCK_M, BLOCK_D)
         tl.store(o_ptrs, (acc / l[:, None]).to(out), mask=live)
 
 
