@@ -25,12 +25,12 @@ def engine_table(card: str) -> str:
         "| shape, bf16 | workload | run | output tokens/s | median step, ms | compiles after ready |",
         "|---|---|---|---|---|---|",
     ]
-    for result in load(card, "engine"):
-        for row in result["rows"]:
-            lines.append(
-                f"| {row['shape']} | {row['workload']} | {row['run']} | {row['output_tok_per_s']:,.0f} "
-                f"| {row['median_step_ms']} | {row['compiles_after_ready']} |"
-            )
+    lines += [
+        f"| {row['shape']} | {row['workload']} | {row['run']} | {row['output_tok_per_s']:,.0f} "
+        f"| {row['median_step_ms']} | {row['compiles_after_ready']} |"
+        for result in load(card, "engine")
+        for row in result["rows"]
+    ]
     return "\n".join(lines)
 
 

@@ -4,9 +4,10 @@
     W2  256 requests of exactly 1024 in and 1024 out
     B1  one request, 128 in, 256 out, decode only: the time from the first token to the last
 
-    R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out: do any kernels compile after the engine is ready?
+    R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out, with sampling, penalties, biases and log-probabilities at
+           random: do any kernels compile after the engine is ready?
 
-Every request generates its full length (`ignore_eos`), greedily. A warm run repeats the workload in the same process with
+Every request generates its full length (`ignore_eos`), in W1, W2 and B1 greedily. A warm run repeats the workload in the same process with
 other prompts, so that the prefix cache does not answer.
 """
 
@@ -35,13 +36,34 @@ class Workload:
     name: str
     lengths: Callable[[random.Random], list[tuple[int, int]]]
     decode_only: bool = False
+    params: Callable[[random.Random, int], SamplingParams] = lambda rng, out: SamplingParams(
+        max_tokens=out, temperature=0.0, ignore_eos=True
+    )
+
+
+def _any_params(rng: random.Random, out: int) -> SamplingParams:
+    """One of the ways in which a request can ask for its samples."""
+    extras: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"top_k": 20, "top_p": 0.95},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.1},
+        {"logit_bias": {7: 2.0}},
+        {"logprobs": 5},
+        {"prompt_logprobs": 0},
+        {"stop_token_ids": (3,), "min_tokens": out},
+    ]
+    return SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30), **rng.choice(extras))
 
 
 WORKLOADS = {
     "W1": Workload("W1", lambda rng: [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]),
     "W2": Workload("W2", lambda rng: [(1024, 1024)] * 256),
     "B1": Workload("B1", lambda rng: [(128, 256)], decode_only=True),
-    "R2000": Workload("R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)]),
+    "R2000": Workload(
+        "R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)], params=_any_params
+    ),
 }
 
 
@@ -77,7 +99,7 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int) -> dict[str,
         torch.cuda.synchronize()
     start = time.perf_counter()
     for prompt, (_, out) in zip(prompts, lengths, strict=True):
-        engine.submit(prompt, SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True))
+        engine.submit(prompt, workload.params(rng, out))
     produced, first_s = 0, 0.0
     stamps = []
     while engine.has_work:
