@@ -52,9 +52,9 @@ _LARGE = {
     "skinny": ((5, 1002, 2056, torch.bfloat16, "silu_mul"), (11, 1001, 2056, torch.float16, "none")),
     "triton_tma": ((300, 1002, 520, torch.bfloat16, "silu_mul"), (300, 1001, 520, torch.float16, "none")),
     "triton": (
-        (200, 330, 2056, torch.bfloat16, "gelu_mul"),
-        (300, 1001, 520, torch.float16, "none"),
-        (70, 330, 520, torch.float32, "silu"),
+        (70, 330, 2056, torch.bfloat16, "gelu_mul"),
+        (300, 8001, 520, torch.float16, "none"),
+        (300, 4001, 520, torch.float32, "silu"),
     ),
 }
 # The interpreter wants few programs.

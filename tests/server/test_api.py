@@ -1,5 +1,7 @@
 """The endpoints over HTTP, around an engine that says the alphabet."""
 
+import json
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 from triton import knobs
 
 from tests.server.fake_engine import BOS, Running, events, fake_engine, running
+from tilewright.server.live import LiveView
 
 GREEDY = {"temperature": 0, "max_tokens": 5}
 
@@ -279,3 +282,17 @@ def test_ignored_fields_are_named_in_a_header(client: httpx.Client) -> None:
         response = client.post("/v1/completions", json={"prompt": "a", "user": "me", "frob": 1, "stream": stream_it})
         assert response.headers["x-tilewright-ignored"] == "user,frob"
     assert "x-tilewright-ignored" not in client.post("/v1/completions", json={"prompt": "a"}).headers
+
+
+def test_the_live_view_of_a_large_pool_is_bounded_and_rarely_made() -> None:
+    engine = fake_engine(pages=100_000)
+    calls = []
+    page_map = engine.scheduler.page_map
+    engine.scheduler.page_map = lambda: calls.append(1) or page_map()  # type: ignore[method-assign,func-returns-value]
+    view = LiveView(engine)
+    for _ in range(3):
+        pages = json.loads(view.snapshot())["pages"]
+        time.sleep(0.11)
+    assert pages["per_cell"] == 49
+    assert sum(count for _, _, count in pages["runs"]) == 2041
+    assert len(calls) == 1, "a map that costs 10 ms is not made again within a second"

@@ -86,6 +86,7 @@ def test_the_stop_button_and_escape_end_the_request(page, server: Running) -> No
         page.fill("#prompt", "ab")
         page.keyboard.press("Control+Enter")
         expect(page, "#meta").to_contain_text("tokens ·")
+        expect(page, "#requests em").to_have_text("yours")
         stop()
         expect(page, "#meta").to_contain_text("stopped")
         server.until_idle()

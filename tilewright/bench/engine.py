@@ -7,8 +7,8 @@
     R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out, with sampling, penalties, biases and log-probabilities at
            random: do any kernels compile after the engine is ready?
 
-Every request generates its full length (`ignore_eos`), in W1, W2 and B1 greedily. A warm run repeats the workload in the same process with
-other prompts, so that the prefix cache does not answer.
+Every request generates its full length (`ignore_eos`), in W1, W2 and B1 greedily. A warm run repeats the workload in the
+same process with other prompts, so that the prefix cache does not answer.
 """
 
 import itertools

@@ -48,9 +48,9 @@ _TILES = (
     (16, 64, 128, 4, 4),
 )
 _WIDE_TILES = (
-    (64, 64, 32, 8, 3),
-    (32, 64, 32, 4, 3),
-    (16, 64, 32, 4, 3),
+    (64, 64, 32, 8, 4),
+    (32, 64, 32, 4, 4),
+    (16, 64, 32, 4, 4),
 )
 
 
@@ -81,7 +81,8 @@ def best_tile(tiles: tuple[tuple[int, ...], ...], splits: tuple[int, ...], sms: 
 
 def _too_many_parts(elements: int, warps: int, split: int) -> bool:
     """Whether adding up a tile's parts spills: all of them are loaded at once, so as to wait for L2 once."""
-    return elements * split > 256 * 32 * warps
+    accumulators = elements // (32 * warps)
+    return accumulators > 64 or accumulators * split > 256
 
 
 def _smem_bytes(c: Config, itemsize: int) -> int:
@@ -116,7 +117,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if accumulators > (128 if device.arch in (90, 100, 103) and itemsize == 2 else 64):
         return "more accumulators than the registers hold beside the operands"
-    if accumulators < 8 * (c["num_warps"] // 4):
+    if accumulators < (8 if c["num_warps"] == 4 else 16 if itemsize == 4 else 32):
         return "too many warps for so small a tile"
     if itemsize == 4 and accumulators > 32:
         return "IEEE float32 products keep operands in registers: at most 32 accumulators"
@@ -124,6 +125,8 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         tiles = -(-problem.m_bucket // c["BLOCK_M"]) * -(-problem.n // c["BLOCK_N"])
         if tiles * c["SPLIT_K"] > 2 * device.sms:
             return "the tiles fill the card without SPLIT_K"
+        if c["num_stages"] < 4 and _smem_bytes({**c, "num_stages": 4}, itemsize) <= device.smem_bytes:
+            return "a short walk along K is over before a shallow pipeline is full"
         if _too_many_parts(c["BLOCK_M"] * c["BLOCK_N"], c["num_warps"], c["SPLIT_K"]):
             return "more parts of a tile than the registers hold"
         if problem.k < 2 * c["SPLIT_K"] * c["BLOCK_K"]:

@@ -7,7 +7,8 @@ milliseconds, and is therefore made anew only when that costs at most `MAX_SHARE
 import json
 import time
 from dataclasses import asdict
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 from tilewright.engine.core import Engine
@@ -19,6 +20,9 @@ MAX_CELLS = 2048
 """Cells in the page's grid; a larger pool puts several pages into one cell."""
 MAX_LISTED = 64
 """Requests listed of each kind; the rest is only counted."""
+FREE, KEPT = -1, -2
+"""Cells that no slot owns."""
+_OWNERS = itemgetter(1)
 MAX_SHARE = 0.01
 MIN_INTERVAL_S = 0.1
 
@@ -44,8 +48,10 @@ class LiveView:
     def _state(self, now_s: float) -> dict[str, Any]:
         scheduler = self._engine.scheduler
         if now_s >= self._map_again_s:
+            # Of the processor: time in which the thread only waited for others costs nobody anything.
+            before_s = time.thread_time()
             self._map = self._page_map()
-            self._map_again_s = now_s + (time.perf_counter() - now_s) / MAX_SHARE
+            self._map_again_s = now_s + (time.thread_time() - before_s) / MAX_SHARE
         return {
             "time_s": now_s,
             "running": [_listed(request) for request in islice(scheduler.running, MAX_LISTED)],
@@ -59,19 +65,14 @@ class LiveView:
         scheduler = self._engine.scheduler
         pages = scheduler.page_map()
         per_cell = -(-len(pages) // MAX_CELLS)
-        runs: list[list[int]] = []
+        cells: list[tuple[str | int, int]] = []
         for first in range(0, len(pages), per_cell):
             # Of several pages in a cell the most shared one shows, an owned one before a kept one before a free one.
-            state, owners = max(pages[first : first + per_cell], key=lambda page: (page[1], page[0] == "cached"))
-            cell = [_CELLS.get(state, state), owners]
-            if runs and runs[-1][:2] == cell:
-                runs[-1][2] += 1
-            else:
-                runs.append([*cell, 1])
+            group = pages[first : first + per_cell]
+            state, owners = max(group, key=_OWNERS)
+            cells.append((state, owners) if owners else (KEPT if ("cached", 0) in group else FREE, 0))
+        runs = [(*cell, len(list(equal))) for cell, equal in groupby(cells)]
         return {"page_size": scheduler.blocks.page_size, "per_cell": per_cell, "runs": runs}
-
-
-_CELLS: dict[str | int, int] = {"free": -1, "cached": -2}
 
 
 def _listed(request: Request) -> dict[str, Any]:

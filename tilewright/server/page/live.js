@@ -111,9 +111,7 @@ function makeRow(request) {
   const row = document.createElement("tr");
   row.innerHTML = `<td><i class="swatch"></i><code></code></td><td class="n"></td><td class="n optional"></td><td class="n optional"></td>
     <td class="wide"><div class="progress"><i><b></b></i><span></span></div></td>`;
-  const name = row.querySelector("code");
-  name.textContent = short(request.id) + (request.index ? ` #${request.index + 1}` : "");
-  if (mine.has(request.id)) name.after(Object.assign(document.createElement("em"), { textContent: "yours" }));
+  row.querySelector("code").textContent = short(request.id) + (request.index ? ` #${request.index + 1}` : "");
   return row;
 }
 
@@ -121,6 +119,9 @@ function fill(row, request) {
   const [, prompt, cached, pages] = row.children;
   const colour = colourOf(request.slot);
   row.className = request.slot === null ? "waiting" : "";
+  if (mine.has(request.id) && !row.querySelector("em")) {
+    row.querySelector("code").after(Object.assign(document.createElement("em"), { textContent: "yours" }));
+  }
   const swatch = row.querySelector(".swatch");
   swatch.style.background = colour;
   swatch.style.boxShadow = request.slot === null ? "inset 0 0 0 1.5px var(--kept)" : "none";
