@@ -45,13 +45,15 @@ def _norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin:
     if weight is not None:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
     half = cos.shape[-1]
+    rest = wide.shape[-1] - 2 * half
     if interleaved:
         first, second = wide[..., 0 : 2 * half : 2], wide[..., 1 : 2 * half : 2]
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+        parts = (turned, wide[..., 2 * half :])
     else:
-        first, second = wide[..., :half], wide[..., half : 2 * half]
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return torch.cat((turned, wide[..., 2 * half :]), -1).to(x.dtype)
+        first, second, *parts = wide.split((half, half, rest) if rest else half, -1)
+        parts = (first * cos - second * sin, second * cos + first * sin, *parts)
+    return torch.cat(parts, -1).to(x.dtype)
 
 
 def _rope_reference(

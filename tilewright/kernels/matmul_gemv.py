@@ -1,9 +1,9 @@
 """`linear` for a few rows of x (M <= 4): multiply and add over streamed weight rows, no tensor cores.
 
-Limited by the weight's bytes. A program owns BLOCK_N weight rows and walks them in steps of BLOCK_K; it holds one step in
-registers while the next is on its way, so a card full of programs keeps (steps in flight) x 4 to 16 KB a program moving, and
-what a program fetches first needs nothing but the weight. Each row of x is multiplied in turn with the weights held, so the
-arithmetic grows with M and the bytes do not: at M = 8 an H100 would spend half its float32 rate to keep up with its memory.
+Limited by the weight's bytes. A program owns BLOCK_N weight rows and walks them in steps of BLOCK_K, a whole step in registers
+at once; warps meet nowhere before the end, so while one multiplies, the others of its SM wait for memory with up to 16 loads of
+16 bytes a thread under way. Each row of x is multiplied in turn with the weights held: the arithmetic grows with M and the
+bytes do not (at M = 8 an H100 would spend half its float32 rate to keep up with its memory).
 
 PDL (programmatic dependent launch, sm_90): the program starts while the kernel before it still runs, fetches its first
 weights, and only then waits for x. Right only when the kernel before does not write the weight.
@@ -140,7 +140,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
             x, weight, bias, residual, y, m, n, k,
             x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
             ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0,
-            BLOCK_M=next_pow2(m), VECTOR=16 // x.element_size(), num_stages=1,
+            BLOCK_M=next_pow2(m), VECTOR=16 // x.element_size(),
             **({"launch_pdl": True} if config["PDL"] else {}), **config,
         )  # fmt: skip
     return y

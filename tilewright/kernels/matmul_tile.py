@@ -244,6 +244,8 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     if x.dim() == 3:
         batch, x_batch, w_batch = x.shape[0], x.stride(0), weight.stride(0)
         residual_batch = 0 if residual is None else residual.stride(0)
+    x_m, x_k = x.stride()[-2:]
+    w_n, w_k = weight.stride()[-2:]
     split = config["SPLIT_K"]
     tiles = batch * triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"])
     parts = counters = None
@@ -251,7 +253,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
         parts = torch.empty(tiles * split * config["BLOCK_M"] * config["BLOCK_N"], dtype=torch.float32, device=x.device)
         counters = tickets(x.device, tiles)
     _tile_kernel[(tiles, split)](
-        x, weight, bias, residual, y, parts, counters, m, n, k, *x.stride()[-2:], *weight.stride()[-2:],
+        x, weight, bias, residual, y, parts, counters, m, n, k, x_m, x_k, w_n, w_k,
         0 if residual is None else residual.stride(-2), x_batch, w_batch, residual_batch,
         ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, **config,
     )  # fmt: skip

@@ -47,7 +47,7 @@ __all__ = ["paged_attention", "paged_attention_op"]
 def _gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     """The first `length` tokens of one sequence, [G, length, D]."""
     _, heads, page_size, dim = cache.shape
-    held = cache[pages[: -(-length // page_size)].long()]
+    held = cache.index_select(0, pages[: -(-length // page_size)])
     return held.transpose(0, 1).reshape(heads, -1, dim)[:, :length]
 
 
@@ -56,6 +56,8 @@ def _reference(
     max_q_len: int, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
     o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    kv_heads, dim = k_cache.shape[1], q.shape[2]
+    group = q.shape[1] // kv_heads
     bounds = cu_q.tolist()
     for b, length in enumerate(kv_lens.tolist()):
         start, end = bounds[b], bounds[b + 1]
@@ -64,13 +66,13 @@ def _reference(
         k, v = (_gather(cache, block_table[b], length) for cache in (k_cache, v_cache))
         mask = None
         if end - start > 1 or window is not None:
-            at = torch.arange(length - (end - start), length, device=q.device)[:, None]
+            at = torch.arange(length - (end - start), length, device=q.device).repeat_interleave(group)[:, None]
             keys = torch.arange(length, device=q.device)[None, :]
             mask = (keys <= at) if window is None else (keys <= at) & (keys > at - window)
-        rows = q[start:end].transpose(0, 1)
-        grouped = rows.shape[0] != k.shape[0]
-        out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=grouped)
-        o[start:end] = out[0].transpose(0, 1)
+        # The heads that share keys become rows of one head: query 0's heads, then query 1's ...
+        rows = q[start:end].view(-1, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
+        out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)
+        o[start:end] = out.view(kv_heads, -1, group, dim).transpose(0, 1).reshape(end - start, -1, dim)
     return o
 
 
