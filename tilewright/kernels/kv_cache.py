@@ -177,14 +177,13 @@ def _turn(
     mask = live & (half < R // 2)
     first = tl.load(x_ptr + heads * x_head_stride + first_cols, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + heads * x_head_stride + second_cols, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+    # What no branch below uses, the compiler drops.
+    squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
     rest_cols = R + tl.arange(0, BLOCK_REST)[None, :]
     rest_mask = live & (rest_cols < D)
+    rest = tl.load(x_ptr + heads * x_head_stride + rest_cols, mask=rest_mask, other=0.0).to(tl.float32)
     if R < D:
-        rest = tl.load(x_ptr + heads * x_head_stride + rest_cols, mask=rest_mask, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            squares += tl.sum(rest * rest, axis=1, keep_dims=True)
+        squares += tl.sum(rest * rest, axis=1, keep_dims=True)
     if HAS_NORM:
         scale = tl.rsqrt(squares / D + eps)
         first *= scale * tl.load(weight_ptr + first_cols, mask=half < R // 2, other=0.0).to(tl.float32)

@@ -323,7 +323,7 @@ def _varlen_kernel(
     last = tl.minimum(kv_len, first_at + BLOCK_Q)
     PAGE_STRIDE: tl.constexpr = G * S * D
     table_ptr += b.to(tl.int64) * table_row_stride
-    acc, _, l = walk(
+    acc, _, l = walk(  # pyright: ignore[reportGeneralTypeIssues] (it follows the literal first = 0 into no return)
         q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, table_ptr, first, last, kv_len, at, first_at, scale_log2,
         window, PAGE_STRIDE, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW,
     )  # fmt: skip
