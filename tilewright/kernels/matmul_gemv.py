@@ -24,7 +24,7 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["GEMV"]
 
-_MAX_M = 4
+_MAX_M = 2  # H100: at 4 rows the tensor cores of `skinny` win every shape, at 2 it is a draw (docs/log.md#skinny-products)
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
