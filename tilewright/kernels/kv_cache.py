@@ -31,39 +31,52 @@ __all__ = ["kv_cache_write", "kv_cache_write_op", "rope_kv_write", "rope_kv_writ
 
 def _write_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     page_size = k_cache.shape[2]
-    live = slots >= 0
-    if not bool(live.all()):
+    places = slots.tolist()
+    if len(places) <= 4:  # a few copies cost a CPU less than an indexed write
+        for i, slot in enumerate(places):
+            if slot >= 0:
+                page, offset = divmod(slot, page_size)
+                k_cache[page, :, offset] = k[i]
+                v_cache[page, :, offset] = v[i]
+        return
+    if min(places) < 0:
+        live = slots >= 0
         k, v, slots = k[live], v[live], slots[live]
     pages, offsets = slots // page_size, slots % page_size
-    k_cache[pages, :, offsets] = k.to(k_cache.dtype)
-    v_cache[pages, :, offsets] = v.to(v_cache.dtype)
+    k_cache[pages, :, offsets] = k
+    v_cache[pages, :, offsets] = v
 
 
-def _norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Norm each head of x [T, heads, D], then rotate its first R dims by cos, sin [T, 1, R/2]."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if weight is not None:
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+def _rotate(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first R dims of each head of wide [T, heads, D] by cos, sin [T, 1, R/2]."""
     half = cos.shape[-1]
     rest = wide.shape[-1] - 2 * half
     if interleaved:
         first, second = wide[..., 0 : 2 * half : 2], wide[..., 1 : 2 * half : 2]
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-        parts = (turned, wide[..., 2 * half :])
-    else:
-        first, second, *parts = wide.split((half, half, rest) if rest else half, -1)
-        parts = (first * cos - second * sin, second * cos + first * sin, *parts)
-    return torch.cat(parts, -1).to(x.dtype)
+        return torch.cat((turned, wide[..., 2 * half :]), -1)
+    first, second, *unturned = wide.split((half, half, rest) if rest else half, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *unturned), -1)
+
+
+def _head_norm(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
 
 
 def _rope_reference(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slots: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, interleaved: bool,
 ) -> Tensor:  # fmt: skip
-    table = cos_sin[positions]
-    cos, sin = table[:, None, 0], table[:, None, 1]
-    _write_reference(_norm_rotate(k, k_norm, eps, cos, sin, interleaved), v, k_cache, v_cache, slots)
-    return _norm_rotate(q, q_norm, eps, cos, sin, interleaved)
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).unbind(2)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    heads = (q.shape[1], k.shape[1])
+    if q_norm is None or k_norm is None:
+        both = torch.cat((q, k), 1).to(wide)
+    else:
+        both = torch.cat((_head_norm(q.to(wide), q_norm, eps), _head_norm(k.to(wide), k_norm, eps)), 1)
+    q_turned, k_turned = _rotate(both, cos, sin, interleaved).to(q.dtype).split(heads, 1)
+    _write_reference(k_turned, v, k_cache, v_cache, slots)
+    return q_turned.contiguous()
 
 
 # ---- cost

@@ -39,14 +39,19 @@ _LOW = 0xFFFFFFFF
 
 def philox4x32_reference(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four random words for each counter. All words are int64 tensors in [0, 2^32) and broadcast against each other."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    # The two halves of a round are alike, so they are one tensor: half the operations, which is what costs on a CPU.
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = torch.broadcast_tensors(*key)
+    even, odd, keys = torch.stack((c0, c2)), torch.stack((c1, c3)), torch.stack((k0, k1))
+    shape = (2, *(1,) * c0.dim())
+    factors = torch.tensor((0xD2511F53, 0xCD9E8D57), device=c0.device).view(shape)
+    steps = torch.tensor((0x9E3779B9, 0xBB67AE85), device=c0.device).view((2, *(1,) * k0.dim()))
     for _ in range(10):
         # The product wraps around as a signed number; its upper word, shifted down and masked, is right all the same.
-        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (odd >> 32 & _LOW) ^ c1 ^ k0, odd & _LOW, (even >> 32 & _LOW) ^ c3 ^ k1, even & _LOW
-        k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
-    return c0, c1, c2, c3
+        product = (even * factors).flip(0)
+        even, odd = (product >> 32).bitwise_and_(_LOW).bitwise_xor_(odd).bitwise_xor_(keys), product.bitwise_and_(_LOW)
+        keys = (keys + steps).bitwise_and_(_LOW)
+    return even[0], odd[0], even[1], odd[1]
 
 
 def gumbel_reference(seed: Tensor, position: Tensor, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
