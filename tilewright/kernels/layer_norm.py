@@ -3,11 +3,13 @@
     y[t, :] = (x[t, :] - mean) / sqrt(variance + eps) * weight[:] + bias[:],     mean and (biased) variance of x[t, :]
 
     x, y: [..., D] of bf16, fp16 or fp32; weight, bias: [D], the bias may be missing. Statistics are float32 and never the
-    difference of two large sums: the variance is that of x - mean, and a row that does not fit into registers is reduced
-    by Welford's recurrence a lane, joined by Chan's formula (Chan, Golub and LeVeque, 1983).
+    difference of two large sums: the variance is that of x - mean. Of a row that does not fit into registers each lane sums
+    x - shift and its square, shift being the mean of the lane's part of the first block, and the lanes are joined by Chan's
+    formula (Chan, Golub and LeVeque, 1983). A lane with n blocks holds its shift's block itself, so that shift is at most
+    sqrt(n - 1) of the lane's standard deviations from the lane's mean: at most a factor n is lost to cancellation.
 
-Limited by bytes: D elements in, D out. A row up to 16384 elements wide is held in registers; a wider one is read again,
-from L2. Rows may be strided, the last dimension may not.
+Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one the
+last blocks are, and the rest is read again, from L1 and L2 (wide_rows.py). Rows may be strided, the last dimension may not.
 Not supported: backward, a last dimension with a stride other than 1 (it is copied first by the public function).
 """
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.wide_rows import columns, load_block, store_block, wide_refusal
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -60,11 +63,16 @@ def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Prob
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    block_d = min(next_pow2(problem.cols), 16384)
+    # One wide row an SM. H100, 4096 x 131072 bf16: a third block held spills.
+    widest = 32768 // problem.dtype.itemsize
+    if problem.cols > widest:
+        return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": 3 if problem.dtype.itemsize > 2 else 2, "num_warps": 32}
+    block_d = next_pow2(problem.cols)
     # 16 elements a thread: two 16-byte loads of bf16 in flight, and room for weight and bias beside them.
     return {
         "BLOCK_T": max(1, min(16, 2048 // block_d)),
         "BLOCK_D": block_d,
+        "HELD": 1,
         "num_warps": max(4, min(16, block_d // 512)),
     }
 
@@ -74,6 +82,7 @@ SPACE = Space(
     axes={
         "BLOCK_T": (1, 2, 4, 8, 16),
         "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+        "HELD": (1, 2, 3),
         "num_warps": (1, 2, 4, 8, 16, 32),
     },
     refusal=lambda device, problem, c: (
@@ -83,7 +92,7 @@ SPACE = Space(
         if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
         else "over 64 elements a thread"
         if c["BLOCK_T"] * c["BLOCK_D"] > 64 * 32 * c["num_warps"]
-        else None
+        else wide_refusal(problem.cols, c)
     ),
 )
 
@@ -112,55 +121,101 @@ EXAMPLES = (
 
 
 @triton.jit
-def _welford(x_ptr, x_rows, live, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(mean, variance) of rows wider than a block, [BLOCK_T, 1]."""
-    block = tl.arange(0, BLOCK_D)[None, :]
-    mean = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        mask = live & (start + block < D)
-        x = tl.load(x_ptr + x_rows + start + block, mask=mask, other=0.0).to(tl.float32)
-        gap = tl.where(mask, x - mean, 0.0)
-        mean += gap * (1.0 / (start // BLOCK_D + 1))
-        squares += tl.where(mask, gap * (x - mean), 0.0)
-    # How many of the D columns fell to each lane.
-    count = ((D - block + BLOCK_D - 1) // BLOCK_D).to(tl.float32)
-    row_mean = tl.sum(mean * count, axis=1, keep_dims=True) / D
-    gap = mean - row_mean
-    return row_mean, tl.sum(squares + gap * gap * count, axis=1, keep_dims=True) / D
+def _moments(x, shift, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Each lane's sum of x - shift over a block, and of its square."""
+    gap = x.to(tl.float32) - shift[:, None]
+    if MASKED:
+        gap = tl.where(columns(block, BLOCK_D) < D, gap, 0.0)
+    return tl.sum(gap, axis=1), tl.sum(gap * gap, axis=1)
+
+
+@triton.jit
+def _join(shift, first, second, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(mean, variance) of the row from the lanes' sums."""
+    lane = tl.arange(0, BLOCK_D // 8) * 8
+    LAST_START: tl.constexpr = (D - 1) // BLOCK_D * BLOCK_D
+    count = (LAST_START // BLOCK_D * 8 + tl.minimum(tl.maximum(D - LAST_START - lane, 0), 8)).to(tl.float32)
+    lane_mean = shift + first / count
+    mean = tl.sum(lane_mean * count, axis=0) / D
+    gap = lane_mean - mean
+    return mean, tl.sum(second - first * first / count + gap * gap * count, axis=0) / D
+
+
+@triton.jit
+def _wide_affine(
+    x, mean, scale, weight_ptr, bias_ptr, y_ptr, block,
+    D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    weight = load_block(weight_ptr, block, D, BLOCK_D, MASKED, "shared", 0.0)
+    bias = load_block(bias_ptr, block, D, BLOCK_D, MASKED, "shared", 0.0) if HAS_BIAS else weight
+    y = (x.to(tl.float32) - mean) * scale * weight.to(tl.float32)
+    if HAS_BIAS:
+        y += bias.to(tl.float32)
+    store_block(y_ptr, block, y, D, BLOCK_D, MASKED)
+
+
+@triton.jit
+def _wide_row(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, eps, D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr
+):
+    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
+    FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
+    RAGGED: tl.constexpr = D % BLOCK_D != 0
+    x = load_block(x_ptr, 0, D, BLOCK_D, False, "again", 0.0)
+    shift = tl.sum(x.to(tl.float32), axis=1) / 8
+    first, second = _moments(x, shift, 0, D, BLOCK_D, False)
+    for i in range(1, FIRST_HELD):
+        x = load_block(x_ptr, i, D, BLOCK_D, False, "again", 0.0)
+        more_first, more_second = _moments(x, shift, i, D, BLOCK_D, False)
+        first += more_first
+        second += more_second
+    held = ()
+    for block in tl.static_range(FIRST_HELD, LAST + 1):
+        x = load_block(x_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
+        held = held + (x,)
+        more_first, more_second = _moments(x, shift, block, D, BLOCK_D, RAGGED and block == LAST)
+        first += more_first
+        second += more_second
+    mean, variance = _join(shift, first, second, D, BLOCK_D)
+    scale = tl.rsqrt(variance + eps)
+    for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
+        x = held[block - FIRST_HELD]
+        _wide_affine(x, mean, scale, weight_ptr, bias_ptr, y_ptr, block, D, HAS_BIAS, BLOCK_D, RAGGED and block == LAST)
+    for i in range(FIRST_HELD):
+        j = FIRST_HELD - 1 - i
+        x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
+        _wide_affine(x, mean, scale, weight_ptr, bias_ptr, y_ptr, j, D, HAS_BIAS, BLOCK_D, False)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _layer_norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, n_rows, x_row_stride, eps,
-    D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
-    x_rows, y_rows = rows * x_row_stride, rows * D
-    live = rows < n_rows
-    block = tl.arange(0, BLOCK_D)[None, :]
     if D <= BLOCK_D:
-        mask = live & (block < D)
+        rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+        x_rows, y_rows = rows * x_row_stride, rows * D
+        block = tl.arange(0, BLOCK_D)[None, :]
+        mask = (rows < n_rows) & (block < D)
         x = tl.load(x_ptr + x_rows + block, mask=mask, other=0.0).to(tl.float32)
-        # Asked for before the sums are waited for.
-        weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
-        bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
+        # Asked for before the sums are waited for, where registers have room: at 16384 columns that costs a program of the two
+        # that an SM could hold (H100, 8192 rows: 235 us, and 185 with the loads late; at 4096 columns it is the same).
+        if BLOCK_D <= 4096:
+            weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
+            bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
         x = tl.where(mask, x - tl.sum(x, axis=1, keep_dims=True) / D, 0.0)
-        y = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps) * weight.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
+        if BLOCK_D > 4096:
+            weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
+            bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
+        y = x * scale * weight.to(tl.float32)
         if HAS_BIAS:
             y += bias.to(tl.float32)
         tl.store(y_ptr + y_rows + block, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        mean, variance = _welford(x_ptr, x_rows, live, D, BLOCK_T, BLOCK_D)
-        scale = tl.rsqrt(variance + eps)
-        for start in range(0, D, BLOCK_D):
-            cols = start + block
-            mask = live & (cols < D)
-            x = tl.load(x_ptr + x_rows + cols, mask=mask, other=0.0).to(tl.float32)
-            y = (x - mean) * scale * tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-            if HAS_BIAS:
-                y += tl.load(bias_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-            tl.store(y_ptr + y_rows + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        row = tl.program_id(0).to(tl.int64)
+        _wide_row(x_ptr + row * x_row_stride, weight_ptr, bias_ptr, y_ptr + row * D, eps, D, HAS_BIAS, BLOCK_D, HELD)
 
 
 # ---- launcher and op

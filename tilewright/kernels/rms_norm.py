@@ -5,14 +5,16 @@
     x, residual, y: [..., D] of bf16, fp16 or fp32; weight: [D]. The sum of squares is accumulated in float32.
     add_rms_norm: r = x + residual, rounded to x.dtype as the eager sum would be; returns (rms_norm(r), r).
 
-Limited by bytes: D elements in, D out, a handful of flops each. A row up to 16384 elements wide is held in registers between
-the two passes; a wider one is read again, from L2. Rows may be strided, the last dimension may not.
+Limited by bytes: D elements in, D out, a handful of flops each. A row up to 32 KB wide (16384 columns of bf16) is held in
+registers between the two passes; of a wider one the last blocks are, and the rest is read again, from L1 and L2 (wide_rows.py).
+add_rms_norm then reads the sum that it wrote, not both summands. Rows may be strided, the last dimension may not.
 Not supported: backward, a last dimension with a stride other than 1 (it is copied first by the public function).
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -29,9 +32,8 @@ __all__ = ["add_rms_norm", "add_rms_norm_op", "rms_norm", "rms_norm_op"]
 
 
 def _reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.to(wide.dtype)).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps).to(x.dtype)
 
 
 def _add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -58,22 +60,30 @@ class Problem(NamedTuple):
 
     dtype: torch.dtype
     cols: int
+    residual: bool
 
 
 def _problem(x: Tensor, weight: Tensor, eps: float) -> Problem:
-    return Problem(x.dtype, x.shape[-1])
+    return Problem(x.dtype, x.shape[-1], False)
 
 
 def _add_problem(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Problem:
-    return Problem(x.dtype, x.shape[-1])
+    return Problem(x.dtype, x.shape[-1], True)
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    block_d = min(next_pow2(problem.cols), 16384)
+    # One wide row an SM. H100, 4096 x 131072 bf16, us (a copy: 713, with the residual 1426): 733 with 3 blocks held, 792
+    # with 2; with the residual 1532 with 2, and 3 spill.
+    widest = 32768 // problem.dtype.itemsize
+    if problem.cols > widest:
+        held = 2 if problem.residual and problem.dtype.itemsize == 2 else 3
+        return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": held, "num_warps": 32}
+    block_d = next_pow2(problem.cols)
     # A program wants about 4096 elements in flight; 32 a thread still fit in registers beside the weights.
     return {
         "BLOCK_T": max(1, min(16, 2048 // block_d)),
         "BLOCK_D": block_d,
+        "HELD": 1,
         "num_warps": max(1, min(16, max(block_d, 2048) // 512)),
     }
 
@@ -83,14 +93,15 @@ SPACE = Space(
     axes={
         "BLOCK_T": (1, 2, 4, 8, 16),
         "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-        "num_warps": (1, 2, 4, 8, 16),
+        "HELD": (1, 2, 3),
+        "num_warps": (1, 2, 4, 8, 16, 32),
     },
     refusal=lambda device, problem, c: (
         "tile over 16384 elements"
         if c["BLOCK_T"] * c["BLOCK_D"] > 16384
         else "BLOCK_D wider than the row needs"
         if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
-        else None
+        else wide_refusal(problem.cols, c)
     ),
 )
 
@@ -133,19 +144,72 @@ def _load_total(x_ptr, residual_ptr, offsets, residual_offsets, mask, HAS_RESIDU
     return x
 
 
+@triton.jit
+def _wide_total(
+    x_ptr, residual_ptr, total_ptr, block,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, HELD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """A block of x, or of x + residual, which it writes; and each thread's sum of squares."""
+    if HAS_RESIDUAL:
+        x = load_block(x_ptr, block, D, BLOCK_D, MASKED, "last time", 0.0)
+        residual = load_block(residual_ptr, block, D, BLOCK_D, MASKED, "last time", 0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        store_block(total_ptr, block, x, D, BLOCK_D, MASKED, not HELD)
+    else:
+        x = load_block(x_ptr, block, D, BLOCK_D, MASKED, "once" if HELD else "again", 0.0)
+    wide = x.to(tl.float32)
+    return x, tl.sum(wide * wide, axis=1)
+
+
+@triton.jit
+def _wide_scaled(x, scale, weight_ptr, y_ptr, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    weight = load_block(weight_ptr, block, D, BLOCK_D, MASKED, "shared", 0.0).to(tl.float32)
+    store_block(y_ptr, block, x.to(tl.float32) * scale * weight, D, BLOCK_D, MASKED)
+
+
+@triton.jit
+def _wide_row(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, eps,
+    D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
+    FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
+    RAGGED: tl.constexpr = D % BLOCK_D != 0
+    squares = tl.zeros([BLOCK_D // 8], tl.float32)
+    for i in range(FIRST_HELD):
+        _, more = _wide_total(x_ptr, residual_ptr, total_ptr, i, D, BLOCK_D, False, False, HAS_RESIDUAL)
+        squares += more
+    held = ()
+    for block in tl.static_range(FIRST_HELD, LAST + 1):
+        x, more = _wide_total(x_ptr, residual_ptr, total_ptr, block, D, BLOCK_D, RAGGED and block == LAST, True, HAS_RESIDUAL)
+        held = held + (x,)
+        squares += more
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
+    if HAS_RESIDUAL:
+        # What one thread wrote another may read.
+        tl.debug_barrier()
+    for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
+        _wide_scaled(held[block - FIRST_HELD], scale, weight_ptr, y_ptr, block, D, BLOCK_D, RAGGED and block == LAST)
+    for i in range(FIRST_HELD):
+        j = FIRST_HELD - 1 - i
+        again = load_block(total_ptr if HAS_RESIDUAL else x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
+        _wide_scaled(again, scale, weight_ptr, y_ptr, j, D, BLOCK_D, False)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr,
     n_rows, x_row_stride, residual_row_stride, eps,
-    D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
-    x_rows, residual_rows, y_rows = rows * x_row_stride, rows * residual_row_stride, rows * D
-    live = rows < n_rows
-    block = tl.arange(0, BLOCK_D)[None, :]
     if D <= BLOCK_D:
-        mask = live & (block < D)
-        x = _load_total(x_ptr, residual_ptr, x_rows + block, residual_rows + block, mask, HAS_RESIDUAL)
+        rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+        y_rows = rows * D
+        block = tl.arange(0, BLOCK_D)[None, :]
+        mask = (rows < n_rows) & (block < D)
+        x_at, residual_at = rows * x_row_stride + block, rows * residual_row_stride + block
+        x = _load_total(x_ptr, residual_ptr, x_at, residual_at, mask, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(total_ptr + y_rows + block, x, mask=mask)
         wide = x.to(tl.float32)
@@ -153,23 +217,12 @@ def _rms_norm_kernel(
         weight = tl.load(weight_ptr + block, mask=block < D, other=0.0).to(tl.float32)
         tl.store(y_ptr + y_rows + block, (wide * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-        for start in range(0, D, BLOCK_D):
-            cols = start + block
-            mask = live & (cols < D)
-            x = _load_total(x_ptr, residual_ptr, x_rows + cols, residual_rows + cols, mask, HAS_RESIDUAL)
-            if HAS_RESIDUAL:
-                tl.store(total_ptr + y_rows + cols, x, mask=mask)
-            wide = x.to(tl.float32)
-            squares += wide * wide
-        scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / D + eps)
-        for start in range(0, D, BLOCK_D):
-            cols = start + block
-            mask = live & (cols < D)
-            x = _load_total(x_ptr, residual_ptr, x_rows + cols, residual_rows + cols, mask, HAS_RESIDUAL)
-            weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-            y = x.to(tl.float32) * scale * weight
-            tl.store(y_ptr + y_rows + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        row = tl.program_id(0).to(tl.int64)
+        x_ptr += row * x_row_stride
+        residual_ptr += row * residual_row_stride
+        _wide_row(
+            x_ptr, residual_ptr, weight_ptr, y_ptr + row * D, total_ptr + row * D, eps, D, HAS_RESIDUAL, BLOCK_D, HELD
+        )  # fmt: skip
 
 
 # ---- launchers and ops

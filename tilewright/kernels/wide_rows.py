@@ -1,0 +1,71 @@
+"""Blocks of a row that is too wide for registers. No launchers.
+
+The normalisations and softmax read such a row twice: for its statistics, then to write it. Only the first reading may come from
+memory. On an H100 each of 132 SMs works on a row of its own, 256 KB for 131072 bf16 columns, so between the two readings 34 MB
+wait in an L2 of two halves of 25 MB. What keeps them there, and the time for 4096 such rows of RMS norm (two passes over
+plain loads: 1090 us; a device copy: 713 us):
+
+    one program of 32 warps on an SM, so that no second row wants room                                  1011 us
+    hints: keep what is read again (`evict_last`), drop what is not (`evict_first`, stores `.cs`)        891 us
+    the last blocks stay in registers, as they were loaded; the others come back last block first        829 us
+    the next block is asked for before this one is used                                                  783 us
+
+A thread holds 8 neighbouring columns a load, the second axis of a block: what is summed over that axis costs no shuffle.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.tune.space import Config
+
+__all__ = ["columns", "load_block", "store_block", "wide_refusal"]
+
+
+def wide_refusal(cols: int, config: Config) -> str | None:
+    """Why a config does not fit the width of a row: wide rows go one by one, and only they have blocks to hold."""
+    if cols <= config["BLOCK_D"]:
+        return "a row of one block has nothing else to hold" if config["HELD"] > 1 else None
+    if config["BLOCK_T"] > 1:
+        return "wide rows go one by one"
+    if config["BLOCK_D"] < 2048:
+        return "a wide row in blocks under 2048 columns"
+    return None
+
+
+@triton.jit
+def columns(block, BLOCK_D: tl.constexpr):
+    """The columns of a block of a row, [BLOCK_D // 8, 8]."""
+    return block * BLOCK_D + tl.arange(0, BLOCK_D // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def load_block(
+    row_ptr, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, USE: tl.constexpr, OTHER: tl.constexpr
+):
+    """A block of the row at row_ptr, in its own dtype. MASKED: the block may reach past the row; there it holds OTHER.
+
+    USE says what will become of its cache lines: read "again" by this program, now for the "last time", read "once", or
+    "shared" with the other programs (weights: L1 is kept for the row, L2 has them hot).
+    """
+    cols = columns(block, BLOCK_D)
+    EVICT: tl.constexpr = "evict_last" if USE == "again" else "evict_first" if USE == "last time" else ""
+    CACHE: tl.constexpr = ".cg" if USE == "once" or USE == "shared" else ""
+    if MASKED:
+        return tl.load(row_ptr + cols, mask=cols < D, other=OTHER, cache_modifier=CACHE, eviction_policy=EVICT)
+    else:
+        return tl.load(row_ptr + cols, cache_modifier=CACHE, eviction_policy=EVICT)
+
+
+@triton.jit
+def store_block(
+    row_ptr, block, values, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr = False
+):
+    """Write a block; AGAIN: this program will read it."""
+    cols = columns(block, BLOCK_D)
+    EVICT: tl.constexpr = "evict_last" if AGAIN else ""
+    CACHE: tl.constexpr = "" if AGAIN else ".cs"
+    values = values.to(row_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(row_ptr + cols, values, mask=cols < D, cache_modifier=CACHE, eviction_policy=EVICT)
+    else:
+        tl.store(row_ptr + cols, values, cache_modifier=CACHE, eviction_policy=EVICT)
