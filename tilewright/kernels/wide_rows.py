@@ -2,13 +2,13 @@
 
 The normalisations and softmax read such a row twice: for its statistics, then to write it. Only the first reading may come from
 memory. On an H100 each of 132 SMs works on a row of its own, 256 KB for 131072 bf16 columns, so between the two readings 34 MB
-wait in an L2 of two halves of 25 MB. What keeps them there, and the time for 4096 such rows of RMS norm (two passes over
-plain loads: 1090 us; a device copy: 713 us):
+wait in an L2 of two halves of 25 MB. What brings 4096 such rows of RMS norm near a device copy (710 us):
 
+    two passes of plain loads                                                                           1091 us
     one program of 32 warps on an SM, so that no second row wants room                                  1011 us
     hints: keep what is read again (`evict_last`), drop what is not (`evict_first`, stores `.cs`)        891 us
-    the last blocks stay in registers, as they were loaded; the others come back last block first        829 us
-    the next block is asked for before this one is used                                                  783 us
+    the last blocks stay in registers as they were loaded; the others come back, last block first        795 us
+    weights and held blocks pass L1 by (`.cg`), which keeps the rest of the row                          776 us
 
 A thread holds 8 neighbouring columns a load, the second axis of a block: what is summed over that axis costs no shuffle.
 """
