@@ -67,4 +67,6 @@ $(BIN)/pip:
 
 .venv/.installed-test: .venv/.installed
 	$(INSTALL) -e '.[test,dev]'
+	rm -rf .data/openai-2
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --target .data/openai-2 'openai>=2,<3' # the other major
 	@touch $@
