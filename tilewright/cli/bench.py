@@ -7,23 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["app"]
+from tilewright.cli.root import app, say
 
-app = typer.Typer(no_args_is_help=True, help="Measure operators and the engine; write JSON that names device and versions.")
+__all__ = ["bench"]
+
+bench = typer.Typer(no_args_is_help=True, help="Measure operators and the engine; write JSON that names device and versions.")
+app.add_typer(bench, name="bench")
 
 _Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _need_gpu(what: str) -> None:
     from tilewright.hw.device import cuda_count
 
     if not cuda_count():
-        _say(f"tilewright bench {what}: needs a CUDA device and there is none. The tests run on a CPU: make test")
+        say(f"tilewright bench {what}: needs a CUDA device and there is none. The tests run on a CPU: make test")
         raise typer.Exit(1)
 
 
@@ -40,7 +39,7 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-@app.command("ops")
+@bench.command("ops")
 def bench_ops(
     names: Annotated[list[str] | None, typer.Argument(help="Operators to measure; all of them when left out.")] = None,
     out: _Out = None,
@@ -59,15 +58,15 @@ def bench_ops(
     _need_gpu("ops")
     from tilewright.bench.harness import write_json
 
-    rows = list(measure(set(names or []), _say))
+    rows = list(measure(set(names or []), say))
     overhead = dispatch_overhead_us("cuda")
     if out:
         write_json(out, "memory-bound operators against a device copy of the same bytes", rows, dispatch_us=overhead)
     _print(rows, as_json)
-    _say(f"dispatch of ops.rms_norm, host microseconds a call: {overhead}")
+    say(f"dispatch of ops.rms_norm, host microseconds a call: {overhead}")
 
 
-@app.command("engine")
+@bench.command("engine")
 def bench_engine(
     shape: Annotated[str, typer.Argument(help="Model shape, random weights: qwen3-0.6b, qwen3-8b, llama-1b, llama-8b.")],
     workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, R2000; repeat it.")] = None,
@@ -99,7 +98,7 @@ def bench_engine(
     config = EngineConfig(
         dtype=dtype, max_model_len=max_model_len, page_size=page_size, max_tokens_per_step=max_tokens_per_step
     )
-    rows = run_engine(shape, workload or ["W1", "B1"], runs=runs, config=config, progress=_say)
+    rows = run_engine(shape, workload or ["W1", "B1"], runs=runs, config=config, progress=say)
     if out:
         write_json(out, f"engine, {shape}, random weights", rows)
     _print(rows, as_json)

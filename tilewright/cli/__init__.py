@@ -1,0 +1,23 @@
+"""The command line, a verb a module: `tilewright serve | run | bench`.
+
+Nothing heavy is imported before a verb needs it, so that `--help` is immediate.
+"""
+
+import sys
+
+try:
+    import tilewright.cli.bench
+    import tilewright.cli.serve  # noqa: F401 (a verb registers itself)
+    from tilewright.cli.root import INTERRUPTED, app
+except KeyboardInterrupt:  # the imports take a good part of a second: Ctrl-C in them is no traceback either
+    raise SystemExit(130) from None
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Entry point of the `tilewright` command."""
+    try:
+        app(prog_name="tilewright")
+    except KeyboardInterrupt:  # before a verb has begun
+        sys.exit(INTERRUPTED)

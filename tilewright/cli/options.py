@@ -1,0 +1,60 @@
+"""Options of verbs, made from the fields of config dataclasses: a field with a help text is an option."""
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Set
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+__all__ = ["Model", "options"]
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+# Options whose name or unit is friendlier than the field's: field -> (option, type, bytes in its unit).
+FRIENDLY: dict[str, tuple[str, Any, int]] = {
+    "kv_cache_bytes": ("kv_cache_gib", float | None, 2**30),
+    "max_body_bytes": ("max_body_mib", int, 2**20),
+    "max_waiting": ("queue", int, 1),
+}
+
+
+def options(config: type, *, into: str, panel: str | None = None, without: Set[str] = frozenset()) -> Callable[[Verb], Verb]:
+    """Give a verb the fields of `config` that have a help text as options; they arrive in its dict parameter `into`."""
+    fields = [f for f in dataclasses.fields(config) if "help" in f.metadata and f.name not in without]
+    made = {f.name: _option(f, panel) for f in fields}
+
+    def wrap(verb: Verb) -> Verb:
+        own = inspect.signature(verb).parameters
+        parameters = [own[name] for name in own if name != into] + [option for option, _ in made.values()]
+
+        @functools.wraps(verb)
+        def call(**given: Any) -> Any:
+            values = {name: (given.pop(option.name), unit) for name, (option, unit) in made.items()}
+            scaled = {name: v if v is None or unit == 1 else int(v * unit) for name, (v, unit) in values.items()}
+            return verb(**given, **{into: scaled})
+
+        # What Typer reads.
+        call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call  # pyright: ignore[reportReturnType]
+
+    return wrap
+
+
+def _option(field: dataclasses.Field[Any], panel: str | None) -> tuple[inspect.Parameter, int]:
+    """(the parameter that Typer makes an option from, bytes in its unit)."""
+    name, kind, unit = FRIENDLY.get(field.name, (field.name, field.type, 1))
+    default: Any = field.default
+    if unit != 1 and default is not None:
+        default //= unit
+    # Other fields are spoken of by their names, which are options here.
+    words = re.sub(r"\b\w+_\w+\b", lambda word: "--" + word[0].replace("_", "-"), field.metadata["help"])
+    words = words.replace("bytes", "GiB") if unit == 2**30 else words
+    annotation = Annotated[kind, typer.Option(help=words, rich_help_panel=panel)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation), unit
+
+
+Model = Annotated[str, typer.Argument(help="the embedded model's name, a model folder, or a name on the Hugging Face hub")]

@@ -1,0 +1,90 @@
+"""The root of the command line: what stands before a verb, how errors and progress are said, and exit codes.
+
+Exit codes: 0 it worked, 1 it failed (one line on stderr says what, what it got, what it wanted and what to do), 2 the command
+was misspelled, 130 Ctrl-C. Results go to stdout, everything else to stderr. `--traceback` shows where an error came from.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from tilewright import __version__
+
+__all__ = ["INTERRUPTED", "Progress", "app", "plain_errors", "say"]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells count: 128 + SIGINT."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="GPU operators you can prove, and the engine that serves language models on them.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"tilewright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version", is_eager=True, callback=_version)] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="show the Python traceback of an error")] = False,
+) -> None:
+    context.obj = traceback
+
+
+@contextmanager
+def plain_errors(context: typer.Context) -> Iterator[None]:
+    """Turn what a user can cause into one line on stderr and exit code 1; leave bugs their traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader of stdout has gone (`| head`); Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except (ValueError, OSError, MemoryError) as error:
+        if context.obj:
+            raise
+        say(f"error: {error or type(error).__name__}")
+        raise typer.Exit(1) from None
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Words of a long task on stderr: on a terminal the line is written over, elsewhere only each new stage is a line."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._stage = ""
+
+    def __call__(self, words: str) -> None:
+        """Say where the task is."""
+        stage = re.sub(r"[\d,.%/ ]+$", "", words)
+        if self._terminal and "\n" not in words:
+            print(f"\r\x1b[2K{words}", end="", file=sys.stderr, flush=True)
+        elif stage != self._stage:
+            say(words)
+        self._stage = stage
+
+    def end(self) -> None:
+        """The task is over: its line is cleared."""
+        if self._terminal:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

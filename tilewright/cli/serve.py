@@ -1,0 +1,167 @@
+"""`tilewright serve` and `tilewright run`: a model over HTTP, or once on the terminal."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilewright.cli.options import Model, options
+from tilewright.cli.root import Progress, app, plain_errors, say
+from tilewright.engine.config import EngineConfig
+from tilewright.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from tilewright.engine.llm import LLM
+    from tilewright.engine.request import SamplingParams
+
+__all__ = ["run", "serve"]
+
+
+def _load(model: str, options: Mapping[str, Any]) -> "LLM":
+    EngineConfig(model=model, **options)  # what is wrong with the options is said before torch is imported
+    started_s = time.perf_counter()
+    say(f"Loading {model} ...")
+    from tilewright.engine.llm import LLM
+
+    progress = Progress()
+    try:
+        llm = LLM(model, progress=progress, **options)
+    finally:
+        progress.end()
+    say(f"Loaded in {time.perf_counter() - started_s:.1f} s")
+    return llm
+
+
+@app.command(
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright serve\n\n"
+    "tilewright serve ./my-model --port 9000 --max-seqs 64\n\n"
+    "tilewright serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key-file key.txt\n\n"
+    "curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{\"prompt\": \"Call me\"}'"
+)
+@options(EngineConfig, into="engine", panel="Engine", without={"model"})
+@options(ServerConfig, into="server")
+def serve(
+    context: typer.Context,
+    server: dict[str, Any],
+    engine: dict[str, Any],
+    model: Model = "bookworm",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="the same from a file, which does not show in the process list")
+    ] = None,
+    served_name: Annotated[str | None, typer.Option(help="the model's name in the API; default: its own")] = None,
+) -> None:
+    """Serve a model: OpenAI's API under /v1, a playground at /.
+
+    The first Ctrl-C or SIGTERM lets running requests finish, the second aborts them.
+    """
+    with plain_errors(context):
+        if api_key_file is not None:
+            if server["api_key"] is not None:
+                raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
+            server["api_key"] = api_key_file.read_text().strip()
+        config = ServerConfig(**server)
+        from tilewright.server.serve import bind, run_server
+
+        listener = bind(config)
+        llm = _load(model, engine)
+        from tilewright.server.app import create_app
+        from tilewright.server.prompts import Served
+
+        # A folder is served under its own name, not under its path.
+        name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+        code = run_server(create_app(llm.engine, Served.of(llm.engine, name), config), listener, say)
+    raise typer.Exit(code)
+
+
+SAMPLING = "Sampling"
+
+
+@app.command(
+    epilog="[b]Examples[/b]\n\n"
+    'tilewright run --prompt "It was a dark"\n\n'
+    'tilewright run ./my-model --chat --prompt "Why is the sky blue?" --temperature 0\n\n'
+    "cat story.txt | tilewright run --max-tokens 200 > more.txt\n\n"
+    'tilewright run --prompt "Once" --json | jq .timings'
+)
+@options(EngineConfig, into="engine", panel="Engine", without={"model", "max_seqs", "max_waiting", "prefix_cache"})
+def run(
+    context: typer.Context,
+    engine: dict[str, Any],
+    model: Model = "bookworm",
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="text to go on from; default: stdin")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text as it comes")] = False,
+    max_tokens: Annotated[int, typer.Option(help="most tokens to generate", rich_help_panel=SAMPLING)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token", rich_help_panel=SAMPLING)] = 1.0,
+    top_p: Annotated[float, typer.Option(help="1 is off", rich_help_panel=SAMPLING)] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off", rich_help_panel=SAMPLING)] = 0,
+    min_p: Annotated[float, typer.Option(help="0 is off", rich_help_panel=SAMPLING)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same text", rich_help_panel=SAMPLING)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="end before this text; may be given several times", rich_help_panel=SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens", rich_help_panel=SAMPLING)] = False,
+) -> None:
+    """Generate text once: it streams to stdout as it comes, progress goes to stderr."""
+    with plain_errors(context):
+        if prompt is None and sys.stdin.isatty():
+            raise typer.BadParameter("no prompt: give --prompt, or text on stdin")
+        text = sys.stdin.read() if prompt is None else prompt
+        from tilewright.engine.request import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+        )
+        llm = _load(model, {**engine, "max_seqs": 1})
+        _generate(llm, model, _prompt_ids(llm, text, chat=chat), params, as_json=as_json)
+
+
+def _prompt_ids(llm: "LLM", text: str, *, chat: bool) -> list[int]:
+    tokenizer = llm.tokenizer
+    if chat:
+        turn = {"role": "user", "content": text}
+        return tokenizer.encode(tokenizer.apply_chat_template([turn]), add_special=False)
+    ids = tokenizer.encode(text)
+    if not ids and tokenizer.bos_id is None:
+        raise ValueError("the prompt is empty and the model has no BOS token to begin with; wanted some text")
+    return ids or [tokenizer.bos_id]  # pyright: ignore[reportReturnType]
+
+
+def _generate(llm: "LLM", model: str, prompt: list[int], params: "SamplingParams", *, as_json: bool) -> None:
+    """Stream the text to stdout, or print one JSON object with text, tokens, usage and timings."""
+    started_s = time.perf_counter()
+    first_s = None
+    text, ids, finish_reason = "", [], None
+    for delta in llm.stream(prompt, params):
+        if first_s is None and delta.token_ids:
+            first_s = time.perf_counter() - started_s
+        if delta.finish_reason == "error":
+            raise ValueError(delta.error)
+        text += delta.text
+        ids += delta.token_ids
+        finish_reason = delta.finish_reason
+        if not as_json:
+            print(delta.text, end="", flush=True)
+    total_s = time.perf_counter() - started_s
+    rate = (len(ids) - 1) / (total_s - first_s) if first_s is not None and len(ids) > 1 else None
+    if not as_json:
+        print(flush=True)
+        speed = "" if rate is None else f", {rate:.1f} tokens/s after the first"
+        say(f"{len(ids)} tokens in {total_s:.2f} s{speed} ({finish_reason})")
+        return
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+    timings = {"first_token_s": first_s, "total_s": total_s, "tokens_per_s_after_first": rate}
+    answer = {"model": model, "text": text, "token_ids": ids, "finish_reason": finish_reason}
+    print(json.dumps({**answer, "usage": usage, "timings": timings}, ensure_ascii=False))
