@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device, device_of
 from tilewright.hw.roofline import Cost
+from tilewright.tune.model import Work
 from tilewright.tune.space import NO_CHOICES, Config, Space
 
 __all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "prefer", "scope"]
@@ -90,6 +91,8 @@ class Impl:
     batch_invariant: bool = False
     interpretable: bool = True
     """Whether Triton's interpreter can run it; vendor libraries and Gluon cannot be."""
+    work: Callable[..., Work] | None = None
+    """(device, config, *args) -> what a launch really does, for the analytical model; None when it has no config to predict."""
 
     def refusal(self, device: Device, problem: Any, scope: Scope = Scope()) -> str | None:  # noqa: B008
         """Why this implementation does not take the problem on this device, or None when it does."""
@@ -148,6 +151,8 @@ class Op:
 
     `problem(*args)` -> a hashable summary with all that a refusal or a default config may look at.
     `cost(*args)` -> the unavoidable work of the call.
+    `make(inputs, *, M, N, dtype=torch.bfloat16, ...)` -> arguments from dimensions: its keywords are what `tune`, `explain` and
+    `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices.
     `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.
     `mutates` names the arguments that are written in place.
     `tolerance` may tighten the conformance limits: dtype -> (max error, RMS error), both relative to the RMS of the oracle.
@@ -159,6 +164,7 @@ class Op:
     cost: Callable[..., Cost]
     examples: tuple[Example, ...]
     impls: tuple[Impl, ...]
+    make: Callable[..., tuple[Any, ...]] | None = None
     fake: Callable[..., Any] | None = None
     mutates: tuple[str, ...] = ()
     tolerance: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
