@@ -337,7 +337,7 @@ def arguments() -> argparse.Namespace:
     add("--tokenizer", type=Path, help="a tokenizer.json of an earlier run (default: train one)")
     add("--max-shard-mib", type=float, help="split the weights into files of at most this many MiB (default: one file)")
     add("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    sizes = {"vocab": 4096, "context": 2048, "hidden": 384, "ffn": 640, "layers": 7, "heads": 6, "kv_heads": 2}
+    sizes = {"vocab": 4096, "context": 2048, "hidden": 384, "ffn": 896, "layers": 4, "heads": 6, "kv_heads": 2}
     sizes |= {"head_dim": 64, "batch_tokens": 131072, "warmup": 200, "sample_tokens": 100, "limit_documents": None}
     for name, value in sizes.items():
         add("--" + name.replace("_", "-"), type=int, default=value)

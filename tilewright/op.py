@@ -33,6 +33,7 @@ from tilewright.tune.space import NO_CHOICES, Config, Space
 __all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "prefer", "scope"]
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
+_CPU_IS_CPU = not device_of(-1).runs_triton
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -196,6 +197,8 @@ class Op:
     def run(self, *args: Any) -> Any:
         """Choose and launch, without torch's dispatcher."""
         index = args[0].get_device()
+        if index < 0 and _CPU_IS_CPU:
+            return self.reference(*args)  # what `choose` would say, without the summary
         problem = self.problem(*args)
         key = (problem, index, _SCOPE.get())
         choice = self._choices.get(key)
