@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from tilewright.op import Config, Impl, Op
 
-# (largest error, RMS error). An op may tighten its own limits, never loosen them. Half an ulp of bf16 is 2^-9 to 2^-8 of
-# the value; the table leaves room for the hardest case, an average of many values with weights rounded to the same type.
+# (largest error, RMS error) of one rounding; half an ulp of bf16 is 2^-9 to 2^-8 of the value. An op that rounds its way
+# more than once (`Op.roundings`) has as many times the room; it may tighten its own limits, never loosen them.
 LIMITS = {
-    torch.float32: (1e-5, 2e-6),
-    torch.float16: (2e-3, 1e-3),
-    torch.bfloat16: (1.6e-2, 8e-3),
+    torch.float32: (1e-5, 1e-6),
+    torch.float16: (1e-3, 5e-4),
+    torch.bfloat16: (8e-3, 4e-3),
     torch.float64: (1e-12, 1e-13),
 }
 
@@ -120,9 +120,10 @@ def check(op: Op, impl: Impl, config: Config, args: tuple[Any, ...]) -> None:
 
 def limits(op: Op, dtype: torch.dtype) -> tuple[float, float]:
     """The limits in force for an op: the table's, or the op's own where they are tighter."""
-    own = op.tolerance.get(dtype, LIMITS[dtype])
-    assert own[0] <= LIMITS[dtype][0], f"{op.name} loosens a limit"
-    assert own[1] <= LIMITS[dtype][1], f"{op.name} loosens a limit"
+    table = (op.roundings * LIMITS[dtype][0], op.roundings * LIMITS[dtype][1])
+    own = op.tolerance.get(dtype, table)
+    assert own[0] <= table[0], f"{op.name} loosens a limit"
+    assert own[1] <= table[1], f"{op.name} loosens a limit"
     return own
 
 

@@ -22,6 +22,7 @@ from tilewright.cli import app
 
 ENGINE_OPTIONS = {
     *("--device", "--dtype", "--max-model-len", "--page-size", "--kv-cache-gib", "--memory-fraction"),
+    *("--invariant", "--no-invariant"),
     *("--max-tokens-per-step", "--prefill-chunk"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.

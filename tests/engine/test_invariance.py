@@ -1,8 +1,12 @@
-"""Greedy ids of a model do not depend on what else runs: alone, in a batch, in chunks, from the cache, after preemption."""
+"""Greedy ids of a model do not depend on what else runs: alone, in a batch, in chunks, from the cache, after preemption.
+
+On a GPU too: in float32 with the implementations that a server takes, and in bfloat16 with the invariant ones.
+"""
 
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,11 +26,22 @@ CONFIG = ModelConfig(
 PAGES, PAGE_SIZE, MAX_SEQS, BUDGET = 256, 16, 32, 512
 
 
-@pytest.fixture(scope="module")
-def runner() -> ModelRunner:
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+MACHINES = [
+    ("cpu", "float32", False),
+    pytest.param(("cuda", "float32", False), marks=GPU),
+    pytest.param(("cuda", "float32", True), marks=GPU),
+    pytest.param(("cuda", "bfloat16", True), marks=GPU),
+]
+
+
+@pytest.fixture(scope="module", params=MACHINES, ids=str)
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    device, dtype, invariant = request.param
     return load(
-        CONFIG, device="cpu", max_seqs=MAX_SEQS, page_size=PAGE_SIZE, max_tokens_per_step=BUDGET, kv_cache_bytes=8 << 20
-    ).runner
+        CONFIG, device=device, dtype=dtype, max_seqs=MAX_SEQS, page_size=PAGE_SIZE, max_tokens_per_step=BUDGET,
+        kv_cache_bytes=8 << 20, batch_invariant=invariant,
+    ).runner  # fmt: skip
 
 
 def engine(

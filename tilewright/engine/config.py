@@ -30,6 +30,8 @@ class EngineConfig:
     max_waiting: int = _option(4096, "requests that may wait; beyond it they are refused")
     prefix_cache: bool = _option(True, "share pages of the KV cache between requests that begin alike")
 
+    invariant: bool = _option(False, "the same bits for a request whatever else is in the batch; slower")
+
     def __post_init__(self) -> None:
         least = {"max_seqs": 1, "page_size": 1, "max_tokens_per_step": self.max_seqs, "max_waiting": 1}
         least |= {"max_model_len": 2, "kv_cache_bytes": 1, "prefill_chunk": 1}

@@ -148,6 +148,7 @@ def _load(options: EngineConfig, progress: Callable[[str], None] | None, model: 
         kv_cache_bytes=options.kv_cache_bytes,
         memory_fraction=options.memory_fraction,
         max_tokens_per_step=options.max_tokens_per_step,
+        batch_invariant=options.invariant,
         progress=progress,
     )
 

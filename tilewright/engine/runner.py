@@ -8,6 +8,7 @@ replay a captured graph; steps with prompts run eagerly. On a CPU the same code 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tilewright.hw.device import cuda_count, default_device
 from tilewright.models import Model, load_config, load_model, random_model, resolve
 from tilewright.models.config import ModelConfig
 from tilewright.nn import KVCache
+from tilewright.op import invariant
 
 __all__ = ["Loaded", "ModelRunner", "load"]
 
@@ -52,13 +54,15 @@ class ModelRunner:
     """Runs steps of one model on one device."""
 
     def __init__(
-        self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int
-    ):
+        self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
+        batch_invariant: bool = False,
+    ):  # fmt: skip
         config = model.config
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
         self.max_tokens_per_step = max_tokens_per_step
+        self._scope: Callable[[], AbstractContextManager[None]] = invariant if batch_invariant else nullcontext
         self.asynchronous = self.device.type == "cuda"
         self.cache = KVCache.zeros(
             layers=config.num_hidden_layers,
@@ -81,9 +85,12 @@ class ModelRunner:
 
     # ---- steps
 
-    @torch.inference_mode()
     def launch(self, step: Step) -> Ticket:
         """Enqueue a step; on a CPU, run it."""
+        with torch.inference_mode(), self._scope():
+            return self._launch(step)
+
+    def _launch(self, step: Step) -> Ticket:
         if step.copies:
             pairs = torch.tensor(step.copies, dtype=torch.int64).to(self.device, non_blocking=True)
             self.cache.copy_pages(pairs[:, 0], pairs[:, 1])
@@ -210,11 +217,13 @@ class ModelRunner:
 
     # ---- readiness
 
-    @torch.inference_mode()
     def warmup(self, progress: Progress) -> None:
         """Launch everything that a later step can launch, so that none of them compiles."""
-        if not self.asynchronous:
-            return
+        if self.asynchronous:
+            with torch.inference_mode(), self._scope():
+                self._warmup(progress)
+
+    def _warmup(self, progress: Progress) -> None:
         sizes = _powers(self.max_tokens_per_step)
         for i, tokens in enumerate(reversed(sizes)):
             progress(f"warming up kernels {i + 1}/{len(sizes)}")
@@ -272,6 +281,11 @@ def _device(name: str | None) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+def _found(model: str | Path) -> tuple[Path, ModelConfig]:
+    folder = resolve(model)
+    return folder, load_config(folder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     """A model ready to run."""
@@ -295,6 +309,7 @@ def load(
     kv_cache_bytes: int | None = None,
     memory_fraction: float = 0.9,
     max_tokens_per_step: int = 8192,
+    batch_invariant: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """Plan, load and warm up a model.
@@ -303,17 +318,16 @@ def load(
         model: "bookworm", a folder, a hub name; or a config, for random weights of that shape.
         device: a torch device's name; None: the first GPU, else the CPU.
         dtype: bfloat16, float16 or float32; None: the checkpoint's own on a GPU, float32 on a CPU.
-        progress: told in words what is going on, the memory plan first, before anything is loaded.
+        batch_invariant: take only implementations whose rows do not depend on the rest of a batch, bitwise.
+        progress: told in words what is going on, the memory plan first.
 
     Raises:
         ModelError: the model cannot be had, read, or run.
         NoMemory: the plan does not fit.
         ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype.
     """
-    report = progress or (lambda text: None)
-    on, wanted = _device(device), _dtype(dtype)
-    folder = None if isinstance(model, ModelConfig) else resolve(model)
-    config = model if isinstance(model, ModelConfig) else load_config(folder)  # pyright: ignore[reportArgumentType]
+    report, on, wanted = progress or (lambda text: None), _device(device), _dtype(dtype)
+    folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
     kept = wanted or (config.dtype if on.type == "cuda" else torch.float32)
     plan = plan_memory(
         config,
@@ -340,6 +354,7 @@ def load(
         max_seqs=max_seqs,
         max_model_len=plan.max_model_len,
         max_tokens_per_step=max_tokens_per_step,
+        batch_invariant=batch_invariant,
     )
     runner.warmup(report)
     return Loaded(runner=runner, tokenizer_path=folder, config=config, num_pages=plan.num_pages, plan=plan)

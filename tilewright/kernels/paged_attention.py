@@ -18,12 +18,12 @@ Two schedules:
   the last to finish combines their (m, l, acc), in the order of the ranges. How many there are follows from the batch and
   the card; how long a range is, from the length on the device: no host sync, one launch, safe in a CUDA graph.
 - `varlen`, any lengths: a program takes one key/value head and a tile of queries x shared heads, walks the keys from the
-  first, and masks only where the diagonal or the window passes. A row's bits depend on its own sequence alone.
+  first, and masks only where the diagonal or the window passes.
+
+- `invariant` is `varlen` with one tile for every batch, so that a row's bits are the same in prefill, in a chunk and in decode.
 
 Not supported: backward, dropout, biases, non-causal masks, caches in 8 bits. Block table entries are trusted on a GPU.
 """
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.paged_space import INVARIANT_SPACE, SPLIT_SPACE, VARLEN_SPACE, problem_of
 from tilewright.kernels.paged_walk import walk
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Example, Impl, Inputs, Op
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Config
 
 __all__ = ["paged_attention", "paged_attention_op"]
 
@@ -55,25 +55,27 @@ def _reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
     max_q_len: int, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     kv_heads, dim = k_cache.shape[1], q.shape[2]
     group = q.shape[1] // kv_heads
-    bounds = cu_q.tolist()
-    for b, length in enumerate(kv_lens.tolist()):
-        start, end = bounds[b], bounds[b + 1]
-        if end == start or length == 0:
+    bounds, lengths = cu_q.tolist(), kv_lens.tolist()
+    outputs = []
+    for b, length in enumerate(lengths):
+        rows = q[bounds[b] : bounds[b + 1]] if len(lengths) > 1 else q
+        count = rows.shape[0]
+        if count == 0 or length == 0:
+            outputs.append(torch.zeros_like(rows))
             continue
         k, v = (_gather(cache, block_table[b], length) for cache in (k_cache, v_cache))
         mask = None
-        if end - start > 1 or window is not None:
-            at = torch.arange(length - (end - start), length, device=q.device).repeat_interleave(group)[:, None]
+        if count > 1 or window is not None:
+            at = torch.arange(length - count, length, device=q.device).repeat_interleave(group)[:, None]
             keys = torch.arange(length, device=q.device)[None, :]
             mask = (keys <= at) if window is None else (keys <= at) & (keys > at - window)
         # The heads that share keys become rows of one head: query 0's heads, then query 1's ...
-        rows = q[start:end].view(-1, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
+        rows = rows.view(-1, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
         out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)
-        o[start:end] = out.view(kv_heads, -1, group, dim).transpose(0, 1).reshape(end - start, -1, dim)
-    return o
+        outputs.append(out.view(kv_heads, -1, group, dim).transpose(0, 1).reshape(count, -1, dim))
+    return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
 
 # ---- cost
@@ -94,75 +96,7 @@ def _cost(
     return Cost(flops=4 * pairs * heads * dim, bytes=2 * q.nbytes + kv_bytes)
 
 
-# ---- space and examples
-
-
-class Problem(NamedTuple):
-    """What a schedule depends on. `batch` is rounded up to a power of two."""
-
-    dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    batch: int
-    decode: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key/value head."""
-        return self.heads // self.kv_heads
-
-
-def _problem(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None,
-) -> Problem:  # fmt: skip
-    _, kv_heads, page_size, dim = k_cache.shape
-    return Problem(q.dtype, q.shape[1], kv_heads, dim, page_size, next_pow2(kv_lens.shape[0]), max_q_len == 1)
-
-
-def _smem_refusal(device: Device, problem: Problem, config: Config) -> str | None:
-    tile_bytes = config["BLOCK_N"] * next_pow2(problem.head_dim) * problem.dtype.itemsize
-    used = 2 * config["num_stages"] * tile_bytes
-    return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
-
-
-def _split_default(device: Device, problem: Problem) -> Config:
-    # Measured on an H100 (docs/log.md#paged-decode): one program a (sequence, head) once they fill the card about four
-    # times; below, more than 16 ranges cost more in the combination than they bring.
-    splits = next_pow2(4 * device.sms // (problem.batch * problem.kv_heads) + 1) // 2
-    splits = max(1, min(16, splits))
-    narrow = problem.dtype.itemsize * problem.head_dim <= 256
-    if splits == 1 and narrow:
-        return {"SPLITS": 1, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-    return {"SPLITS": splits, "BLOCK_N": 64 if narrow else 32, "num_warps": 4, "num_stages": 2}
-
-
-SPLIT_SPACE = Space(
-    default=_split_default,
-    axes={"SPLITS": (1, 2, 4, 8, 16, 32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)},
-    refusal=_smem_refusal,
-)
-
-
-def _varlen_default(device: Device, problem: Problem) -> Config:
-    small = problem.dtype.itemsize > 2 or problem.head_dim > 128
-    if problem.decode:
-        return {"BLOCK_M": max(16, next_pow2(problem.group)), "BLOCK_N": 32 if small else 64, "num_warps": 4, "num_stages": 2}
-    block_m = max(64 if small else 128, next_pow2(problem.group))
-    return {"BLOCK_M": block_m, "BLOCK_N": 32 if small else 64, "num_warps": 4 if small else 8, "num_stages": 2}
-
-
-VARLEN_SPACE = Space(
-    default=_varlen_default,
-    axes={"BLOCK_M": (16, 32, 64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3)},
-    refusal=lambda device, problem, config: (
-        "a tile holds less than one group of heads"
-        if config["BLOCK_M"] < problem.group
-        else _smem_refusal(device, problem, config)
-    ),
-)
+# ---- examples
 
 
 def _example(
@@ -379,9 +313,11 @@ paged_attention_op = Op(
     name="paged_attention",
     reference=_reference,
     fake=lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
-    problem=_problem,
+    problem=problem_of,
     cost=_cost,
     examples=EXAMPLES,
+    rows_in_problem=True,
+    roundings=2,  # the softmax's weights, then the result
     impls=(
         Impl(
             name="split_kv",
@@ -389,7 +325,8 @@ paged_attention_op = Op(
             space=SPLIT_SPACE,
             refuse=lambda device, problem: None if problem.decode else "takes one query a sequence",
         ),
-        Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, batch_invariant=True),
+        Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE),
+        Impl(name="invariant", launch=_varlen_launch, space=INVARIANT_SPACE, batch_invariant=True),
     ),
 )
 
