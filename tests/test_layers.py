@@ -90,8 +90,8 @@ def hw_imports_torch_and_triton_only(source: Source) -> Iterator[str]:
     if source.part == "hw":
         for line, module in imported(source):
             top = module.partition(".")[0]
-            if top not in {"tilewright", "torch", "triton"} | sys.stdlib_module_names:
-                yield f"{source.path}:{line}: hw imports {module}; it may import torch and triton"
+            if top not in {"tilewright", "torch", "triton", "pynvml"} | sys.stdlib_module_names:
+                yield f"{source.path}:{line}: hw imports {module}; it may import torch, triton and pynvml"
 
 
 def only_hw_env_reads_the_environment(source: Source) -> Iterator[str]:

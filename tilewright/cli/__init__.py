@@ -7,7 +7,9 @@ import sys
 
 try:
     import tilewright.cli.bench
-    import tilewright.cli.serve  # noqa: F401 (a verb registers itself)
+    import tilewright.cli.hw
+    import tilewright.cli.serve
+    import tilewright.cli.tune  # noqa: F401 (a verb registers itself)
     from tilewright.cli.root import INTERRUPTED, app
 except KeyboardInterrupt:  # the imports take a good part of a second: Ctrl-C in them is no traceback either
     raise SystemExit(130) from None

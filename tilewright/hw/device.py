@@ -1,5 +1,6 @@
 """What the machine can do, as one frozen value per device. The only reader of torch.cuda's device properties."""
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -7,7 +8,18 @@ import torch
 
 from tilewright.hw import env
 
-__all__ = ["CPU", "INTERPRETER", "Device", "cuda_count", "default_device", "device_of", "free_bytes", "memory_bytes"]
+__all__ = [
+    "CPU",
+    "INTERPRETER",
+    "Device",
+    "card_slug",
+    "cuda_count",
+    "default_device",
+    "device_of",
+    "free_bytes",
+    "memory_bytes",
+    "pci_id",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +79,12 @@ def cuda_count() -> int:
     return torch.cuda.device_count()
 
 
+def pci_id(index: int) -> str:
+    """The PCI address of a CUDA device, as the system writes it: "0000:1b:00.0"."""
+    p = torch.cuda.get_device_properties(index)
+    return f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated on a CUDA device, in bytes."""
     return torch.cuda.mem_get_info(device)[0]
@@ -75,3 +93,14 @@ def free_bytes(device: torch.device) -> int:
 def memory_bytes(device: torch.device) -> int:
     """All memory of a CUDA device, in bytes."""
     return torch.cuda.mem_get_info(device)[1]
+
+
+@cache
+def card_slug(name: str) -> str:
+    """A card's name as files are called by it: "NVIDIA H100 80GB HBM3" -> "h100", "NVIDIA GeForce RTX 4090" -> "rtx-4090".
+
+    Vendor, product line, memory and form factor are dropped: cards that share a slug share an architecture.
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    dropped = re.compile(r"nvidia|geforce|tesla|\d+gb|hbm\w*|pcie|sxm\d*|nvl|generation")
+    return "-".join(word for word in words if not dropped.fullmatch(word)) or "unknown"

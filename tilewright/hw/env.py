@@ -7,7 +7,7 @@ the Triton interpreter and the cache folder.
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "interpreting"]
+__all__ = ["cache_dir", "interpreting", "library_path"]
 
 
 def interpreting() -> bool:
@@ -19,6 +19,11 @@ def cache_dir() -> Path:
     """Folder for what may be rebuilt (measurements, compiled bundles): `$XDG_CACHE_HOME/tilewright`, not created here."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "tilewright"
+
+
+def library_path() -> list[str]:
+    """Folders in which the dynamic loader looks first: `LD_LIBRARY_PATH`."""
+    return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
 
 
 # Triton reads the variable when a kernel is decorated, so a later change could not be honoured.

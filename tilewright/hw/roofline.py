@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Cost"]
+from tilewright.hw.ceilings import Ceilings
+
+__all__ = ["Cost", "Roof", "roof"]
 
 
 @dataclass(frozen=True)
@@ -22,3 +24,27 @@ class Cost:
     def bound(self, flops_per_s: float, bytes_per_s: float) -> str:
         """Which ceiling sets that floor: "flops" or "bytes"."""
         return "flops" if self.flops / flops_per_s > self.bytes / bytes_per_s else "bytes"
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The least time that a card needs for some work, and why."""
+
+    seconds: float
+    bound: str
+    """"bytes" or an arithmetic unit of `Ceilings.flops`."""
+    source: str
+    """Where the ceilings come from."""
+
+
+def roof(cost: Cost, found: Ceilings, unit: str) -> Roof:
+    """The floor of `cost` under ceilings, arithmetic in `unit` ("bf16", "int8", ...).
+
+    Raises:
+        ValueError: the card has no such unit.
+    """
+    if unit not in found.flops:
+        raise ValueError(f"roof: the card has no {unit} unit; it has {', '.join(found.flops)}")
+    flops = found.flops[unit]
+    bound = unit if cost.bound(flops, found.copy) == "flops" else "bytes"
+    return Roof(cost.seconds(flops, found.copy), bound, found.source)

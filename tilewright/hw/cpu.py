@@ -1,0 +1,31 @@
+"""The processor of this machine."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Cpu", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpu:
+    """What the system tells of its processor."""
+
+    name: str
+    cores: int
+    """That this process may use."""
+    memory_bytes: int
+    """All memory of the machine."""
+
+
+def cpu() -> Cpu:
+    """Ask the system."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return Cpu(
+        name=names[0] if names else platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )

@@ -1,0 +1,74 @@
+"""Which NCCL this process has loaded, and every other that the system could load instead: two versions are a common reason
+why a job hangs or crawls.
+
+The version is read from the text inside the library ("NCCL version 2.28.9+cuda13.0"), so no foreign code is run.
+"""
+
+import mmap
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tilewright.hw import env
+
+__all__ = ["Nccl", "installed", "version_of_torch"]
+
+_SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/local/lib")
+_SYSTEM += ("/usr/local/cuda/lib64", "/usr/local/nccl/lib", "/opt/nccl/lib")
+_VERSION = re.compile(rb"NCCL version (\d+\.\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nccl:
+    """One libnccl."""
+
+    path: str
+    version: str
+    """"2.28.9", or "unknown" for a file that does not tell (a stub, a broken file)."""
+    loaded: bool
+    """Whether this process has it in memory."""
+
+
+def installed() -> list[Nccl]:
+    """Every libnccl that is loaded or that a search of the usual folders finds; the loaded one first."""
+    loaded = set(_loaded())
+    paths = loaded | {p.resolve() for folder in _folders() for p in folder.glob("libnccl*.so*") if p.is_file()}
+    paths = {p for p in paths if re.match(r"libnccl(_static)?\.so", p.name)}
+    found = [Nccl(path=str(p), version=_version(p), loaded=p in loaded) for p in paths]
+    return sorted(found, key=lambda n: (not n.loaded, n.path))
+
+
+def version_of_torch() -> str | None:
+    """The NCCL that torch calls, which a distributed job will use; None for a torch without CUDA."""
+    if not torch.cuda.is_available():
+        return None
+    from torch.cuda import nccl  # only CUDA builds have it
+
+    return ".".join(map(str, nccl.version()))
+
+
+def _loaded() -> Iterator[Path]:
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.is_file() else ():
+        path = line.split(maxsplit=5)[-1]
+        if "/libnccl" in path and Path(path).is_file():
+            yield Path(path).resolve()
+
+
+def _folders() -> Iterator[Path]:
+    packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    yield from (folder for package in packages for folder in Path(package).glob("nvidia/*/lib"))
+    yield from (Path(folder) for folder in (*env.library_path(), *_SYSTEM))
+
+
+def _version(path: Path) -> str:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = _VERSION.search(content)
+    except (OSError, ValueError):  # ValueError: an empty file cannot be mapped
+        return "unknown"
+    return found[1].decode() if found else "unknown"

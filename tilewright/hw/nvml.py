@@ -1,0 +1,150 @@
+"""What the driver's management library (NVML) tells of the GPUs of this machine, by its Python binding nvidia-ml-py.
+
+NVML counts all GPUs of the machine; CUDA counts those that the process may see. The PCI address tells which is which.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+from tilewright.hw.device import pci_id
+
+__all__ = ["Gpu", "Link", "NoDriver", "clocks_mhz", "driver_version", "gpus", "session"]
+
+
+# nvmlNvlinkVersion_t
+_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0"}
+
+
+class NoDriver(RuntimeError):
+    """There is no NVIDIA driver here, or it does not answer; the message says which."""
+
+
+@contextmanager
+def session() -> Iterator[Any]:
+    """NVML, initialised. Raises NoDriver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NoDriver(f"no NVIDIA driver answers here ({error})") from error
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def driver_version() -> str:
+    """The driver's version, as "580.159.04". Raises NoDriver."""
+    with session() as nvml:
+        return str(nvml.nvmlSystemGetDriverVersion())
+
+
+def clocks_mhz(index: int) -> dict[str, int]:
+    """Clocks of a CUDA device now, and the highest that it has: "sm", "memory", "sm_max", "memory_max". Raises NoDriver."""
+    with session() as nvml:
+        handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_id(index))
+        return _clocks(nvml, handle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One NVLink of a GPU."""
+
+    index: int
+    active: bool
+    version: str
+    mb_per_s: int | None
+    """Of one direction."""
+    remote: str
+    """"switch", "gpu <PCI address>" or "unknown"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU of the machine, visible to this process or not."""
+
+    index: int
+    name: str
+    arch: int
+    pci_id: str
+    memory_bytes: int
+    clocks_mhz: dict[str, int]
+    power_limit_w: float | None
+    links: tuple[Link, ...]
+
+
+def gpus(nvml: Any) -> list[Gpu]:
+    """All GPUs, in NVML's order, which is that of PCI addresses."""
+    return [_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    limit = _try(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+    return Gpu(
+        index=index,
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        arch=10 * major + minor,
+        pci_id=short_pci(nvml.nvmlDeviceGetPciInfo(handle).busId),
+        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        clocks_mhz=_clocks(nvml, handle),
+        power_limit_w=None if limit is None else limit / 1000,
+        links=tuple(_links(nvml, handle)),
+    )
+
+
+def short_pci(address: str | bytes) -> str:
+    """NVML's "00000000:1B:00.0" as the system writes it: "0000:1b:00.0"."""
+    text = address.decode() if isinstance(address, bytes) else address
+    domain, rest = text.lower().split(":", 1)
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+def _clocks(nvml: Any, handle: Any) -> dict[str, int]:
+    kinds = {"sm": nvml.NVML_CLOCK_SM, "memory": nvml.NVML_CLOCK_MEM}
+    now = {name: _try(nvml, lambda k=kind: nvml.nvmlDeviceGetClockInfo(handle, k)) for name, kind in kinds.items()}
+    most = {f"{name}_max": _try(nvml, lambda k=kind: nvml.nvmlDeviceGetMaxClockInfo(handle, k)) for name, kind in kinds.items()}
+    return {name: mhz for name, mhz in {**now, **most}.items() if mhz is not None}
+
+
+def _links(nvml: Any, handle: Any) -> Iterator[Link]:
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        state = _try(nvml, lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link))
+        if state is None:
+            continue
+        active = state == nvml.NVML_FEATURE_ENABLED
+        version = _try(nvml, lambda link=link: nvml.nvmlDeviceGetNvLinkVersion(handle, link))
+        yield Link(
+            index=link,
+            active=active,
+            version=_VERSIONS.get(version, "unknown"),
+            mb_per_s=_link_speed(nvml, handle, link) if active else None,
+            remote=_remote(nvml, handle, link) if active else "unknown",
+        )
+
+
+def _link_speed(nvml: Any, handle: Any, link: int) -> int | None:
+    values = _try(nvml, lambda: nvml.nvmlDeviceGetFieldValues(handle, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)]))
+    if not values or values[0].nvmlReturn != nvml.NVML_SUCCESS:
+        return None
+    return int(values[0].value.uiVal)
+
+
+def _remote(nvml: Any, handle: Any, link: int) -> str:
+    kind = _try(nvml, lambda: nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link))
+    if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        return "switch"
+    info = _try(nvml, lambda: nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
+    return "unknown" if info is None else f"gpu {short_pci(info.busId)}"
+
+
+def _try(nvml: Any, ask: Any) -> Any:
+    """The answer, or None where the driver has none for this GPU."""
+    try:
+        return ask()
+    except nvml.NVMLError:
+        return None

@@ -1,0 +1,141 @@
+"""How the GPUs and network cards of this machine are joined, in the words of `nvidia-smi topo -m`:
+
+    X     the device itself
+    NV#   # NVLinks
+    PIX   at most one PCIe bridge            PXB   several PCIe bridges, not the host's
+    PHB   the PCIe host bridge, the CPU      NODE  host bridges of one NUMA node
+    SYS   the link between NUMA nodes
+
+GPU to GPU comes from NVML; where a network card is involved, from the two devices' places in sysfs, since NVML knows only
+GPUs. Not here: how fast the links are (`hw --measure`), and what other processes do to them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.hw.nvml import Gpu, gpus
+
+__all__ = ["Nic", "Topology", "kind_by_path", "topology"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nic:
+    """A network card that RDMA can use."""
+
+    name: str
+    """As the system calls it: "mlx5_0"."""
+    place: str
+    """Its folder in sysfs, whose parents are the bridges above it; "" when it is on no PCI bus."""
+    numa: int
+    """The NUMA node, -1 when the machine has one or does not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Devices and the kind of link between each two."""
+
+    gpus: tuple[Gpu, ...]
+    nics: tuple[Nic, ...]
+    matrix: tuple[tuple[str, ...], ...]
+    """Rows and columns: the GPUs, then the network cards."""
+    peer_access: tuple[tuple[bool, ...], ...]
+    """Whether GPU i can read the memory of GPU j."""
+
+    @property
+    def names(self) -> list[str]:
+        """Row and column headings: GPU0 ..., NIC0 ..."""
+        return [f"GPU{g.index}" for g in self.gpus] + [f"NIC{i}" for i in range(len(self.nics))]
+
+
+def topology(nvml: Any, sysfs: Path = Path("/sys")) -> Topology:
+    """Ask NVML (a session's module) and sysfs."""
+    found, nics = gpus(nvml), tuple(_nics(sysfs))
+    handles = [nvml.nvmlDeviceGetHandleByIndex(g.index) for g in found]
+    places = [_place(sysfs / "bus/pci/devices" / g.pci_id) for g in found]
+    places += [(nic.place, nic.numa) for nic in nics]
+
+    def kind(i: int, j: int) -> str:
+        if i == j:
+            return "X"
+        if i < len(found) and j < len(found):
+            links = _nvlinks(nvml, found[i], found[j], handles[i], handles[j])
+            return f"NV{links}" if links else _ancestor(nvml, handles[i], handles[j])
+        return kind_by_path(*places[i], *places[j])
+
+    n = len(places)
+    return Topology(
+        gpus=tuple(found),
+        nics=nics,
+        matrix=tuple(tuple(kind(i, j) for j in range(n)) for i in range(n)),
+        peer_access=tuple(
+            tuple(i == j or _peers(nvml, a, b, "READ") for j, b in enumerate(handles)) for i, a in enumerate(handles)
+        ),
+    )
+
+
+def _nvlinks(nvml: Any, a: Gpu, b: Gpu, handle_a: Any, handle_b: Any) -> int:
+    """NVLinks between two GPUs, directly or through switches."""
+    direct = sum(link.active and link.remote == f"gpu {b.pci_id}" for link in a.links)
+    if direct:
+        return direct
+    switched = [sum(link.active and link.remote == "switch" for link in gpu.links) for gpu in (a, b)]
+    return min(switched) if min(switched) and _peers(nvml, handle_a, handle_b, "NVLINK") else 0
+
+
+def _peers(nvml: Any, a: Any, b: Any, capability: str) -> bool:
+    try:
+        status = nvml.nvmlDeviceGetP2PStatus(a, b, getattr(nvml, f"NVML_P2P_CAPS_INDEX_{capability}"))
+    except nvml.NVMLError:
+        return False
+    return status == nvml.NVML_P2P_STATUS_OK
+
+
+def _ancestor(nvml: Any, a: Any, b: Any) -> str:
+    kinds = {
+        nvml.NVML_TOPOLOGY_INTERNAL: "PIX",
+        nvml.NVML_TOPOLOGY_SINGLE: "PIX",
+        nvml.NVML_TOPOLOGY_MULTIPLE: "PXB",
+        nvml.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
+        nvml.NVML_TOPOLOGY_NODE: "NODE",
+        nvml.NVML_TOPOLOGY_SYSTEM: "SYS",
+    }
+    try:
+        return kinds.get(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b), "SYS")
+    except nvml.NVMLError:
+        return "SYS"
+
+
+def _nics(sysfs: Path) -> Iterator[Nic]:
+    folder = sysfs / "class/infiniband"
+    for card in sorted(folder.iterdir(), key=lambda p: p.name) if folder.is_dir() else ():
+        place, numa = _place(card / "device")
+        yield Nic(name=card.name, place=place, numa=numa)
+
+
+def _place(device: Path) -> tuple[str, int]:
+    """(the folder with its bridges as parents, NUMA node) of a PCI device."""
+    if not device.exists():
+        return "", -1
+    numa = device / "numa_node"
+    return str(device.resolve()), int(numa.read_text()) if numa.is_file() else -1
+
+
+def kind_by_path(place_a: str, numa_a: int, place_b: str, numa_b: int) -> str:
+    """The kind of link between two PCI devices, from their folders in sysfs (/sys/devices/pci0000:00/0000:00:01.0/...)."""
+    a, b = (_bridges(place) for place in (place_a, place_b))
+    if not a or not b or a[0] != b[0]:
+        return "NODE" if a and b and numa_a == numa_b else "SYS"
+    shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if shared == 1:
+        return "PHB"
+    # Ports between each device and the switch or bridge that they share: one each within a single switch.
+    return "PIX" if max(len(a), len(b)) - 1 - shared <= 1 else "PXB"
+
+
+def _bridges(place: str) -> list[str]:
+    """The host bridge, the bridges below it, the device."""
+    parts = place.split("/")
+    start = next((i for i, part in enumerate(parts) if part.startswith("pci")), len(parts))
+    return parts[start:]
