@@ -5,8 +5,9 @@ An `Op` is a definition in plain torch (`reference`), what it costs, examples, a
     public function -> Op.__call__ -> choose(problem, device, scope) -> Impl.launch(config, *args)
 
 `choose` sees the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves: that
-makes its answer cacheable by construction. It takes the first implementation that does not refuse; a refusal is a sentence,
-and that sentence is the error text, the explanation and the skip message of the tests.
+makes its answer cacheable by construction. Of the implementations that do not refuse it takes the one that a measured row
+names, with that row's config (`tune.lookup`), else the first with its default. A refusal is a sentence, and that sentence is
+the error text, the explanation and the skip message of the tests.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
 a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`.
@@ -27,10 +28,12 @@ from torch import Tensor
 
 from tilewright.hw.device import Device, device_of
 from tilewright.hw.roofline import Cost
+from tilewright.tune import lookup
 from tilewright.tune.model import Work
+from tilewright.tune.ranking import Entry
 from tilewright.tune.space import NO_CHOICES, Config, Space
 
-__all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "prefer", "scope"]
+__all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "prefer", "scope", "strict"]
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _CPU_IS_CPU = not device_of(-1).runs_triton
@@ -42,10 +45,11 @@ class Refused(ValueError):
 
 
 class Scope(NamedTuple):
-    """What `prefer` and `invariant` set; part of every cache key."""
+    """What `prefer`, `invariant` and `strict` set; part of every cache key."""
 
     preferred: str | None = None
     invariant: bool = False
+    strict: bool = False
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("tilewright_scope", default=Scope())  # noqa: B039 (a NamedTuple is immutable)
@@ -73,6 +77,11 @@ def prefer(name: str) -> Any:
 def invariant() -> Any:
     """`with invariant():` allows only implementations whose rows do not depend on the other rows of a batch, bitwise."""
     return _scoped(invariant=True)
+
+
+def strict() -> Any:
+    """`with strict():` raises `tune.lookup.NoRecord` for a problem that has something to choose and was never measured."""
+    return _scoped(strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,10 @@ class Choice(NamedTuple):
 
     impl: Impl
     config: Config
+    source: str = "fixed"
+    """What says so: "exact", "bucket", "model" or "default"; "fixed" when there is nothing to choose, or no card to know."""
+    entry: Entry | None = None
+    """The measured row behind "exact" and "bucket"."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -156,6 +169,10 @@ class Op:
     `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices.
     `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.
     `mutates` names the arguments that are written in place.
+    `rows_in_problem`: the problem says how many rows a batch has. Then no row decides in the invariant scope: two batches
+    could get two configs, and with them other bits for a row that is in both.
+    `roundings`: how often a value is rounded to the arguments' dtype on its way to a result; the limits of conformance grow
+    with it (attention rounds the weights of its average, then the average).
     `tolerance` may tighten the conformance limits: dtype -> (max error, RMS error), both relative to the RMS of the oracle.
     """
 
@@ -168,6 +185,8 @@ class Op:
     make: Callable[..., tuple[Any, ...]] | None = None
     fake: Callable[..., Any] | None = None
     mutates: tuple[str, ...] = ()
+    rows_in_problem: bool = False
+    roundings: int = 1
     tolerance: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -215,12 +234,23 @@ class Op:
         now = scope()
         if device.kind == "cpu" or now.preferred == "reference":
             return self._reference
-        impls = sorted(self.impls, key=lambda impl: impl.name != now.preferred)
-        for impl in impls:
-            if impl.refusal(device, problem, now) is None:
-                return Choice(impl, impl.space.default(device, problem))
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.refusals(device, problem).items())
-        raise Refused(f"{self.name}: no implementation takes {problem} on {device.name}:{reasons}")
+        allowed = [impl for impl in self.impls if impl.refusal(device, problem, now) is None]
+        if not allowed:
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.refusals(device, problem).items())
+            raise Refused(f"{self.name}: no implementation takes {problem} on {device.name}:{reasons}")
+        impls = [impl for impl in allowed if impl.name == now.preferred] or allowed
+        first = Choice(impls[0], impls[0].space.default(device, problem))
+        nothing_to_choose = len(impls) == 1 and not impls[0].space.axes
+        if device.kind != "cuda" or nothing_to_choose or (now.invariant and self.rows_in_problem):
+            return first
+        found = lookup.find(self.name, problem, device, now.invariant, impls)
+        if now.strict and (found is None or found.source != "exact"):
+            raise lookup.missing(self.name, problem, device)
+        if found is None:
+            lookup.count("default")
+            return first._replace(source="default")
+        impl = next(impl for impl in impls if impl.name == found.impl)
+        return Choice(impl, found.config, found.source, found.entry)
 
     def refusals(self, device: Device, problem: Any) -> dict[str, str]:
         """Implementation name -> why it does not take the problem, for those that refuse."""

@@ -147,6 +147,7 @@ linear_op = Op(
     problem=problem_of,
     cost=_cost,
     examples=EXAMPLES,
+    rows_in_problem=True,
     impls=(GEMV, SKINNY, VENDOR, TRITON_TMA, TRITON, INVARIANT),
 )
 

@@ -21,13 +21,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tilewright.tune.ranking import Stack
+
 __all__ = [
     "MAX_ROW_BYTES",
     "STATUSES",
     "Environment",
     "Row",
     "canonical",
-    "driver_version",
     "now",
     "parse",
     "problem_json",
@@ -114,9 +115,9 @@ class Row:
         return hashlib.sha256(self.json().encode()).digest()[:16]
 
     @property
-    def stack(self) -> tuple[str, str, str]:
-        """(driver, torch, triton): rows that agree in these, and in `source`, may be compared."""
-        return self.environment.driver, self.environment.torch, self.environment.triton
+    def stack(self) -> Stack:
+        """The versions by which rows compare; beside them their `source` has to agree."""
+        return Stack(self.environment.driver, self.environment.torch, self.environment.triton)
 
 
 def parse(text: str | bytes) -> Row:
@@ -208,29 +209,20 @@ def source_hash(module: str) -> str:
 
 
 @cache
-def driver_version() -> str:
-    """Version of the NVIDIA driver, "" without one."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ""
-    try:
-        return pynvml.nvmlSystemGetDriverVersion()
-    finally:
-        pynvml.nvmlShutdown()
-
-
-@cache
 def versions() -> dict[str, str]:
-    """Driver, torch, triton and ptxas of this process, under the names of `Environment`'s fields."""
+    """Driver ("" without one), torch, triton and ptxas of this process, under the names of `Environment`'s fields."""
     import torch
     import triton
     from triton import knobs
 
+    from tilewright.hw.nvml import NoDriver, driver_version
+
+    try:
+        driver = driver_version()
+    except NoDriver:
+        driver = ""
     ptxas = knobs.nvidia.ptxas.version or ""
-    return {"driver": driver_version(), "torch": torch.__version__, "triton": triton.__version__, "ptxas": ptxas}
+    return {"driver": driver, "torch": str(torch.__version__), "triton": triton.__version__, "ptxas": ptxas}
 
 
 # ---- checks
@@ -256,8 +248,10 @@ def _check(row: Row) -> None:
     _wanted(row.status in STATUSES, "status", row.status, f"one of {', '.join(STATUSES)}")
     for name in ("invariant", "verified"):
         _wanted(isinstance(getattr(row, name), bool), name, getattr(row, name), "true or false")
-    _wanted(isinstance(row.problem, str) and row.problem[:1] in "{[", "problem", row.problem, "canonical JSON")
-    _wanted(_is_tree(json.loads(row.problem)), "problem", row.problem, "integers, bools, strings, null, lists and objects")
+    _wanted(isinstance(row.problem, str) and row.problem[:1] in ("{", "["), "problem", row.problem, "what problem_json gives")
+    problem = json.loads(row.problem)
+    _wanted(_is_tree(problem), "problem", row.problem, "integers, bools, strings, null, lists and objects")
+    _wanted(canonical(problem) == row.problem, "problem", row.problem, "sorted names and no spaces, as problem_json gives")
     for name in ("dims", "config", "resources"):
         _wanted(_is_flat(getattr(row, name)), name, getattr(row, name), "up to 64 names with numbers, strings, bools or null")
     if row.status == "ok":

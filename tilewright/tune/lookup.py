@@ -1,0 +1,271 @@
+"""Which measured row decides a choice, in a running program: the exact one, else one of a problem nearby. Never a search.
+
+Rows come from two places: the frozen table of this card that ships with the package, and the user's own database. Which count
+is settled in `ranking`: rows of this process's versions before others, and of two places the one that measured last. A row
+counts only if its implementation takes the problem, in the scope in force, and its config is in today's space for it; the
+rest are passed over, and counted.
+
+Near means: the same op, the same words, bools and dtypes, and integers that differ by little in the logarithm (LIMIT).
+
+Nothing is read before the first choice on a CUDA device. A process that has called `use_table` reads that table and nothing
+else: ranks that have one table with one hash choose alike. A database that cannot be read is a warning, once.
+"""
+
+import json
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import product
+from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
+
+from tilewright.hw.device import Device, card_slug
+from tilewright.tune.database import Database, DatabaseError, database_path
+from tilewright.tune.frozen import TABLES, FrozenTable
+from tilewright.tune.ranking import Entry, Stack, ranked
+from tilewright.tune.record import Row, problem_json, source_hash, versions
+from tilewright.tune.space import Config, Space
+
+__all__ = ["LIMIT", "Candidate", "Found", "NoRecord", "count", "counters", "find", "missing", "use_table"]
+
+LIMIT = 0.6
+"""How far a problem may be: the Euclidean distance of the base-2 logarithms of its integers. One of them 1.5 times as large
+is 0.58 away; a bucket of twice the rows is 1 away, and its configs are other ones."""
+
+_LOG = logging.getLogger("tilewright.tune")
+
+
+class NoRecord(ValueError):
+    """In the strict scope: a problem that nobody has measured on this card."""
+
+
+class Candidate(Protocol):
+    """What is asked of an implementation: `tilewright.op.Impl` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def launch(self) -> Callable[..., Any]: ...
+    @property
+    def space(self) -> Space: ...
+
+
+class Found(NamedTuple):
+    """A measured row that decides a choice."""
+
+    impl: str
+    config: Config
+    source: str
+    """"exact" or "bucket"."""
+    stale: bool
+    """Measured with another driver, torch or triton, or before the kernel was last edited."""
+    entry: Entry
+
+    @property
+    def row(self) -> Row:
+        """The whole row."""
+        return self.entry.load()
+
+
+def find(op_name: str, problem: Any, device: Device, invariant: bool, impls: Sequence[Candidate]) -> Found | None:
+    """The row that decides a problem on a card, or None; which it was is counted.
+
+    Args:
+        op_name: as in `Op.name`.
+        problem: as from `Op.problem`.
+        device: the card.
+        invariant: take rows of the invariant scope, not the others.
+        impls: those that take the problem in the scope in force, refusals and preferences applied.
+    """
+    text = problem_json(problem)
+    by_name = {impl.name: impl for impl in impls}
+    with _LOCK:
+        for source, entries in _candidates(op_name, text, device, invariant):
+            if not entries:
+                continue
+            stack, sources = _stack(), {impl.name: source_hash(impl.launch.__module__) for impl in impls}
+            for entry in ranked(entries, stack, sources):
+                impl = by_name.get(entry.impl)
+                if impl is None:
+                    continue
+                config = json.loads(entry.config)
+                if not _in_space(impl.space, device, problem, config):
+                    _COUNTS["ignored"] += 1
+                    continue
+                stale = entry.stack != stack or sources[entry.impl] != entry.source
+                _COUNTS.update([source, "stale"] if stale else [source])
+                return Found(entry.impl, config, source, stale, entry)
+    return None
+
+
+def missing(op_name: str, problem: Any, device: Device) -> NoRecord:
+    """The error for a problem without a row of its own, in the strict scope."""
+    return NoRecord(
+        f"{op_name}: nobody has measured {problem_json(problem)} on {device.name}, and the scope is strict: "
+        f"run `tilewright tune {op_name}` with these dimensions there, or leave the strict scope"
+    )
+
+
+def counters() -> dict[str, int]:
+    """Choices of this process since its start, by where they came from.
+
+    exact, bucket, model, default: their sum is the number of choices. stale: how many of the first two were measured under
+    other versions. ignored: rows that were passed over, their config being outside today's space.
+    """
+    return {name: _COUNTS[name] for name in ("exact", "bucket", "model", "default", "stale", "ignored")}
+
+
+def count(source: str) -> None:
+    """Note a choice that no row decided: "model" or "default"."""
+    with _LOCK:
+        _COUNTS[source] += 1
+
+
+def use_table(path: Path | str, device: Device) -> str:
+    """Read this frozen table from now on, and nothing else; the SHA-256 of its bytes, to compare between ranks. It is logged.
+
+    Raises:
+        ValueError: it is no table, or one of another card.
+        RuntimeError: the process has chosen from other rows already; call this before the first op runs.
+        OSError: it cannot be read.
+    """
+    table = FrozenTable(path, check=True)
+    if not _is_for(table, device):
+        names = sorted(p.stem for p in TABLES.glob("*.json"))
+        near = get_close_matches(card_slug(device.name), names, n=3, cutoff=0.3) or names
+        raise ValueError(
+            f"{path} is the table of {table.card} with {table.sms} SMs; wanted one of {device.name} with {device.sms} SMs. "
+            f"Shipped are: {', '.join(near) or 'none'}; `tilewright tune freeze` on that card makes one"
+        )
+    with _LOCK:
+        if _RECORDS.only is not None and _RECORDS.only.sha256 == table.sha256:
+            return table.sha256
+        if any(_COUNTS.values()):
+            raise RuntimeError(f"use_table({str(path)!r}): {sum(_COUNTS.values())} choices were made before; call it first")
+        _RECORDS.only = table
+    _LOG.info("tuning table %s of %s: sha256 %s", path, table.card, table.sha256)
+    return table.sha256
+
+
+# ---- where rows come from
+
+
+class _Records:
+    """The places that rows come from, opened when they are first asked."""
+
+    def __init__(self) -> None:
+        self.only: FrozenTable | None = None
+        """The one place, once `use_table` has named it."""
+        self._tables: dict[Device, FrozenTable | None] = {}
+        self._database: Database | None = None
+        self._opened_by: int | None = None
+        self.near: dict[Any, dict[Any, list[tuple[tuple[float, ...], str]]]] = {}
+
+    def of(self, op: str, problem: str, device: Device, invariant: bool) -> list[Entry]:
+        """All rows of a problem on a card."""
+        table = self._table(device)
+        found = table.of(op, problem, invariant) if table else []
+        where = {"op": op, "problem": problem, "sms": device.sms, "invariant": invariant}
+        rows = self._read(lambda database: database.entries(**where))
+        return found + [row for row in rows if card_slug(row.card) == card_slug(device.name)]
+
+    def problems(self, op: str, device: Device, invariant: bool) -> list[str]:
+        """Every problem that may have rows on a card."""
+        table = self._table(device)
+        found = table.problems(op, invariant) if table else []
+        return sorted({*found, *self._read(lambda database: database.problems(op, device.sms, invariant))})
+
+    def _table(self, device: Device) -> FrozenTable | None:
+        if self.only is not None:
+            return self.only
+        if device not in self._tables:
+            path = TABLES / f"{card_slug(device.name)}.json"
+            table = FrozenTable(path) if path.is_file() else None
+            self._tables[device] = table if table and _is_for(table, device) else None
+        return self._tables[device]
+
+    def _read(self, query: Callable[[Database], list[Any]]) -> list[Any]:
+        """What a query of the database gives; nothing when there is no database, or `use_table` shuts it out."""
+        if self.only is not None:
+            return []
+        try:
+            if self._opened_by != os.getpid():  # a connection does not survive a fork
+                self._opened_by = os.getpid()
+                self._database = Database(path, read_only=True) if (path := database_path()).exists() else None
+            return query(self._database) if self._database else []
+        except DatabaseError as error:
+            _LOG.warning("%s; choices are made without it", error)
+            self._database = None
+            return []
+
+
+_LOCK = RLock()
+_RECORDS = _Records()
+_COUNTS: Counter[str] = Counter()
+
+
+def _is_for(table: FrozenTable, device: Device) -> bool:
+    # The same chip is sold with more and with fewer SMs, and a grid is sized by them.
+    return card_slug(table.card) == card_slug(device.name) and table.sms == device.sms
+
+
+def _stack() -> Stack:
+    now = versions()
+    return Stack(now["driver"], now["torch"], now["triton"])
+
+
+def _candidates(op: str, problem: str, device: Device, invariant: bool) -> Iterator[tuple[str, list[Entry]]]:
+    """(source, rows of one problem), the most fitting problem first."""
+    yield "exact", _RECORDS.of(op, problem, device, invariant)
+    for near in _nearby(op, problem, device, invariant):
+        yield "bucket", _RECORDS.of(op, near, device, invariant)
+
+
+def _nearby(op: str, problem: str, device: Device, invariant: bool) -> list[str]:
+    """Other problems with rows, within LIMIT, the nearest first."""
+    key = (op, device, invariant)
+    if key not in _RECORDS.near:
+        # In cells of side LIMIT: what is near stands in the same cell or in one beside it.
+        cells = _RECORDS.near[key] = {}
+        for known in _RECORDS.problems(op, device, invariant):
+            words, point = _place(json.loads(known))
+            cells.setdefault((words, *_cell(point)), []).append((point, known))
+    words, here = _place(json.loads(problem))
+    cells, near = _RECORDS.near[key], []
+    for cell in product(*((i - 1, i, i + 1) for i in _cell(here))):
+        near += [(math.dist(point, here), known) for point, known in cells.get((words, *cell), ())]
+    return [known for distance, known in sorted(near) if distance <= LIMIT and known != problem]
+
+
+def _cell(point: tuple[float, ...]) -> tuple[int, ...]:
+    return tuple(math.floor(x / LIMIT) for x in point)
+
+
+def _place(problem: Any) -> tuple[Any, tuple[float, ...]]:
+    """(all that has to be the same, the logarithms of the integers)."""
+    words, point = [], []
+    for path, value in _leaves(problem, ()):
+        size = isinstance(value, int) and not isinstance(value, bool)
+        words.append((path, type(value).__name__, None if size else value))
+        if size:
+            point.append(math.log2(max(value, 0.5)))
+    return tuple(words), tuple(point)
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def _in_space(space: Space, device: Device, problem: Any, config: Mapping[str, Any]) -> bool:
+    """Whether a config may be launched for a problem today."""
+    if config.keys() == space.axes.keys() and all(config[name] in values for name, values in space.axes.items()):
+        return space.refusal(device, problem, config) is None
+    return config == space.default(device, problem)
