@@ -112,15 +112,16 @@ def check(op: Op, impl: Impl, config: Config, args: tuple[Any, ...]) -> None:
         if not g.is_floating_point():
             assert torch.equal(g, w), f"output {i}: {int((g != w).sum())} of {w.numel()} integers differ"
             continue
-        limit_max, limit_rms = limits(op, g.dtype)
+        limit_max, limit_rms = limits(op, impl, g.dtype)
         err_max, err_rms = errors(g, w)
         assert err_max <= limit_max, f"output {i}: largest error {err_max:.3g} of the RMS, limit {limit_max:.3g}"
         assert err_rms <= limit_rms, f"output {i}: RMS error {err_rms:.3g} of the RMS, limit {limit_rms:.3g}"
 
 
-def limits(op: Op, dtype: torch.dtype) -> tuple[float, float]:
+def limits(op: Op, impl: Impl, dtype: torch.dtype) -> tuple[float, float]:
     """The limits in force for an op: the table's, or the op's own where they are tighter."""
-    table = (op.roundings * LIMITS[dtype][0], op.roundings * LIMITS[dtype][1])
+    roundings = op.roundings + impl.extra_roundings
+    table = (roundings * LIMITS[dtype][0], roundings * LIMITS[dtype][1])
     own = op.tolerance.get(dtype, table)
     assert own[0] <= table[0], f"{op.name} loosens a limit"
     assert own[1] <= table[1], f"{op.name} loosens a limit"

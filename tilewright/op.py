@@ -101,6 +101,8 @@ class Impl:
     batch_invariant: bool = False
     interpretable: bool = True
     """Whether Triton's interpreter can run it; vendor libraries and Gluon cannot be."""
+    extra_roundings: int = 0
+    """Roundings to the arguments' dtype beyond the op's own: a library's, before the epilogue that we add to it."""
     work: Callable[..., Work] | None = None
     """(device, config, *args) -> what a launch really does, for the analytical model; None when it has no config to predict."""
 

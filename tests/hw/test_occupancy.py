@@ -158,7 +158,7 @@ def test_equals_the_driver_on_1000_random_cases(tmp_path: Path) -> None:
     torch.zeros(1, device="cuda")  # makes the context
     device, driver, rng = device_of(0), _Driver(), random.Random(0)
     kernels = list(_kernels(driver, device.arch, tmp_path))
-    assert len({registers for _, registers in kernels}) > 20
+    assert len({registers for _, registers in kernels}) > 10
     wrong = []
     for _ in range(1000):
         function, registers = rng.choice(kernels)

@@ -186,7 +186,8 @@ def _print_links(found: dict[str, Any], out: Any) -> None:
 
 def _print_ceilings(found: dict[str, Any], out: Any) -> None:
     for c in found["ceilings"]:
-        table = _table(f"ceilings of cuda:{c['cuda_index']}, {c['source']}", "what", "most")
+        out.print(f"ceilings of cuda:{c['cuda_index']}: {c['source']}")
+        table = _table("", "what", "most")
         for name in ("copy", "read", "write", "l2"):
             table.add_row(name, f"{c[name] / 1e12:.2f} TB/s")
         for unit, value in c["flops"].items():

@@ -1,7 +1,11 @@
-"""What the machine can do, as one frozen value per device. The only reader of torch.cuda's device properties."""
+"""What the machine can do, as one frozen value per device. The only reader of torch.cuda's device properties.
+
+Cards may be asked about without being here: `device_named("h100")` is what a launcher or a prediction needs to know of one.
+"""
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 
 import torch
@@ -9,12 +13,15 @@ import torch
 from tilewright.hw import env
 
 __all__ = [
+    "CARDS",
+    "CARD_OF_ARCH",
     "CPU",
     "INTERPRETER",
     "Device",
     "card_slug",
     "cuda_count",
     "default_device",
+    "device_named",
     "device_of",
     "free_bytes",
     "memory_bytes",
@@ -99,8 +106,57 @@ def memory_bytes(device: torch.device) -> int:
 def card_slug(name: str) -> str:
     """A card's name as files are called by it: "NVIDIA H100 80GB HBM3" -> "h100", "NVIDIA GeForce RTX 4090" -> "rtx-4090".
 
-    Vendor, product line, memory and form factor are dropped: cards that share a slug share an architecture.
+    Vendor, product line and memory are dropped. PCIe and NVL cards keep that word, "h100-pcie": they have other clocks and
+    memory than the SXM module, and may have fewer SMs.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    dropped = re.compile(r"nvidia|geforce|tesla|\d+gb|hbm\w*|pcie|sxm\d*|nvl|generation")
+    dropped = re.compile(r"nvidia|geforce|tesla|\d+gb|hbm\w*|sxm\d*|generation")
     return "-".join(word for word in words if not dropped.fullmatch(word)) or "unknown"
+
+
+def _card(name: str, arch: int, sms: int, shared_kib: int, l2_mib: int, memory_gib: int) -> Device:
+    return Device(
+        kind="cuda",
+        name=name,
+        arch=arch,
+        sms=sms,
+        smem_bytes=shared_kib << 10,
+        l2_bytes=l2_mib << 20,
+        memory_bytes=memory_gib << 30,
+    )
+
+
+# NVIDIA's data sheets, and the table of compute capabilities in the CUDA programming guide.
+CARDS = {
+    card_slug(card.name): card
+    for card in (
+        _card("A100 80GB", 80, 108, 163, 40, 80),
+        _card("A10", 86, 72, 99, 6, 24),
+        _card("L4", 89, 58, 99, 48, 24),
+        _card("L40S", 89, 142, 99, 96, 48),
+        _card("RTX 4090", 89, 128, 99, 72, 24),
+        _card("H100 80GB", 90, 132, 227, 50, 80),
+        _card("H100 PCIe", 90, 114, 227, 50, 80),
+        _card("H200", 90, 132, 227, 50, 141),
+        _card("B200", 100, 148, 227, 126, 180),
+        _card("RTX 5090", 120, 170, 99, 96, 32),
+    )
+}
+"""Slug -> a card that need not be here."""
+
+CARD_OF_ARCH = {arch: CARDS[slug] for arch, slug in ((80, "a100"), (90, "h100"), (100, "b200"))}
+"""Architecture that kernels are certified for -> the card that stands for it where nothing is attached."""
+
+
+def device_named(name: str) -> Device:
+    """The card of that name: "h100", "H100", "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        ValueError: no such card is known; the nearest names are told.
+    """
+    slug = card_slug(name)
+    if slug not in CARDS:
+        near = get_close_matches(slug, CARDS, n=2, cutoff=0.4)
+        maybe = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"no card called {name!r} is known; wanted one of {', '.join(CARDS)}{maybe}")
+    return CARDS[slug]

@@ -69,6 +69,6 @@ def _version(path: Path) -> str:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = _VERSION.search(content)
+            return found[1].decode() if found else "unknown"
     except (OSError, ValueError):  # ValueError: an empty file cannot be mapped
         return "unknown"
-    return found[1].decode() if found else "unknown"

@@ -1,25 +1,27 @@
 """How many blocks of a kernel an SM holds at once, what limits that, and how far the next step is in each direction.
 
-The rules are those of NVIDIA's occupancy calculator (`cuda_occupancy.h`, and the CUDA C++ programming guide's table of
-compute capabilities): registers are given to warps in units of 256, a quarter of the SM's registers to each of its four
-parts; shared memory in units of 128 bytes, with 1 KB a block kept by the system; the SM is assumed to give shared memory all
-it can. The same question put to a driver is `cuOccupancyMaxActiveBlocksPerMultiprocessor`; a test compares them.
+The rules are those of NVIDIA's occupancy calculator (`cuda_occupancy.h` of the CUDA toolkit, and the CUDA programming guide's
+table of compute capabilities): registers are given to warps in units of 256, a quarter of the SM's registers to each of its
+four parts; shared memory in units of 128 bytes, with 1 KiB a block kept by the system; unless told otherwise the SM gives
+shared memory all it can. The same question put to a driver is `cuOccupancyMaxActiveBlocksPerMultiprocessor`; the tests compare
+with both.
 
 Not here: clusters, tensor memory (a block of sm_100 may wait for columns), and whether occupancy matters: a kernel whose
 warps never wait is fast at one block.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from difflib import get_close_matches
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-__all__ = ["Cliff", "Occupancy", "SMLimits", "limits", "occupancy"]
+__all__ = ["MAX_REGISTERS", "Cliff", "Footprint", "Occupancy", "SMLimits", "limits", "occupancy"]
 
 _WARP = 32
 _PARTS = 4
 _REGISTER_UNIT = 256
 _SHARED_UNIT = 128
 _RESERVED_SHARED = 1024
+_FEWEST_REGISTERS = 16
 MAX_REGISTERS = 255
 """Most registers that a thread can have."""
 
@@ -36,6 +38,10 @@ class SMLimits:
     """All shared memory of the SM, the system's part of each block included."""
     block_shared_bytes: int
     """What one block may ask for."""
+    barriers: int | None
+    """Named barriers of all blocks together; None where they limit nothing (before sm_90)."""
+    carveouts: tuple[int, ...]
+    """The sizes in bytes that shared memory can have, the rest being L1."""
     block_threads: int = 1024
 
     @property
@@ -44,14 +50,19 @@ class SMLimits:
         return self.threads // _WARP
 
 
-def _sm(arch: int, threads: int, blocks: int, shared_kib: int) -> SMLimits:
+_CARVEOUTS_KIB = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
+
+
+def _sm(arch: int, threads: int, blocks: int, shared_kib: int, barriers: int | None = None) -> SMLimits:
     return SMLimits(
         arch=arch,
         threads=threads,
         blocks=blocks,
         registers=65536,
         shared_bytes=shared_kib << 10,
-        block_shared_bytes=(shared_kib - 1) << 10,
+        block_shared_bytes=(shared_kib << 10) - _RESERVED_SHARED,
+        barriers=barriers,
+        carveouts=tuple(kib << 10 for kib in _CARVEOUTS_KIB if kib <= shared_kib),
     )
 
 
@@ -62,17 +73,18 @@ _LIMITS = {
         _sm(86, 1536, 16, 100),
         _sm(87, 1536, 16, 164),
         _sm(89, 1536, 24, 100),
-        _sm(90, 2048, 32, 228),
-        _sm(100, 2048, 32, 228),
-        _sm(103, 2048, 32, 228),
-        _sm(120, 1536, 24, 100),
+        _sm(90, 2048, 32, 228, 64),
+        _sm(100, 2048, 32, 228, 64),
+        _sm(103, 2048, 32, 228, 32),
+        _sm(120, 1536, 24, 100, 24),
+        _sm(121, 1536, 24, 100, 24),
     )
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cliff:
-    """The smallest change of one resource that changes the number of blocks."""
+    """The smallest change of one resource that changes the number of blocks. Threads change by whole warps."""
 
     resource: str
     """"registers" (of a thread), "shared memory" (bytes of a block) or "threads" (of a block)."""
@@ -84,10 +96,23 @@ class Cliff:
     """Blocks more (positive) or fewer than now."""
 
     def __str__(self) -> str:
-        unit = {"registers": "registers", "shared memory": "bytes of shared memory", "threads": "threads"}[self.resource]
+        """As in "4 registers fewer: 2 more blocks an SM"."""
+        unit = "bytes of shared memory" if self.resource == "shared memory" else self.resource
+        if abs(self.change) == 1:
+            unit = unit.replace("bytes", "byte").removesuffix("s")
         way, what = ("more" if self.change > 0 else "fewer"), ("more" if self.gained > 0 else "fewer")
-        unit = unit.removesuffix("s") if abs(self.change) == 1 and self.resource != "shared memory" else unit
         return f"{abs(self.change)} {unit} {way}: {abs(self.gained)} {what} block{'s' * (abs(self.gained) != 1)} an SM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one block takes, as `occupancy` was asked."""
+
+    threads: int
+    registers: int
+    shared_bytes: int
+    barriers: int
+    carveout: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,26 +124,36 @@ class Occupancy:
     fraction: float
     """Warps held, of those that the SM can hold."""
     limiter: str
-    """"registers", "shared memory", "warps" or "blocks": the scarcest; "too big" where not even one block fits."""
-    cliffs: tuple[Cliff, ...]
+    """The scarcest: "registers", "shared memory", "warps", "blocks" or "barriers"; "too big" where not even one block fits."""
+    sm: SMLimits = field(repr=False)
+    footprint: Footprint = field(repr=False)
+
+    @property
+    def cliffs(self) -> tuple[Cliff, ...]:
+        """The next step in each direction, where there is one: registers, shared memory, threads; fewer, then more."""
+        return tuple(_cliffs(self.sm, self.footprint, self.blocks))
 
 
 def limits(arch: int) -> SMLimits:
     """The limits of `sm_<arch>`. Raises ValueError, naming the nearest, for one that is not in the table."""
     if arch not in _LIMITS:
-        near = get_close_matches(str(arch), map(str, _LIMITS), n=1) or [str(min(_LIMITS, key=lambda a: abs(a - arch)))]
-        known = ", ".join(f"sm_{a}" for a in _LIMITS)
-        raise ValueError(f"no limits are known for sm_{arch}; wanted one of {known}; the nearest is sm_{near[0]}")
+        known, near = ", ".join(f"sm_{a}" for a in _LIMITS), min(_LIMITS, key=lambda a: abs(a - arch))
+        raise ValueError(f"no limits are known for sm_{arch}; wanted one of {known}; the nearest is sm_{near}")
     return _LIMITS[arch]
 
 
-def occupancy(arch: int, *, threads: int, registers: int, shared_bytes: int) -> Occupancy:
+def occupancy(
+    arch: int, *, threads: int, registers: int, shared_bytes: int, barriers: int = 0, carveout: int | None = None
+) -> Occupancy:
     """Blocks an SM of `sm_<arch>` holds of a kernel.
 
     Args:
         threads: of a block.
         registers: of a thread.
         shared_bytes: of a block, static and dynamic together.
+        barriers: named barriers of a block ("used 3 barriers", says `ptxas -v`); 0 when it has none or it is unknown.
+        carveout: the percentage of the SM's largest shared memory that the kernel prefers, as in
+            `cudaFuncAttributePreferredSharedMemoryCarveout`; the next size in `SMLimits.carveouts` is used. None: all of it.
 
     Raises:
         ValueError: no such architecture, or a number that no kernel can have.
@@ -130,58 +165,80 @@ def occupancy(arch: int, *, threads: int, registers: int, shared_bytes: int) -> 
         raise ValueError(f"a thread has {registers} registers, wanted 0 to {MAX_REGISTERS}")
     if shared_bytes < 0:
         raise ValueError(f"a block has {shared_bytes} bytes of shared memory, wanted 0 or more")
-    by = _blocks(sm, threads, registers, shared_bytes)
-    blocks = min(by.values())
-    limiter = min(by, key=lambda name: by[name]) if blocks else "too big"
+    if not 0 <= barriers <= 16:
+        raise ValueError(f"a block has {barriers} barriers, wanted 0 to 16")
+    if carveout is not None and not 0 <= carveout <= 100:
+        raise ValueError(f"the carve-out is {carveout} percent, wanted 0 to 100")
+    footprint = Footprint(threads=threads, registers=registers, shared_bytes=shared_bytes, barriers=barriers, carveout=carveout)
+    by = _blocks(sm, footprint)
+    limiter = min(by, key=lambda name: by[name])
+    blocks = by[limiter]
     warps = blocks * -(-threads // _WARP)
     return Occupancy(
         blocks=blocks,
         warps=warps,
         fraction=warps / sm.warps,
-        limiter=limiter,
-        cliffs=tuple(_cliffs(sm, threads, registers, shared_bytes, blocks)),
+        limiter=limiter if blocks else "too big",
+        sm=sm,
+        footprint=footprint,
     )
 
 
-def _blocks(sm: SMLimits, threads: int, registers: int, shared_bytes: int) -> dict[str, int]:
+def _blocks(sm: SMLimits, block: Footprint) -> dict[str, int]:
     """Blocks that fit by each resource alone; of equals the first is named as the limiter."""
-    warps = -(-threads // _WARP)
-    per_warp = -(-registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
-    # A block must fit even if its warps do not spread evenly over the four parts.
-    if per_warp * (-(-warps // _PARTS) * _PARTS) > sm.registers:
-        by_registers = 0
-    else:
-        by_registers = sm.registers // _PARTS // per_warp * _PARTS // warps if per_warp else sm.blocks
-    shared = -(-(shared_bytes + _RESERVED_SHARED) // _SHARED_UNIT) * _SHARED_UNIT
-    by_shared = 0 if shared_bytes > sm.block_shared_bytes else sm.shared_bytes // shared
+    warps = -(-block.threads // _WARP)
     return {
-        "registers": by_registers,
-        "shared memory": by_shared,
+        "registers": _by_registers(sm, warps, block.registers),
+        "shared memory": _by_shared(sm, block.shared_bytes, block.carveout),
         "warps": sm.warps // warps,
         "blocks": sm.blocks,
+        "barriers": sm.barriers // block.barriers if sm.barriers and block.barriers else sys.maxsize,
     }
 
 
-def _cliffs(sm: SMLimits, threads: int, registers: int, shared_bytes: int, blocks: int) -> list[Cliff]:
-    def fits(*, threads: int = threads, registers: int = registers, shared_bytes: int = shared_bytes) -> int:
-        return min(_blocks(sm, threads, registers, shared_bytes).values())
+def _by_registers(sm: SMLimits, warps: int, registers: int) -> int:
+    per_warp = _up(registers * _WARP, _REGISTER_UNIT)
+    if not per_warp:
+        return sys.maxsize
+    # The hardware's check of a launch takes it that each part gets equally many warps.
+    if per_warp * _up(warps, _PARTS) > sm.registers:
+        return 0
+    return sm.registers // _PARTS // per_warp * _PARTS // warps
 
-    ways: list[tuple[str, Callable[[int], int], range]] = [
-        ("registers", lambda r: fits(registers=r), range(registers - 1, 15, -1)),
-        ("registers", lambda r: fits(registers=r), range(registers + 1, MAX_REGISTERS + 1)),
-        ("shared memory", lambda s: fits(shared_bytes=s), range(shared_bytes - 1, -1, -1)),
-        ("shared memory", lambda s: fits(shared_bytes=s), range(shared_bytes + 1, sm.block_shared_bytes + 1)),
-        ("threads", lambda t: fits(threads=t), range(threads - _WARP, 0, -_WARP)),
-        ("threads", lambda t: fits(threads=t), range(threads + _WARP, sm.block_threads + 1, _WARP)),
-    ]
-    found = []
-    now = {"registers": registers, "shared memory": shared_bytes, "threads": threads}
-    for resource, blocks_at, values in ways:
-        at = _first(values, lambda value, f=blocks_at: f(value) != blocks)
+
+def _by_shared(sm: SMLimits, shared_bytes: int, carveout: int | None) -> int:
+    if shared_bytes > sm.block_shared_bytes:
+        return 0
+    block = _up(shared_bytes + _RESERVED_SHARED, _SHARED_UNIT)
+    wanted = sm.shared_bytes if carveout is None else carveout * sm.shared_bytes // 100
+    # A preference yields to a block that needs more.
+    return next(size for size in sm.carveouts if size >= max(wanted, block)) // block
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _cliffs(sm: SMLimits, block: Footprint, blocks: int) -> Iterator[Cliff]:
+    fewer_warps = range((block.threads - 1) // _WARP * _WARP, 0, -_WARP)
+    more_warps = range(_up(block.threads + 1, _WARP), sm.block_threads + 1, _WARP)
+    ways = (
+        ("registers", "registers", range(block.registers - 1, _FEWEST_REGISTERS - 1, -1)),
+        ("registers", "registers", range(block.registers + 1, MAX_REGISTERS + 1)),
+        ("shared memory", "shared_bytes", range(min(block.shared_bytes - 1, sm.block_shared_bytes), -1, -1)),
+        ("shared memory", "shared_bytes", range(block.shared_bytes + 1, sm.block_shared_bytes + 2)),
+        ("threads", "threads", fewer_warps),
+        ("threads", "threads", more_warps),
+    )
+    for resource, name, values in ways:
+
+        def held(value: int, name: str = name) -> int:
+            return min(_blocks(sm, Footprint(**{**vars(block), name: value})).values())
+
+        at = _first(values, lambda value, held=held: held(value) != blocks)
         if at is not None:
-            new = blocks_at(at)
-            found.append(Cliff(resource=resource, change=at - now[resource], blocks=new, gained=new - blocks))
-    return found
+            new, now = held(at), getattr(block, name)
+            yield Cliff(resource=resource, change=at - now, blocks=new, gained=new - blocks)
 
 
 def _first(values: range, changed: Callable[[int], bool]) -> int | None:

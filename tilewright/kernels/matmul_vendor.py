@@ -44,4 +44,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y if residual is None else y.add_(residual)
 
 
-VENDOR = Impl(name="vendor", launch=_launch, interpretable=False)
+VENDOR = Impl(name="vendor", launch=_launch, interpretable=False, extra_roundings=1)
