@@ -33,7 +33,7 @@ from tilewright.tune.model import Work
 from tilewright.tune.ranking import Entry
 from tilewright.tune.space import NO_CHOICES, Config, Space
 
-__all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "prefer", "scope", "strict"]
+__all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "on_card", "prefer", "scope", "strict"]
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _CPU_IS_CPU = not device_of(-1).runs_triton
@@ -45,11 +45,12 @@ class Refused(ValueError):
 
 
 class Scope(NamedTuple):
-    """What `prefer`, `invariant` and `strict` set; part of every cache key."""
+    """What `prefer`, `invariant`, `strict` and `on_card` set; part of every cache key."""
 
     preferred: str | None = None
     invariant: bool = False
     strict: bool = False
+    card: Device | None = None
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("tilewright_scope", default=Scope())  # noqa: B039 (a NamedTuple is immutable)
@@ -82,6 +83,14 @@ def invariant() -> Any:
 def strict() -> Any:
     """`with strict():` raises `tune.lookup.NoRecord` for a problem that has something to choose and was never measured."""
     return _scoped(strict=True)
+
+
+def on_card(card: Device) -> Any:
+    """`with on_card(device_named("h100")):` ops take meta tensors for tensors of that card, and choose and launch as there.
+
+    For recording launches (`asm.compile.compile_only`); without a recording a launch on meta tensors fails.
+    """
+    return _scoped(card=card)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,12 +228,13 @@ class Op:
         """Choose and launch, without torch's dispatcher."""
         index = args[0].get_device()
         if index < 0 and _CPU_IS_CPU:
-            return self.reference(*args)  # what `choose` would say, without the summary
+            if not args[0].is_meta or _SCOPE.get().card is None:
+                return self.reference(*args)  # what `choose` would say, without the summary
         problem = self.problem(*args)
         key = (problem, index, _SCOPE.get())
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = self.choose(device_of(index), problem)
+            choice = self._choices[key] = self.choose(key[2].card or device_of(index), problem)
         return choice.impl.launch(choice.config, *args)
 
     def choice_for(self, *args: Any) -> Choice:

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from tests.engine.fake_runner import byte_tokenizer
 from tilewright.engine.blocks import BlockPool
+from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
+from tilewright.engine.loading import load
 from tilewright.engine.request import SamplingParams
-from tilewright.engine.runner import ModelRunner, load
+from tilewright.engine.runner import ModelRunner
 from tilewright.engine.schedule import Scheduler
 from tilewright.models.config import ModelConfig
 
@@ -38,10 +40,11 @@ MACHINES = [
 @pytest.fixture(scope="module", params=MACHINES, ids=str)
 def runner(request: pytest.FixtureRequest) -> ModelRunner:
     device, dtype, invariant = request.param
-    return load(
-        CONFIG, device=device, dtype=dtype, max_seqs=MAX_SEQS, page_size=PAGE_SIZE, max_tokens_per_step=BUDGET,
-        kv_cache_bytes=8 << 20, batch_invariant=invariant,
-    ).runner  # fmt: skip
+    options = EngineConfig(
+        device=device, dtype=dtype, max_seqs=MAX_SEQS, page_size=PAGE_SIZE, max_tokens_per_step=BUDGET,
+        kv_cache_bytes=8 << 20, invariant=invariant,
+    )  # fmt: skip
+    return load(CONFIG, options).runner
 
 
 def engine(

@@ -13,9 +13,11 @@ the whole process while `record` runs, so nothing else may launch kernels meanwh
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
+from itertools import count
 from threading import Lock
 from typing import Any
 
@@ -24,23 +26,20 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.errors import TritonError
+from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tilewright.hw import env
-from tilewright.hw.device import Device
+from tilewright.hw.device import CARD_OF_ARCH
 
-__all__ = ["CARDS", "Binary", "CompileFailed", "record", "stand_in"]
+__all__ = ["CARDS", "Binary", "CompileFailed", "compile_only", "record", "stand_in"]
 
-# What a launcher may ask of a card, from NVIDIA's data sheets and the CUDA programming guide (table of compute capabilities).
-CARDS = {
-    80: Device(kind="cuda", name="A100 80GB", arch=80, sms=108, smem_bytes=166912, l2_bytes=40 << 20, memory_bytes=80 << 30),
-    90: Device(kind="cuda", name="H100 80GB", arch=90, sms=132, smem_bytes=232448, l2_bytes=50 << 20, memory_bytes=80 << 30),
-    100: Device(kind="cuda", name="B200", arch=100, sms=148, smem_bytes=232448, l2_bytes=126 << 20, memory_bytes=180 << 30),
-}
+CARDS = CARD_OF_ARCH
 """Architecture -> the card that stands for it where nothing is attached."""
 
 _LOCK = Lock()
+_SESSIONS = count(1)
 
 
 class CompileFailed(RuntimeError):
@@ -58,10 +57,14 @@ class Binary:
     constants: Mapping[str, Any] = field(repr=False)
     """Compile-time arguments by name, with those that Triton specialised itself (an integer 1, a None)."""
     warps: int
+    stages: int
+    """`num_stages` as it was asked for; what the compiler made of it is `tilewright.asm.memory`'s matter."""
     shared_bytes: int
     """Dynamic shared memory of a block."""
     tmem_columns: int
     """Tensor memory of a block (sm_100): columns of 512 bytes."""
+    ttgir: str = field(repr=False)
+    """The program as Triton's GPU dialect has it, layouts and pipeline decided."""
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
 
@@ -86,6 +89,29 @@ def record(impl: Any, config: Mapping[str, Any], args: Sequence[Any], arch: int)
     return [_binary(kernel, arch) for kernel in launched]
 
 
+@contextmanager
+def compile_only(arch: int, jobs: int) -> Iterator[None]:
+    """While on, every Triton launch of this process compiles for `sm_<arch>` instead, in `jobs` threads, and launches nothing.
+
+    The results are in Triton's cache when it ends. Arguments are meta tensors: no launch has a result.
+
+    Raises:
+        CompileFailed: a kernel does not compile.
+        RuntimeError: Triton interprets kernels in this process.
+    """
+    if env.interpreting():
+        raise RuntimeError("compile_only: Triton interprets kernels in this process; unset TRITON_INTERPRET")
+    # A session of its own: what the process compiled before would else not be asked of Triton's cache again.
+    with _LOCK, _recording(arch, next(_SESSIONS)), ThreadPoolExecutor(jobs) as pool:
+        try:
+            with AsyncCompileMode(pool):
+                yield
+        except (TritonError, RuntimeError) as error:
+            if isinstance(error, CompileFailed):
+                raise
+            raise CompileFailed(f"a kernel does not compile for sm_{arch}: {_reason(error)}") from error
+
+
 def stand_in(value: Any) -> Any:
     """A meta tensor laid out and aligned like the given tensor; anything else as it is."""
     if not isinstance(value, Tensor):
@@ -100,22 +126,22 @@ def stand_in(value: Any) -> Any:
 class _Offline:
     """As much of a Triton driver as compiling asks for."""
 
-    def __init__(self, arch: int):
-        self._arch = arch
+    def __init__(self, arch: int, session: int = 0):
+        self._arch, self._session = arch, session
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> str:
         # Triton keys its table of loaded kernels by this: a name that no real device has keeps the two apart.
-        return f"offline sm_{self._arch}"
+        return f"offline sm_{self._arch}, session {self._session}"
 
     def get_current_stream(self, device: str) -> int:
         return 0
 
 
 @contextmanager
-def _recording(arch: int) -> Iterator[list[CompiledKernel]]:
+def _recording(arch: int, session: int = 0) -> Iterator[list[CompiledKernel]]:
     launched: list[CompiledKernel] = []
     active, run = driver._active, JITFunction.run
 
@@ -128,11 +154,10 @@ def _recording(arch: int) -> Iterator[list[CompiledKernel]]:
             # Triton prints the whole program when ptxas refuses it; what is wrong with it is in the error.
             raise CompileFailed(f"{self.fn.__qualname__} does not compile for sm_{arch}: {_reason(error)}") from error
         print(printed.getvalue(), end="")
-        assert isinstance(kernel, CompiledKernel), "nobody compiles in the background while we hold the lock"
-        launched.append(kernel)
-        return kernel
+        launched.append(kernel)  # pyright: ignore[reportArgumentType] (a future one while `compile_only` has threads compile)
+        return kernel  # pyright: ignore[reportReturnType]
 
-    driver.set_active(_Offline(arch))  # pyright: ignore[reportArgumentType]
+    driver.set_active(_Offline(arch, session))  # pyright: ignore[reportArgumentType]
     JITFunction.run = compile_only
     try:
         yield launched
@@ -157,8 +182,10 @@ def _binary(kernel: CompiledKernel, arch: int) -> Binary:
         key=kernel.hash,
         constants=constants,
         warps=kernel.metadata.num_warps,
+        stages=getattr(kernel.metadata, "num_stages", None) or 1,
         shared_bytes=kernel.metadata.shared,
         tmem_columns=kernel.metadata.tmem_size or 0,
+        ttgir=kernel.asm["ttgir"],
         ptx=kernel.asm["ptx"],
         cubin=kernel.asm["cubin"],
     )

@@ -1,20 +1,24 @@
-"""Which kernels does this process compile, and when: the counter behind "zero JIT after ready".
+"""Which kernels does this process compile, when and why: the counter behind "zero JIT after ready".
 
 It listens where Triton's compiler reports (`triton.knobs.compilation.listener`), which tells a kernel that was compiled from
-one that was read from the disk cache. Triton's `jit_post_compile_hook` cannot tell the two apart, and to call it Triton turns
-every constant of the kernel into JSON, which raises for constants that JSON does not know (Gluon layouts).
+one that was read from the disk cache or a bundle. Triton's `jit_post_compile_hook` cannot tell the two apart, and to call it
+Triton turns every constant of the kernel into JSON, which raises for constants that JSON does not know (Gluon layouts).
 
 Not counted: kernels that the process already holds (a launch of those costs nothing), the interpreter's, and compiles in other
 processes.
 """
 
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 from triton import knobs
 
-__all__ = ["CompileCounter", "Compiled"]
+__all__ = ["CompileCounter", "Compiled", "LateCompile", "log_late", "raise_late"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,36 +28,53 @@ class Compiled:
     kernel: str
     arch: int
     from_disk: bool
-    """Read from Triton's disk cache: milliseconds, where compiling takes a good part of a second."""
+    """Read from Triton's disk cache or a bundle: milliseconds, where compiling takes a good part of a second."""
     seconds: float
+    reason: str
+    """What sets it apart from the nearest variant that was there already: "EVEN_K: True -> False"."""
+
+
+class LateCompile(RuntimeError):
+    """A kernel was compiled after the process was ready, and that was forbidden."""
+
+
+def log_late(event: Compiled) -> None:
+    """Say in the log that a kernel came late, and why."""
+    verb = "read from disk" if event.from_disk else "compiled"
+    _LOG.warning("%s was %s after the start (%.2f s): %s", event.kernel, verb, event.seconds, event.reason)
+
+
+def raise_late(event: Compiled) -> None:
+    """Raise LateCompile for a kernel that was compiled, log one that was only read."""
+    log_late(event)
+    if not event.from_disk:
+        raise LateCompile(f"{event.kernel} was compiled after the start: {event.reason}")
 
 
 class CompileCounter:
     """Counts the kernels that this process compiles, from `start()` on, before and after it was ready.
 
-    A server starts one before it loads a model and calls `mark_ready()` when it begins to listen. Several may run at once;
-    they chain, as any listener that was there before does. Compiles may be reported from any thread.
+    A server starts one before it loads a model and calls `mark_ready()` when it begins to listen. Several may run at once,
+    and a listener that another library has set goes on hearing. Compiles may be reported from any thread.
+
+    Args:
+        on_late: called with every kernel that comes after `mark_ready()`, in the thread that launches it; what it raises
+            reaches the launch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_late: Callable[[Compiled], None] | None = None) -> None:
         self._events: list[Compiled] = []
         self._ready_at: int | None = None
-        self._before: Any = None
-        self._listening = False
-        self._lock = Lock()
+        self._on_late = on_late
 
     def start(self) -> "CompileCounter":
         """Begin to listen; returns itself. Raises RuntimeError when it already listens."""
-        if self._listening:
-            raise RuntimeError("CompileCounter.start: it has been started already; use a second counter")
-        self._before, knobs.compilation.listener, self._listening = knobs.compilation.listener, self._heard, True
+        _SWITCHBOARD.add(self)
         return self
 
     def stop(self) -> None:
-        """Stop listening; counters stop in the reverse order of their start. Raises RuntimeError when another is in between."""
-        if knobs.compilation.listener != self._heard:
-            raise RuntimeError("CompileCounter.stop: not the listener that was started last; stop that one first")
-        knobs.compilation.listener, self._listening = self._before, False
+        """Stop listening. Raises RuntimeError when it does not listen."""
+        _SWITCHBOARD.remove(self)
 
     def mark_ready(self) -> None:
         """From here on nothing should be compiled."""
@@ -74,11 +95,86 @@ class CompileCounter:
         """How many kernels were compiled after `mark_ready()`: the number that has to stay 0."""
         return sum(not event.from_disk for event in self.late)
 
-    def _heard(self, *, src: Any, metadata: dict[str, Any], metadata_group: Any, times: Any, cache_hit: bool) -> None:
-        event = Compiled(
-            kernel=src.name, arch=metadata["target"].arch, from_disk=cache_hit, seconds=1e-6 * times.total if times else 0.0
-        )
+    def _hear(self, event: Compiled) -> None:
+        self._events.append(event)
+        if self._ready_at is not None and self._on_late is not None:
+            self._on_late(event)
+
+
+class _Switchboard:
+    """Triton's one listener, for all counters of the process."""
+
+    def __init__(self) -> None:
+        self._counters: list[CompileCounter] = []
+        self._before: Any = None
+        self._variants: dict[str, list[Mapping[str, str]]] = {}
+        self._lock = Lock()
+
+    def add(self, counter: CompileCounter) -> None:
         with self._lock:
-            self._events.append(event)
+            if counter in self._counters:
+                raise RuntimeError("CompileCounter.start: it has been started already; use a second counter")
+            if not self._counters:
+                self._before, knobs.compilation.listener = knobs.compilation.listener, self._heard
+            self._counters.append(counter)
+
+    def remove(self, counter: CompileCounter) -> None:
+        with self._lock:
+            if counter not in self._counters:
+                raise RuntimeError("CompileCounter.stop: it does not listen; start it first")
+            self._counters.remove(counter)
+            # A listener that somebody has put over ours still calls us: then we stay, and hear for nobody.
+            if not self._counters and knobs.compilation.listener == self._heard:
+                knobs.compilation.listener = self._before
+
+    def _heard(self, *, src: Any, metadata: dict[str, Any], metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        variant = _variant(src, metadata)
+        with self._lock:
+            known = self._variants.setdefault(src.name, [])
+            event = Compiled(
+                kernel=src.name,
+                arch=metadata["target"].arch,
+                from_disk=cache_hit,
+                seconds=1e-6 * times.total if times else 0.0,
+                reason=_difference(variant, known),
+            )
+            known.append(variant)
+            counters = list(self._counters)
         if self._before is not None:
             self._before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
+        for counter in counters:
+            counter._hear(event)
+
+
+def _variant(src: Any, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """What Triton specialised a kernel for: argument types, constants, alignments, options."""
+    names = src.fn.arg_names if hasattr(src, "fn") else ()
+
+    def name(path: Any) -> str:
+        index = path[0] if isinstance(path, tuple) else path
+        return names[index] if isinstance(index, int) and index < len(names) else str(index)
+
+    found = {name(key): str(kind) for key, kind in getattr(src, "signature", {}).items()}
+    found |= {name(path): repr(value) for path, value in getattr(src, "constants", {}).items()}
+    for path, attrs in getattr(src, "attrs", {}).items():
+        if not attrs:
+            continue
+        found[name(path)] = f"{found.get(name(path), '')} {attrs}".strip()
+    found |= {option: str(metadata.get(option)) for option in ("num_warps", "num_stages", "num_ctas", "maxnreg")}
+    return found
+
+
+def _difference(variant: Mapping[str, str], known: list[Mapping[str, str]]) -> str:
+    """In words: how a variant differs from the nearest of those known."""
+    if not known:
+        return "the first variant of this kernel"
+
+    def changed(other: Mapping[str, str]) -> list[str]:
+        return [key for key in sorted({*variant, *other}) if variant.get(key) != other.get(key)]
+
+    nearest = min(known, key=lambda other: len(changed(other)))
+    changes = [f"{key}: {nearest.get(key)} -> {variant.get(key)}" for key in changed(nearest)]
+    return "; ".join(changes) or "the same as one before, in another context"
+
+
+_SWITCHBOARD = _Switchboard()

@@ -6,10 +6,12 @@ Nothing heavy is imported before a verb needs it, so that `--help` is immediate.
 import sys
 
 try:
+    import tilewright.cli.asm
     import tilewright.cli.bench
     import tilewright.cli.hw
     import tilewright.cli.serve
-    import tilewright.cli.tune  # noqa: F401 (a verb registers itself)
+    import tilewright.cli.tune
+    import tilewright.cli.warmup  # noqa: F401 (a verb registers itself)
     from tilewright.cli.root import INTERRUPTED, app
 except KeyboardInterrupt:  # the imports take a good part of a second: Ctrl-C in them is no traceback either
     raise SystemExit(130) from None

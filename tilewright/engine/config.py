@@ -32,6 +32,9 @@ class EngineConfig:
 
     invariant: bool = _option(False, "the same bits for a request whatever else is in the batch; slower")
 
+    bundle: str | None = _option(None, "folder that `tilewright warmup` made for this use: no kernel is compiled then")
+    strict: bool = _option(False, "fail a step that compiles a kernel after the start, instead of logging it")
+
     def __post_init__(self) -> None:
         least = {"max_seqs": 1, "page_size": 1, "max_tokens_per_step": self.max_seqs, "max_waiting": 1}
         least |= {"max_model_len": 2, "kv_cache_bytes": 1, "prefill_chunk": 1}

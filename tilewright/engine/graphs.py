@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewright.engine.batch import Inputs, Layout
 
-__all__ = ["DecodeGraph", "DecodeGraphs", "graph_sizes"]
+__all__ = ["DecodeGraph", "DecodeGraphs", "graph_sizes", "rehearse"]
 
 
 def graph_sizes(max_seqs: int) -> list[int]:
@@ -38,10 +38,7 @@ class DecodeGraph:
         self.layout = Layout(rows, rows, rows)
         self._buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
-        inputs = self.layout.device(self._buffer, self._table, 1)
-        # All padding: slot -1 writes nothing, and the sample goes to the row past the last slot.
-        inputs.feed.fill_(-1)
-        inputs.batch.slots.fill_(-1)
+        inputs = _padding(self.layout, self._buffer, self._table)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             forward(inputs)
@@ -55,6 +52,22 @@ class DecodeGraph:
         self._buffer.copy_(packed)
         self._table[: block_table.shape[0], : block_table.shape[1]].copy_(block_table)
         self._graph.replay()
+
+
+def _padding(layout: Layout, buffer: Tensor, table: Tensor) -> Inputs:
+    """Rows that are all padding: slot -1 writes nothing, and the sample goes to the row past the last slot."""
+    inputs = layout.device(buffer, table, 1)
+    inputs.feed.fill_(-1)
+    inputs.batch.slots.fill_(-1)
+    return inputs
+
+
+def rehearse(forward: Callable[[Inputs], tuple[Tensor, Tensor]], *, max_seqs: int, max_pages: int) -> None:
+    """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
+    for rows in graph_sizes(max_seqs):
+        layout = Layout(rows, rows, rows)
+        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
+        forward(_padding(layout, buffer, torch.zeros(rows, max_pages, dtype=torch.int32, device="meta")))
 
 
 class DecodeGraphs:

@@ -27,7 +27,7 @@ Prompt = str | list[int]
 
 
 class Loaded(Protocol):
-    """What `tilewright.engine.runner.load` returns: a model in memory, with its pages."""
+    """What `tilewright.engine.loading.load` returns: a model in memory, with its pages."""
 
     @property
     def runner(self) -> Runner: ...
@@ -136,21 +136,9 @@ class LLM:
 
 
 def _load(options: EngineConfig, progress: Callable[[str], None] | None, model: Any = None) -> Loaded:
-    from tilewright.engine.runner import load  # imports torch
+    from tilewright.engine.loading import load  # imports torch
 
-    return load(
-        options.model if model is None else model,
-        device=options.device,
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        max_seqs=options.max_seqs,
-        page_size=options.page_size,
-        kv_cache_bytes=options.kv_cache_bytes,
-        memory_fraction=options.memory_fraction,
-        max_tokens_per_step=options.max_tokens_per_step,
-        batch_invariant=options.invariant,
-        progress=progress,
-    )
+    return load(options.model if model is None else model, options, progress)
 
 
 def load_engine(model: str | Path | Any, options: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:

@@ -4,13 +4,12 @@ On a GPU `launch` only enqueues, so the host prepares a step while the device ru
 (`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
 replay a captured graph; steps with prompts run eagerly. On a CPU the same code runs at once.
 
-`load` is the way in: plan the memory, load the weights, warm up every kernel that a step can launch.
+`tilewright.engine.loading` is the way in.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,18 +17,15 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.engine.batch import Inputs, Layout, Packer
-from tilewright.engine.graphs import DecodeGraphs
-from tilewright.engine.plan import MemoryPlan, plan_memory
+from tilewright.engine.graphs import DecodeGraphs, rehearse
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogprobTensors, edit_logits, likelihoods
 from tilewright.engine.step import Row, Step, StepResult
-from tilewright.hw.device import cuda_count, default_device
-from tilewright.models import Model, load_config, load_model, random_model, resolve
-from tilewright.models.config import ModelConfig
+from tilewright.models import Model
 from tilewright.nn import KVCache
 from tilewright.op import invariant
 
-__all__ = ["Loaded", "ModelRunner", "load"]
+__all__ = ["ModelRunner", "Progress"]
 
 Progress = Callable[[str], None]
 _PROMPT_LOGPROB_ROWS = 256
@@ -219,7 +215,7 @@ class ModelRunner:
 
     def warmup(self, progress: Progress) -> None:
         """Launch everything that a later step can launch, so that none of them compiles."""
-        if self.asynchronous:
+        if self.device.type != "cpu":
             with torch.inference_mode(), self._scope():
                 self._warmup(progress)
 
@@ -228,6 +224,9 @@ class ModelRunner:
         for i, tokens in enumerate(reversed(sizes)):
             progress(f"warming up kernels {i + 1}/{len(sizes)}")
             self._warm_prefill(tokens)
+        if self.device.type == "meta":
+            rehearse(self._forward, max_seqs=self.max_seqs, max_pages=self._max_pages)
+            return
         self._graphs = DecodeGraphs(
             self._forward, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages, progress=progress
         )
@@ -253,108 +252,3 @@ class ModelRunner:
 
 def _powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
-
-
-# ---- loading
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in _DTYPES:
-        raise ValueError(f"dtype is {name!r}, wanted one of {', '.join(_DTYPES)}")
-    return None if name is None else _DTYPES[name]
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return default_device()
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N") from error
-    count = cuda_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices; take cpu, or leave it out")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _found(model: str | Path) -> tuple[Path, ModelConfig]:
-    folder = resolve(model)
-    return folder, load_config(folder)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A model ready to run."""
-
-    runner: ModelRunner
-    tokenizer_path: Path | None
-    """The model's folder; None for random weights, which have no tokenizer."""
-    config: ModelConfig
-    num_pages: int
-    plan: MemoryPlan
-
-
-def load(
-    model: str | Path | ModelConfig,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    max_model_len: int | None = None,
-    max_seqs: int = 256,
-    page_size: int = 16,
-    kv_cache_bytes: int | None = None,
-    memory_fraction: float = 0.9,
-    max_tokens_per_step: int = 8192,
-    batch_invariant: bool = False,
-    progress: Progress | None = None,
-) -> Loaded:
-    """Plan, load and warm up a model.
-
-    Args:
-        model: "bookworm", a folder, a hub name; or a config, for random weights of that shape.
-        device: a torch device's name; None: the first GPU, else the CPU.
-        dtype: bfloat16, float16 or float32; None: the checkpoint's own on a GPU, float32 on a CPU.
-        batch_invariant: take only implementations whose rows do not depend on the rest of a batch, bitwise.
-        progress: told in words what is going on, the memory plan first.
-
-    Raises:
-        ModelError: the model cannot be had, read, or run.
-        NoMemory: the plan does not fit.
-        ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype.
-    """
-    report, on, wanted = progress or (lambda text: None), _device(device), _dtype(dtype)
-    folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
-    kept = wanted or (config.dtype if on.type == "cuda" else torch.float32)
-    plan = plan_memory(
-        config,
-        device=on,
-        dtype=kept,
-        max_model_len=max_model_len,
-        max_seqs=max_seqs,
-        page_size=page_size,
-        kv_cache_bytes=kv_cache_bytes,
-        memory_fraction=memory_fraction,
-        max_tokens_per_step=max_tokens_per_step,
-    )
-    report(str(plan))
-    if folder is None:
-        built = random_model(config, device=on, dtype=kept)
-    else:
-        built = load_model(
-            folder, device=on, dtype=kept, progress=lambda done, total: report(f"loading weights {done:,}/{total:,}")
-        )
-    runner = ModelRunner(
-        built,
-        num_pages=plan.num_pages,
-        page_size=page_size,
-        max_seqs=max_seqs,
-        max_model_len=plan.max_model_len,
-        max_tokens_per_step=max_tokens_per_step,
-        batch_invariant=batch_invariant,
-    )
-    runner.warmup(report)
-    return Loaded(runner=runner, tokenizer_path=folder, config=config, num_pages=plan.num_pages, plan=plan)

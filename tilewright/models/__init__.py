@@ -20,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "Progress",
+    "empty_model",
     "kv_bytes_per_token",
     "load_config",
     "load_model",
@@ -88,6 +89,11 @@ def load_model(
     model = _build(config, device, dtype)
     fill(model, checkpoint, progress)
     return model
+
+
+def empty_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Model:
+    """A model with uninitialised weights; on "meta" it takes no memory."""
+    return _build(config, device, dtype)
 
 
 def random_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Model:

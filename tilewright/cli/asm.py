@@ -1,0 +1,302 @@
+"""`tilewright asm`: what a kernel compiles to, for any card, on any machine."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from tilewright.cli.root import app, plain_errors
+
+if TYPE_CHECKING:
+    from tilewright.asm.compile import Binary
+    from tilewright.asm.judge import Judgement
+    from tilewright.hw.device import Device
+    from tilewright.op import Impl, Op
+
+__all__ = ["asm"]
+
+SHOWN = ("ttgir", "ptx", "sass")
+
+
+class Built(NamedTuple):
+    """One implementation compiled for one architecture, or why it was not."""
+
+    impl: "Impl"
+    arch: int
+    at: str
+    """The example's label, or the dimensions."""
+    config: Mapping[str, Any]
+    binaries: "list[Binary]"
+    judgements: "list[Judgement]"
+    problem: str | None
+    """Refused, or does not compile: a sentence."""
+
+
+@app.command(
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright asm matmul --impl triton --arch 80,90,100\n\n"
+    "tilewright asm matmul M=4096 N=4096 K=4096 --impl triton_tma --arch 90 --config BLOCK_N=256\n\n"
+    "tilewright asm softmax --example wide --arch 90 --show sass"
+)
+def asm(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="an op: matmul, softmax, rms_norm ...")],
+    dims: Annotated[list[str] | None, typer.Argument(help="dimensions, M=4096 dtype=bf16; an example without them")] = None,
+    impl: Annotated[str | None, typer.Option(help="one implementation; all by default")] = None,
+    example: Annotated[str | None, typer.Option(help="one of the op's examples; by default the first that is taken")] = None,
+    arch: Annotated[str, typer.Option(help="architectures, as 80,90,100")] = "80,90,100",
+    config: Annotated[list[str] | None, typer.Option("--config", help="BLOCK_M=128: change the default config; repeat")] = None,
+    show: Annotated[str | None, typer.Option(help="print the ttgir, ptx or sass instead")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Compile an op's kernels without a GPU and judge them: registers, occupancy, instructions, memory accesses, layouts."""
+    with plain_errors(context):
+        if show is not None and show not in SHOWN:
+            raise typer.BadParameter(f"--show is {show!r}, wanted one of {', '.join(SHOWN)}")
+        built = list(_build(op, dims or [], impl, example, arch, config or [], judged=show is None))
+        if not any(b.binaries for b in built):
+            raise ValueError("; ".join(dict.fromkeys(f"{b.impl.name} on sm_{b.arch}, {b.at}: {b.problem}" for b in built)))
+        if show is not None:
+            _print_code(built, show, as_json)
+        elif as_json:
+            print(json.dumps([_plain(b) for b in built], indent=1))
+        else:
+            _print(built)
+
+
+# ---- compiling
+
+
+def _build(
+    name: str, words: list[str], impl: str | None, label: str | None, arch: str, config: list[str], *, judged: bool
+) -> Iterator[Built]:
+    from tilewright.asm.compile import CompileFailed, record
+    from tilewright.asm.judge import judge
+    from tilewright.bench.dims import find_op
+    from tilewright.hw import env
+
+    if env.interpreting():
+        raise ValueError("TRITON_INTERPRET is set: Triton compiles no kernel in this process; unset it")
+    op = find_op(name)
+    impls = _impls(op, impl)
+    calls = _calls(op, words, label)
+    cards = _cards(arch)
+    choices = _choices(impls, config)
+    for one in impls:
+        for card in cards:
+            at, args, refusal = _first_taken(op, one, card, calls)
+            if refusal is not None:
+                yield Built(one, card.arch, at, {}, [], [], f"refused: {refusal}")
+                continue
+            problem = op.problem(*args)
+            chosen = {**one.space.default(card, problem), **{k: v for k, v in choices.items() if k in one.space.axes}}
+            if choices and (reason := one.space.refusal(card, problem, chosen)):
+                yield Built(one, card.arch, at, chosen, [], [], f"outside the space: {reason}")
+                continue
+            try:
+                binaries = record(one, chosen, args, card.arch)
+            except CompileFailed as error:
+                yield Built(one, card.arch, at, chosen, [], [], str(error))
+                continue
+            judgements = [judge(binary) for binary in binaries] if judged else []
+            yield Built(one, card.arch, at, chosen, binaries, judgements, None if binaries else "launches no Triton kernel")
+
+
+def _impls(op: "Op", name: str | None) -> "list[Impl]":
+    from tilewright.bench.dims import nearest
+
+    found = [impl for impl in op.impls if name in (None, impl.name)]
+    if not found:
+        raise ValueError(f"{op.name} has no implementation {name!r}: {nearest(str(name), [i.name for i in op.impls])}")
+    return found
+
+
+def _calls(op: "Op", words: list[str], label: str | None) -> list[tuple[str, tuple[Any, ...]]]:
+    """(label, arguments) of the calls to try, in order."""
+    from tilewright.bench.dims import nearest, parse_dims
+    from tilewright.op import Inputs
+
+    if words and label is not None:
+        raise ValueError(f"give dimensions ({' '.join(words)}) or --example {label!r}, not both")
+    if words:
+        dims = parse_dims(op, words)
+        assert op.make is not None, "parse_dims refuses an op without it"
+        return [(" ".join(words), op.make(Inputs(), **dims))]
+    examples = [example for example in op.examples if label in (None, example.label)]
+    if not examples:
+        raise ValueError(f"{op.name} has no example {label!r}: {nearest(str(label), [e.label for e in op.examples])}")
+    return [(example.label, example.make(Inputs())) for example in examples]
+
+
+def _cards(text: str) -> "list[Device]":
+    from tilewright.hw.device import CARD_OF_ARCH, CARDS
+
+    known = {card.arch: card for card in CARDS.values()} | CARD_OF_ARCH
+    found = []
+    for word in text.replace("sm_", "").split(","):
+        if not word.strip().isdigit() or int(word) not in known:
+            raise ValueError(f"--arch has {word.strip()!r}, wanted some of {','.join(map(str, sorted(known)))}")
+        found.append(known[int(word)])
+    return found
+
+
+def _choices(impls: "list[Impl]", words: list[str]) -> dict[str, Any]:
+    """The choices of --config: each must be an axis of some implementation, and a value on it."""
+    from tilewright.bench.dims import nearest
+
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        axes = [impl.space.axes[key] for impl in impls if key in impl.space.axes]
+        if not equals or not axes:
+            known = dict.fromkeys(axis for impl in impls for axis in impl.space.axes)
+            raise ValueError(f"--config is {word!r}, wanted AXIS=VALUE: {nearest(key, known)}")
+        values = {str(value): value for axis in axes for value in axis}
+        if text not in values:
+            raise ValueError(f"--config {key} is {text!r}, outside the space: {nearest(text, values)}")
+        found[key] = values[text]
+    return found
+
+
+def _first_taken(
+    op: "Op", impl: "Impl", card: "Device", calls: list[tuple[str, tuple[Any, ...]]]
+) -> tuple[str, tuple[Any, ...], str | None]:
+    """(label, arguments, None) of the first call that launches something there; else the first one with the reason."""
+    reasons = []
+    for label, args in calls:
+        reason = impl.refusal(card, op.problem(*args))
+        if reason is None:
+            return label, args, None
+        reasons.append((label, args, reason))
+    return reasons[0]
+
+
+# ---- showing
+
+
+def _plain(built: Built) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+        "impl": built.impl.name,
+        "arch": built.arch,
+        "at": built.at,
+        "config": dict(built.config),
+        "problem": built.problem,
+        "kernels": [asdict(judgement) for judgement in built.judgements],
+    }
+
+
+def _print_code(built: list[Built], kind: str, as_json: bool) -> None:
+    from tilewright.asm.facts import sass
+
+    found = []
+    for b in built:
+        for binary in b.binaries:
+            text = sass(binary) if kind == "sass" else getattr(binary, kind)
+            found.append({"impl": b.impl.name, "arch": b.arch, "at": b.at, "kernel": binary.kernel, kind: text})
+    if as_json:
+        print(json.dumps(found))
+        return
+    for one in found:
+        print(f"// {one['kernel']}, {one['impl']}, {one['at']}, sm_{one['arch']}\n{one[kind]}")
+
+
+def _print(built: list[Built]) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    groups: dict[tuple[str, str], list[Built]] = {}
+    for b in built:
+        groups.setdefault((b.impl.name, b.at), []).append(b)
+    for (impl, at), group in groups.items():
+        done = [b for b in group if b.binaries]
+        if done:
+            console.print(_table(f"{impl}, {at}", done))
+            for title, lines in _details(done):
+                console.print(f"[b]{title}[/b]")
+                for line, archs in lines.items():
+                    everywhere = len(archs) == len(done)
+                    console.print("  " + ("" if everywhere else f"{', '.join(archs)}: ") + line, markup=False, soft_wrap=True)
+            console.print()
+        for b in group:
+            if b.problem:
+                console.print(f"{impl}, {at}, sm_{b.arch}: {b.problem}", markup=False, soft_wrap=True)
+
+
+def _table(title: str, group: Sequence[Built]) -> Any:
+    """Facts down, a column for each kernel of each architecture."""
+    from rich.table import Table
+
+    columns = [(b, j) for b in group for j in b.judgements]
+    table = Table("", *(f"{j.kernel} sm_{b.arch}" for b, j in columns), title=title, title_justify="left")
+    rows = [_rows(b, j) for b, j in columns]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        table.add_row(name, *(row.get(name, "") for row in rows))
+    return table
+
+
+def _rows(built: Built, j: "Judgement") -> dict[str, str]:
+    f, o = j.facts, j.occupancy
+    rows = {
+        "config": " ".join(f"{k}={v}" for k, v in built.config.items()) or "-",
+        "registers a thread": f"{f.registers}" + (f", {f.spill_bytes} bytes spilled" if f.spill_bytes else ", no spills"),
+        "shared memory": f"{f.shared_bytes:,} bytes",
+        "occupancy": f"{o.blocks} blocks of {f.warps} warps, {o.fraction:.0%}; limited by {o.limiter}",
+        "next steps": "\n".join(str(cliff) for cliff in o.cliffs if cliff.resource != "threads"),
+        "instructions": ", ".join(f"{count} {kind}" for kind, count in j.instructions.items()),
+        "pipeline": f"{j.memory.pipeline_depth} deep: {'; '.join(j.memory.buffers)}" if j.memory.pipeline_depth else "none",
+        "widest load, store": f"{max(f.loads, default=0)}, {max(f.stores, default=0)} bytes a thread",
+    }
+    if f.tmem_columns:
+        rows["tensor memory"] = f"{f.tmem_columns} columns"
+    if f.local_bytes:
+        rows["arrays in local memory"] = f"{f.local_bytes} bytes a thread"
+    return rows
+
+
+def _details(group: Sequence[Built]) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """Title -> lines, each with the architectures that it holds for."""
+    for title, tell in _TOLD:
+        lines: dict[str, list[str]] = {}
+        for b in group:
+            for judgement in b.judgements:
+                for line in tell(judgement):
+                    archs = lines.setdefault(line, [])
+                    if f"sm_{b.arch}" not in archs:
+                        archs.append(f"sm_{b.arch}")
+        if lines:
+            yield title, lines
+
+
+def _accesses(j: "Judgement") -> Iterator[str]:
+    for a in j.memory.accesses:
+        named = f" of {a.value}" if a.value and not a.value.isdigit() else ""
+        asked = "1 sector" if a.sectors == 1 else f"{a.sectors} sectors"
+        wasted = "no more than its bytes fill" if a.sectors == a.least_sectors else f"{a.least_sectors} would do"
+        known = "" if a.exact else " (strides of rows are not known)" if a.sectors == a.least_sectors else " (not all is known)"
+        yield f"{a.op}{named}, {a.tile}: {a.thread_bytes} bytes a thread, a warp asks for {asked}, {wasted}{known}"
+
+
+def _conflicts(j: "Judgement") -> Iterator[str]:
+    for c in j.memory.conflicts:
+        trips = (
+            "bank conflicts not counted (ldmatrix)"
+            if c.extra_trips is None
+            else (f"{c.extra_trips} further trips an access" if c.extra_trips else "no bank conflicts")
+        )
+        yield f"{c.op}, {c.tile}: {trips}"
+
+
+def _layouts(j: "Judgement") -> Iterator[str]:
+    for name, sentence in j.memory.layouts.items():
+        yield f"{name.partition('<')[0]}: {sentence}"
+
+
+def _warned(j: "Judgement") -> Iterator[str]:
+    yield from (f"{j.kernel} {warning}" for warning in j.warnings)
+
+
+_TOLD = (("global memory", _accesses), ("shared memory", _conflicts), ("layouts", _layouts), ("warnings", _warned))

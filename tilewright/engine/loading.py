@@ -1,0 +1,159 @@
+"""From a name and options to a model that is ready to run: plan the memory, load the weights, warm up every kernel that a step
+can launch, or take those from a bundle that was made without a GPU.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.asm import bundle
+from tilewright.asm.compile import compile_only
+from tilewright.asm.jit import CompileCounter, log_late, raise_late
+from tilewright.engine.config import EngineConfig
+from tilewright.engine.plan import MemoryPlan, plan_memory
+from tilewright.engine.runner import ModelRunner, Progress
+from tilewright.hw.device import Device, cuda_count, default_device, device_of
+from tilewright.models import Model, empty_model, load_config, load_model, random_model, resolve
+from tilewright.models.config import ModelConfig
+from tilewright.op import on_card
+
+__all__ = ["Loaded", "facts_of", "load", "make_bundle"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in _DTYPES:
+        raise ValueError(f"dtype is {name!r}, wanted one of {', '.join(_DTYPES)}")
+    return None if name is None else _DTYPES[name]
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N") from error
+    count = cuda_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices; take cpu, or leave it out")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _found(model: str | Path) -> tuple[Path, ModelConfig]:
+    folder = resolve(model)
+    return folder, load_config(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model ready to run."""
+
+    runner: ModelRunner
+    tokenizer_path: Path | None
+    """The model's folder; None for random weights, which have no tokenizer."""
+    config: ModelConfig
+    num_pages: int
+    plan: MemoryPlan
+
+
+def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """Plan, load and warm up a model.
+
+    Args:
+        model: "bookworm", a folder, a hub name; or a config, for random weights of that shape. Overrules `options.model`.
+        progress: told in words what is going on, the memory plan first.
+
+    Raises:
+        BundleRefused: `options.bundle` is damaged or was made for something else.
+        ModelError: the model cannot be had, read, or run.
+        NoMemory: the plan does not fit.
+        ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype.
+    """
+    compiles = CompileCounter(on_late=raise_late if options.strict else log_late).start()  # for as long as the process lives
+    report, on, wanted = progress or (lambda text: None), _device(options.device), _dtype(options.dtype)
+    folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
+    dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
+    plan = plan_memory(
+        config,
+        device=on,
+        dtype=dtype,
+        max_model_len=options.max_model_len,
+        max_seqs=options.max_seqs,
+        page_size=options.page_size,
+        kv_cache_bytes=options.kv_cache_bytes,
+        memory_fraction=options.memory_fraction,
+        max_tokens_per_step=options.max_tokens_per_step,
+    )
+    report(str(plan))
+    if options.bundle is not None:
+        if on.type != "cuda":
+            raise ValueError(f"a bundle holds kernels for a GPU, and the model goes to {on}; leave --bundle out")
+        bundle.use(Path(options.bundle), arch=device_of(on.index).arch, facts=facts_of(config, dtype, options))
+    if folder is None:
+        built = random_model(config, device=on, dtype=dtype)
+    else:
+        built = load_model(
+            folder, device=on, dtype=dtype, progress=lambda done, total: report(f"loading weights {done:,}/{total:,}")
+        )
+    runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
+    runner.warmup(report)
+    compiles.mark_ready()
+    return Loaded(runner=runner, tokenizer_path=folder, config=config, num_pages=plan.num_pages, plan=plan)
+
+
+def runner_of(model: Model, num_pages: int, max_model_len: int, options: EngineConfig) -> ModelRunner:
+    """A runner of a model, by the engine's options."""
+    return ModelRunner(
+        model,
+        num_pages=num_pages,
+        page_size=options.page_size,
+        max_seqs=options.max_seqs,
+        max_model_len=max_model_len,
+        max_tokens_per_step=options.max_tokens_per_step,
+        batch_invariant=options.invariant,
+    )
+
+
+# ---- bundles
+
+
+_SHAPE_FIELDS = ("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_SHAPE_FIELDS += ("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings")
+
+
+def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> dict[str, Any]:
+    """All that decides which kernels serving a model can launch, as a bundle records it."""
+    shape = {name: getattr(config, name) for name in _SHAPE_FIELDS}
+    shape["windows"] = sorted({str(window) for window in config.windows})
+    engine = {name: getattr(options, name) for name in ("max_seqs", "page_size", "max_tokens_per_step", "invariant")}
+    return {"model": shape, "dtype": str(dtype).removeprefix("torch."), **engine}
+
+
+def make_bundle(
+    folder: Path, config: ModelConfig, options: EngineConfig, *, card: Device, jobs: int, progress: Progress
+) -> bundle.Bundle:
+    """Compile everything that serving a model on `card` launches: its warm-up, run on tensors without memory. Needs no GPU.
+
+    Args:
+        folder: new or empty.
+        jobs: kernels compiled at a time.
+
+    Raises:
+        CompileFailed: a kernel does not compile for the card.
+        FileExistsError: the folder is not empty.
+    """
+    dtype = _dtype(options.dtype) or config.dtype
+    model = empty_model(config, device="meta", dtype=dtype)
+    runner = runner_of(model, 1024, options.max_model_len or config.max_position_embeddings, options)
+
+    def compile() -> None:
+        with on_card(card), compile_only(card.arch, jobs):
+            runner.warmup(progress)
+
+    return bundle.write(folder, arch=card.arch, use=facts_of(config, dtype, options), compile=compile)
