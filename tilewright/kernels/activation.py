@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import gated_arguments, gelu_arguments
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -179,6 +180,7 @@ silu_mul_op = Op(
     problem=_silu_problem,
     cost=_silu_cost,
     examples=SILU_EXAMPLES,
+    make=gated_arguments,
     impls=(Impl(name="triton", launch=_silu_launch, space=SPACE, batch_invariant=True),),
 )
 
@@ -188,6 +190,7 @@ gelu_mul_op = Op(
     problem=_gelu_problem,
     cost=_gelu_cost,
     examples=GELU_EXAMPLES,
+    make=gelu_arguments,
     impls=(Impl(name="triton", launch=_gelu_launch, space=SPACE, batch_invariant=True),),
 )
 

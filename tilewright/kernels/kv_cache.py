@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import kv_write_arguments, rope_write_arguments
 from tilewright.kernels.shapes import next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -314,6 +315,7 @@ kv_cache_write_op = Op(
     problem=_write_problem,
     cost=_write_cost,
     examples=WRITE_EXAMPLES,
+    make=kv_write_arguments,
     impls=(Impl(name="triton", launch=_write_launch, space=SPACE, batch_invariant=True),),
 )
 
@@ -325,6 +327,7 @@ rope_kv_write_op = Op(
     problem=_rope_problem,
     cost=_rope_cost,
     examples=ROPE_EXAMPLES,
+    make=rope_write_arguments,
     impls=(Impl(name="triton", launch=_rope_launch, space=SPACE, batch_invariant=True),),
 )
 

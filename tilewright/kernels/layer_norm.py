@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import layer_norm_arguments
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import columns, load_block, store_block, wide_refusal
 from tilewright.op import Example, Impl, Inputs, Op
@@ -239,6 +240,7 @@ layer_norm_op = Op(
     problem=_problem,
     cost=_cost,
     examples=EXAMPLES,
+    make=layer_norm_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import logprob_arguments
 from tilewright.kernels.shapes import next_pow2, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -128,6 +129,7 @@ token_logprobs_op = Op(
     problem=_problem,
     cost=_cost,
     examples=EXAMPLES,
+    make=logprob_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import linear_arguments
 from tilewright.kernels.matmul_common import ACTIVATIONS, problem_of
 from tilewright.kernels.matmul_gemv import GEMV
 from tilewright.kernels.matmul_skinny import SKINNY
@@ -147,6 +148,7 @@ linear_op = Op(
     problem=problem_of,
     cost=_cost,
     examples=EXAMPLES,
+    make=linear_arguments,
     rows_in_problem=True,
     impls=(GEMV, SKINNY, VENDOR, TRITON_TMA, TRITON, INVARIANT),
 )

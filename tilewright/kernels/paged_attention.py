@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import attention_arguments
 from tilewright.kernels.paged_space import INVARIANT_SPACE, SPLIT_SPACE, VARLEN_SPACE, problem_of
 from tilewright.kernels.paged_walk import walk
 from tilewright.kernels.shapes import next_pow2
@@ -316,6 +317,7 @@ paged_attention_op = Op(
     problem=problem_of,
     cost=_cost,
     examples=EXAMPLES,
+    make=attention_arguments,
     rows_in_problem=True,
     roundings=2,  # the softmax's weights, then the result
     impls=(

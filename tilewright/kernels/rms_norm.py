@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import add_norm_arguments, norm_arguments
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
 from tilewright.op import Example, Impl, Inputs, Op
@@ -260,6 +261,7 @@ rms_norm_op = Op(
     problem=_problem,
     cost=_cost,
     examples=EXAMPLES,
+    make=norm_arguments,
     tolerance=_TOLERANCE,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
@@ -270,6 +272,7 @@ add_rms_norm_op = Op(
     problem=_add_problem,
     cost=_add_cost,
     examples=tuple(_with_residual(e) for e in EXAMPLES),
+    make=add_norm_arguments,
     tolerance=_TOLERANCE,
     impls=(Impl(name="triton", launch=_add_launch, space=SPACE, batch_invariant=True),),
 )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import rope_arguments
 from tilewright.kernels.shapes import next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -330,6 +331,7 @@ rope_op = Op(
     problem=_problem,
     cost=_cost,
     examples=EXAMPLES,
+    make=rope_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

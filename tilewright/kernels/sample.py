@@ -35,7 +35,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import sample_arguments
 from tilewright.kernels.philox import LANES, gumbel, gumbel_reference
 from tilewright.kernels.shapes import next_pow2, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
@@ -389,22 +391,19 @@ def _launch(
     return ids
 
 
+def _refuse(device: Device, problem: Problem) -> str | None:
+    return "vocabulary over 2^22" if problem.vocab > 1 << 22 else None
+
+
 sample_op = Op(
     name="sample",
     reference=_reference,
     problem=_problem,
     cost=_cost,
     examples=EXAMPLES,
+    make=sample_arguments,
     fake=_fake,
-    impls=(
-        Impl(
-            name="triton",
-            launch=_launch,
-            space=SPACE,
-            batch_invariant=True,
-            refuse=lambda device, problem: "vocabulary over 2^22" if problem.vocab > 1 << 22 else None,
-        ),
-    ),
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse),),
 )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import softmax_arguments
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
 from tilewright.op import Example, Impl, Inputs, Op
@@ -188,6 +189,7 @@ softmax_op = Op(
     problem=_problem,
     cost=_cost,
     examples=EXAMPLES,
+    make=softmax_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

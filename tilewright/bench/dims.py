@@ -1,0 +1,113 @@
+"""Names and dimensions as a command line spells them: `matmul M=4096 N=4096 K=4096 dtype=bf16`.
+
+`find_op` finds an Op by its name, `parse_dims` turns `KEY=VALUE` words into keywords of its `make`. What is misspelled is
+answered with the nearest names.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from tilewright.op import Op
+from tilewright.ops import ALL
+
+__all__ = ["DTYPES", "find_op", "nearest", "parse_dims", "parse_value"]
+
+ALIASES: Mapping[str, str] = {"matmul": "linear"}
+"""Public functions that have another op behind them."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """How a message about an unknown word ends: "did you mean ...?", then all that there is."""
+    spelled = {name.lower(): name for name in known}
+    close = [spelled[found] for found in get_close_matches(word.lower(), spelled, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}there are {', '.join(spelled.values())}"
+
+
+def find_op(name: str) -> Op:
+    """The op with this name, or behind the public function of this name. Raises ValueError with the nearest names."""
+    ops = {op.name: op for op in ALL}
+    op = ops.get(ALIASES.get(name, name))
+    if op is None:
+        raise ValueError(f"no op is called {name!r}: {nearest(name, sorted([*ops, *ALIASES]))}")
+    return op
+
+
+def parse_dims(op: Op, words: Sequence[str]) -> dict[str, Any]:
+    """Keywords for `op.make` from words like "M=4096" and "dtype=bf16".
+
+    Raises:
+        ValueError: the op takes no dimensions; a word is not KEY=VALUE, has an unknown key or a value of another kind, or
+            comes twice; a dimension without a default is missing.
+    """
+    if op.make is None:
+        raise ValueError(f"{op.name} has no dimensions to give: leave out {' '.join(words)}")
+    wanted = {
+        name: parameter
+        for name, parameter in inspect.signature(op.make, eval_str=True).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"{op.name}: dimensions are KEY=VALUE, got {word!r}; {op.name} takes {_spelled(wanted)}")
+        if key not in wanted:
+            raise ValueError(f"{op.name} has no dimension {key!r}: {nearest(key, wanted)}")
+        if key in found:
+            raise ValueError(f"{op.name}: {key} is given twice, {key}={found[key]} and {word}")
+        found[key] = parse_value(f"{op.name}: {key}", text, wanted[key].annotation)
+    missing = [name for name, p in wanted.items() if p.default is inspect.Parameter.empty and name not in found]
+    if missing:
+        raise ValueError(f"{op.name}: {', '.join(missing)} is missing; {op.name} takes {_spelled(wanted)}")
+    return found
+
+
+def parse_value(what: str, text: str, kind: Any) -> Any:
+    """A value of this kind (int, float, bool, str, torch.dtype, or one of these or None) from text; `what` it is, for errors.
+
+    Raises ValueError.
+    """
+    kinds = [k for k in getattr(kind, "__args__", (kind,)) if k is not type(None)]
+    if text.lower() == "none" and len(kinds) < len(getattr(kind, "__args__", (kind,))):
+        return None
+    kind = kinds[0]
+    if kind is torch.dtype:
+        if text.lower() not in DTYPES:
+            raise ValueError(f"{what} is {text!r}, wanted a dtype: {nearest(text, DTYPES)}")
+        return DTYPES[text.lower()]
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ValueError(f"{what} is {text!r}, wanted true or false")
+        return text.lower() in ("true", "1")
+    if kind is str:
+        return text
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"{what} is {text!r}, wanted {'a whole number' if kind is int else 'a number'}") from None
+    if kind is int and value < 0:
+        raise ValueError(f"{what} is {value}, wanted 0 or more")
+    return value
+
+
+def _spelled(wanted: Mapping[str, inspect.Parameter]) -> str:
+    """Every dimension, with its default where it has one: "M=... N=... dtype=bfloat16"."""
+    words = []
+    for name, parameter in wanted.items():
+        default = "..." if parameter.default is inspect.Parameter.empty else str(parameter.default).removeprefix("torch.")
+        words.append(f"{name}={default}")
+    return " ".join(words)

@@ -1,0 +1,206 @@
+"""Arguments of every op from its dimensions: what `tilewright tune`, `explain` and `bench` call an op with.
+
+Each function is an `Op.make`: its keywords are the dimensions that the commands take. Random data, never zeros: a card draws
+less power on zeros and runs faster than it will. With `Inputs("meta")` nothing is allocated.
+
+    # M rows, N columns, K the summed dimension, T tokens, H query heads, G key/value heads, D head dim, S tokens a page
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.op import Inputs
+
+__all__ = [
+    "add_norm_arguments",
+    "attention_arguments",
+    "gated_arguments",
+    "gelu_arguments",
+    "kv_write_arguments",
+    "layer_norm_arguments",
+    "linear_arguments",
+    "logprob_arguments",
+    "norm_arguments",
+    "rope_arguments",
+    "rope_write_arguments",
+    "sample_arguments",
+    "softmax_arguments",
+]
+
+_BF16 = torch.bfloat16
+Args = tuple[Any, ...]
+
+
+def softmax_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16) -> Args:
+    """x [M, N]."""
+    return (inputs.randn(M, N, dtype=dtype, scale=2.0),)
+
+
+def norm_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16) -> Args:
+    """x [M, N], weight [N]."""
+    return inputs.randn(M, N, dtype=dtype), inputs.randn(N, dtype=dtype), 1e-6
+
+
+def add_norm_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16) -> Args:
+    """x and residual [M, N], weight [N]."""
+    return inputs.randn(M, N, dtype=dtype), *norm_arguments(inputs, M=M, N=N, dtype=dtype)
+
+
+def layer_norm_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, bias: bool = True) -> Args:
+    """x [M, N], weight and bias [N]."""
+    x, weight, _ = norm_arguments(inputs, M=M, N=N, dtype=dtype)
+    return x, weight, inputs.randn(N, dtype=dtype) if bias else None, 1e-5
+
+
+def gated_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16) -> Args:
+    """gate and up [M, N], the halves of one [M, 2 N] as a merged projection gives them."""
+    both = inputs.randn(M, 2 * N, dtype=dtype)
+    return both[:, :N], both[:, N:]
+
+
+def gelu_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, approximate: bool = False) -> Args:
+    """The same, and which GELU."""
+    return *gated_arguments(inputs, M=M, N=N, dtype=dtype), approximate
+
+
+def linear_arguments(
+    inputs: Inputs,
+    *,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype = _BF16,
+    layout: str = "nt",
+    batch: int = 0,
+    bias: bool = False,
+    activation: str = "none",
+    residual: bool = False,
+) -> Args:
+    """x [M, K], weight [N, K], or a batch of both. `layout`: "nt" both dense along K, "nn" the weight along N, "tn" x along M.
+
+    Raises:
+        ValueError: an unknown layout.
+    """
+    if layout not in ("nt", "nn", "tn"):
+        raise ValueError(f"linear: layout is {layout!r}, wanted nt, nn or tn")
+    lead = (batch,) if batch else ()
+
+    def matrix(rows: int, cols: int, transposed: bool, scale: float) -> Tensor:
+        if transposed:
+            return inputs.randn(*lead, cols, rows, dtype=dtype, scale=scale).mT
+        return inputs.randn(*lead, rows, cols, dtype=dtype, scale=scale)
+
+    width = N // 2 if activation.endswith("_mul") else N
+    return (
+        matrix(M, K, layout == "tn", 1.0),
+        matrix(N, K, layout != "nt", max(K, 1) ** -0.5),
+        inputs.randn(N, dtype=dtype) if bias else None,
+        activation,
+        inputs.randn(*lead, M, width, dtype=dtype) if residual else None,
+    )
+
+
+def rope_arguments(
+    inputs: Inputs, *, T: int, H: int = 32, G: int = 8, D: int = 128, dtype: torch.dtype = _BF16, interleaved: bool = False
+) -> Args:
+    """q [T, H, D], k [T, G, D], positions [T], cos_sin [T, 2, D / 2]."""
+    q, k = (inputs.randn(T, heads, D, dtype=dtype) for heads in (H, G))
+    return q, k, inputs.randint(0, max(T, 1), T), inputs.randn(max(T, 1), 2, D // 2), interleaved
+
+
+def _caches(inputs: Inputs, pages: int, G: int, S: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return inputs.randn(pages, G, S, D, dtype=dtype), inputs.randn(pages, G, S, D, dtype=dtype)
+
+
+def kv_write_arguments(inputs: Inputs, *, T: int, G: int = 8, D: int = 128, S: int = 16, dtype: torch.dtype = _BF16) -> Args:
+    """k and v [T, G, D] to scattered slots of a cache with twice the room."""
+    k, v = (inputs.randn(T, G, D, dtype=dtype) for _ in range(2))
+    pages = 1 + 2 * T // S
+    return k, v, *_caches(inputs, pages, G, S, D, dtype), inputs.permutation(pages * S)[:T]
+
+
+def rope_write_arguments(
+    inputs: Inputs,
+    *,
+    T: int,
+    H: int = 32,
+    G: int = 8,
+    D: int = 128,
+    S: int = 16,
+    dtype: torch.dtype = _BF16,
+    norm: bool = False,
+    interleaved: bool = False,
+) -> Args:
+    """q [T, H, D], k and v [T, G, D] as views of one merged projection; `norm`: with norms of the heads."""
+    q, k, v = inputs.randn(T, H + 2 * G, D, dtype=dtype).split((H, G, G), 1)
+    pages = 1 + 2 * T // S
+    norms = (inputs.randn(D, dtype=dtype), inputs.randn(D, dtype=dtype)) if norm else (None, None)
+    table = inputs.randn(max(T, 1), 2, D // 2)
+    slots = inputs.permutation(pages * S)[:T]
+    return (
+        q,
+        k,
+        v,
+        inputs.randint(0, max(T, 1), T),
+        table,
+        *_caches(inputs, pages, G, S, D, dtype),
+        slots,
+        *norms,
+        1e-6,
+        interleaved,
+    )
+
+
+def attention_arguments(
+    inputs: Inputs,
+    *,
+    B: int,
+    KV: int,
+    Q: int = 1,
+    H: int = 32,
+    G: int = 8,
+    D: int = 128,
+    S: int = 16,
+    window: int | None = None,
+    dtype: torch.dtype = _BF16,
+) -> Args:
+    """B sequences of KV tokens in scattered pages; the last Q of each are the queries (1: decode).
+
+    Raises:
+        ValueError: more queries than tokens.
+    """
+    if not 1 <= Q <= KV:
+        raise ValueError(
+            f"paged_attention: Q is {Q} and KV {KV}, wanted 1 <= Q <= KV: queries are the last tokens of a sequence"
+        )
+    per = -(-KV // S)
+    table = inputs.permutation(B * per).to(torch.int32).view(B, per)
+    q = inputs.randn(B * Q, H, D, dtype=dtype)
+    lens = inputs.tensor([KV] * B, torch.int32)
+    cu_q = inputs.tensor([i * Q for i in range(B + 1)], torch.int32)
+    return q, *_caches(inputs, B * per, G, S, D, dtype), table, lens, cu_q, Q, D**-0.5, window
+
+
+def sample_arguments(
+    inputs: Inputs,
+    *,
+    M: int,
+    N: int = 151936,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    dtype: torch.dtype = _BF16,
+) -> Args:
+    """logits [M, N], M rows with the same parameters."""
+    each = ((temperature, torch.float32), (top_k, torch.int32), (top_p, torch.float32), (min_p, torch.float32))
+    parameters = [inputs.tensor([value] * M, dtype) for value, dtype in each]
+    seeds, positions = inputs.randint(-(2**62), 2**62, M), inputs.randint(0, 2**20, M)
+    return inputs.randn(M, N, dtype=dtype, scale=3.0), *parameters, seeds, positions
+
+
+def logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, dtype: torch.dtype = _BF16) -> Args:
+    """logits [M, N], ids [M]."""
+    return inputs.randn(M, N, dtype=dtype, scale=3.0), inputs.randint(0, N, M)
