@@ -4,80 +4,15 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pynvml
 import pytest
 import torch
 
+from tests.hw.fake_nvml import FakeNvml
 from tilewright.hw import nccl
 from tilewright.hw.nvml import NoDriver, session
 from tilewright.hw.topology import kind_by_path, topology
-
-
-class FakeNvml:
-    """GPUs on PCI addresses 0000:01:00.0, 0000:02:00.0 ...; `links[i]` are the far ends of GPU i's NVLinks."""
-
-    NVMLError = pynvml.NVMLError
-
-    def __init__(self, links: list[list[str]], ancestors: dict[tuple[int, int], int] | None = None):
-        self._links, self._ancestors = links, ancestors or {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.isupper() or name.startswith("NVML_"):
-            return getattr(pynvml, name)
-        raise AttributeError(name)
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self._links)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return "NVIDIA H100 80GB HBM3"
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
-        return 9, 0
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return SimpleNamespace(busId=f"00000000:{handle + 1:02X}:00.0")
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return SimpleNamespace(total=80 << 30)
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:
-        return 700_000
-
-    def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
-        return 1755
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> int:
-        return 1980
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if link >= len(self._links[handle]):
-            raise self.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return int(self._links[handle][link] != "down")
-
-    def nvmlDeviceGetNvLinkVersion(self, handle: int, link: int) -> int:
-        return 6
-
-    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[tuple[int, int]]) -> list[Any]:
-        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=26562))]
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
-        return 2 if self._links[handle][link] == "switch" else 0
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
-        return SimpleNamespace(busId=f"00000000:{int(self._links[handle][link]) + 1:02X}:00.0")
-
-    def nvmlDeviceGetP2PStatus(self, a: int, b: int, capability: int) -> int:
-        return pynvml.NVML_P2P_STATUS_OK
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
-        return self._ancestors[min(a, b), max(a, b)]
 
 
 def test_eight_gpus_behind_switches(tmp_path: Path) -> None:
@@ -87,6 +22,15 @@ def test_eight_gpus_behind_switches(tmp_path: Path) -> None:
     assert found.names == [f"GPU{i}" for i in range(8)]
     link = found.gpus[0].links[0]
     assert (link.active, link.version, link.mb_per_s, link.remote) == (True, "4.0", 26562, "switch")
+
+
+def test_links_whose_far_ends_are_hidden(tmp_path: Path) -> None:
+    links = [["hidden"] * 18 for _ in range(4)]
+    assert topology(FakeNvml(links), sysfs=tmp_path).matrix[0] == ("X", "NV18", "NV18", "NV18")
+    nodes = {(i, j): pynvml.NVML_TOPOLOGY_NODE for i in range(4) for j in range(i + 1, 4)}
+    apart = topology(FakeNvml(links, nodes, peers=(0, 1)), sysfs=tmp_path)
+    assert apart.matrix[0] == ("X", "NODE", "NODE", "NODE")
+    assert apart.gpus[0].links[0].remote == "unknown"
 
 
 def test_direct_links_are_counted_per_pair(tmp_path: Path) -> None:
@@ -100,9 +44,10 @@ def test_direct_links_are_counted_per_pair(tmp_path: Path) -> None:
     [("SINGLE", "PIX"), ("MULTIPLE", "PXB"), ("HOSTBRIDGE", "PHB"), ("NODE", "NODE"), ("SYSTEM", "SYS")],
 )
 def test_pcie_levels(tmp_path: Path, level: str, kind: str) -> None:
-    found = topology(FakeNvml([[], []], {(0, 1): getattr(pynvml, f"NVML_TOPOLOGY_{level}")}), sysfs=tmp_path)
+    fake = FakeNvml([[], []], {(0, 1): getattr(pynvml, f"NVML_TOPOLOGY_{level}")}, peers=(0, 1))
+    found = topology(fake, sysfs=tmp_path)
     assert found.matrix == (("X", kind), (kind, "X"))
-    assert found.peer_access == ((True, True), (True, True))
+    assert found.peers == (((), ("read", "write")), (("read", "write"), ()))
 
 
 ROOT = "/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"
@@ -116,7 +61,7 @@ ROOT = "/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"
         (f"{ROOT}/0000:02:00.0/0000:03:00.0", 0, "/sys/devices/pci0000:00/0000:00:02.0/0000:08:00.0", 0, "PHB"),
         (f"{ROOT}/0000:02:00.0/0000:03:00.0", 0, "/sys/devices/pci0000:80/0000:80:02.0/0000:88:00.0", 0, "NODE"),
         (f"{ROOT}/0000:02:00.0/0000:03:00.0", 0, "/sys/devices/pci0000:80/0000:80:02.0/0000:88:00.0", 1, "SYS"),
-        (f"{ROOT}/0000:02:00.0/0000:03:00.0", 0, "", 0, "SYS"),
+        (f"{ROOT}/0000:02:00.0/0000:03:00.0", 0, "", 0, "?"),
     ],
 )
 def test_kind_by_path(a: str, numa_a: int, b: str, numa_b: int, kind: str) -> None:
@@ -159,22 +104,49 @@ def test_nccl_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "libnccl-net.so" not in found
 
 
+def test_folders_of_the_dynamic_loader(tmp_path: Path) -> None:
+    more = tmp_path / "ld.so.conf.d"
+    more.mkdir()
+    config = tmp_path / "ld.so.conf"
+    config.write_text("include ld.so.conf.d/*.conf\n# a comment\n\n/opt/lib\n")
+    (more / "b.conf").write_text("/opt/b # why\n")
+    (more / "a.conf").write_text(f"/opt/a\ninclude {tmp_path}/else.conf\n")
+    (tmp_path / "else.conf").write_text("/opt/else")
+    folders = [str(folder) for folder in nccl.configured_folders(config)]
+    assert folders == ["/opt/a", "/opt/else", "/opt/b", "/opt/lib"]
+    assert not list(nccl.configured_folders(tmp_path / "none"))
+
+
 def _smi_matrix(text: str) -> dict[str, dict[str, str]]:
-    """Of `nvidia-smi topo -m`: name -> name -> kind."""
+    """Of `nvidia-smi topo -m`: name -> name -> kind. Network cards by their own names."""
     lines = [re.sub(r"\x1b\[\d*m", "", line) for line in text.splitlines()]
+    cards = dict(re.findall(r"^\s*(NIC\d+): (\S+)", "\n".join(lines), re.MULTILINE))
     names = [word for word in lines[0].split() if re.fullmatch(r"(GPU|NIC)\d+", word)]
-    rows = (line.split() for line in lines[1:])
-    return {row[0]: dict(zip(names, row[1:], strict=False)) for row in rows if row and row[0] in names}
+    rows = [line.split() for line in lines[1:]]
+    called = {name: cards.get(name, name) for name in names}
+    return {called[r[0]]: dict(zip(called.values(), r[1:], strict=False)) for r in rows if r and r[0] in names}
+
+
+def test_the_matrix_of_nvidia_smi_is_read() -> None:
+    text = (
+        "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
+        "GPU0\t X \tNV18\tPIX\t0-47\t0\nGPU1\tNV18\t X \tSYS\t48-95\t1\nNIC0\tPIX\tSYS\t X \t\t\n\n"
+        "Legend:\n\n  X    = Self\n\nNIC Legend:\n\n  NIC0: mlx5_3\n"
+    )
+    assert _smi_matrix(text) == {
+        "GPU0": {"GPU0": "X", "GPU1": "NV18", "mlx5_3": "PIX"},
+        "GPU1": {"GPU0": "NV18", "GPU1": "X", "mlx5_3": "SYS"},
+        "mlx5_3": {"GPU0": "PIX", "GPU1": "SYS", "mlx5_3": "X"},
+    }
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here: no matrix to compare")
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no nvidia-smi here to compare with")
 def test_matrix_equals_nvidia_smi() -> None:
-    done = subprocess.run(
-        ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True, env={**os.environ, "TERM": "dumb"}
-    )
+    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True)
     want = _smi_matrix(done.stdout)
     with session() as nvml:
         found = topology(nvml)
-    mine = {a: dict(zip(found.names, row, strict=True)) for a, row in zip(found.names, found.matrix, strict=True)}
+    names = [f"GPU{gpu.index}" for gpu in found.gpus] + [nic.name for nic in found.nics]
+    mine = {a: dict(zip(names, row, strict=True)) for a, row in zip(names, found.matrix, strict=True)}
     assert mine == want

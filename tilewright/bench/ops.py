@@ -119,7 +119,7 @@ def dispatch_overhead_us(device: str, calls: int = 20000) -> dict[str, float]:
     """Host microseconds that `ops.rms_norm` adds to its bare launcher: argument checks, problem, choice, cache."""
     x, weight = torch.randn(1, 256, device=device), torch.randn(256, device=device)
     op = next(op for op in ops.ALL if op.name == "rms_norm")
-    impl, config = op.choice_for(x, weight, 1e-6)
+    impl, config, *_ = op.choice_for(x, weight, 1e-6)
 
     def per_call(fn: Callable[[], Any]) -> float:
         best = float("inf")

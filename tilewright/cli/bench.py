@@ -1,4 +1,4 @@
-"""`tilewright bench ops` and `tilewright bench engine`."""
+"""`tilewright bench OP`, `bench ops` and `bench engine`."""
 
 import json
 import sys
@@ -6,12 +6,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from tilewright.cli.root import app, say
+from tilewright.cli.root import app, plain_errors, say
 
 __all__ = ["bench"]
 
-bench = typer.Typer(no_args_is_help=True, help="Measure operators and the engine; write JSON that names device and versions.")
+
+class _Bench(TyperGroup):
+    """`bench ops`, `bench engine`; any other word is the name of an op."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["op", *args]
+        return super().resolve_command(ctx, args)
+
+
+bench = typer.Typer(
+    cls=_Bench, no_args_is_help=True, help="Measure operators and the engine; write JSON that names device and versions."
+)
 app.add_typer(bench, name="bench")
 
 _Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file.")]
@@ -22,7 +35,10 @@ def _need_gpu(what: str) -> None:
     from tilewright.hw.device import cuda_count
 
     if not cuda_count():
-        say(f"tilewright bench {what}: needs a CUDA device and there is none. The tests run on a CPU: make test")
+        say(
+            f"tilewright bench {what}: needs a CUDA device and there is none. Without one `tilewright explain OP ... --card h100` "
+            "predicts, `tilewright asm OP` judges the compiled kernel, `make test` checks results on the CPU"
+        )
         raise typer.Exit(1)
 
 
@@ -102,3 +118,47 @@ def bench_engine(
     if out:
         write_json(out, f"engine, {shape}, random weights", rows)
     _print(rows, as_json)
+
+
+@bench.command("op", hidden=True)
+def bench_op(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="An operator: matmul, softmax, paged_attention ...")],
+    dims: Annotated[list[str] | None, typer.Argument(help="Dimensions, M=4096 N=4096 K=4096 dtype=bf16.")] = None,
+    shapes: Annotated[str | None, typer.Option(help='Several: "M=1,N=4096,K=4096;M=64,N=4096,K=4096".')] = None,
+    against: Annotated[str, typer.Option(help="torch, vendor or none.")] = "torch",
+    prefer: Annotated[str | None, typer.Option(help="Measure this implementation, not the one that is chosen.")] = None,
+    counters: Annotated[bool, typer.Option("--counters", help="Add hardware counters by Nsight Compute.")] = False,
+    out: _Out = None,
+    as_json: _Json = False,
+) -> None:
+    """One operator against what it replaces, measured in turns in one process.
+
+    Example: tilewright bench matmul M=64 N=14336 K=4096 --against vendor
+    """
+    with plain_errors(context):
+        from tilewright.bench.dims import find_op, nearest
+        from tilewright.bench.op import geomean, rows, shapes_of
+
+        found = find_op(op)
+        wanted = shapes_of(found, dims or [], shapes)
+        if against not in ("torch", "vendor", "none"):
+            raise typer.BadParameter(f"--against is {against!r}, wanted torch, vendor or none")
+        names = [impl.name for impl in found.impls]
+        if prefer is not None and prefer not in names:
+            raise ValueError(f"{found.name} has no implementation {prefer!r}: {nearest(prefer, names)}")
+        _need_gpu(op)
+        from tilewright.bench.harness import write_json
+
+        table = list(rows(found, wanted, against, prefer, say))
+        if counters:
+            from tilewright.bench.counters import counters_of
+
+            for row, words in zip(table, wanted, strict=True):
+                row["counters"] = counters_of(found.name, words, prefer)
+        mean = geomean(table)
+        if out:
+            write_json(out, f"{found.name} against {against}", table, geomean_ratio=mean)
+        _print(table, as_json)
+        if mean is not None:
+            say(f"geometric mean of the ratios: {mean} (above 1: ours is faster)")

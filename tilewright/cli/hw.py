@@ -149,10 +149,12 @@ def _links() -> Facts | None:
 # ---- for people
 
 
-def _table(title: str, *columns: str) -> "Table":
+def _table(out: "Console", title: str, *columns: str) -> "Table":
+    """A table whose title stands in a line of its own: rich breaks a title that is wider than the table."""
     from rich.table import Table
 
-    return Table(*columns, title=title, title_justify="left", title_style="bold")
+    out.print(title, style="bold", soft_wrap=True)
+    return Table(*columns)
 
 
 def _print(found: Facts) -> None:
@@ -182,7 +184,9 @@ def _print(found: Facts) -> None:
 
 
 def _print_gpus(found: Facts, out: "Console") -> None:
-    table = _table("GPUs", "", "name", "arch", "SMs", "memory GiB", "L2 MiB", "SM MHz (most)", "power W", "PCI")
+    table = _table(
+        out, "GPUs", "", "name", "arch", "SMs", "memory GiB", "L2 MiB", "SM MHz (most)", "memory MHz", "power W", "PCI"
+    )
     for g in found["gpus"]:
         clocks = g["clocks_mhz"]
         table.add_row(
@@ -193,6 +197,7 @@ def _print_gpus(found: Facts, out: "Console") -> None:
             f"{g['memory_bytes'] / 2**30:.0f}",
             f"{g['l2_bytes'] / 2**20:.0f}" if "l2_bytes" in g else "",
             f"{clocks.get('sm', '?')} ({clocks.get('sm_max', '?')})",
+            str(clocks.get("memory", "?")),
             "" if g["power_limit_w"] is None else f"{g['power_limit_w']:.0f}",
             g["pci_id"],
         )
@@ -202,7 +207,7 @@ def _print_gpus(found: Facts, out: "Console") -> None:
 def _print_topology(found: Facts, out: "Console") -> None:
     names, top = found["topology"]["names"], found["topology"]
     if len(names) > 1:
-        table = _table("links", "", *names)
+        table = _table(out, "links", "", *names)
         for name, row in zip(names, top["matrix"], strict=True):
             table.add_row(name, *row)
         out.print(table)
@@ -218,7 +223,7 @@ def _print_topology(found: Facts, out: "Console") -> None:
     if len(others) == 1:
         out.print(f"GPU to GPU without the host, every pair: {others.pop() or 'nothing'}")
     elif others:
-        table = _table("GPU to GPU without the host", "", *names[: len(cells)])
+        table = _table(out, "GPU to GPU without the host", "", *names[: len(cells)])
         for name, row in zip(names, cells, strict=False):
             table.add_row(name, *row)
         out.print(table)
@@ -239,7 +244,7 @@ def _print_ceilings(found: list[Facts], out: "Console") -> None:
         if "error" in c:
             out.print(f"ceilings of {c['device']}: {c['error']}", soft_wrap=True)
             continue
-        table = _table(f"ceilings of {c['device']}: {c['source']}", "what", "at most")
+        table = _table(out, f"ceilings of {c['device']}: {c['source']}", "what", "at most")
         for name, what in (("copy", "copy"), ("read", "read"), ("write", "write"), ("l2", "copy within L2")):
             table.add_row(what, f"{c[name] / 1e12:.2f} TB/s")
         for unit, value in c["flops"].items():
@@ -257,7 +262,7 @@ def _print_links(found: Facts, out: "Console") -> None:
         out.print(f"GPU{i} copies to each, GB/s: " + "  ".join("-" if v is None else f"{v / 1e9:.0f}" for v in row))
     for what, rate in (("copies_0_to_1", "gb_per_s"), ("all_reduce", "bus_gb_per_s")):
         if what in found:
-            table = _table(what.replace("_", " "), "bytes", "us", f"{'bus ' * (rate != 'gb_per_s')}GB/s")
+            table = _table(out, what.replace("_", " "), "bytes", "us", f"{'bus ' * (rate != 'gb_per_s')}GB/s")
             for row in found[what]:
                 table.add_row(f"{row['bytes']:,}", f"{row['us']:.1f}", f"{row[rate]:.1f}")
             out.print(table)

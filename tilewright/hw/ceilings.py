@@ -4,20 +4,24 @@
 measurement of that card shipped with the package, the data sheet. A share of a roofline means little without knowing which
 it was, so the answer carries its source.
 
-Data sheet numbers are dense tensor-core rates (NVIDIA A100, H100, H200, B200, L4, L40S and RTX data sheets); no kernel reaches
-them, because clocks fall under load.
+A measurement counts for cards of the same name, SMs and memory; a unit that it lacks has the data sheet's number, and says so.
+
+Data sheet numbers are dense tensor-core rates with 32-bit sums (NVIDIA A100, H100, H200, B200, L4, L40S and RTX data sheets);
+no kernel reaches them, because clocks fall under load. Data sheets do not tell L2 bandwidth: those numbers are estimates.
 """
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from tilewright.hw import env
 from tilewright.hw.device import Device, card_slug
 
-__all__ = ["Ceilings", "ceilings", "path_of", "read", "save"]
+__all__ = ["Ceilings", "ceilings", "folder", "path_of", "read", "save", "write_json"]
 
 SHIPPED = Path(__file__).with_name("ceilings_of")
 _SCHEMA = 1
@@ -38,41 +42,57 @@ class Ceilings:
     """Operations a second, an FMA as two: "bf16", "fp16", "tf32", "fp8", "int8" (tensor cores), "fp32" (the others)."""
     source: str
     """"measured <date> on <card>, <clocks>" or "data sheet of <card>"."""
+    unmeasured: tuple[str, ...] = ()
+    """Units of `flops` whose number is the data sheet's although the others were measured."""
 
     @property
     def measured(self) -> bool:
         """Whether somebody measured them, rather than the maker."""
         return self.source.startswith("measured")
 
+    def source_of(self, what: str) -> str:
+        """Where one number comes from: "copy", "l2" ..., or a unit of `flops`."""
+        return "data sheet" if what in self.unmeasured else self.source
+
 
 def _sheet(
-    bandwidth_tb: float, l2_tb: float, fp16: float, *, fp8: float = 0, tf32: float = 0, fp32: float, int8: float = 0
-) -> Any:
-    t = 1e12
-    flops = {
-        "bf16": fp16 * t,
-        "fp16": fp16 * t,
-        "tf32": (tf32 or fp16 / 2) * t,
-        "fp32": fp32 * t,
-        "int8": (int8 or 2 * fp16) * t,
-    }
-    if fp8:
-        flops["fp8"] = fp8 * t
-    return bandwidth_tb * t, l2_tb * t, flops
+    card: str,
+    bandwidth_tb: float,
+    l2_tb: float,
+    fp16: float,
+    *,
+    fp32: float,
+    fp8: float | None = None,
+    int8: float | None = None,
+) -> Ceilings:
+    tera = {"bf16": fp16, "fp16": fp16, "tf32": fp16 / 2, "fp32": fp32, "int8": int8 or 2 * fp16, "fp8": fp8}
+    memory = bandwidth_tb * 1e12
+    return Ceilings(
+        copy=memory,
+        read=memory,
+        write=memory,
+        l2=l2_tb * 1e12,
+        flops={unit: value * 1e12 for unit, value in tera.items() if value is not None},
+        source=f"data sheet of {card}",
+    )
 
 
 _SHEETS = {
-    "a100": _sheet(2.04, 5.0, 312, fp32=19.5),
-    "l4": _sheet(0.30, 1.5, 121, fp8=242, fp32=30),
-    "l40s": _sheet(0.86, 4.0, 362, fp8=733, fp32=92),
-    "a10": _sheet(0.60, 2.0, 125, fp32=31),
-    "rtx-4090": _sheet(1.01, 4.0, 165, fp8=330, fp32=83),
-    "rtx-5090": _sheet(1.79, 6.0, 210, fp8=419, fp32=105),
-    "h100": _sheet(3.35, 7.0, 989, fp8=1979, fp32=67),
-    "h200": _sheet(4.80, 7.0, 989, fp8=1979, fp32=67),
-    "b200": _sheet(8.00, 12.0, 2250, fp8=4500, fp32=75),
+    "a100": _sheet("A100 SXM 80GB", 2.04, 5.0, 312, fp32=19.5),
+    "a100-pcie": _sheet("A100 PCIe 80GB", 1.94, 5.0, 312, fp32=19.5),
+    "a10": _sheet("A10", 0.60, 2.0, 125, fp32=31),
+    "l4": _sheet("L4", 0.30, 1.5, 121, fp8=242, fp32=30),
+    "l40s": _sheet("L40S", 0.86, 4.0, 362, fp8=733, int8=733, fp32=92),
+    "rtx-4090": _sheet("RTX 4090", 1.01, 4.0, 165, fp8=330, int8=661, fp32=83),
+    "rtx-5090": _sheet("RTX 5090", 1.79, 6.0, 210, fp8=419, int8=838, fp32=105),
+    "h100": _sheet("H100 SXM", 3.35, 7.0, 989, fp8=1979, fp32=67),
+    "h100-pcie": _sheet("H100 PCIe", 2.04, 5.5, 756, fp8=1513, fp32=51),
+    "h100-nvl": _sheet("H100 NVL", 3.94, 6.5, 835, fp8=1671, fp32=60),
+    "h200": _sheet("H200 SXM", 4.80, 7.0, 989, fp8=1979, fp32=67),
+    "h200-nvl": _sheet("H200 NVL", 4.80, 6.5, 835, fp8=1671, fp32=60),
+    "b200": _sheet("B200", 8.00, 12.0, 2250, fp8=4500, fp32=75),
 }
-# A card that no sheet names is taken for the first of its architecture.
+# A card that no sheet names is taken for this one of its architecture.
 _BY_ARCH = {80: "a100", 86: "a10", 87: "a10", 89: "l4", 90: "h100", 100: "b200", 103: "b200", 120: "rtx-5090"}
 
 
@@ -81,55 +101,87 @@ def ceilings(device: Device) -> Ceilings:
     """The ceilings of a card, measured if possible. Reads one small file, once a process.
 
     Raises:
-        ValueError: the device is no GPU, or its measurement file is not one (delete it, or measure again).
+        ValueError: the device is no GPU or one that nobody has described, or its measurement file is not one (delete it, or
+            measure again).
     """
     if device.arch == 0:
         raise ValueError(f"ceilings: got {device.name}, wanted a GPU; `--card h100` speaks of one that is not here")
     slug = card_slug(device.name)
-    for folder in (_folder(), SHIPPED):
-        path = folder / f"{slug}.json"
+    sheet = _SHEETS.get(slug) or _SHEETS.get(_BY_ARCH.get(device.arch, ""))
+    for place in (folder(), SHIPPED):
+        path = place / f"{slug}.json"
         if path.is_file():
-            return read(path)
-    known = slug if slug in _SHEETS else _BY_ARCH.get(device.arch)
-    if known is None:
+            measured, facts = read(path)
+            if _same_model(facts, device):
+                return _completed(measured, sheet)
+    if sheet is None:
         raise ValueError(f"ceilings: no data sheet for sm_{device.arch} ({device.name}); measure it: tilewright hw --measure")
-    bandwidth, l2, flops = _SHEETS[known]
-    return Ceilings(copy=bandwidth, read=bandwidth, write=bandwidth, l2=l2, flops=flops, source=f"data sheet of {known}")
+    return sheet
+
+
+def folder() -> Path:
+    """Where this user's measurements are kept."""
+    return env.cache_dir() / "ceilings"
 
 
 def path_of(device: Device) -> Path:
     """Where a measurement of this card is kept."""
-    return _folder() / f"{card_slug(device.name)}.json"
+    return folder() / f"{card_slug(device.name)}.json"
 
 
-def _folder() -> Path:
-    return env.cache_dir() / "ceilings"
+def _same_model(facts: dict[str, int], device: Device) -> bool:
+    """Whether a measurement is of such a card: an A100 has 40 or 80 GB, and a MIG slice has fewer SMs."""
+    memory = facts.get("memory_bytes", device.memory_bytes)
+    return facts.get("sms", device.sms) == device.sms and abs(memory - device.memory_bytes) <= 0.1 * device.memory_bytes
 
 
-def read(path: Path) -> Ceilings:
-    """A measurement file. Raises ValueError, naming the file and what to do, when it is not one."""
+def _completed(measured: Ceilings, sheet: Ceilings | None) -> Ceilings:
+    more = {unit: value for unit, value in sheet.flops.items() if unit not in measured.flops} if sheet else {}
+    return replace(measured, flops={**measured.flops, **more}, unmeasured=tuple(more))
+
+
+def read(path: Path) -> tuple[Ceilings, dict[str, int]]:
+    """A file's ceilings, and its card's "sms" and "memory_bytes". Raises ValueError, which tells a remedy, when it is none."""
     help = "delete it, or measure again: tilewright hw --measure"
     if path.stat().st_size > _LARGEST_FILE:
         raise ValueError(f"{path}: {path.stat().st_size} bytes, wanted at most {_LARGEST_FILE}; {help}")
     try:
         found = json.loads(path.read_text())
         if found["schema"] != _SCHEMA:
-            raise ValueError(f"{path}: schema {found['schema']}, wanted {_SCHEMA}; {help}")
+            raise ValueError(f"schema {found['schema']}, wanted {_SCHEMA}")
         c = found["ceilings"]
-        numbers = {name: float(c[name]) for name in ("copy", "read", "write", "l2")}
-        made = Ceilings(**numbers, flops={k: float(v) for k, v in c["flops"].items()}, source=str(c["source"]))
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        made = Ceilings(
+            copy=float(c["copy"]),
+            read=float(c["read"]),
+            write=float(c["write"]),
+            l2=float(c["l2"]),
+            flops={unit: float(value) for unit, value in c["flops"].items()},
+            source=str(c["source"]),
+        )
+        facts = {name: int(found[name]) for name in ("sms", "memory_bytes") if name in found}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not a measurement of ceilings ({error}); {help}") from error
-    if not all(v > 0 for v in [*numbers.values(), *made.flops.values()]):
-        raise ValueError(f"{path}: a ceiling that is not positive; {help}")
-    return made
+    if not all(0 < value < math.inf for value in (made.copy, made.read, made.write, made.l2, *made.flops.values())):
+        raise ValueError(f"{path}: a ceiling that is not a positive number; {help}")
+    return made, facts
 
 
 def save(found: Ceilings, path: Path, facts: dict[str, Any]) -> None:
-    """Write a measurement with what must stand beside it (device, driver, versions, clocks, failures), atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"schema": _SCHEMA, "ceilings": asdict(found), **facts}, indent=1) + "\n"
-    beside = path.with_suffix(".part")
-    beside.write_text(text)
-    beside.replace(path)
+    """Write a measurement with what must stand beside it (device, versions, clocks, failures). Raises OSError."""
+    written = {name: value for name, value in asdict(found).items() if name != "unmeasured"}
+    write_json(path, {"schema": _SCHEMA, "ceilings": written, **facts})
     ceilings.cache_clear()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file so that whoever reads it meanwhile sees the old one or the new one, whole. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
+        beside = Path(file.name)
+        try:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.close()
+            beside.replace(path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise

@@ -26,6 +26,6 @@ def cpu() -> Cpu:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return Cpu(
         name=names[0] if names else platform.processor() or platform.machine(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )

@@ -1,71 +1,91 @@
 """Measures the ceilings of a card: memory, L2, and matrix products by the vendor's library, which is what there is to reach.
 
-Random data, CUDA events round a graph of several calls, medians. Takes about 20 seconds. A unit that the card or this torch
-does not have is left out, with the reason. Not here: NVLink (`links`), and how fast our own kernels are (`tilewright bench`).
+Random data, CUDA events round a graph of several calls, medians; clocks and power are read while a product runs. Takes about
+10 seconds and 5 GiB. A unit that the card or this torch does not have is left out, with the reason. Not here: what several
+GPUs send each other (`links`), and how fast our own kernels are (`tilewright bench`).
 """
 
 import statistics
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
+import triton
 
-from tilewright.hw.ceilings import Ceilings, path_of, save
-from tilewright.hw.device import device_of
-from tilewright.hw.nvml import clocks_mhz, driver_version
+from tilewright.hw.ceilings import Ceilings
+from tilewright.hw.device import cuda_count, device_of, free_bytes
+from tilewright.hw.nvml import clocks_mhz, driver_version, power_w
 
-__all__ = ["measure"]
+__all__ = ["cards", "measure", "software"]
 
 _N = 8192
 _BYTES = 2 << 30
+_NEEDED_BYTES = 5 << 30
 Say = Callable[[str], None]
 
 
+def cards() -> list[int]:
+    """The first CUDA device of each name: the others share its ceilings."""
+    first: dict[str, int] = {}
+    for i in range(cuda_count()):
+        first.setdefault(device_of(i).name, i)
+    return list(first.values())
+
+
+def software() -> dict[str, Any]:
+    """What must stand beside every measurement: versions and the date."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "driver": driver_version(),
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
 def measure(index: int, say: Say) -> tuple[Ceilings, dict[str, Any]]:
-    """Measure a card and keep the result for `ceilings`.
+    """Measure a card.
 
     Args:
         index: the CUDA device.
         say: told what is being measured.
 
     Returns:
-        The ceilings, and the facts that stand beside them in the file: device, versions, clocks, power limit, what failed.
+        The ceilings, and the facts that stand beside them in a file: device, versions, clocks, power, what failed and why.
+
+    Raises:
+        ValueError: other programs have the card's memory.
     """
     device = device_of(index)
+    free = free_bytes(torch.device("cuda", index))
+    if free < _NEEDED_BYTES:
+        raise ValueError(
+            f"{device.name} (cuda:{index}) has {free >> 20} MiB free, measuring needs {_NEEDED_BYTES >> 20}: end what uses it"
+        )
     failed: dict[str, str] = {}
+    facts = {"device": device.name, "sms": device.sms, "memory_bytes": device.memory_bytes, **software()}
     with torch.cuda.device(index), torch.inference_mode():
         say(f"{device.name}: memory")
-        bandwidth = _memory(device.l2_bytes)
+        copy, read, write, l2 = _memory(device.l2_bytes)
+        torch.cuda.empty_cache()
+        facts |= _under_load(index)
         flops = {}
         for unit, make in _PRODUCTS.items():
-            say(f"{device.name}: {_N}^3 {unit}")
+            say(f"{device.name}: {unit}, a product of {_N} x {_N} x {_N}")
             try:
                 flops[unit] = 2 * _N**3 / _seconds(make())
             except (RuntimeError, ValueError, AttributeError) as error:
                 failed[unit] = str(error).splitlines()[0]
             torch.cuda.empty_cache()
-        clocks = clocks_mhz(index)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    source = f"measured {date[:10]} on {device.name}, {clocks['sm']} MHz"
-    found = Ceilings(**bandwidth, flops=flops, source=source)
-    facts = {
-        "device": device.name,
-        "sms": device.sms,
-        "driver": driver_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "clocks_mhz": clocks,
-        "date": date,
-        "failed": failed,
-    }
-    save(found, path_of(device), facts)
-    return found, facts
+    source = f"measured {facts['date'][:10]} on {device.name}, {facts['clocks_mhz'].get('sm', 'unknown')} MHz"
+    found = Ceilings(copy=copy, read=read, write=write, l2=l2, flops=flops, source=source)
+    return found, {**facts, "failed": failed}
 
 
-def _seconds(call: Callable[[], Any], repeats: int = 5, rounds: int = 9) -> float:
-    """Median seconds of one call, from graphs of `repeats` calls."""
+def _graph(call: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -75,6 +95,12 @@ def _seconds(call: Callable[[], Any], repeats: int = 5, rounds: int = 9) -> floa
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(repeats):
             call()
+    return graph
+
+
+def _seconds(call: Callable[[], Any], repeats: int = 5, rounds: int = 9) -> float:
+    """Median seconds of one call, from a graph of `repeats` calls."""
+    graph = _graph(call, repeats)
     times = []
     for turn in range(rounds + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -87,7 +113,19 @@ def _seconds(call: Callable[[], Any], repeats: int = 5, rounds: int = 9) -> floa
     return statistics.median(times)
 
 
-def _memory(l2_bytes: int) -> dict[str, float]:
+def _under_load(index: int) -> dict[str, Any]:
+    """Clocks and power in the middle of half a second of products: an idle card clocks as it likes."""
+    call = _product(torch.bfloat16)
+    graph, seconds = _graph(call, 5), _seconds(call)
+    for _ in range(max(1, int(0.5 / (5 * seconds)))):
+        graph.replay()
+    time.sleep(0.3)
+    found = {"clocks_mhz": clocks_mhz(index), "power_w": power_w(index)}
+    torch.cuda.synchronize()
+    return found
+
+
+def _memory(l2_bytes: int) -> tuple[float, float, float, float]:
     """Bytes a second of copy, read, write and of a copy that fits in L2."""
     # A copy by an elementwise kernel: as a graph's memory-copy node it is slower for large tensors.
     x = torch.randn(_BYTES // 4, device="cuda")
@@ -98,7 +136,7 @@ def _memory(l2_bytes: int) -> dict[str, float]:
     write = y.nbytes / _seconds(lambda: y.fill_(1.0))
     small, target = (t[: l2_bytes // 16] for t in (x, y))  # each a quarter of L2
     l2 = 2 * small.nbytes / _seconds(lambda: torch.neg(small, out=target), repeats=50)
-    return {"copy": copy, "read": read, "write": write, "l2": l2}
+    return copy, read, write, l2
 
 
 def _product(dtype: torch.dtype, tf32: bool = False) -> Callable[[], Any]:
@@ -118,8 +156,8 @@ def _product(dtype: torch.dtype, tf32: bool = False) -> Callable[[], Any]:
 
 def _fp8() -> Callable[[], Any]:
     a, b = (torch.randn(_N, _N, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device="cuda")
-    return lambda: torch.ops.aten._scaled_mm(a, b.t(), one, one, None, None, torch.bfloat16)
+    one, fast = torch.ones((), device="cuda"), True  # sums in the tensor core's own precision: the most that it can do
+    return lambda: torch.ops.aten._scaled_mm(a, b.t(), one, one, None, None, torch.bfloat16, fast)
 
 
 def _int8() -> Callable[[], Any]:

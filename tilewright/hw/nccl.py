@@ -6,19 +6,23 @@ The version is read from the text inside the library ("NCCL version 2.28.9+cuda1
 
 import mmap
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 import torch
 
 from tilewright.hw import env
 
-__all__ = ["Nccl", "installed", "version_of_torch"]
+__all__ = ["Nccl", "configured_folders", "installed", "version_of_torch"]
 
-_SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/local/lib")
-_SYSTEM += ("/usr/local/cuda/lib64", "/usr/local/nccl/lib", "/opt/nccl/lib")
+# Where the dynamic loader looks without being told, and where NCCL is put by hand.
+_SYSTEM = ("/lib", "/usr/lib", "/lib64", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
+_SYSTEM += ("/usr/local/lib", "/usr/local/cuda/lib64", "/usr/local/nccl/lib", "/opt/nccl/lib")
+_LOADER_CONFIG = Path("/etc/ld.so.conf")
 _VERSION = re.compile(rb"NCCL version (\d+\.\d+(?:\.\d+)?)")
 
 
@@ -37,7 +41,7 @@ def installed() -> list[Nccl]:
     """Every libnccl that is loaded or that a search of the usual folders finds; the loaded one first."""
     loaded = set(_loaded())
     paths = loaded | {p.resolve() for folder in _folders() for p in folder.glob("libnccl*.so*") if p.is_file()}
-    paths = {p for p in paths if re.match(r"libnccl(_static)?\.so", p.name)}
+    paths = {p for p in paths if p.name.startswith("libnccl.so")}  # not its plug-ins, libnccl-net.so ...
     found = [Nccl(path=str(p), version=_version(p), loaded=p in loaded) for p in paths]
     return sorted(found, key=lambda n: (not n.loaded, n.path))
 
@@ -60,9 +64,25 @@ def _loaded() -> Iterator[Path]:
 
 
 def _folders() -> Iterator[Path]:
-    packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")} | {p for p in sys.path if p}
     yield from (folder for package in packages for folder in Path(package).glob("nvidia/*/lib"))
+    yield Path(sys.prefix, "lib")  # conda
     yield from (Path(folder) for folder in (*env.library_path(), *_SYSTEM))
+    yield from configured_folders(_LOADER_CONFIG)
+
+
+def configured_folders(config: Path) -> Iterator[Path]:
+    """The folders that a configuration of the dynamic loader (ld.so.conf) names, and those of the files that it includes."""
+    if not config.is_file():
+        return
+    for line in config.read_text(errors="replace").splitlines():
+        words = line.partition("#")[0].split()
+        if words[:1] == ["include"]:
+            for pattern in words[1:]:
+                for included in sorted(glob(str(config.parent / pattern))):
+                    yield from configured_folders(Path(included))
+        else:
+            yield from map(Path, words)
 
 
 def _version(path: Path) -> str:

@@ -12,11 +12,11 @@ import pynvml
 
 from tilewright.hw.device import pci_id
 
-__all__ = ["Gpu", "Link", "NoDriver", "clocks_mhz", "driver_version", "gpus", "session"]
+__all__ = ["Gpu", "Link", "NoDriver", "clocks_mhz", "cuda_version", "driver_version", "gpus", "power_w", "session"]
 
 
 # nvmlNvlinkVersion_t
-_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0"}
+_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
 
 
 class NoDriver(RuntimeError):
@@ -25,7 +25,7 @@ class NoDriver(RuntimeError):
 
 @contextmanager
 def session() -> Iterator[Any]:
-    """NVML, initialised. Raises NoDriver."""
+    """The module pynvml, ready for calls. Raises NoDriver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -42,11 +42,25 @@ def driver_version() -> str:
         return str(nvml.nvmlSystemGetDriverVersion())
 
 
+def cuda_version(nvml: Any) -> str:
+    """The newest CUDA that the driver runs, as "13.0"."""
+    number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
 def clocks_mhz(index: int) -> dict[str, int]:
     """Clocks of a CUDA device now, and the highest that it has: "sm", "memory", "sm_max", "memory_max". Raises NoDriver."""
     with session() as nvml:
+        return _clocks(nvml, nvml.nvmlDeviceGetHandleByPciBusId(pci_id(index)))
+
+
+def power_w(index: int) -> dict[str, float]:
+    """Watts that a CUDA device draws and may draw: "drawn", "limit"; what it hides is absent. Raises NoDriver."""
+    with session() as nvml:
         handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_id(index))
-        return _clocks(nvml, handle)
+        asked = {"drawn": nvml.nvmlDeviceGetPowerUsage, "limit": nvml.nvmlDeviceGetEnforcedPowerLimit}
+        milliwatts = {name: _try(nvml, lambda ask=ask: ask(handle)) for name, ask in asked.items()}
+        return {name: mw / 1000 for name, mw in milliwatts.items() if mw is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +73,7 @@ class Link:
     mb_per_s: int | None
     """Of one direction."""
     remote: str
-    """"switch", "gpu <PCI address>" or "unknown"."""
+    """"switch", the PCI address of a GPU, or "unknown"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +88,7 @@ class Gpu:
     clocks_mhz: dict[str, int]
     power_limit_w: float | None
     links: tuple[Link, ...]
+    """Those that the GPU has, used or not."""
 
 
 def gpus(nvml: Any) -> list[Gpu]:
@@ -139,7 +154,7 @@ def _remote(nvml: Any, handle: Any, link: int) -> str:
     if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
         return "switch"
     info = _try(nvml, lambda: nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
-    return "unknown" if info is None else f"gpu {short_pci(info.busId)}"
+    return "unknown" if info is None else short_pci(info.busId)
 
 
 def _try(nvml: Any, ask: Any) -> Any:

@@ -100,8 +100,11 @@ class Cliff:
         unit = "bytes of shared memory" if self.resource == "shared memory" else self.resource
         if abs(self.change) == 1:
             unit = unit.replace("bytes", "byte").removesuffix("s")
-        way, what = ("more" if self.change > 0 else "fewer"), ("more" if self.gained > 0 else "fewer")
-        return f"{abs(self.change)} {unit} {way}: {abs(self.gained)} {what} block{'s' * (abs(self.gained) != 1)} an SM"
+        change = f"{abs(self.change)} {unit} {'more' if self.change > 0 else 'fewer'}"
+        if not self.blocks:
+            return f"{change}: no block fits"
+        what = "more" if self.gained > 0 else "fewer"
+        return f"{change}: {abs(self.gained)} {what} block{'s' * (abs(self.gained) != 1)} an SM"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Roof:
     bound: str
     """"bytes" or an arithmetic unit of `Ceilings.flops`."""
     source: str
-    """Where the ceilings come from."""
+    """Where the ceiling that binds comes from: a measurement or a data sheet."""
 
 
 def roof(cost: Cost, found: Ceilings, unit: str) -> Roof:
@@ -47,4 +47,4 @@ def roof(cost: Cost, found: Ceilings, unit: str) -> Roof:
         raise ValueError(f"roof: the card has no {unit} unit; it has {', '.join(found.flops)}")
     flops = found.flops[unit]
     bound = unit if cost.bound(flops, found.copy) == "flops" else "bytes"
-    return Roof(cost.seconds(flops, found.copy), bound, found.source)
+    return Roof(cost.seconds(flops, found.copy), bound, found.source_of(bound))

@@ -4,7 +4,7 @@
     NV#   # NVLinks
     PIX   at most one PCIe bridge            PXB   several PCIe bridges, not the host's
     PHB   the PCIe host bridge, the CPU      NODE  host bridges of one NUMA node
-    SYS   the link between NUMA nodes
+    SYS   the link between NUMA nodes         ?    the system does not tell
 
 GPU to GPU comes from NVML; where a network card is involved, from the two devices' places in sysfs, since NVML knows only
 GPUs. Not here: how fast the links are (`hw --measure`), and what other processes do to them.
@@ -40,8 +40,9 @@ class Topology:
     nics: tuple[Nic, ...]
     matrix: tuple[tuple[str, ...], ...]
     """Rows and columns: the GPUs, then the network cards."""
-    peer_access: tuple[tuple[bool, ...], ...]
-    """Whether GPU i can read the memory of GPU j."""
+    peers: tuple[tuple[tuple[str, ...], ...], ...]
+    """What GPU i (row) can do with the memory of GPU j without the host: "read", "write", "atomics", and "nvlink" where that
+    goes by NVLink; nothing for i = j."""
 
     @property
     def names(self) -> list[str]:
@@ -60,7 +61,7 @@ def topology(nvml: Any, sysfs: Path = Path("/sys")) -> Topology:
         if i == j:
             return "X"
         if i < len(found) and j < len(found):
-            links = _nvlinks(nvml, found[i], found[j], handles[i], handles[j])
+            links = _nvlinks(nvml, found, i, j)
             return f"NV{links}" if links else _ancestor(nvml, handles[i], handles[j])
         return kind_by_path(*places[i], *places[j])
 
@@ -69,27 +70,33 @@ def topology(nvml: Any, sysfs: Path = Path("/sys")) -> Topology:
         gpus=tuple(found),
         nics=nics,
         matrix=tuple(tuple(kind(i, j) for j in range(n)) for i in range(n)),
-        peer_access=tuple(
-            tuple(i == j or _peers(nvml, a, b, "READ") for j, b in enumerate(handles)) for i, a in enumerate(handles)
+        peers=tuple(
+            tuple(tuple(c for c in _PEER if i != j and _peers(nvml, a, b, c)) for j, b in enumerate(handles))
+            for i, a in enumerate(handles)
         ),
     )
 
 
-def _nvlinks(nvml: Any, a: Gpu, b: Gpu, handle_a: Any, handle_b: Any) -> int:
+def _nvlinks(nvml: Any, found: list[Gpu], i: int, j: int) -> int:
     """NVLinks between two GPUs, directly or through switches."""
-    direct = sum(link.active and link.remote == f"gpu {b.pci_id}" for link in a.links)
-    if direct:
+    far_ends = [[link.remote for link in found[k].links if link.active] for k in (i, j)]
+    direct = far_ends[0].count(found[j].pci_id)
+    if direct or not _peers(nvml, nvml.nvmlDeviceGetHandleByIndex(i), nvml.nvmlDeviceGetHandleByIndex(j), "nvlink"):
         return direct
-    switched = [sum(link.active and link.remote == "switch" for link in gpu.links) for gpu in (a, b)]
-    return min(switched) if min(switched) and _peers(nvml, handle_a, handle_b, "NVLINK") else 0
+    # Every link to a switch leads to every GPU. Old drivers tell only a switch's address, virtual machines hide the far ends.
+    cards = {gpu.pci_id for gpu in found}
+    return min(sum(remote not in cards for remote in remotes) for remotes in far_ends)
+
+
+# nvmlGpuP2PCapsIndex_t, by number: pynvml 13 has a tuple where the constant for "read" should be.
+_PEER = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
 
 
 def _peers(nvml: Any, a: Any, b: Any, capability: str) -> bool:
     try:
-        status = nvml.nvmlDeviceGetP2PStatus(a, b, getattr(nvml, f"NVML_P2P_CAPS_INDEX_{capability}"))
+        return nvml.nvmlDeviceGetP2PStatus(a, b, _PEER[capability]) == nvml.NVML_P2P_STATUS_OK
     except nvml.NVMLError:
         return False
-    return status == nvml.NVML_P2P_STATUS_OK
 
 
 def _ancestor(nvml: Any, a: Any, b: Any) -> str:
@@ -102,14 +109,14 @@ def _ancestor(nvml: Any, a: Any, b: Any) -> str:
         nvml.NVML_TOPOLOGY_SYSTEM: "SYS",
     }
     try:
-        return kinds.get(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b), "SYS")
+        return kinds.get(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b), "?")
     except nvml.NVMLError:
-        return "SYS"
+        return "?"
 
 
 def _nics(sysfs: Path) -> Iterator[Nic]:
     folder = sysfs / "class/infiniband"
-    for card in sorted(folder.iterdir(), key=lambda p: p.name) if folder.is_dir() else ():
+    for card in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)) if folder.is_dir() else ():
         place, numa = _place(card / "device")
         yield Nic(name=card.name, place=place, numa=numa)
 
@@ -125,8 +132,10 @@ def _place(device: Path) -> tuple[str, int]:
 def kind_by_path(place_a: str, numa_a: int, place_b: str, numa_b: int) -> str:
     """The kind of link between two PCI devices, from their folders in sysfs (/sys/devices/pci0000:00/0000:00:01.0/...)."""
     a, b = (_bridges(place) for place in (place_a, place_b))
-    if not a or not b or a[0] != b[0]:
-        return "NODE" if a and b and numa_a == numa_b else "SYS"
+    if not a or not b:
+        return "?"
+    if a[0] != b[0]:
+        return "NODE" if numa_a == numa_b else "SYS"
     shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if shared == 1:
         return "PHB"

@@ -1,0 +1,137 @@
+"""One op against what it replaces: microseconds, share of the roofline, and the ratio, measured in turns in one process."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.bench.dims import parse_dims
+from tilewright.bench.harness import interleaved_us, sets_for
+from tilewright.bench.peers import NoPeer, default_shapes, peer
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import device_of
+from tilewright.hw.roofline import roof
+from tilewright.op import Inputs, Op, prefer
+
+__all__ = ["checked", "geomean", "measure", "rows", "shapes_of", "unit_of"]
+
+UNITS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
+_LARGEST_BYTES = 32 << 30
+
+
+def shapes_of(op: Op, dims: Sequence[str], shapes: str | None) -> list[list[str]]:
+    """The dimensions to measure with: those given as words, those of "M=1,N=2;M=3,N=4", or the op's usual ones.
+
+    Raises:
+        ValueError: both are given, or a word is not one of the op's dimensions.
+    """
+    if dims and shapes:
+        raise ValueError("give dimensions or --shapes, not both")
+    texts = [" ".join(dims)] if dims else shapes.split(";") if shapes else list(default_shapes(op.name))
+    words = [text.replace(",", " ").split() for text in texts if text.strip()]
+    for each in words:
+        checked(op, each)
+    return words
+
+
+def checked(op: Op, words: Sequence[str]) -> dict[str, Any]:
+    """Keywords for `op.make`, its arguments not larger than a card. Raises ValueError."""
+    dims = parse_dims(op, words)
+    assert op.make is not None, "parse_dims refuses an op without dimensions"
+    try:
+        args = op.make(Inputs("meta"), **dims)
+    except (RuntimeError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{op.name} {' '.join(words)}: no such arguments ({str(error).splitlines()[0]})") from error
+    size = sum(a.numel() * a.element_size() for a in args if isinstance(a, Tensor))
+    if size > _LARGEST_BYTES:
+        raise ValueError(f"{op.name} {' '.join(words)}: {size >> 30} GiB of arguments, wanted at most {_LARGEST_BYTES >> 30}")
+    return dims
+
+
+def measure(op: Op, words: Sequence[str], against: str, preferred: str | None = None) -> dict[str, Any]:
+    """One row: the op at these dimensions on the first GPU.
+
+    Args:
+        against: "torch" (what a user would call in PyTorch), "vendor" (the op's own implementation of that name) or "none".
+        preferred: measure this implementation rather than the one that is chosen.
+    """
+    dims = checked(op, words)
+    assert op.make is not None
+    first = op.make(Inputs("cuda", here=True), **dims)
+    cost = op.cost(*first)
+    sets = min(sets_for(cost.bytes), 16)
+    args = [first, *(op.make(Inputs("cuda", seed=i, here=True), **dims) for i in range(1, sets))]
+
+    def run(name: str | None) -> Callable[[int], Any]:
+        def call(i: int) -> Any:
+            if name is None:
+                return op.run(*args[i])
+            with prefer(name):
+                return op.run(*args[i])
+
+        return call
+
+    calls, opponent = [run(preferred)], None
+    if against == "vendor" and any(impl.name == "vendor" for impl in op.impls):
+        calls.append(run("vendor"))
+        opponent = "vendor"
+    elif against != "none":
+        try:
+            theirs = [peer(op.name, a) for a in args]
+            calls.append(lambda i: theirs[i]())
+            opponent = "torch"
+        except NoPeer as error:
+            opponent = f"none: {error}"
+    with torch.inference_mode():
+        times = interleaved_us(calls, sets=sets)
+    return _row(op, words, first, cost, times, opponent, preferred)
+
+
+def _row(
+    op: Op, words: Sequence[str], args: tuple[Any, ...], cost: Any, times: list[tuple[float, float]], opponent: str | None,
+    preferred: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    with prefer(preferred) if preferred else torch.inference_mode():
+        choice = op.choice_for(*args)
+    us, spread = times[0]
+    best = roof(cost, ceilings(device_of(0)), unit_of(args))
+    row: dict[str, Any] = {
+        "op": op.name,
+        "dims": " ".join(words),
+        "impl": choice.impl.name,
+        "config": dict(choice.config),
+        "source": choice.source,
+        "us": round(us, 2),
+        "spread_us": round(spread, 2),
+        "tflop_per_s": round(cost.flops / us / 1e6, 1),
+        "tb_per_s": round(cost.bytes / us / 1e6, 3),
+        "of_roof": round(best.seconds * 1e6 / us, 3),
+        "bound": best.bound,
+        "against": opponent or "none",
+    }
+    if len(times) > 1:
+        row |= {"their_us": round(times[1][0], 2), "ratio": round(times[1][0] / us, 3)}
+    return row
+
+
+def unit_of(args: Sequence[Any]) -> str:
+    """The arithmetic unit that counts for these arguments."""
+    return UNITS[next(a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())]
+
+
+def geomean(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Geometric mean of the ratios; above 1 ours is faster. None without any."""
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    return round(statistics.geometric_mean(ratios), 3) if ratios else None
+
+
+def rows(
+    op: Op, shapes: Sequence[Sequence[str]], against: str, preferred: str | None, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """A row for each set of dimensions."""
+    for words in shapes:
+        say(f"{op.name} {' '.join(words)}")
+        yield measure(op, words, against, preferred)
+        torch.cuda.empty_cache()

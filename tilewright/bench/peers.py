@@ -1,0 +1,109 @@
+"""What each op replaces: the call of PyTorch (and the vendor library behind it) that a user would otherwise make.
+
+A peer takes the op's arguments and computes the same, or says why it cannot: nothing is compared with a different task. What a
+peer needs prepared outside of the timed call (a contiguous cache for SDPA) is prepared in `make`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["NoPeer", "default_shapes", "peer"]
+
+Call = Callable[[], Any]
+
+
+class NoPeer(ValueError):
+    """PyTorch has no call for this; the message says why."""
+
+
+def peer(op_name: str, args: tuple[Any, ...]) -> Call:
+    """The call that computes the same with PyTorch. Raises NoPeer."""
+    if op_name not in _PEERS:
+        raise NoPeer(f"{op_name}: PyTorch has no one call for it")
+    return _PEERS[op_name](*args)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Call:
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "none": lambda y: y,
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+        "silu": F.silu,
+        "silu_mul": lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
+        "gelu_mul": lambda y: F.gelu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
+    }
+    act = functions[activation]
+
+    def call() -> Tensor:
+        y = F.linear(x, weight, bias) if x.dim() == 2 else torch.matmul(x, weight.mT)
+        y = act(y)
+        return y if residual is None else y + residual
+
+    return call
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Call:
+    def call() -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return F.rms_norm(total, total.shape[-1:], weight, eps), total
+
+    return call
+
+
+def _paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, cu_q: Tensor,
+    max_q: int, scale: float, window: int | None,
+) -> Call:  # fmt: skip
+    if window is not None:
+        raise NoPeer("paged_attention: SDPA has no sliding window without a mask tensor")
+    batch, length = lens.shape[0], int(lens[0])
+    if bool((lens != length).any()) or q.shape[0] != batch * max_q:
+        raise NoPeer("paged_attention: SDPA takes sequences of one length only")
+    if max_q not in (1, length):
+        raise NoPeer("paged_attention: SDPA's causal mask is for queries that begin with the sequence")
+    k, v = (cache[table.long()].transpose(2, 3).flatten(1, 2).transpose(1, 2)[:, :, :length] for cache in (k_cache, v_cache))
+    k, v = k.contiguous(), v.contiguous()  # a cache without pages, which SDPA would read
+    heads = q.view(batch, max_q, q.shape[1], q.shape[2]).transpose(1, 2)
+    return lambda: F.scaled_dot_product_attention(heads, k, v, is_causal=max_q > 1, scale=scale, enable_gqa=True)
+
+
+_PEERS: dict[str, Callable[..., Call]] = {
+    "add_rms_norm": _add_rms_norm,
+    "gelu_mul": lambda gate, up, approximate: lambda: F.gelu(gate, approximate="tanh" if approximate else "none") * up,
+    "layer_norm": lambda x, weight, bias, eps: lambda: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
+    "linear": _linear,
+    "paged_attention": _paged_attention,
+    "rms_norm": lambda x, weight, eps: lambda: F.rms_norm(x, x.shape[-1:], weight, eps),
+    "silu_mul": lambda gate, up: lambda: F.silu(gate) * up,
+    "softmax": lambda x: lambda: torch.softmax(x, -1),
+    "token_logprobs": lambda logits, ids: lambda: torch.log_softmax(logits.float(), -1).gather(1, ids[:, None]),
+}
+
+_ROWS = ("M=4096 N=1024", "M=8192 N=4096", "M=8192 N=16384", "M=4096 N=131072", "M=64 N=4096")
+_SHAPES: dict[str, tuple[str, ...]] = {
+    "kv_cache_write": ("T=1", "T=256", "T=8192"),
+    "linear": (
+        *(f"M={m} N=4096 K=4096" for m in (1, 16, 64, 1024, 8192)),
+        *(f"M={m} N=14336 K=4096" for m in (1, 64, 256, 4096)),
+        *("M=64 N=4096 K=14336", "M=4096 N=4096 K=14336", "M=8192 N=8192 K=8192"),
+        *(f"M={n} N={n} K={n}" for n in (1024, 2048, 2049, 4095, 4096)),
+    ),
+    "paged_attention": (
+        *("B=1 KV=8192", "B=16 KV=8192", "B=64 KV=8192", "B=256 KV=1024", "B=256 KV=1024 H=16"),
+        *("B=1 KV=2048 Q=2048", "B=8 KV=2048 Q=2048"),
+    ),
+    "rope": ("T=1", "T=256", "T=16384"),
+    "rope_kv_write": ("T=1", "T=256", "T=8192"),
+    "sample": ("M=1", "M=64", "M=256 top_p=0.95", "M=256 top_k=50"),
+    "token_logprobs": ("M=1", "M=256"),
+}
+
+
+def default_shapes(op_name: str) -> tuple[str, ...]:
+    """Dimensions, as a command line spells them, that an op is measured with when none are given."""
+    return _SHAPES.get(op_name, _ROWS)
