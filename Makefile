@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test serve check test test-plain test-interpret bench certify clean
+.PHONY: help setup setup-test serve check test test-plain test-interpret bench certify certify-all clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -44,8 +44,12 @@ test-interpret: setup-test ## every kernel against its definition, in Triton's i
 bench: setup ## measure operators or the engine: ARGS='ops', ARGS='engine'
 	$(BIN)/tilewright bench $(ARGS)
 
-certify: setup ## rewrite tilewright/asm/certificates: what every kernel compiles to on sm_80, sm_90 and sm_100; no GPU
+certify: setup ## rewrite tilewright/asm/certificates: what every kernel and config compiles to on sm_80, 90, 100; no GPU
 	$(BIN)/python scripts/certify.py $(ARGS)
+	$(BIN)/python scripts/results_table.py
+
+certify-all: setup ## the same under triton 3.6.0, 3.7.1 and 3.9.0, side by side; ARGS='softmax --spaces'
+	$(BIN)/python scripts/certify_all.py $(ARGS)
 
 clean: ## remove caches and build folders; .venv stays (to start over: rm -rf .venv)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

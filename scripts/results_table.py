@@ -1,17 +1,20 @@
-"""Write the tables of measured figures in README.md from the JSON files in benchmarks/results.
+"""Write the tables in README.md: measured figures from benchmarks/results, support from tilewright/asm/certificates.
 
 python scripts/results_table.py            # rewrite README.md
-python scripts/results_table.py --check    # exit 1 if it is not what the results say
+python scripts/results_table.py --check    # exit 1 if it is not what the files say
 """
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- results: written by scripts/results_table.py from benchmarks/results -->\n"
 END = "<!-- end of results -->\n"
+SUPPORT_BEGIN = "<!-- support: written by scripts/results_table.py from tilewright/asm/certificates -->\n"
+SUPPORT_END = "<!-- end of support -->\n"
 
 
 def load(card: str, prefix: str) -> list[dict[str, Any]]:
@@ -56,16 +59,54 @@ def section() -> str:
     )
 
 
+def support_table() -> str:
+    """Operators and implementations down, architectures across: what of each compiles, spills, and limits occupancy."""
+    certificates = [json.loads(path.read_text()) for path in sorted((ROOT / "tilewright/asm/certificates").glob("*.json"))]
+    archs = list(dict.fromkeys(arch for certificate in certificates for arch in certificate["ptxas"]))
+    lines = [f"| operator | implementation | {' | '.join(archs)} |", "|---|---|" + "---|" * len(archs)]
+    for certificate in certificates:
+        impls = dict.fromkeys(name.partition("/")[0] for name in certificate["cases"])
+        for impl in impls:
+            cells = [support_cell(certificate, impl, arch) for arch in archs]
+            lines.append(f"| {certificate['op']} | {impl} | {' | '.join(cells)} |")
+    versions = sorted({certificate["triton"] for certificate in certificates})
+    return f"{chr(10).join(lines)}\n\nCompiled with triton {', '.join(versions)}.\n"
+
+
+def support_cell(certificate: dict[str, Any], impl: str, arch: str) -> str:
+    """One implementation on one architecture, over the examples and all configs of its space."""
+    names = [name for name in certificate["cases"] if name.startswith(f"{impl}/") and name.endswith(f"/{arch}")]
+    cases = [certificate["cases"][name] for name in names]
+    configs = certificate["configs"].get(f"{impl}/{arch}", [])
+    rows = configs or [case for case in cases if "refused" not in case]
+    what = "configs" if configs else "examples"
+    if not rows:
+        return Counter(case["refused"] for case in cases).most_common(1)[0][0]
+    kernels = [kernel for row in rows for kernel in row.get("kernels", ())]
+    spilling = sum(any(kernel.get("spill_bytes") for kernel in row.get("kernels", ())) for row in rows)
+    failing = sum("error" in row for row in rows)
+    words = [f"{len(rows) - failing} of {len(rows)} {what} compile" if failing else f"{len(rows)} {what}"]
+    words += [f"{spilling} spill"] if spilling else []
+    limiter = Counter(kernel.get("limiter", "?") for kernel in kernels).most_common(1)
+    return f"{', '.join(words)}; {limiter[0][0]}" if limiter else words[0]
+
+
+def replaced(text: str, begin: str, end: str, inside: str) -> str:
+    """The text with what stands between the two markers changed."""
+    before, rest = text.split(begin)
+    return before + begin + inside + end + rest.split(end)[1]
+
+
 def main() -> int:
     """Rewrite or check README.md."""
     readme = ROOT / "README.md"
     text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    wanted = before + BEGIN + section() + END + after
+    wanted = replaced(text, BEGIN, END, section())
+    wanted = replaced(wanted, SUPPORT_BEGIN, SUPPORT_END, support_table())
     if "--check" in sys.argv[1:]:
         if wanted != text:
-            print("README.md does not show what benchmarks/results say; run: python scripts/results_table.py", file=sys.stderr)
+            print("README.md does not show what benchmarks/results and tilewright/asm/certificates say;", file=sys.stderr)
+            print("run: python scripts/results_table.py", file=sys.stderr)
         return int(wanted != text)
     readme.write_text(wanted)
     return 0

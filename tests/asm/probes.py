@@ -7,12 +7,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewright.op import Example, Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["TinyOp", "copy", "matmul", "matmul_tma", "nonsense", "twice"]
+__all__ = ["TinyOp", "copy", "gather", "matmul", "matmul_tma", "nonsense", "turn", "twice"]
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -82,13 +84,23 @@ copy, twice, matmul, matmul_tma, nonsense = (
 
 
 class TinyOp:
-    """As much of an op as a certificate reads, with this default config. A real Op would be registered with torch for good."""
+    """As much of an op as a certificate reads, with this default config. A real Op would be registered with torch for good.
+
+    `wide` doubles the tile, `stages` are the depths of the space. One of its three configs spills, one is too big for an SM.
+    """
 
     name = "tiny"
-    examples = (Example("only", lambda i: (i.randn(128, 256, dtype=torch.bfloat16), i.randn(256, 128, dtype=torch.bfloat16))),)
+    make = None
 
-    def __init__(self, config: Config):
-        space = Space(default=lambda device, problem: config, axes={})
+    def __init__(self, config: Config, wide: bool = False, stages: tuple[int, ...] = (2,)):
+        cols = 256 if wide else 128
+        bf16 = torch.bfloat16
+        self.examples = (Example("only", lambda i: (i.randn(128, 256, dtype=bf16), i.randn(256, cols, dtype=bf16))),)
+        space = Space(
+            default=lambda device, problem: config,
+            axes={"maxnreg": (64, None), "num_stages": (*stages, 40)},
+            refusal=lambda device, problem, c: "one is enough" if c["maxnreg"] == 64 and c["num_stages"] > 3 else None,
+        )
         self.impls = (
             Impl(name="triton", launch=_matmul, space=space),
             Impl(name="later", launch=_matmul, space=space, min_arch=90),
@@ -97,3 +109,41 @@ class TinyOp:
 
     def problem(self, a: Tensor, b: Tensor) -> tuple[int, ...]:
         return tuple(a.shape)
+
+
+@gluon.jit
+def _turn_kernel(x_ptr, y_ptr, PHASES: gl.constexpr):
+    """A 32x32 tile through shared memory: written by rows, read by columns."""
+    by_row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    by_col: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, PHASES, [1, 0])
+    rows = gl.arange(0, 32, gl.SliceLayout(1, by_row))[:, None]
+    cols = gl.arange(0, 32, gl.SliceLayout(0, by_row))[None, :]
+    tile = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [32, 32], shared)
+    tile.store(gl.load(x_ptr + rows * 32 + cols))
+    rows = gl.arange(0, 32, gl.SliceLayout(1, by_col))[:, None]
+    cols = gl.arange(0, 32, gl.SliceLayout(0, by_col))[None, :]
+    gl.store(y_ptr + rows * 32 + cols, tile.load(by_col))
+
+
+def _turn(config: Any, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    _turn_kernel[(1,)](x, y, PHASES=config["PHASES"], num_warps=4)
+    return y
+
+
+@triton.jit
+def _gather_kernel(x_ptr, index_ptr, y_ptr, stride, STEP: tl.constexpr, N: tl.constexpr):
+    """Reads of every kind: neighbours, every STEP-th, rows of a stride that is not known, and whatever an index says."""
+    i = tl.arange(0, N)
+    total = tl.load(x_ptr + i) + tl.load(x_ptr + i * STEP)
+    total += tl.sum(tl.load(x_ptr + i[:, None] * stride + tl.arange(0, 8)[None, :]), 1)
+    total += tl.load(x_ptr + tl.load(index_ptr + i))
+    tl.store(y_ptr + i, total)
+
+
+def _gather(config: Any, x: Tensor) -> None:
+    _gather_kernel[(1,)](x, x.view(torch.int32), x, 7, N=256, num_warps=4, **config)
+
+
+turn, gather = SimpleNamespace(launch=_turn), SimpleNamespace(launch=_gather)

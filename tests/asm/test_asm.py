@@ -154,8 +154,8 @@ def test_compile_counter() -> None:
         one(probes.copy, (VECTOR,), 90, BLOCK=1024)
         probes._copy_kernel.device_caches.clear()
         one(probes.copy, (VECTOR,), 90, BLOCK=512)
-        with pytest.raises(RuntimeError, match="stop that one first"):
-            counter.stop()
+        with pytest.raises(RuntimeError, match="started already"):
+            counter.start()
     finally:
         other.stop()
         counter.stop()
@@ -168,5 +168,8 @@ def test_compile_counter() -> None:
     assert counter.after_ready == 1
     assert counter.compiled == other.compiled
     assert counter.compiled[0].seconds > 0
+    assert "BLOCK: 512 -> 1024" in counter.compiled[1].reason
+    with pytest.raises(RuntimeError, match="does not listen"):
+        counter.stop()
     one(probes.copy, (VECTOR,), 90, BLOCK=2048)
     assert len(counter.compiled) == 3

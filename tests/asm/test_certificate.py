@@ -1,7 +1,7 @@
 """The committed certificates against what the kernels compile to today, and the words for what got worse.
 
-`make certify` compiles every case, in minutes. This file compiles a sample: the first examples of each op for sm_90, the very
-first for the other cards.
+`make certify` compiles every case and every config, in minutes. This file compiles a sample, always the same one: of the cases
+the first examples of each op for sm_90 and the very first for the other cards, of the configs a few of a hundred.
 """
 
 import copy
@@ -12,36 +12,128 @@ import pytest
 import triton
 
 from tests.asm.probes import TinyOp
-from tilewright.asm.certificate import FOLDER, certify, load, regressions, save
-from tilewright.asm.compile import CARDS
+from tilewright.asm import certificate
+from tilewright.asm.certificate import FOLDER, ConfigFacts, config_facts, config_key, load, save
+from tilewright.asm.certify import certify, configs_of, sampled
+from tilewright.asm.regressions import regressions
 from tilewright.hw import env
+from tilewright.hw.device import CARD_OF_ARCH
 from tilewright.op import Inputs, Op
 from tilewright.ops import ALL
 
 SAMPLE = 6  # examples an op; 90 s in all on one core
+PERCENT = {80: 1, 90: 2, 100: 1}  # of the configs; 40 s in all on one core
 
 needs_compiler = pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")
 
 
+def held(op: Op) -> Any:
+    """The certificate of an op, if it was written with the Triton that is here."""
+    found = load(op.name)
+    if found["triton"] != triton.__version__:
+        pytest.skip(f"certified with triton {found['triton']}, this is {triton.__version__}")
+    return found
+
+
+def told(found: list[str]) -> str:
+    lines = ["not as certified; to accept it, `make certify` and commit the files:", *found[:40]]
+    return "\n".join([*lines, f"and {len(found) - 40} more"] if len(found) > 40 else lines)
+
+
 @needs_compiler
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
-def test_nothing_got_worse(op: Op) -> None:
-    held = load(op.name)
-    if held["triton"] != triton.__version__:
-        pytest.skip(f"certified with triton {held['triton']}, this is {triton.__version__}")
+def test_no_case_got_worse(op: Op) -> None:
+    was = held(op)
     labels = [example.label for example in op.examples[:SAMPLE]]
-    others = [arch for arch in CARDS if arch != 90]
-    found = regressions(held, certify(op, Inputs, archs=[90], labels=labels))
-    found += regressions(held, certify(op, Inputs, archs=others, labels=labels[:1]))
-    assert not found, "\n".join(["not as certified; to accept it, `make certify` and commit the files:", *found])
+    others = [arch for arch in CARD_OF_ARCH if arch != 90]
+    found = regressions(was, certify(op, Inputs, archs=[90], labels=labels, keep=sampled(0)))
+    found += regressions(was, certify(op, Inputs, archs=others, labels=labels[:1], keep=sampled(0)))
+    assert not found, told(found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("op", [op for op in ALL if any(i.space.axes for i in op.impls)], ids=lambda op: op.name)
+def test_no_config_got_worse(op: Op) -> None:
+    was = held(op)
+    found = []
+    for arch, percent in PERCENT.items():
+        found += regressions(was, certify(op, Inputs, archs=[arch], labels=[], keep=sampled(percent)))
+    assert not found, told(found)
+
+
+@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+def test_every_config_is_certified(op: Op) -> None:
+    """The certificate has a line for every config of today's spaces, and for no other: nothing is compiled for this."""
+    for place, wanted in configs_of(op, Inputs).items():
+        rows = load(op.name)["configs"].get(place, [])
+        have, want = ({(row["at"], config_key(row["config"])) for row in rows}, set(wanted))
+        assert have == want, (
+            f"{op.name} {place}: {len(want - have)} configs are not certified, {len(have - want)} are no longer there; "
+            f"`make certify ARGS={op.name}` and commit the file"
+        )
+
+
+@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+def test_representatives_reach_every_value(op: Op) -> None:
+    """Every value of every axis is in some certified config of some card: what no representative reaches is never offered."""
+    places = configs_of(op, Inputs)
+    for impl in op.impls:
+        keys = [key for place, found in places.items() if place.startswith(f"{impl.name}/") for _, key in found]
+        for axis, values in impl.space.axes.items():
+            missing = [value for value in values if not any(_has(key, axis, value) for key in keys)]
+            assert not missing, f"{op.name} {impl.name}: no representative reaches {axis} = {missing}"
+
+
+def _has(key: str, axis: str, value: Any) -> bool:
+    one = config_key({axis: value})[1:-1]
+    return f"{one}," in key or f"{one}}}" in key
 
 
 def test_no_certificate_is_left_over() -> None:
     assert {path.stem for path in FOLDER.glob("*.json")} <= {op.name for op in ALL}
 
 
+def test_sampling_is_even_and_always_the_same() -> None:
+    keys = [config_key({"BLOCK": i}) for i in range(4000)]
+    kept = [key for key in keys if sampled(5)("triton/sm_90", key)]
+    assert 150 < len(kept) < 250
+    assert kept == [key for key in keys if sampled(5)("triton/sm_90", key)]
+    assert not [key for key in keys if sampled(0)("triton/sm_90", key)]
+    assert all(sampled(100)("triton/sm_90", key) for key in keys)
+
+
+def test_config_key_knows_no_order() -> None:
+    assert config_key({"b": 1, "a": True}) == config_key({"a": True, "b": 1}) == '{"a": true, "b": 1}'
+
+
+def test_config_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst kernel of a config; an error instead of numbers; nothing for what is not certified."""
+    one = {"kernel": "a", "warps": 4, "registers": 80, "blocks_per_sm": 6, "limiter": "registers"}
+    two = {"kernel": "b", "warps": 8, "registers": 40, "shared_bytes": 9000, "blocks_per_sm": 2, "limiter": "shared memory"}
+    rows = [
+        {"at": "M=1", "config": {"N": 1, "B": 2}, "kernels": [one, two]},
+        {"at": "M=1", "config": {"B": 3, "N": 1}, "error": "k does not compile for sm_80: no"},
+    ]
+    monkeypatch.setattr(certificate, "_read", lambda name: load(name, tmp_path))
+    config_facts.cache_clear()
+    save({"op": "some", "triton": "3", "ptxas": {}, "cases": {}, "configs": {"triton/sm_80": rows}}, tmp_path)
+    try:
+        found = config_facts("some", "triton", 80)
+        assert found[config_key({"B": 2, "N": 1})] == ConfigFacts(
+            warps=4, registers=80, spill_bytes=0, shared_bytes=9000, blocks_per_sm=2, limiter="shared memory", error=None
+        )
+        assert found[config_key({"B": 3, "N": 1})].error == "k does not compile for sm_80: no"
+        assert config_facts("some", "triton", 89) == found
+        assert (
+            config_facts("some", "triton", 90) == config_facts("some", "other", 80) == config_facts("none", "triton", 80) == {}
+        )
+    finally:
+        config_facts.cache_clear()
+
+
 KERNEL = {
     "kernel": "k", "warps": 4, "registers": 64, "shared_bytes": 1024, "wgmma": 8, "tma_loads": 2, "tma_stores": 1,
+    "blocks_per_sm": 5, "limiter": "registers",
     "loads": {"16": 4, "4": 1}, "stores": {"16": 1},
 }  # fmt: skip
 CASE = {"config": {"BLOCK": 64}, "kernels": [KERNEL]}
@@ -60,6 +152,12 @@ CASE = {"config": {"BLOCK": 64}, "kernels": [KERNEL]}
         ({"loads": {"8": 8}}, "k widest of the global loads: 16 -> 8 bytes"),
         ({"stores": None}, "k widest of the global stores: 16 -> 0 bytes"),
         ({"kernel": "j"}, "launched k, now j"),
+        (
+            {"registers": 128, "blocks_per_sm": 4},
+            "k blocks an SM 5 -> 4, limited by registers (64 registers, 1024 bytes shared, 4 warps, "
+            "now 128 registers, 1024 bytes shared, 4 warps)",
+        ),
+        ({"blocks_per_sm": 9}, None),
     ],
 )
 def test_words_for_a_kernel(change: dict[str, Any], finding: str | None) -> None:
@@ -85,24 +183,76 @@ def test_words_for_a_case(was: Any, now: Any, finding: str | None) -> None:
 
 
 def compare(was: Any, now: Any) -> list[str]:
-    certificates = [{"op": "op", "cases": {} if case is None else {"triton/a/sm_90": case}} for case in (was, now)]
+    certificates = [
+        {"op": "op", "cases": {} if case is None else {"triton/a/sm_90": case}, "configs": {}} for case in (was, now)
+    ]
     return regressions(*certificates)
 
 
+def test_words_for_a_config() -> None:
+    """A config is known by its representative and its choices, in any order."""
+    row = {"at": "M=1", "config": {"A": 1, "B": 2}, "kernels": [KERNEL]}
+    was, now = ({"op": "op", "cases": {}, "configs": {"triton/sm_90": rows}} for rows in ([row], []))
+    now["configs"]["triton/sm_90"] = [{**row, "config": {"B": 2, "A": 1}}]
+    assert regressions(was, now) == []
+    now["configs"]["triton/sm_90"] = [
+        {**row, "kernels": [{**KERNEL, "spill_bytes": 8}]},
+        {**row, "at": "M=2"},
+        {"at": "M=1", "config": {"A": 1, "B": 2}, "error": "k does not compile for sm_90: no"},
+    ]
+    assert regressions(was, now) == [
+        "op triton/sm_90 A=1 B=2 at M=1: k spill_bytes 0 -> 8 (64 registers)",
+        "op triton/sm_90 A=1 B=2 at M=2: is not certified",
+        "op triton/sm_90 A=1 B=2 at M=1: ran, now k does not compile for sm_90: no",
+    ]
+
+
 @needs_compiler
-def test_a_certificate_round_trips_and_finds_a_spill(tmp_path: Path) -> None:
-    """From an op with one good and one spilling config: certify, save, load, compare."""
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_certificate_round_trips(tmp_path: Path, workers: int) -> None:
+    found = certify(TinyOp({}), Inputs, archs=[80, 90], workers=workers)
+    save(found, tmp_path)
+    assert load("tiny", tmp_path) == found
+    assert regressions(found, found) == []
+    assert set(found["cases"]) == {f"{impl}/only/sm_{arch}" for impl in ("triton", "later") for arch in (80, 90)}
+    assert found["cases"]["later/only/sm_80"] == {"refused": "needs sm_90, this is sm_80"}
+    assert set(found["configs"]) == {"triton/sm_80", "triton/sm_90", "later/sm_90"}
+    spilling, good, too_big = found["configs"]["triton/sm_80"]
+    assert spilling["config"] == {"maxnreg": 64, "num_stages": 2}
+    assert spilling["kernels"][0]["spill_bytes"] > 0
+    assert good["kernels"][0]["blocks_per_sm"] >= 1
+    assert "bytes of shared memory, sm_80 has 166912" in too_big["error"]
+
+
+@needs_compiler
+def test_planted_regressions_are_found() -> None:
+    """The same op with worse defaults, a worse space, or a kernel that no longer compiles: each is a finding, in words."""
     good = certify(TinyOp({}), Inputs, archs=[80])
-    assert set(good["cases"]) == {"triton/only/sm_80", "later/only/sm_80"}
-    assert good["cases"]["later/only/sm_80"] == {"refused": "needs sm_90, this is sm_80"}
-    save(good, tmp_path)
-    assert load("tiny", tmp_path) == good
-    assert regressions(good, good) == []
-    (config, spill) = regressions(load("tiny", tmp_path), certify(TinyOp({"maxnreg": 64}), Inputs, archs=[80]))
+    spilled = certify(TinyOp({"maxnreg": 64}), Inputs, archs=[80], keep=sampled(0))
+    config, spill, *_ = regressions(good, spilled)
     assert "default config has changed: maxnreg None -> 64" in config
     assert "_matmul_kernel spill_bytes 0 -> " in spill
-    broken = certify(TinyOp({"num_stages": 40}), Inputs, archs=[80])["cases"]["triton/only/sm_80"]
-    assert "bytes of shared memory, sm_80 has 166912" in broken["error"]
+    too_big = certify(TinyOp({"num_stages": 40}), Inputs, archs=[80], keep=sampled(0))
+    assert "ran, now _matmul_kernel needs" in regressions(good, too_big)[0]
+    # The same configs, by a kernel that holds twice as much: fewer blocks, or none at all.
+    heavier = regressions(good, certify(TinyOp({}, wide=True), Inputs, archs=[80], labels=[], keep=_unlimited))
+    assert any("blocks an SM" in finding and "limited by" in finding for finding in heavier), heavier
+    # The space grows by configs that nobody certified.
+    grown = certify(TinyOp({}, stages=(2, 3)), Inputs, archs=[80], labels=[], keep=_unlimited)
+    assert [f for f in regressions(good, grown) if f.endswith("num_stages=3 at only: is not certified")]
+
+
+def _unlimited(place: str, key: str) -> bool:
+    """Not the configs that spill on purpose: those take seconds."""
+    return '"maxnreg": null' in key
+
+
+@needs_compiler
+def test_vanished_tensor_cores_are_found() -> None:
+    """What was certified on sm_90 with wgmma, compiled without."""
+    good = certify(TinyOp({}), Inputs, archs=[90], keep=sampled(0))
+    slow = certify(TinyOp({"num_warps": 2}), Inputs, archs=[90], keep=sampled(0))
+    assert any("wgmma instructions, now none" in finding for finding in regressions(good, slow))
 
 
 def test_no_certificate_says_what_to_do(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from itertools import count
+from math import prod
 from threading import Lock
 from typing import Any
 
@@ -63,6 +64,8 @@ class Binary:
     """Dynamic shared memory of a block."""
     tmem_columns: int
     """Tensor memory of a block (sm_100): columns of 512 bytes."""
+    blocks: int
+    """Thread blocks of the launch that was recorded; 0 where the grid was a function."""
     ttgir: str = field(repr=False)
     """The program as Triton's GPU dialect has it, layouts and pipeline decided."""
     ptx: str = field(repr=False)
@@ -86,7 +89,7 @@ def record(impl: Any, config: Mapping[str, Any], args: Sequence[Any], arch: int)
         raise RuntimeError("record: Triton interprets kernels in this process and compiles none; unset TRITON_INTERPRET")
     with _LOCK, _recording(arch) as launched:
         impl.launch(config, *(stand_in(a) for a in args))
-    return [_binary(kernel, arch) for kernel in launched]
+    return [_binary(kernel, arch, blocks) for kernel, blocks in launched]
 
 
 @contextmanager
@@ -141,8 +144,8 @@ class _Offline:
 
 
 @contextmanager
-def _recording(arch: int, session: int = 0) -> Iterator[list[CompiledKernel]]:
-    launched: list[CompiledKernel] = []
+def _recording(arch: int, session: int = 0) -> Iterator[list[tuple[CompiledKernel, int]]]:
+    launched: list[tuple[CompiledKernel, int]] = []
     active, run = driver._active, JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> CompiledKernel:
@@ -154,7 +157,9 @@ def _recording(arch: int, session: int = 0) -> Iterator[list[CompiledKernel]]:
             # Triton prints the whole program when ptxas refuses it; what is wrong with it is in the error.
             raise CompileFailed(f"{self.fn.__qualname__} does not compile for sm_{arch}: {_reason(error)}") from error
         print(printed.getvalue(), end="")
-        launched.append(kernel)  # pyright: ignore[reportArgumentType] (a future one while `compile_only` has threads compile)
+        blocks = 0 if callable(grid) else prod(grid)
+        # A future kernel, while `compile_only` has threads compile.
+        launched.append((kernel, blocks))  # pyright: ignore[reportArgumentType]
         return kernel  # pyright: ignore[reportReturnType]
 
     driver.set_active(_Offline(arch, session))  # pyright: ignore[reportArgumentType]
@@ -173,7 +178,7 @@ def _reason(error: Exception) -> str:
     return (assembler or lines or [type(error).__name__])[0 if assembler else -1]
 
 
-def _binary(kernel: CompiledKernel, arch: int) -> Binary:
+def _binary(kernel: CompiledKernel, arch: int, blocks: int) -> Binary:
     names = kernel.src.fn.arg_names
     constants = {".".join([names[path[0]], *map(str, path[1:])]): value for path, value in kernel.src.constants.items()}
     return Binary(
@@ -185,6 +190,7 @@ def _binary(kernel: CompiledKernel, arch: int) -> Binary:
         stages=getattr(kernel.metadata, "num_stages", None) or 1,
         shared_bytes=kernel.metadata.shared,
         tmem_columns=kernel.metadata.tmem_size or 0,
+        blocks=blocks,
         ttgir=kernel.asm["ttgir"],
         ptx=kernel.asm["ptx"],
         cubin=kernel.asm["cubin"],

@@ -4,7 +4,7 @@
 the PTX, where each tensor-core, TMA and vector access is one line whose kind and width ptxas keeps, though not always how often
 it stands there: it unrolls loops. `instruction_mix` disassembles and counts what the card runs, half a second a kernel.
 
-Not here: timing, occupancy (tilewright.hw), and run-time behaviour such as bank conflicts.
+Not here: timing, and what the layouts say (tilewright.asm.layouts).
 """
 
 import re
@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 
 from tilewright.asm.compile import Binary
+from tilewright.hw.occupancy import occupancy
 
 __all__ = ["Facts", "facts", "instruction_mix", "ptxas_version", "sass"]
 
@@ -29,6 +31,7 @@ class Facts:
 
     kernel: str
     warps: int
+    """Of a block, those of every partition of a warp-specialised kernel included."""
     registers: int
     """A thread's; 255 is the most there is."""
     spill_bytes: int
@@ -53,17 +56,23 @@ class Facts:
     """Loads from global memory and cp.async: bytes of a thread's access -> count. A full vector is 16 (32 on sm_100)."""
     stores: Mapping[int, int]
     """Stores to global memory, likewise."""
+    blocks_per_sm: int
+    """Blocks that fit on a multiprocessor at once; 0 when not even one does."""
+    limiter: str
+    """What keeps a further block out: "registers", "shared memory", "warps" or "blocks"; "too big" for any."""
 
 
 def facts(binary: Binary) -> Facts:
     """The facts of one binary. Raises subprocess.CalledProcessError when a tool of the wheel rejects the code."""
     registers, stack_bytes = _resources(binary)
     ptx = binary.ptx
+    threads = _threads(binary)
+    held = occupancy(binary.arch, threads=threads, registers=registers, shared_bytes=binary.shared_bytes)
     local_bytes = sum(int(n) for n in _LOCAL_ARRAY.findall(ptx))
     wgmma = len(_WGMMA.findall(ptx))
     return Facts(
         kernel=binary.kernel,
-        warps=binary.warps,
+        warps=threads // 32,
         registers=registers,
         spill_bytes=max(0, stack_bytes - local_bytes),
         local_bytes=local_bytes,
@@ -77,6 +86,8 @@ def facts(binary: Binary) -> Facts:
         tma_stores=len(_TMA_STORE.findall(ptx)),
         loads=_widths(_LOAD, ptx, _CP_ASYNC),
         stores=_widths(_STORE, ptx),
+        blocks_per_sm=held.blocks,
+        limiter=held.limiter,
     )
 
 
@@ -90,6 +101,7 @@ _CP_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^,]*,[^,]*, (0x[0-9a
 _LOAD = re.compile(r"\bld(?:\.\w+)*\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[bfus](\d+)\b")
 _STORE = re.compile(r"\bst(?:\.\w+)*\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[bfus](\d+)\b")
 _LOCAL_ARRAY = re.compile(r"\.local \.align \d+ \.b8 \w+\[(\d+)\]")
+_THREADS = re.compile(r"\.(?:reqntid|maxntid) (\d+)")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
@@ -111,10 +123,16 @@ def _resources(binary: Binary) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def _threads(binary: Binary) -> int:
+    """Threads of a block. A warp-specialised kernel has more than the warps that its launch options name."""
+    found = _THREADS.search(binary.ptx)
+    return int(found[1]) if found else 32 * binary.warps
+
+
 def _ptxas_log(binary: Binary) -> str:
     """What ptxas says about the kernel. Its warning is nowhere in the machine code, so this assembles once more."""
     with _file(binary.ptx.encode(), ".ptx") as path, tempfile.TemporaryDirectory() as folder:
-        return _run(_ptxas(binary.arch).path, "-v", f"--gpu-name=sm_{binary.arch}a", path, "-o", f"{folder}/out.cubin")
+        return _run(get_ptxas(binary.arch).path, "-v", f"--gpu-name=sm_{binary.arch}a", path, "-o", f"{folder}/out.cubin")
 
 
 def sass(binary: Binary) -> str:
@@ -131,16 +149,11 @@ def instruction_mix(binary: Binary) -> dict[str, int]:
 
 def ptxas_version(arch: int) -> str:
     """The version of the assembler that Triton uses for an architecture: wrong code has come from one version alone."""
-    text = _run(_ptxas(arch).path, "--version")
+    text = _run(get_ptxas(arch).path, "--version")
     found = re.search(r"V(\d+\.\d+\.\d+)", text)
     if found is None:
         raise ValueError(f"ptxas for sm_{arch} does not tell its version: got {text!r}, wanted 'V<major>.<minor>.<build>'")
     return found[1]
-
-
-def _ptxas(arch: int) -> knobs.NvidiaTool:
-    # Triton's own rule; its Blackwell assembler is newer than the one for all other cards.
-    return knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
 
 
 def _run(*command: str) -> str:

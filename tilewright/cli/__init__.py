@@ -8,6 +8,7 @@ import sys
 try:
     import tilewright.cli.asm
     import tilewright.cli.bench
+    import tilewright.cli.explain
     import tilewright.cli.hw
     import tilewright.cli.serve
     import tilewright.cli.tune

@@ -36,8 +36,8 @@ def _need_gpu(what: str) -> None:
 
     if not cuda_count():
         say(
-            f"tilewright bench {what}: needs a CUDA device and there is none. Without one `tilewright explain OP ... --card h100` "
-            "predicts, `tilewright asm OP` judges the compiled kernel, `make test` checks results on the CPU"
+            f"tilewright bench {what}: needs a CUDA device and there is none. Without one: `tilewright explain OP --card h100`,"
+            " `tilewright asm OP`, `tilewright tune OP --dry-run --card h100`; `make test` checks results on the CPU"
         )
         raise typer.Exit(1)
 

@@ -30,7 +30,7 @@ from tilewright.tune.ranking import Entry, Stack, ranked
 from tilewright.tune.record import Row, problem_json, source_hash, versions
 from tilewright.tune.space import Config, Space
 
-__all__ = ["LIMIT", "Candidate", "Found", "NoRecord", "count", "counters", "find", "missing", "use_table"]
+__all__ = ["LIMIT", "Candidate", "Found", "NoRecord", "count", "counters", "find", "measured", "missing", "use_table"]
 
 LIMIT = 0.6
 """How far a problem may be: the Euclidean distance of the base-2 logarithms of its integers. One of them 1.5 times as large
@@ -100,6 +100,16 @@ def find(op_name: str, problem: Any, device: Device, invariant: bool, impls: Seq
                 _COUNTS.update([source, "stale"] if stale else [source])
                 return Found(entry.impl, config, source, stale, entry)
     return None
+
+
+def measured(op_name: str, problem: Any, device: Device, invariant: bool) -> dict[str, Entry]:
+    """Implementation -> its best row for this very problem on this card, whatever the scope allows; for explanations."""
+    with _LOCK:
+        entries = _RECORDS.of(op_name, problem_json(problem), device, invariant)
+    best: dict[str, Entry] = {}
+    for entry in ranked(entries, _stack()):
+        best.setdefault(entry.impl, entry)
+    return best
 
 
 def missing(op_name: str, problem: Any, device: Device) -> NoRecord:

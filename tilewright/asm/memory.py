@@ -1,0 +1,252 @@
+"""How a kernel touches memory, read from its TTGIR: coalescing, bank conflicts, and how deep its loads are pipelined.
+
+**Sectors.** The layout of a tensor of pointers says which elements the 32 threads of a warp ask for in one instruction, the
+address arithmetic (`tilewright.asm.program`) how far apart they lie. L2 hands out sectors of 32 bytes; an access is coalesced
+when it asks for no more of them than its bytes fill. Assumed: the tensor starts on a sector; where a stride is known only at
+run time, rows lie on different sectors and start on one. Not seen: masks, real alignment, indices that are loaded (`exact` is
+false), and what a caller passes as strides.
+
+**Bank conflicts** are Triton's own count for a layout of registers against a layout of shared memory, for accesses by ld.shared
+and st.shared: the trips beyond the least. Not seen: ldmatrix and stmatrix (they read eight rows of 16 bytes, which the swizzled
+layouts spread over all banks), what wgmma, tcgen05 and TMA do by themselves, and conversions between register layouts, whose
+scratch layout Triton chooses later.
+
+**Pipeline.** A loop's buffers are an allocation with one more dimension in front; its size is the depth that the compiler made
+of `num_stages` (one less where the tensor cores read registers: those are a stage too). 0 means that no loop has such buffers:
+loads are waited for where they are used.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.asm.compile import Binary
+from tilewright.asm.layouts import Bases, Layouts, TensorType, words
+from tilewright.asm.program import Line, Program, Steps
+
+__all__ = ["Access", "Conflict", "Memory", "memory"]
+
+SECTOR_BYTES = 32
+LANES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """One load, store, copy or atomic operation on global memory that threads address one by one (not TMA)."""
+
+    op: str
+    """"load", "store", "copy to shared memory" or "atomic"."""
+    value: str
+    """What the program calls the result, or what is stored."""
+    tile: str
+    """"128x64 bf16"."""
+    thread_bytes: int
+    """What a thread asks for in one instruction, by the layout; masks and unknown alignment may narrow it."""
+    sectors: int
+    """Sectors that a warp asks for in one instruction."""
+    least_sectors: int
+    """Sectors that its bytes fill."""
+    exact: bool
+    """Whether every address was known; else `sectors` counts rows of unknown distance as far apart."""
+    layout: str
+    looped: bool
+
+    @property
+    def efficiency(self) -> float:
+        """Of the bytes that the warp's sectors carry, the share that it asked for."""
+        return self.least_sectors / self.sectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """One access of registers to shared memory."""
+
+    op: str
+    """"read", "write" or "copy"."""
+    tile: str
+    extra_trips: int | None
+    """Trips beyond the least of one instruction of a warp; None where it is not known."""
+    registers: str
+    shared: str
+    looped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What the TTGIR of a kernel says about memory."""
+
+    accesses: tuple[Access, ...]
+    conflicts: tuple[Conflict, ...]
+    pipeline_depth: int
+    """Buffers that the deepest pipelined loop fills in turn; 0 when no loop is pipelined."""
+    buffers: tuple[str, ...]
+    """Those of all loops: "4 x 128x64 bf16"."""
+    copies_in_flight: int | None
+    """Groups of cp.async that the loop leaves unfinished when it waits; None without cp.async (TMA waits on barriers)."""
+    layouts: dict[str, str]
+    """Every layout that a tensor in memory or a product has, as TTGIR names it -> in words."""
+
+
+def memory(binary: Binary) -> Memory:
+    """The analysis of one binary; some 50 ms. An empty one for a kernel whose TTGIR is not known."""
+    program, layouts = Program(binary.ttgir), Layouts(binary.ttgir, binary.arch)
+    depth, buffers = _pipeline(program)
+    waits = [int(n) for line in program.named("ttg.async_wait") if line.looped for n in re.findall(r"num = (\d+)", line.text)]
+    widest = 32 if binary.arch >= 100 else 16
+    return Memory(
+        accesses=tuple(_unique(_accesses(program, layouts, widest))),
+        conflicts=tuple(_unique(_conflicts(program, layouts, "ldmatrix" in binary.ptx))),
+        pipeline_depth=depth,
+        buffers=buffers,
+        copies_in_flight=max(waits, default=None),
+        layouts=_described(program, layouts),
+    )
+
+
+def _unique(found: Iterator[Any]) -> Iterator[Any]:
+    """Without repetitions: a pipelined loop's first rounds stand before it, word by word."""
+    return iter(dict.fromkeys(found))
+
+
+# ---- global memory
+
+_GLOBAL = {
+    "tt.load": "load",
+    "tt.store": "store",
+    "ttg.async_copy_global_to_local": "copy to shared memory",
+    "tt.atomic_rmw": "atomic",
+    "tt.atomic_cas": "atomic",
+}
+
+
+def _accesses(program: Program, layouts: Layouts, widest: int) -> Iterator[Access]:
+    for line in program.named(*_GLOBAL):
+        pointers = next((kind for kind in line.types if "!tt.ptr" in kind.element), None)
+        bases = layouts.bases(pointers) if pointers else None
+        if pointers is None or bases is None:
+            continue  # one number for the whole block
+        found = line.steps[0]
+        steps = found or (None if found is None else 0,) * len(pointers.shape)
+        bytes_each = max(1, pointers.element_bits // 8)
+        vector = _vector(bases, steps, max(1, widest // bytes_each))
+        if told := re.search(r"contiguity = (\d+)", line.text):
+            vector = min(vector, int(told[1]))  # what the compiler could prove of alignment and mask
+        sectors, least = _sectors(bases, steps, vector, bytes_each)
+        yield Access(
+            op=_GLOBAL[line.name],
+            value=_name(line),
+            tile=_tile(pointers),
+            thread_bytes=vector * bytes_each,
+            sectors=sectors,
+            least_sectors=least,
+            exact=None not in steps,
+            layout=words(layouts.of(pointers)),
+            looped=line.looped,
+        )
+
+
+def _vector(bases: Bases, steps: Steps, most: int) -> int:
+    """Elements that lie side by side in memory and in one thread's registers."""
+    count = 1
+    for basis in bases.register:
+        if count >= most or _distance(basis, steps) != count:
+            break
+        count *= 2
+    return count
+
+
+def _distance(coordinates: Sequence[int], steps: Steps) -> int | None:
+    """Elements between this element and the first; None if a step that it takes is unknown."""
+    total = 0
+    for at, step in zip(coordinates, steps, strict=True):
+        if at and step is None:
+            return None
+        total += at * (step or 0)
+    return total
+
+
+def _sectors(bases: Bases, steps: Steps, vector: int, bytes_each: int) -> tuple[int, int]:
+    """(sectors asked for, sectors filled) by one instruction of a warp."""
+    touched, asked = set(), set()
+    for lane in range(LANES):
+        at = [0] * len(steps)
+        for bit, basis in enumerate(bases.lane):
+            if lane >> bit & 1:
+                at = [a ^ b for a, b in zip(at, basis, strict=True)]
+        # Coordinates of unknown step name a row; two rows share nothing.
+        row = tuple(a for a, step in zip(at, steps, strict=True) if step is None)
+        start = sum(a * step for a, step in zip(at, steps, strict=True) if step is not None) * bytes_each
+        for byte in range(start, start + vector * bytes_each):
+            touched.add((row, byte // SECTOR_BYTES))
+            asked.add((row, byte))
+    return len(touched), -(-len(asked) // SECTOR_BYTES)
+
+
+# ---- shared memory
+
+
+def _conflicts(program: Program, layouts: Layouts, ldmatrix: bool) -> Iterator[Conflict]:
+    ops = {"ttg.local_load": "read", "ttg.local_store": "write", "ttg.local_alloc": "write"}
+    for line in program.named(*ops, "ttg.async_copy_global_to_local"):
+        buffers = [kind for kind in line.types if kind.shared and "#ttng.tensor_memory" not in kind.text]
+        tensors = [kind for kind in line.types if not kind.shared and "#" in kind.text]
+        if not buffers or not tensors:
+            continue
+        tensor, buffer = tensors[-1 if line.name == "ttg.local_load" else 0], buffers[-1]
+        values = TensorType(tensor.text.replace(tensor.element, buffer.element, 1), tensor.shape, buffer.element, False)
+        registers, shared = layouts.of(values), layouts.of(buffer)
+        if registers is None or shared is None:
+            continue
+        by_matrix = ldmatrix and ("dot_op" in values.text or type(registers).__name__ == "DistributedLinearLayout")
+        yield Conflict(
+            op=ops.get(line.name, "copy"),
+            tile=_tile(values),
+            extra_trips=None if by_matrix else layouts.bank_conflicts(values, buffer),
+            registers=words(registers),
+            shared=words(shared),
+            looped=line.looped,
+        )
+
+
+# ---- pipeline
+
+
+def _pipeline(program: Program) -> tuple[int, tuple[str, ...]]:
+    """(depth, the buffers that a loop fills in turn). Barriers are no buffers."""
+    indexed = {line.operands[0] for line in program.named("ttg.memdesc_index")}
+    found = []
+    for line in program.named("ttg.local_alloc"):
+        kind = line.types[-1]
+        if line.result in indexed and kind.element != "i64":
+            found.append((kind.shape[0], f"{kind.shape[0]} x {'x'.join(map(str, kind.shape[1:]))} {kind.element}"))
+    return max((depth for depth, _ in found), default=0), tuple(text for _, text in found)
+
+
+# ---- words
+
+
+def _described(program: Program, layouts: Layouts) -> dict[str, str]:
+    """The layouts of what is loaded, stored, buffered and multiplied; those of address arithmetic are the same again."""
+    products = r"tt\.dot\w*|ttng\.(warp_group_dot|tc_gen5_mma\w*|tmem_\w+)"
+    matters = re.compile(rf"tt\.(load|store|atomic\w*)|ttg\.(local_\w+|async_copy\w+)|{products}")
+    found = {}
+    for line in program.lines:
+        if matters.fullmatch(line.name):
+            for kind in line.types:
+                layout = layouts.of(kind)
+                if layout is not None and kind.element != "i64":
+                    found.setdefault(kind.text.partition(", ")[2].removesuffix(", #smem, mutable"), words(layout))
+    return found
+
+
+def _name(line: Line) -> str:
+    """The variable in the kernel's source, as far as Triton kept its name."""
+    if line.result:
+        return re.sub(r"_\d+$", "", line.result.lstrip("%"))
+    return re.sub(r"_\d+$", "", line.operands[1].lstrip("%")) if len(line.operands) > 1 else ""
+
+
+def _tile(kind: TensorType) -> str:
+    element = kind.element.removeprefix("!tt.ptr<").removesuffix(">")
+    return f"{'x'.join(map(str, kind.shape))} {element}"

@@ -1,0 +1,69 @@
+"""The problems on which the configs of an op's spaces are certified: the fewest that reach every config.
+
+A row of the table is dimensions for `Op.make`; a config is compiled on the first row that takes it. Row counts are as small as
+they may be: kernels do not depend on them.
+
+An op that is not in the table is certified on its examples, 16-bit dtypes first: a small op needs no more. A test says which
+values of which axis no representative reaches.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["representatives"]
+
+# Norms and softmax hold a row that is no wider than BLOCK_D in one block, so each width has configs of its own. Ascending: a
+# config that a narrow row takes in one block is certified there, and on a wide row only what no narrow one takes.
+_ROWS = (*({"M": 4, "N": 1 << i} for i in range(6, 15)), {"M": 2, "N": 131072})
+_TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "add_rms_norm": _ROWS,
+    "layer_norm": _ROWS,
+    "rms_norm": _ROWS,
+    "softmax": _ROWS,
+    "gelu_mul": ({"M": 4, "N": 8192},),
+    "silu_mul": ({"M": 4, "N": 8192},),
+    "kv_cache_write": ({"T": 8},),
+    "rope": ({"T": 8},),
+    "rope_kv_write": ({"T": 8},),
+    "sample": ({"M": 2, "N": 128256},),
+    "token_logprobs": ({"M": 2, "N": 128256},),
+    # D = 64 for the tiles that shared memory holds at no wider head.
+    "paged_attention": ({"B": 2, "KV": 256}, {"B": 2, "KV": 256, "D": 64}),
+    "linear": (
+        {"M": 512, "N": 4096, "K": 4096},
+        {"M": 128, "N": 512, "K": 8192},  # SPLIT_K, for which the tiles must not fill a card
+        {"M": 16, "N": 512, "K": 8192},
+        {"M": 8, "N": 4096, "K": 4096},
+        {"M": 4, "N": 4096, "K": 4096},
+        {"M": 1, "N": 4096, "K": 4096},
+        {"M": 512, "N": 2048, "K": 2048, "dtype": torch.float32},
+        {"M": 128, "N": 512, "K": 8192, "dtype": torch.float32},
+        {"M": 16, "N": 512, "K": 4096, "dtype": torch.float32},
+        {"M": 1, "N": 4096, "K": 4096, "dtype": torch.float32},
+    ),
+}
+
+
+def representatives(op: Any, inputs: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    """(label, arguments of the op), in the order in which they are tried.
+
+    Args:
+        op: a `tilewright.op.Op`.
+        inputs: () -> a fresh `tilewright.op.Inputs`.
+    """
+    if op.make is None or op.name not in _TABLE:
+        examples = [(example.label, example.make(inputs())) for example in op.examples]
+        return sorted(examples, key=lambda example: _itemsize(example[1]) != 2)
+    return [(_label(dims), op.make(inputs(), **dims)) for dims in _TABLE[op.name]]
+
+
+def _itemsize(args: tuple[Any, ...]) -> int:
+    return next((arg.dtype.itemsize for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), 0)
+
+
+def _label(dims: Mapping[str, Any]) -> str:
+    """As a command line spells them: "M=4 N=64 dtype=float32"."""
+    return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in dims.items())

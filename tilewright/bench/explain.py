@@ -1,0 +1,176 @@
+"""Why a call runs the way it does: which implementation and config, who decided, what limits it, what is near, what to try.
+
+`explain` answers for any card, here or not: the choice is the one that a program would make there, the facts come from
+compiling the kernels for that card, the floor from its ceilings. Nothing is run. A time is measured only where a record says
+so; else there is the roofline's floor, and no more is claimed.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tilewright.asm.compile import Binary, CompileFailed, record
+from tilewright.asm.facts import facts
+from tilewright.bench.op import unit_of
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import Device
+from tilewright.hw.occupancy import occupancy
+from tilewright.hw.roofline import roof
+from tilewright.hw.waves import waves
+from tilewright.op import Choice, Inputs, Op, Refused, on_card, scope
+from tilewright.tune.lookup import measured
+
+__all__ = ["explain"]
+
+_SOURCES = {
+    "exact": "a measured record of this very problem",
+    "bucket": "a measured record of a nearby problem",
+    "model": "the analytical model; nothing near was measured",
+    "default": "the built-in rule; nothing near was measured",
+    "fixed": "there is nothing to choose",
+}
+
+
+def explain(op: Op, dims: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    """All that can be said of a call without running it, as plain JSON values. `prefer` and `invariant` scopes count.
+
+    Raises:
+        Refused: no implementation takes the problem on the card; the message has each one's reason.
+    """
+    assert op.make is not None
+    args = op.make(Inputs("meta"), **dims)
+    problem = op.problem(*args)
+    choice = op.choose(device, problem)
+    cost = _cost(op, dims, args)
+    floor = roof(cost, ceilings(device), unit_of(args))
+    kernels, failed = _kernels(choice, args, device)
+    entry = choice.entry if choice.source == "exact" else None  # a neighbour's time is not this problem's
+    time_us = None if entry is None else entry.us
+    answer: dict[str, Any] = {
+        "op": op.name,
+        "dims": {name: _plain(value) for name, value in dims.items()},
+        "problem": {name: _plain(value) for name, value in problem._asdict().items()},
+        "card": {"name": device.name, "arch": device.arch, "sms": device.sms},
+        "impl": choice.impl.name,
+        "config": dict(choice.config),
+        "source": choice.source,
+        "source_in_words": _SOURCES[choice.source],
+        "others": {
+            impl.name: _why_not(impl, op, choice, device, problem) for impl in op.impls if impl.name != choice.impl.name
+        },
+        "roofline": {
+            "flops": cost.flops,
+            "bytes": cost.bytes,
+            "floor_us": floor.seconds * 1e6,
+            "bound": floor.bound,
+            "ceilings": floor.source,
+        },
+        "measured_us": time_us,
+        "of_roof": None if time_us is None else floor.seconds * 1e6 / time_us,
+        "kernels": kernels,
+        "compile_error": failed,
+        "cliffs": list(_cliffs(op, dims, choice, device)),
+    }
+    answer["advice"] = list(_advice(op, answer))
+    return answer
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value).removeprefix("torch.")
+
+
+def _cost(op: Op, dims: Mapping[str, Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return op.cost(*args)
+    except (RuntimeError, NotImplementedError):
+        # It depends on values, such as the lengths of sequences: small real arguments of the same kind tell it.
+        assert op.make is not None
+        return op.cost(*op.make(Inputs("cpu"), **dims))
+
+
+def _why_not(impl: Any, op: Op, choice: Choice, device: Device, problem: Any) -> str:
+    """Why an implementation was not taken."""
+    reason = impl.refusal(device, problem, scope())
+    if reason is not None:
+        return f"refuses: {reason}"
+    if scope().preferred == choice.impl.name:
+        return f"{choice.impl.name} is preferred"
+    rows = measured(op.name, problem, device, scope().invariant) if device.kind == "cuda" else {}
+    mine, taken = rows.get(impl.name), rows.get(choice.impl.name)
+    if mine is not None and taken is not None:
+        return f"slower by {mine.us / taken.us - 1:.0%}: {mine.us:.1f} us, {choice.impl.name} {taken.us:.1f} us"
+    if choice.entry is not None:
+        return "not measured, where another was"
+    order = [i.name for i in op.impls]
+    place = "after" if order.index(impl.name) > order.index(choice.impl.name) else "before"
+    return f"not measured; listed {place} {choice.impl.name}"
+
+
+def _kernels(choice: Choice, args: tuple[Any, ...], device: Device) -> tuple[list[dict[str, Any]], str | None]:
+    """What the launch consists of, compiled for the card; and why it could not be, where it could not."""
+    try:
+        binaries = record(choice.impl, choice.config, args, device.arch)
+    except (CompileFailed, RuntimeError) as error:
+        return [], str(error)
+    return [_kernel(binary, device) for binary in binaries], None
+
+
+def _kernel(binary: Binary, device: Device) -> dict[str, Any]:
+    found = facts(binary)
+    held = occupancy(device.arch, threads=32 * found.warps, registers=found.registers, shared_bytes=found.shared_bytes)
+    row: dict[str, Any] = {
+        "kernel": binary.kernel,
+        "blocks": binary.blocks,
+        "warps": found.warps,
+        "registers": found.registers,
+        "spill_bytes": found.spill_bytes,
+        "shared_bytes": found.shared_bytes,
+        "tensor_cores": "tcgen05" if found.tcgen05 else "wgmma" if found.wgmma else "mma" if found.mma else "none",
+        "tma": bool(found.tma_loads),
+        "blocks_per_sm": held.blocks,
+        "occupancy": held.fraction,
+        "occupancy_limiter": held.limiter,
+        "occupancy_cliffs": [str(cliff) for cliff in held.cliffs],
+    }
+    if binary.blocks and held.blocks:
+        wave = waves(binary.blocks, sms=device.sms, blocks_per_sm=held.blocks)
+        row["waves"] = {**asdict(wave), "waves": wave.waves, "efficiency": wave.efficiency}
+    return row
+
+
+def _cliffs(op: Op, dims: Mapping[str, Any], choice: Choice, device: Device) -> Iterator[str]:
+    """Sizes next to this one at which another implementation or config is taken."""
+    assert op.make is not None
+    sizes = [name for name, value in dims.items() if isinstance(value, int) and not isinstance(value, bool) and value > 1]
+    for name in sizes:
+        for step in (-1, 1):
+            near = {**dims, name: dims[name] + step}
+            try:
+                with on_card(device):
+                    other = op.choose(device, op.problem(*op.make(Inputs("meta"), **near)))
+            except (Refused, ValueError, RuntimeError) as error:
+                yield f"{name}={near[name]}: {str(error).splitlines()[0]}"
+                continue
+            if other.impl.name != choice.impl.name:
+                yield f"{name}={near[name]}: {other.impl.name} instead of {choice.impl.name}"
+            elif dict(other.config) != dict(choice.config):
+                changed = {k: v for k, v in other.config.items() if choice.config.get(k) != v}
+                yield f"{name}={near[name]}: the same implementation with {', '.join(f'{k}={v}' for k, v in changed.items())}"
+
+
+def _advice(op: Op, answer: Mapping[str, Any]) -> Iterator[str]:
+    words = " ".join(f"{name}={value}" for name, value in answer["dims"].items())
+    if answer["source"] not in ("exact", "fixed"):
+        yield f"measure it: tilewright tune {op.name} {words}"
+    for kernel in answer["kernels"]:
+        name = kernel["kernel"]
+        if kernel["spill_bytes"]:
+            yield f"{name} spills {kernel['spill_bytes']} bytes a thread: a smaller tile or more warps"
+        if (wave := kernel.get("waves")) and wave["waves"] <= 4 and wave["efficiency"] < 0.75:
+            idle = f"{wave['tail']} of {wave['slots']} blocks in the last wave"
+            yield f"{name}: {idle}; smaller tiles, or splitting the summed dimension, would fill the card"
+        for cliff in kernel["occupancy_cliffs"]:
+            if cliff.startswith(tuple(f"{n} register" for n in range(1, 9))) and "fewer: " in cliff:
+                yield f"{name}: {cliff}"
+    if not str(answer["roofline"]["ceilings"]).startswith("measured"):
+        yield "the ceilings are a data sheet's: tilewright hw --measure on the card gives real ones"
