@@ -26,7 +26,7 @@ from tilewright.engine.llm import EngineConfig, load_engine
 from tilewright.engine.request import SamplingParams
 from tilewright.models import SHAPES
 
-__all__ = ["WORKLOADS", "Workload", "run_engine"]
+__all__ = ["WORKLOADS", "Workload", "any_params", "run_engine"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Workload:
     )
 
 
-def _any_params(rng: random.Random, out: int) -> SamplingParams:
+def any_params(rng: random.Random, out: int) -> SamplingParams:
     """One of the ways in which a request can ask for its samples."""
     extras: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -62,7 +62,7 @@ WORKLOADS = {
     "W2": Workload("W2", lambda rng: [(1024, 1024)] * 256),
     "B1": Workload("B1", lambda rng: [(128, 256)], decode_only=True),
     "R2000": Workload(
-        "R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)], params=_any_params
+        "R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)], params=any_params
     ),
 }
 
