@@ -16,12 +16,13 @@ from tests.tune.test_lookup import places as places  # a fixture
 from tilewright import op as op_module
 from tilewright.hw.device import CPU, INTERPRETER, Device
 from tilewright.hw.roofline import Cost
-from tilewright.op import Choice, Example, Impl, Inputs, Op, Refused, invariant, prefer, scope, strict
+from tilewright.op import Choice, Example, Impl, Inputs, Op, Refused, Scope, invariant, prefer, scope, strict
 from tilewright.ops import ALL
 from tilewright.tune import lookup
 from tilewright.tune.lookup import NoRecord, counters
 from tilewright.tune.record import problem_json
 from tilewright.tune.space import Space
+from tilewright.tune.unmeasured import Ranked
 
 H100 = Device(kind="cuda", name=CARD, arch=90, sms=132, smem_bytes=232448)
 
@@ -109,8 +110,8 @@ def test_a_refusal_names_every_reason(places: Places) -> None:
 
 def test_scopes_nest_and_end() -> None:
     with prefer("a"), invariant(), strict(), prefer("b"):
-        assert scope() == ("b", True, True)
-    assert scope() == (None, False, False)
+        assert scope() == Scope(preferred="b", invariant=True, strict=True)
+    assert scope() == Scope()
 
 
 # ---- with rows
@@ -173,6 +174,51 @@ def test_strict_raises_where_nobody_measured(places: Places) -> None:
         with invariant():
             assert chosen(ROWS, near) == ("triton", 32, "fixed")
     assert chosen(OP, near) == ("triton", 64, "bucket")
+
+
+# ---- where nothing was measured: the model
+
+
+def test_the_model_speaks_only_where_no_row_does_and_nothing_must_be_invariant(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def better(name: str, device: Device, problem: Problem, args: Any, impls: list[Impl], default: Any) -> Ranked | None:
+        asked.append((problem.m, args, default["BLOCK"]))
+        return Ranked(impls[-1], {"BLOCK": 64}, 1e-6, False) if problem.m < 64 else None
+
+    monkeypatch.setattr(op_module, "better", better)
+    op = op_of(
+        "model", impl("a", space=space(16)), impl("b", space=space(32), batch_invariant=True),
+        typical=lambda problem: None if problem.m == 1 else ("like", problem.m),
+    )  # fmt: skip
+    measure(places, op, (SMALL._replace(m=16), "a", 32, 9.0, False))
+    assert chosen(op, SMALL) == ("b", 64, "model")
+    assert chosen(op, LARGE) == ("a", 16, "default"), "it has nothing better"
+    assert chosen(op, SMALL._replace(m=1)) == ("a", 16, "default"), "nothing is typical of that"
+    assert chosen(op, SMALL._replace(m=16)) == ("a", 32, "exact")
+    with invariant():
+        assert chosen(op, SMALL) == ("b", 32, "default")
+    with strict(), pytest.raises(NoRecord):
+        op.choose(H100, SMALL)
+    assert chosen(OP, SMALL) == ("few", 16, "default"), "an op without `typical`"
+    assert asked == [(4, ("like", 4), 16), (64, ("like", 64), 16)]
+    assert (counters()["model"], counters()["default"], counters()["exact"]) == (1, 4, 1)
+
+
+def test_what_is_typical_of_a_product_has_that_problem(places: Places) -> None:
+    linear = next(op for op in ALL if op.name == "linear")
+    assert linear.typical is not None
+    assert linear.make is not None
+    with_args = 0
+    dims = ({}, {"layout": "nn"}, {"activation": "silu_mul", "residual": True}, {"layout": "tn"}, {"batch": 2}, {"K": 4095})
+    for more in dims:
+        problem = linear.problem(*linear.make(Inputs("meta"), **{"M": 12, "N": 512, "K": 1024, **more}))
+        args = linear.typical(problem)
+        with_args += args is not None
+        assert args is None or linear.problem(*args) == problem
+    assert with_args == 3
 
 
 # ---- a call

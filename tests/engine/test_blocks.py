@@ -1,5 +1,7 @@
 """The page pool against a model of it that keeps everything in plain lists."""
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -72,6 +74,31 @@ def test_page_map_names_the_first_owner():
     assert cells[own] == (7, 1)
     assert cells[kept] == ("cached", 0)
     assert cells.count(("free", 0)) == 1
+
+
+@pytest.mark.parametrize("per_cell", [1, 2, 3, 7, 60, 100])
+def test_page_map_in_cells(per_cell):
+    """A cell shows its most shared page, and of those with equally many owners the first; a kept one before a free one."""
+    rng = random.Random(per_cell)
+    pool = BlockPool(60, 2)
+    tables = [(slot, [pool.allocate() for _ in range(rng.randint(0, 12))]) for slot in range(4)]
+    for _, pages in tables[1:]:
+        for page in rng.sample(tables[0][1], k=len(tables[0][1]) // 2):
+            pool.share(page)
+            pages.insert(0, page)
+    kept = [pool.allocate() for _ in range(5)]
+    for page in kept:
+        pool.register(page, bytes([page]))
+    pool.release(kept)
+    pages = pool.page_map(tables)
+    for page, (state, owners) in enumerate(pages):
+        holders = [slot for slot, held in tables if page in held]
+        assert owners == pool.owners(page) == len(holders)
+        assert state == (holders[0] if holders else "cached" if page in kept else "free")
+    groups = [pages[first : first + per_cell] for first in range(0, 60, per_cell)]
+    order = {"free": 0, "cached": 1}
+    wanted = [max(group, key=lambda cell: (cell[1], order.get(cell[0], 2))) for group in groups]
+    assert pool.page_map(tables, per_cell) == wanted
 
 
 class Pool(RuleBasedStateMachine):

@@ -255,4 +255,4 @@ def test_abort_hands_out_a_last_delta(asynchronous):
     last = drain(eng)
     assert [(delta.index, delta.finish_reason, delta.token_ids) for delta in last] == [(0, "abort", ()), (1, "abort", ())]
     assert eng.stats().pages_used == 0
-    assert all(state in ("free", "cached") for state, _ in eng.page_map())
+    assert all(state in ("free", "cached") for state, _ in eng.scheduler.page_map())

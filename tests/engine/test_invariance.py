@@ -89,9 +89,9 @@ def test_batch_of_32(runner: ModelRunner, alone: tuple[list[list[int]], list[lis
 
 def test_preempted_and_resumed(runner: ModelRunner) -> None:
     prompts = prompts_of(2, 8, 40)
-    want = [run(engine(runner, cache=False), [prompt], 60)[0] for prompt in prompts]
-    small = engine(runner, pages=14, cache=False)
-    assert run(small, prompts, 60) == want
+    want = [run(engine(runner, cache=False), [prompt], 30)[0] for prompt in prompts]
+    small = engine(runner, pages=10, cache=False)
+    assert run(small, prompts, 30) == want
     assert small.stats().preemptions > 0
 
 

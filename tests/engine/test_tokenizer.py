@@ -173,6 +173,15 @@ def test_special_and_unknown_tokens_have_no_text():
     assert [detokenizer.push([token]) for token in (256, 104, 300, 105)] == ["", "h", "", "i"]
 
 
+def test_names_of_tokens():
+    tokenizer = sentencepiece_like()
+    names = [tokenizer.id_to_token(token) for token in range(tokenizer.vocab_size)]
+    assert {"▁a", "<0x0A>"} <= set(names)
+    assert [tokenizer.token_to_id(name) for name in names] == list(range(tokenizer.vocab_size))
+    assert [tokenizer.id_to_token(token) for token in (-1, tokenizer.vocab_size, 1 << 40)] == [None] * 3
+    assert tokenizer.token_to_id("no such name") is None
+
+
 def test_long_streams_cost_the_same_per_token():
     """The window stays short: 20 000 tokens would take minutes if each decoded all before it."""
     tokenizer = trained()

@@ -58,6 +58,8 @@ def chats(client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "uvwxy"
     assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 19, "of 20: the last one is computed for its logits"
     ending = {**body, "messages": [{"role": "user", "content": "!"}], "max_completion_tokens": 20}
     with client.chat.completions.stream(**ending) as stream:
         final = stream.get_final_completion().choices[0]

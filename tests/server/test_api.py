@@ -42,6 +42,11 @@ def stream(client: httpx.Client, path: str = "/v1/completions", **body: object) 
     return chunks
 
 
+def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, object]:
+    whole = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**whole, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
 def test_a_completion(client: httpx.Client) -> None:
     answer = post(client, prompt="ab", **GREEDY)
     assert answer["object"] == "text_completion"
@@ -50,7 +55,7 @@ def test_a_completion(client: httpx.Client) -> None:
     assert answer["choices"] == [
         {"index": 0, "text": "cdefg", "logprobs": None, "finish_reason": "length", "stop_reason": None}
     ]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert answer["usage"] == usage(2, 5)
 
 
 def test_a_chat(client: httpx.Client) -> None:
@@ -101,7 +106,7 @@ def test_stream_chunks(client: httpx.Client) -> None:
     chunks = stream(client, prompt="ab", stream_options={"include_usage": True}, **GREEDY)
     assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert chunks[-1]["usage"] == usage(2, 5)
 
 
 def test_chat_chunks(client: httpx.Client) -> None:
@@ -114,6 +119,23 @@ def test_chat_chunks(client: httpx.Client) -> None:
     assert "".join(delta["content"] for delta in deltas) == "uvwxy"
 
 
+def test_the_usage_says_what_the_prefix_cache_had() -> None:
+    """A page has 4 tokens; the last token of a prompt is always computed."""
+    first, second = "0123456789", "01234567"
+    body = {"temperature": 0, "max_tokens": 2, "n": 2}
+    with running() as server, httpx.Client(base_url=server.url) as client:
+        assert post(client, prompt=first, **body)["usage"] == usage(10, 4), "its second sample hits, the prompt has not"
+        assert post(client, prompt=first, **body)["usage"] == usage(10, 4, cached=8)
+        assert post(client, prompt=[second, "x", first], **body)["usage"] == usage(19, 12, cached=7 + 8)
+        chunks = stream(client, prompt=first, **body, stream_options={"include_usage": True})
+        assert chunks[-1]["usage"] == usage(10, 4, cached=8)
+        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        counts = [post(client, "/v1/chat/completions", **chat)["usage"] for _ in range(2)]
+        assert counts == [usage(23, 2), usage(23, 2, cached=20)]
+        scored = post(client, prompt=first, max_tokens=0, echo=True, logprobs=0)
+        assert scored["usage"] == usage(10, 0), "the logits of the whole prompt are wanted, so it was computed"
+
+
 def test_many_prompts_and_samples_keep_their_order(client: httpx.Client) -> None:
     body = {"prompt": ["a", "bb", "ccc"], "n": 2, "temperature": 1, "seed": 3, "max_tokens": 4}
     answer = post(client, **body)
@@ -121,7 +143,7 @@ def test_many_prompts_and_samples_keep_their_order(client: httpx.Client) -> None
     # The token at position p of sample i is letter p + seed + i.
     assert texts == ["efgh", "fghi", "fghi", "ghij", "ghij", "hijk"]
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 24, "total_tokens": 30}
+    assert answer["usage"] == usage(6, 24)
     streamed = dict.fromkeys(range(6), "")
     for chunk in stream(client, **body):
         for choice in chunk["choices"]:
@@ -164,7 +186,7 @@ def test_echo_with_logprobs_scores_the_prompt(client: httpx.Client) -> None:
     scored = post(client, **body, max_tokens=0)
     (choice,) = scored["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("aéb", "length")
-    assert scored["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    assert scored["usage"] == usage(5, 0)
     half = "\ufffd"
     assert choice["logprobs"] == {
         "tokens": ["<bos>", "a", half, half, "b"],
@@ -288,7 +310,7 @@ def test_the_live_view_of_a_large_pool_is_bounded_and_rarely_made() -> None:
     engine = fake_engine(pages=100_000)
     calls = []
     page_map = engine.scheduler.page_map
-    engine.scheduler.page_map = lambda: calls.append(1) or page_map()  # type: ignore[method-assign,func-returns-value]
+    engine.scheduler.page_map = lambda n: calls.append(n) or page_map(n)  # type: ignore[method-assign,func-returns-value]
     view = LiveView(engine)
     for _ in range(3):
         pages = json.loads(view.snapshot())["pages"]

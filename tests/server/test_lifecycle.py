@@ -84,8 +84,9 @@ def test_a_client_that_goes_away_before_its_request_is_taken() -> None:
         with raw_post(server):
             time.sleep(0.05)  # the step of the first is running: the submission waits behind it, and its client leaves
         until(lambda: server.server.worker.open_channels == 1)
-        until(lambda: engine.stats().aborted + engine.stats().waiting == 1 or engine.stats().generated_tokens > 2)
-        assert engine.stats().running + engine.stats().waiting == 1
+        # It was aborted; or its client had gone before anything was submitted, and steps pass without it.
+        until(lambda: engine.stats().aborted == 1 or engine.stats().generated_tokens > 2)
+        until(lambda: engine.stats().running + engine.stats().waiting == 1)
 
 
 def test_one_slow_reader_does_not_hold_up_the_others() -> None:

@@ -1,7 +1,6 @@
 """The playground in a real browser. Runs where Playwright and a Chromium are; nothing is fetched from anywhere else."""
 
 import shutil
-import threading
 from collections.abc import Iterator
 
 import httpx
@@ -128,18 +127,16 @@ def test_markup_from_the_model_or_the_user_stays_text(page) -> None:
 
 
 def test_the_engine_is_shown_at_work(page, server: Running) -> None:
-    body = {"prompt": "a" * 40, "max_tokens": 150, "n": 6, "temperature": 0}
-    other = threading.Thread(target=httpx.post, args=(f"{server.url}/v1/completions",), kwargs={"json": body, "timeout": 60})
-    other.start()
-    expect(page, "#requests tr").to_have_count(6)
-    expect(page, "#requests tr.waiting").to_have_count(2)
-    expect(page, "#requests-note").to_contain_text("4 running, 2 waiting")
-    expect(page, "#requests tr:first-child").to_contain_text("/ 150")
-    expect(page, "#hits").to_contain_text("%")
-    expect(page, "#pool-words").to_contain_text("200 in all")
-    page.hover("#pool", position={"x": 6, "y": 6})
-    expect(page, "#tip").to_contain_text("page 0")
-    other.join()
+    body = {"prompt": "a" * 40, "max_tokens": 400, "n": 6, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60):
+        expect(page, "#requests tr").to_have_count(6)
+        expect(page, "#requests tr.waiting").to_have_count(2)
+        expect(page, "#requests-note").to_contain_text("4 running, 2 waiting")
+        expect(page, "#requests tr:first-child").to_contain_text("/ 400")
+        expect(page, "#hits").to_contain_text("%")
+        expect(page, "#pool-words").to_contain_text("200 in all")
+        page.hover("#pool", position={"x": 6, "y": 6})
+        expect(page, "#tip").to_contain_text("page 0")
     expect(page, "#none").to_be_visible()
 
 

@@ -1,24 +1,28 @@
 """The root of the command line: what stands before a verb, how errors and progress are said, and exit codes.
 
 Exit codes: 0 it worked, 1 it failed (one line on stderr says what, what it got, what it wanted and what to do), 2 the command
-was misspelled, 130 Ctrl-C. Results go to stdout, everything else to stderr. `--traceback` shows where an error came from.
+was misspelled, 130 Ctrl-C, 143 SIGTERM. Results go to stdout, everything else to stderr. `--traceback` shows where an error
+came from.
 """
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from tilewright import __version__
 
-__all__ = ["INTERRUPTED", "Progress", "app", "plain_errors", "say"]
+__all__ = ["INTERRUPTED", "TERMINATED", "Progress", "app", "ends_on_sigterm", "plain_errors", "say"]
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells count: 128 + SIGINT."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells count."""
+TERMINATED = 128 + signal.SIGTERM
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -62,6 +66,25 @@ def plain_errors(context: typer.Context) -> Iterator[None]:
             raise
         say(f"error: {error or type(error).__name__}")
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the process inside: one line, exit code 143.
+
+    On the spot, because an exception would not do: whatever runs may swallow it (torch, while it is imported, does). And not
+    the system's own way, which spares the first process of a container.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"\r\x1b[2Kterminated\n" if sys.stderr.isatty() else b"terminated\n")
+        os._exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def say(line: str) -> None:

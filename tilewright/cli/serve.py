@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilewright.cli.options import Model, options
-from tilewright.cli.root import Progress, app, plain_errors, say
+from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, say
 from tilewright.engine.config import EngineConfig
 from tilewright.server.config import ServerConfig
 
@@ -57,9 +57,9 @@ def serve(
 ) -> None:
     """Serve a model: OpenAI's API under /v1, a playground at /.
 
-    The first Ctrl-C or SIGTERM lets running requests finish, the second aborts them.
+    The first Ctrl-C or SIGTERM lets running requests finish, the second aborts them. While the model loads, the first ends it.
     """
-    with plain_errors(context):
+    with plain_errors(context), ends_on_sigterm():
         if api_key_file is not None:
             if server["api_key"] is not None:
                 raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
@@ -108,7 +108,7 @@ def run(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens", rich_help_panel=SAMPLING)] = False,
 ) -> None:
     """Generate text once: it streams to stdout as it comes, progress goes to stderr."""
-    with plain_errors(context):
+    with plain_errors(context), ends_on_sigterm():
         if prompt is None and sys.stdin.isatty():
             raise typer.BadParameter("no prompt: give --prompt, or text on stdin")
         text = sys.stdin.read() if prompt is None else prompt

@@ -7,5 +7,6 @@ step.py       what a step is, and what runs it
 core.py       Engine: step by step
 tokenizer.py, chat.py, stops.py    text
 config.py, llm.py                  options, and LLM for programs
-runner.py and what it imports      the model on a device; the only part that imports torch
+loading.py and what it imports     the model on a device, the only part that imports torch: plan.py (memory), runner.py,
+                                   batch.py, graphs.py, sampler.py
 """

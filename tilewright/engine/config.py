@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "option"]
 
 
-def _option(default: Any, help: str) -> Any:
+def option(default: Any, help: str) -> Any:
+    """A field that is also an option of the command line."""
     return field(default=default, metadata={"help": help})
 
 
@@ -17,23 +18,21 @@ class EngineConfig:
     Raises ValueError for a value that no device or model can make right.
     """
 
-    model: str = _option("bookworm", "the embedded model's name, a model folder, or a name on the Hugging Face hub")
-    device: str | None = _option(None, "torch device, such as cuda:0 or cpu; default: the first GPU, else the CPU")
-    dtype: str | None = _option(None, "bfloat16, float16 or float32; default: the model's own where the device has it")
-    max_model_len: int | None = _option(None, "tokens of prompt and answer together; default: what the model was made for")
-    max_seqs: int = _option(256, "requests that run at once")
-    page_size: int = _option(16, "tokens in a page of the KV cache")
-    kv_cache_bytes: int | None = _option(None, "bytes for the KV cache; default: from memory_fraction")
-    memory_fraction: float = _option(0.9, "share of the device's memory for weights, workspace and KV cache together")
-    max_tokens_per_step: int = _option(8192, "tokens of one pass of the model, at least max_seqs")
-    prefill_chunk: int | None = _option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
-    max_waiting: int = _option(4096, "requests that may wait; beyond it they are refused")
-    prefix_cache: bool = _option(True, "share pages of the KV cache between requests that begin alike")
-
-    invariant: bool = _option(False, "the same bits for a request whatever else is in the batch; slower")
-
-    bundle: str | None = _option(None, "folder that `tilewright warmup` made for this use: no kernel is compiled then")
-    strict: bool = _option(False, "fail a step that compiles a kernel after the start, instead of logging it")
+    model: str = option("bookworm", "the embedded model's name, a model folder, or a name on the Hugging Face hub")
+    device: str | None = option(None, "torch device, such as cuda:0 or cpu; default: the first GPU, else the CPU")
+    dtype: str | None = option(None, "bfloat16, float16 or float32; default: the model's own where the device has it")
+    max_model_len: int | None = option(None, "tokens of prompt and answer together; default: what the model was made for")
+    max_seqs: int = option(256, "requests that run at once")
+    page_size: int = option(16, "tokens in a page of the KV cache")
+    kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from memory_fraction")
+    memory_fraction: float = option(0.9, "share of the device's memory for weights, workspace and KV cache together")
+    max_tokens_per_step: int = option(8192, "tokens of one pass of the model, at least max_seqs")
+    prefill_chunk: int | None = option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
+    max_waiting: int = option(4096, "requests that may wait; beyond it they are refused")
+    prefix_cache: bool = option(True, "share pages of the KV cache between requests that begin alike")
+    invariant: bool = option(False, "the same bits for a request whatever else is in the batch; slower")
+    bundle: str | None = option(None, "folder that `tilewright warmup` made for this use: no kernel is compiled then")
+    strict: bool = option(False, "fail a step that compiles a kernel after the start, instead of logging it")
 
     def __post_init__(self) -> None:
         least = {"max_seqs": 1, "page_size": 1, "max_tokens_per_step": self.max_seqs, "max_waiting": 1}

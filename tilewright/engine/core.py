@@ -133,10 +133,6 @@ class Engine:
         """Queues, pages and counters, now."""
         return self.scheduler.stats()
 
-    def page_map(self) -> list[tuple[str | int, int]]:
-        """(state, owners) of every page: "free", "cached" or the slot of the first request that owns it. Costs O(pages)."""
-        return self.scheduler.page_map()
-
     def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
         # One id beyond the embedding is a device fault, which would end every request.
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
@@ -227,4 +223,5 @@ class Engine:
             stop_reason=request.stop_reason,
             prompt_logprobs=prompt,
             error=request.error,
+            cached_tokens=request.cached,
         )

@@ -23,7 +23,7 @@ def graph_sizes(max_seqs: int) -> list[int]:
 
 
 class DecodeGraph:
-    """One captured step. `load` and `replay`; then `hidden` [rows, E] and `tokens` [rows] hold its results."""
+    """One captured step. After `replay`, `hidden` [rows, E] and `tokens` [rows] hold its results, until the next replay."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class DecodeGraph:
         self._buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         inputs = _padding(self.layout, self._buffer, self._table)
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             forward(inputs)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=stream):
             self.hidden, self.tokens = forward(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
 
     def replay(self, packed: Tensor, block_table: Tensor) -> None:
         """Run a step: `packed` [layout.nbytes] uint8 and `block_table` [B, W] int32, on the device."""

@@ -10,7 +10,7 @@ nor for one `generate` or `stream` inside another: each takes all deltas of the 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
@@ -18,32 +18,14 @@ from tilewright.engine.core import Engine
 from tilewright.engine.outputs import Completion, CompletionOutput, EngineStats
 from tilewright.engine.request import Delta, QueueFull, SamplingParams
 from tilewright.engine.schedule import Scheduler
-from tilewright.engine.step import Runner
 from tilewright.engine.tokenizer import Tokenizer
 
-__all__ = ["LLM", "Engine", "EngineConfig", "EngineStats", "Loaded", "load_engine"]
+if TYPE_CHECKING:
+    from tilewright.engine.loading import Loaded  # imports torch
+
+__all__ = ["LLM", "Engine", "EngineConfig", "EngineStats", "load_engine"]
 
 Prompt = str | list[int]
-
-
-class Loaded(Protocol):
-    """What `tilewright.engine.loading.load` returns: a model in memory, with its pages."""
-
-    @property
-    def runner(self) -> Runner: ...
-    @property
-    def tokenizer_path(self) -> str | Path | None: ...
-    @property
-    def config(self) -> Any:
-        """The model's; `vocab_size` of it is read here."""
-        ...
-
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def plan(self) -> Any:
-        """All that was left to decide, decided; `max_model_len` of it is read here."""
-        ...
 
 
 class LLM:
@@ -135,7 +117,7 @@ class LLM:
             yield name, Completion(prompt_ids=prompt_ids, outputs=[CompletionOutput(index=i) for i in range(params.n)])
 
 
-def _load(options: EngineConfig, progress: Callable[[str], None] | None, model: Any = None) -> Loaded:
+def _load(options: EngineConfig, progress: Callable[[str], None] | None, model: Any = None) -> "Loaded":
     from tilewright.engine.loading import load  # imports torch
 
     return load(options.model if model is None else model, options, progress)
@@ -150,9 +132,9 @@ def load_engine(model: str | Path | Any, options: EngineConfig, progress: Callab
     return _engine(options, loaded, None)
 
 
-def _engine(options: EngineConfig, loaded: Loaded, tokenizer: Tokenizer | None) -> Engine:
+def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None) -> Engine:
     scheduler = Scheduler(
-        blocks=BlockPool(loaded.num_pages, options.page_size, prefix_cache=options.prefix_cache),
+        blocks=BlockPool(loaded.plan.num_pages, options.page_size, prefix_cache=options.prefix_cache),
         max_seqs=options.max_seqs,
         max_tokens_per_step=options.max_tokens_per_step,
         max_model_len=loaded.plan.max_model_len,

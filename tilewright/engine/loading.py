@@ -2,6 +2,7 @@
 can launch, or take those from a bundle that was made without a GPU.
 """
 
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 
 from tilewright.asm import bundle
 from tilewright.asm.compile import compile_only
-from tilewright.asm.jit import CompileCounter, log_late, raise_late
+from tilewright.asm.jit import CompileCounter, Compiled, log_late, raise_late
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.plan import MemoryPlan, plan_memory
-from tilewright.engine.runner import ModelRunner, Progress
+from tilewright.engine.runner import ModelRunner, Progress, on_device
 from tilewright.hw.device import Device, cuda_count, default_device, device_of
 from tilewright.models import Model, empty_model, load_config, load_model, random_model, resolve
 from tilewright.models.config import ModelConfig
@@ -58,7 +59,6 @@ class Loaded:
     tokenizer_path: Path | None
     """The model's folder; None for random weights, which have no tokenizer."""
     config: ModelConfig
-    num_pages: int
     plan: MemoryPlan
 
 
@@ -75,36 +75,39 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         NoMemory: the plan does not fit.
         ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype.
     """
-    compiles = CompileCounter(on_late=raise_late if options.strict else log_late).start()  # for as long as the process lives
     report, on, wanted = progress or (lambda text: None), _device(options.device), _dtype(options.dtype)
     folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
-    plan = plan_memory(
-        config,
-        device=on,
-        dtype=dtype,
-        max_model_len=options.max_model_len,
-        max_seqs=options.max_seqs,
-        page_size=options.page_size,
-        kv_cache_bytes=options.kv_cache_bytes,
-        memory_fraction=options.memory_fraction,
-        max_tokens_per_step=options.max_tokens_per_step,
-    )
+    plan = plan_memory(config, options, device=on, dtype=dtype)
     report(str(plan))
     if options.bundle is not None:
         if on.type != "cuda":
             raise ValueError(f"a bundle holds kernels for a GPU, and the model goes to {on}; leave --bundle out")
         bundle.use(Path(options.bundle), arch=device_of(on.index).arch, facts=facts_of(config, dtype, options))
-    if folder is None:
-        built = random_model(config, device=on, dtype=dtype)
-    else:
-        built = load_model(
-            folder, device=on, dtype=dtype, progress=lambda done, total: report(f"loading weights {done:,}/{total:,}")
-        )
-    runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
-    runner.warmup(report)
+    with on_device(on):
+        if folder is None:
+            built = random_model(config, device=on, dtype=dtype)
+        else:
+            built = load_model(
+                folder, device=on, dtype=dtype, progress=lambda done, total: report(f"loading weights {done:,}/{total:,}")
+            )
+        runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
+        compiles = _watched(runner, strict=options.strict)
+        runner.warmup(report)
     compiles.mark_ready()
-    return Loaded(runner=runner, tokenizer_path=folder, config=config, num_pages=plan.num_pages, plan=plan)
+    return Loaded(runner=runner, tokenizer_path=folder, config=config, plan=plan)
+
+
+def _watched(runner: ModelRunner, *, strict: bool) -> CompileCounter:
+    """Hears of compiles as long as the process lives. Late are those of the runner's steps: other models may load beside it."""
+    say, held = raise_late if strict else log_late, weakref.ref(runner)  # a counter must not keep a model alive
+
+    def late(event: Compiled) -> None:
+        owner = held()
+        if owner is not None and owner.launching:
+            say(event)
+
+    return CompileCounter(on_late=late).start()
 
 
 def runner_of(model: Model, num_pages: int, max_model_len: int, options: EngineConfig) -> ModelRunner:

@@ -1,15 +1,16 @@
-"""How the memory of a device is divided before anything is loaded: weights, working memory, pages of the KV cache.
+"""How the memory of a device is divided before anything is loaded: weights, tables, working memory, pages of the KV cache.
 
-All in bytes. Weights and pages are exact; working memory is an upper bound from the largest step; the reserve holds what
-the driver, the compiler's kernels, cuBLAS and captured graphs take.
+All in bytes. Weights, tables and pages are exact; working memory is an upper bound from the largest step; the reserve holds
+what the driver, the compiler's kernels, cuBLAS and captured graphs take.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from tilewright.engine.config import EngineConfig
 from tilewright.hw.device import free_bytes, memory_bytes
-from tilewright.models import kv_bytes_per_token, weight_bytes
+from tilewright.models import empty_model, kv_bytes_per_token, weight_bytes
 from tilewright.models.config import ModelConfig
 
 __all__ = ["MemoryPlan", "NoMemory", "plan_memory"]
@@ -29,6 +30,8 @@ class MemoryPlan:
     device: str
     limit_bytes: int | None
     weights_bytes: int
+    tables_bytes: int
+    """The rope table, as long as the model's positions: 64 MiB for 131072 of them with heads of 128."""
     working_bytes: int
     reserve_bytes: int
     page_bytes: int
@@ -41,21 +44,30 @@ class MemoryPlan:
         """The KV cache."""
         return self.num_pages * self.page_bytes
 
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.tables_bytes + self.working_bytes + self.reserve_bytes + self.cache_bytes
+
     def __str__(self) -> str:
         rows = [
             ("weights", self.weights_bytes, ""),
+            ("rope table", self.tables_bytes, ""),
             ("working memory", self.working_bytes, ""),
             ("reserve", self.reserve_bytes, ""),
             ("KV cache", self.cache_bytes, f"{self.num_pages} pages of {self.page_size} tokens, {self.page_bytes} bytes each"),
         ]
         lines = [f"memory plan for {self.device}, contexts up to {self.max_model_len} tokens"]
         lines += [f"  {name:<15}{size:>16,} bytes  {note}".rstrip() for name, size, note in rows]
-        total = sum(size for _, size, _ in rows)
         limit = "" if self.limit_bytes is None else f" of {self.limit_bytes:,} allowed"
-        return "\n".join([*lines, f"  {'in all':<15}{total:>16,} bytes{limit}"])
+        return "\n".join([*lines, f"  {'in all':<15}{self.total_bytes:>16,} bytes{limit}"])
 
 
-def working_bytes(config: ModelConfig, dtype: torch.dtype, max_tokens_per_step: int, max_seqs: int) -> int:
+def _tables_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    return sum(table.nbytes for table in empty_model(config, device="meta", dtype=dtype).buffers())
+
+
+def _working_bytes(config: ModelConfig, dtype: torch.dtype, max_tokens_per_step: int, max_seqs: int) -> int:
     """Upper bound of what one step allocates beside weights and cache.
 
     Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
@@ -67,60 +79,49 @@ def working_bytes(config: ModelConfig, dtype: torch.dtype, max_tokens_per_step: 
     return tokens + max_seqs * config.vocab_size * (dtype.itemsize + 8)
 
 
-def plan_memory(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_model_len: int | None,
-    max_seqs: int,
-    page_size: int,
-    kv_cache_bytes: int | None,
-    memory_fraction: float,
-    max_tokens_per_step: int,
-) -> MemoryPlan:
+def plan_memory(config: ModelConfig, options: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
     """Divide the memory of a device.
 
-    Args:
-        max_model_len: longest prompt plus output; None: the model's own limit, or what the cache holds if that is less.
-        kv_cache_bytes: size of the cache; None: on a GPU what `memory_fraction` of the card leaves, on a CPU 1 GiB.
-        memory_fraction: share of the card's memory that the engine may use in all.
+    Of the options: without `max_model_len` it is the model's own limit, or what the cache holds if that is less; without
+    `kv_cache_bytes` the cache gets what `memory_fraction` of a GPU leaves, on a CPU 1 GiB.
 
     Raises:
         NoMemory: not even one request of `max_model_len` tokens fits; the message has the plan and the ways out.
         ValueError: `max_model_len` is beyond what the model was made for.
     """
-    longest = config.max_position_embeddings
-    if max_model_len is not None and max_model_len > longest:
-        raise ValueError(f"max_model_len is {max_model_len}, but the model's positions end at {longest}")
+    longest, wanted, page_size = config.max_position_embeddings, options.max_model_len, options.page_size
+    if wanted is not None and wanted > longest:
+        raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {longest}")
     page_bytes = page_size * kv_bytes_per_token(config, dtype)
-    weights = weight_bytes(config, dtype)
-    working = working_bytes(config, dtype, max_tokens_per_step, max_seqs)
+    weights, tables = weight_bytes(config, dtype), _tables_bytes(config, dtype)
+    working = _working_bytes(config, dtype, options.max_tokens_per_step, options.max_seqs)
     limit, reserve = None, 0
     if device.type == "cuda":
-        limit = min(int(memory_bytes(device) * memory_fraction), free_bytes(device))
+        limit = min(int(memory_bytes(device) * options.memory_fraction), free_bytes(device))
         reserve = _CUDA_RESERVE_BYTES
-    useful = max_seqs * -(-(max_model_len or longest) // page_size)
-    room = kv_cache_bytes
+    useful = options.max_seqs * -(-(wanted or longest) // page_size)
+    room = options.kv_cache_bytes
     if room is None:
-        room = _CPU_CACHE_BYTES if limit is None else max(0, limit - weights - working - reserve)
+        room = _CPU_CACHE_BYTES if limit is None else max(0, limit - weights - tables - working - reserve)
     num_pages = min(room // page_bytes, useful)
     plan = MemoryPlan(
         device=str(device),
         limit_bytes=limit,
         weights_bytes=weights,
+        tables_bytes=tables,
         working_bytes=working,
         reserve_bytes=reserve,
         page_bytes=page_bytes,
         page_size=page_size,
         num_pages=num_pages,
-        max_model_len=max_model_len or min(longest, num_pages * page_size),
+        max_model_len=wanted or min(longest, num_pages * page_size),
     )
-    over = limit is not None and weights + working + reserve + plan.cache_bytes > limit
-    if num_pages * page_size < max(plan.max_model_len, page_size) or over:
+    over = limit is not None and plan.total_bytes > limit
+    least = -(-max(plan.max_model_len, 1) // page_size)
+    if num_pages < least or over:
         raise NoMemory(
-            f"{plan}\nno memory for the cache: one request of {plan.max_model_len} tokens needs "
-            f"{-(-plan.max_model_len // page_size)} pages and {num_pages} fit. Three ways out: a shorter --max-model-len; "
+            f"{plan}\nno memory for the cache: one request of {plan.max_model_len or page_size} tokens needs "
+            f"{least} pages and {num_pages} fit. Three ways out: a shorter --max-model-len; "
             "a smaller --max-tokens-per-step or --max-seqs (less working memory); a larger share of the device "
             "(--memory-fraction, --kv-cache-gib) or a device with more memory"
         )

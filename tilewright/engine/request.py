@@ -262,3 +262,5 @@ class Delta:
     """Of the prompt's tokens from the second on; in the first delta only, where asked for."""
     error: str | None = None
     """What went wrong, where `finish_reason` is error."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had when the sample started, in each delta the same."""

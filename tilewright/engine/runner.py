@@ -4,11 +4,14 @@ On a GPU `launch` only enqueues, so the host prepares a step while the device ru
 (`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
 replay a captured graph; steps with prompts run eagerly. On a CPU the same code runs at once.
 
+Any thread may load a model and any other run it: what launches is inside `on_device`, because each thread begins with device 0
+as its current one, and Triton launches on the current device, whatever device its arguments are on.
+
 `tilewright.engine.loading` is the way in.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +28,16 @@ from tilewright.models import Model
 from tilewright.nn import KVCache
 from tilewright.op import invariant
 
-__all__ = ["ModelRunner", "Progress"]
+__all__ = ["ModelRunner", "Progress", "on_device"]
 
 Progress = Callable[[str], None]
 _PROMPT_LOGPROB_ROWS = 256
 """Logits of a prompt that exist at a time: 256 x 151936 in float32 are 156 MB."""
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the thread's current one; nothing to do for others."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass
@@ -60,6 +68,8 @@ class ModelRunner:
         self.max_tokens_per_step = max_tokens_per_step
         self._scope: Callable[[], AbstractContextManager[None]] = invariant if batch_invariant else nullcontext
         self.asynchronous = self.device.type == "cuda"
+        self.launching = False
+        """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
         self.cache = KVCache.zeros(
             layers=config.num_hidden_layers,
             pages=num_pages,
@@ -83,8 +93,17 @@ class ModelRunner:
 
     def launch(self, step: Step) -> Ticket:
         """Enqueue a step; on a CPU, run it."""
-        with torch.inference_mode(), self._scope():
-            return self._launch(step)
+        self.launching = True
+        try:
+            with self._entered():
+                return self._launch(step)
+        finally:
+            self.launching = False
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with on_device(self.device), torch.inference_mode(), self._scope():
+            yield
 
     def _launch(self, step: Step) -> Ticket:
         if step.copies:
@@ -108,7 +127,7 @@ class ModelRunner:
             hidden, tokens = self._forward(inputs)
         ticket = Ticket(step, sampled, None, None)
         if self._packer.wants_logits(step):
-            tokens = self._with_logits(ticket, inputs, hidden if not decode else None, hidden, tokens)
+            tokens = self._with_logits(ticket, inputs, hidden, tokens)
         if sampled:
             ticket.tokens = self._arrivals[self._turn][: len(sampled)]
             ticket.tokens.copy_(tokens, non_blocking=True)
@@ -121,7 +140,8 @@ class ModelRunner:
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step and read its samples."""
         if ticket.done is not None:
-            ticket.done.synchronize()
+            with on_device(self.device):  # else CUDA may open a context on device 0, half a GB, in order to wait
+                ticket.done.synchronize()
         rows = ticket.step.rows
         tokens: list[int | None] = [None] * len(rows)
         if ticket.tokens is not None:
@@ -176,13 +196,10 @@ class ModelRunner:
 
     # ---- rows that ask for more than a sample
 
-    def _with_logits(
-        self, ticket: Ticket, inputs: Inputs, prompt_hidden: Tensor | None, hidden: Tensor, tokens: Tensor
-    ) -> Tensor:
+    def _with_logits(self, ticket: Ticket, inputs: Inputs, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Sample again from edited logits, and note the log-probabilities that were asked for."""
         rows, sampled = ticket.step.rows, ticket.sampled
-        if prompt_hidden is not None:
-            ticket.prompt_logprobs = self._prompt_logprobs(rows, prompt_hidden)
+        ticket.prompt_logprobs = self._prompt_logprobs(rows, hidden)
         if not sampled:
             return tokens
         logits = self.model.logits(hidden[inputs.batch.logits_rows[: len(sampled)]])
@@ -216,7 +233,7 @@ class ModelRunner:
     def warmup(self, progress: Progress) -> None:
         """Launch everything that a later step can launch, so that none of them compiles."""
         if self.device.type != "cpu":
-            with torch.inference_mode(), self._scope():
+            with self._entered():
                 self._warmup(progress)
 
     def _warmup(self, progress: Progress) -> None:

@@ -184,9 +184,9 @@ class Scheduler:
             self._preempt(request)
         self.blocks.reset_cache()
 
-    def page_map(self) -> list[tuple[str | int, int]]:
-        """(state, owners) of every page: "free", "cached" or the slot of the first request that owns it. Costs O(pages)."""
-        return self.blocks.page_map((request.slot, request.pages) for request in self.running)
+    def page_map(self, per_cell: int = 1) -> list[tuple[str | int, int]]:
+        """(state, owners) of cells of `per_cell` pages: "free", "cached" or the slot of the first request that owns it."""
+        return self.blocks.page_map(((request.slot, request.pages) for request in self.running), per_cell)
 
     def stats(self) -> EngineStats:
         """Queues, pages and counters, now."""

@@ -111,6 +111,14 @@ class Tokenizer:
         """The text of the tokens, without special and unknown ones. Bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(self.visible(token_ids), skip_special_tokens=False)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """What the vocabulary calls a token, which is not its text ("\u0120the", "<0x0A>", "<s>"); None if it has none."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The token that the vocabulary calls so, None if there is none."""
+        return self._backend.token_to_id(token)
+
     def visible(self, token_ids: Iterable[int]) -> list[int]:
         """Those of the tokens that have a text: not special and in the vocabulary."""
         hidden, size = self._hidden, self.vocab_size

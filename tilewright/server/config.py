@@ -1,13 +1,10 @@
 """What a server is told at its start: where it listens and how much one client may ask for."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from tilewright.engine.config import option
 
 __all__ = ["ServerConfig"]
-
-
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +15,10 @@ class ServerConfig:
         ValueError: a value out of range; the message names the field.
     """
 
-    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = _option(8000, "port to listen on; 0 takes any free one")
-    api_key: str | None = _option(None, "key that clients must send as `Authorization: Bearer <key>`; default: none")
-    max_body_bytes: int = _option(16 << 20, "largest request body, in MiB")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = option(8000, "port to listen on; 0 takes any free one")
+    api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer <key>`; default: none")
+    max_body_bytes: int = option(16 << 20, "largest request body, in MiB")
     body_timeout_s: float = 60.0
     """Longest time that a request body may take to arrive."""
     max_prompts: int = 256

@@ -38,6 +38,7 @@ class Reply:
         self._job = job
         self._served = served
         self._completion_tokens = 0
+        self._cached_tokens = [0] * len(job.prompts)
         self._samples = [
             _Sample(job.echo[prompt] if job.echo else "") for prompt in range(len(job.prompts)) for _ in range(job.n)
         ]
@@ -81,18 +82,21 @@ class Reply:
             before = merged.get(index)
             merged[index] = delta if before is None else _joined(before, delta)
             self._completion_tokens += 0 if self._job.only_echo else len(delta.token_ids)
+            if delta.index == 0:  # a prompt counts once; further samples find in the cache what the first has put there
+                self._cached_tokens[index // self._job.n] = delta.cached_tokens
         return merged
 
     def _index(self, delta: Delta) -> int:
         prompt = 0 if delta.request_id == self.id else int(delta.request_id.rpartition("-")[2])
         return prompt * self._job.n + delta.index
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self._job.prompts))
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:

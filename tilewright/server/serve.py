@@ -4,7 +4,8 @@ The socket is bound before a model is loaded, so that a port in use is known at 
 
 Signals: the first SIGTERM or Ctrl-C drains (/ready turns 503, new generations are refused, running ones finish, then exit code
 0); the second ends running requests with an error and exits with 128 + its number (130 for Ctrl-C, 143 for SIGTERM); the third
-ends the process on the spot. A failed engine answers what is open with errors and exits with 1.
+ends the process on the spot. A failed engine answers what is open with errors and exits with 1. What a signal does before the
+server is ready is the caller's: `tilewright serve` ends (`ends_on_sigterm` in cli/root.py).
 """
 
 import errno

@@ -16,9 +16,8 @@ class Spellings:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
-        self._backend = tokenizer._backend  # the names of tokens are nowhere else
         # "\u0120" is how byte-level vocabularies write a space.
-        space = self._backend.token_to_id("\u0120")
+        space = tokenizer.token_to_id("\u0120")
         self._byte_level = space is not None and tokenizer.decode([space]) == " "
 
     def of(self, token_id: int) -> bytes:
@@ -30,7 +29,7 @@ class Spellings:
 
     def _spell(self, token_id: int) -> bytes:
         tokenizer = self._tokenizer
-        name = self._backend.id_to_token(token_id)
+        name = tokenizer.id_to_token(token_id)
         if name is None:
             return b""
         if not tokenizer.visible([token_id]):

@@ -1,0 +1,344 @@
+"""`linear` for Hopper, scheduled by hand in Gluon: the implementation `sm90`. Its host side is in matmul_sm90_launch.py.
+
+    y = activation(x @ weight^T + bias) + residual, bf16 or fp16, x and weight each dense along either of their dimensions
+
+A persistent block an SM, of twelve warps in three groups that talk through barriers in shared memory:
+
+    producer      one warp: has the copy engine (TMA) fetch tiles of x and of the weight, as far ahead as there are stages
+    two consumers a warpgroup each: wgmma on the stages as they fill, then the epilogue. They take the upper and the lower half
+                  of every tile ("m"), its left and right half ("n"), or turns, a whole tile each ("tiles")
+
+The epilogue of one consumer runs under the products of the other: nothing ties them but the stages they share, so the first to
+end a tile is ahead by an epilogue from then on. Limited by the tensor cores (128x256 tiles ask L2 for 48 bytes a cycle an SM).
+
+With STREAM the tiles that do not fill the card, or all of them when they are few, are cut along K into equal shares, one a
+program (Osama et al., "Stream-K", 2023). A program leaves its part of a tile in float32; the last one to come adds all parts in
+the order of K and runs the epilogue, so two runs give the same bits.
+
+With CLASSES (1, 2, 4 or 8) x is dense along K but its rows do not start at multiples of 16 bytes, which the copy engine cannot
+address. Rows CLASSES apart do lie multiples of 16 bytes apart, so they make a matrix that it can; only the first of them starts
+`shift` elements into a 16-byte word. A tile takes its rows from one class and walks K in windows that start `shift` elements
+early. The weight, dense along N here, follows by starting its windows `shift` rows early, which costs nothing. What x's first
+and last window hold beyond its row belongs to the neighbours and is set to zero (0 * inf would be NaN).
+"""
+# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+# M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part
+
+__all__ = ["sm90_kernel"]
+
+# ---- which work a program has
+
+
+@gluon.jit
+def _program():
+    """Programs that wait for others' parts wait for those with a higher number: let these be the ones that start first."""
+    return gl.num_programs(0) - 1 - gl.program_id(0)
+
+
+@gluon.jit
+def _piece_count(tiles, waves, share, steps, STREAM: gl.constexpr):
+    """How many pieces of work this program has: tiles, or parts of tiles."""
+    if STREAM:
+        begin = _program() * share
+        end = gl.minimum(begin + share, (tiles - waves * gl.num_programs(0)) * steps)
+        count = waves
+        if end > begin:
+            count += (end - 1) // steps - begin // steps + 1
+        return count
+    else:
+        return gl.cdiv(tiles - _program(), gl.num_programs(0))
+
+
+@gluon.jit
+def _piece(i, waves, share, steps, STREAM: gl.constexpr):
+    """(tile, first step of K, end) of this program's i-th piece: `waves` whole tiles, then its share of the tiles left."""
+    tile = _program() + i * gl.num_programs(0)
+    first = steps * 0
+    end = steps
+    if STREAM:
+        if i >= waves:
+            begin = _program() * share
+            left = begin // steps + i - waves
+            tile = waves * gl.num_programs(0) + left
+            first = gl.maximum(begin - left * steps, 0)
+            end = gl.minimum(begin + share - left * steps, steps)
+    return tile, first, end
+
+
+@gluon.jit
+def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """(tile row, tile column): down GROUP_M rows, then on to the next column; neighbours in time share operands in L2."""
+    top = tile // (GROUP_M * tiles_n) * GROUP_M
+    height = gl.minimum(tiles_m - top, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return top + within % height, within // height
+
+
+@gluon.jit
+def _tile_rows(M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
+    """How many rows of tiles: each class of rows has its own."""
+    longer = M % CLASSES
+    return longer * gl.cdiv(M // CLASSES + 1, BLOCK_M) + (CLASSES - longer) * gl.cdiv(M // CLASSES, BLOCK_M)
+
+
+@gluon.jit
+def _class_of(row, M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
+    """(class, first row of the tile among the rows of its class, whether the class has a row more than the last ones)."""
+    longer = M % CLASSES
+    tall = gl.cdiv(M // CLASSES + 1, BLOCK_M)
+    low = gl.maximum(gl.cdiv(M // CLASSES, BLOCK_M), 1)
+    is_longer = row < longer * tall
+    rest = row - longer * tall
+    kind = gl.where(is_longer, row // tall, longer + rest // low)
+    return kind, gl.where(is_longer, row % tall, rest % low) * BLOCK_M, is_longer
+
+
+# ---- producer
+
+
+@gluon.jit
+def _load_tiles(
+    x_desc, x_low_desc, w_desc, x_bufs, w_bufs, full, empty, M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
+    X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr, N_BOXES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr,
+):  # fmt: skip
+    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
+    BOX_M: gl.constexpr = BLOCK_M // M_BOXES
+    BOX_N: gl.constexpr = BLOCK_N // (N_BOXES * HALVES)
+    stage = 0
+    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    for i in range(_piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
+        tile, first, end = _piece(i, waves, share, steps, STREAM)
+        row, col = _place(tile, tiles_m, tiles_n, GROUP_M)
+        m = row * BLOCK_M
+        start = 0
+        shift = 0
+        is_longer = True
+        if CLASSES:
+            kind, m, is_longer = _class_of(row, M, BLOCK_M, CLASSES)
+            start = lead + kind * x_stride
+            shift = start % 8
+        for step in range(first, end):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            k = step * BLOCK_K
+            for b in gl.static_range(M_BOXES):
+                buf = x_bufs.index(stage * M_BOXES + b)
+                if CLASSES:
+                    if is_longer:
+                        tma.async_copy_global_to_shared(x_desc, [m + b * BOX_M, start - shift + k], bar, buf)
+                    else:
+                        tma.async_copy_global_to_shared(x_low_desc, [m + b * BOX_M, start - shift + k], bar, buf)
+                elif X_MAJOR == "k":
+                    tma.async_copy_global_to_shared(x_desc, [m + b * BOX_M, k], bar, buf)
+                else:
+                    tma.async_copy_global_to_shared(x_desc, [k, m + b * BOX_M], bar, buf)
+            for b in gl.static_range(N_BOXES):
+                for half in gl.static_range(HALVES):
+                    n = (col * N_BOXES + b) * BOX_N + half * F
+                    buf = w_bufs.index((stage * N_BOXES + b) * HALVES + half)
+                    if W_MAJOR == "k":
+                        tma.async_copy_global_to_shared(w_desc, [n, k], bar, buf)
+                    else:
+                        tma.async_copy_global_to_shared(w_desc, [k - shift, n], bar, buf)
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+# ---- consumers
+
+
+@gluon.jit
+def _clear_outside(buf, k, K):
+    """Zero what a window of x that starts at column k holds of other rows."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    cols = k + gl.expand_dims(gl.arange(0, buf.shape[1], layout=gl.SliceLayout(0, layout)), 0)
+    x = buf.load(layout)
+    buf.store(gl.where((cols >= 0) & (cols < K), x, 0.0).to(x.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    """The stage before. Not a variable of the loop: Gluon does not carry a name that starts as another's alias."""
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@gluon.jit
+def _sum_steps(
+    x_bufs, w_bufs, full, empty, turns, stage, phase, first, end, shift, K,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
+):  # fmt: skip
+    """One consumer's product over the steps of a piece; gives the stages back as it goes."""
+    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
+    N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 16])
+    acc = gl.zeros([ROWS, COLS], gl.float32, layout)
+    for step in range(first, end):
+        mbarrier.wait(full.index(stage), phase)
+        x = x_bufs.index(stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
+        w = w_bufs.index(stage * N_BOXES + (wg if CONSUMERS == "n" else 0))
+        if CLASSES:
+            k = step * BLOCK_K - shift
+            if (k < 0) | (k + BLOCK_K > K):
+                _clear_outside(x, k, K)
+        if X_MAJOR != "k":
+            x = x.permute((1, 0))
+        if W_MAJOR == "k":
+            w = w.permute((1, 0))
+        acc = warpgroup_mma(x, w, acc, use_acc=step > first, is_async=True)
+        # One product stays in flight. The one before is over: the producer may overwrite what it read.
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > first)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if CONSUMERS == "tiles":
+        mbarrier.arrive(turns.index(1 - wg))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(_before(stage, STAGES)))
+    return acc
+
+
+@gluon.jit
+def _multiply_tiles(
+    x_bufs, w_bufs, tile_bufs, full, empty, turns, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+):  # fmt: skip
+    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
+    N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
+    ROWS: gl.constexpr = BLOCK_M // M_BOXES
+    COLS: gl.constexpr = BLOCK_N // N_BOXES
+    M_BOX: gl.constexpr = wg if CONSUMERS == "m" else 0
+    N_BOX: gl.constexpr = wg if CONSUMERS == "n" else 0
+    TURNS: gl.constexpr = 2 if CONSUMERS == "tiles" else 1
+    FIRST: gl.constexpr = wg if CONSUMERS == "tiles" else 0
+    ROW_STEP: gl.constexpr = CLASSES if CLASSES else 1
+    F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    passed = steps * FIRST  # stages that the producer filled before this piece, those of the other consumer's tiles included
+    for i in range(FIRST, _piece_count(tiles_m * tiles_n, waves, share, steps, STREAM), TURNS):
+        tile, first, end = _piece(i, waves, share, steps, STREAM)
+        row, col = _place(tile, tiles_m, tiles_n, GROUP_M)
+        first_row = row * BLOCK_M + M_BOX * ROWS
+        shift = 0
+        if CLASSES:
+            kind, m, _ = _class_of(row, M, BLOCK_M, CLASSES)
+            shift = (lead + kind * x_stride) % 8
+            first_row = (m + M_BOX * ROWS) * CLASSES + kind
+        stage = passed % STAGES
+        phase = passed // STAGES & 1
+        if TURNS == 2:
+            # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
+            mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
+        acc = _sum_steps(
+            x_bufs, w_bufs, full, empty, turns, stage, phase, first, end, shift, K,
+            wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES,
+        )  # fmt: skip
+        passed += (end - first) * TURNS
+        blocks = column_blocks(acc, COLS // tile_bufs.shape[2])
+        if STREAM:
+            if end - first < steps:
+                left = tile - waves * gl.num_programs(0)
+                begin = left * steps // share
+                ticket_ptr = tickets_ptr + left * 2 + wg
+                tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * (ROWS * COLS)
+                if first > 0:
+                    part = _program() - begin - 1
+                    leave_part(blocks, tile_parts_ptr + part * (2 * ROWS * COLS), ticket_ptr)
+                else:
+                    others = (left * steps + steps - 1) // share - begin
+                    blocks = add_parts(blocks, tile_parts_ptr, ticket_ptr, others, 2 * ROWS * COLS)
+        if first == 0:
+            first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
+            finish_tile(
+                blocks, tile_bufs, y_desc, y_ptr, bias_ptr, residual_ptr, first_row, first_col, M, F, residual_stride,
+                wg, ACTIVATION, HALVES, ROW_STEP, VECTOR,
+            )  # fmt: skip
+    if y_desc is not None:
+        tma.store_wait(pendings=0)
+
+
+# ---- kernel
+
+
+@gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride"])
+def sm90_kernel(
+    x_desc, x_low_desc, w_desc, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    M, F, K, steps, waves, share, PARTS, lead, x_stride, residual_stride,
+    CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+):  # fmt: skip
+    """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
+
+    x_low_desc, lead, x_stride: with CLASSES, x as a matrix of every CLASSES-th row for the classes which have a row less than
+    the first ones; elements from the descriptors' base to x; elements from row to row. y_desc is None when y is written by
+    ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a program, then steps of K a program, and
+    the most programs that add to what another one has of a tile.
+    """
+    dtype: gl.constexpr = x_desc.dtype
+    M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
+    N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 1
+    ROWS: gl.constexpr = BLOCK_M // M_BOXES
+    COLS: gl.constexpr = BLOCK_N // N_BOXES
+    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * M_BOXES] + x_desc.block_type.shape, x_desc.layout)
+    w_boxes = gl.allocate_shared_memory(dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
+    w_bufs = w_boxes
+    if HALVES == 2:
+        w_shape: gl.constexpr = [COLS, BLOCK_K] if W_MAJOR == "k" else [BLOCK_K, COLS]
+        w_bufs = w_boxes._reinterpret(dtype, [STAGES * N_BOXES] + w_shape, w_desc.layout)
+    tile_bufs = gl.allocate_shared_memory(dtype, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1 if CONSUMERS == "tiles" else 2)
+    tiles_m = _tile_rows(M, BLOCK_M, CLASSES if CLASSES else 1)
+    tiles_n = gl.cdiv(F * HALVES, BLOCK_N)
+    gl.warp_specialize([
+        (_multiply_tiles, (
+            x_bufs, w_bufs, tile_bufs, full, empty, turns, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
+            0, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            STREAM, CLASSES, ACTIVATION, VECTOR,
+        )),
+        (_multiply_tiles, (
+            x_bufs, w_bufs, tile_bufs, full, empty, turns, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
+            1, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            STREAM, CLASSES, ACTIVATION, VECTOR,
+        )),
+        (_load_tiles, (
+            x_desc, x_low_desc, w_desc, x_bufs, w_boxes, full, empty,
+            M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
+            X_MAJOR, W_MAJOR, HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, CLASSES,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip

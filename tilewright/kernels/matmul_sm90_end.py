@@ -1,0 +1,191 @@
+"""What follows the product in matmul_sm90.py: parts of shared tiles, bias, activation, residual, rounding, and the store.
+
+Everything goes a block of columns at a time, each a tensor of its own in the layout that wgmma leaves, so that no more of it is
+alive at once than must be.
+"""
+# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+__all__ = ["add_parts", "column_blocks", "finish_tile", "leave_part"]
+
+_block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
+
+
+@gluon.jit
+def column_blocks(x, COUNT: gl.constexpr):
+    """x [M, N] as a tuple of COUNT blocks of neighbouring columns. Each thread keeps what it has."""
+    blocks = (x,)
+    for _ in gl.static_range(COUNT.bit_length() - 1):
+        halves = ()
+        for j in gl.static_range(len(blocks)):
+            y = blocks[j]
+            halves += y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1).split()
+        blocks = halves
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, x.shape[1] // COUNT, 16]
+    )
+    named = ()
+    for j in gl.static_range(COUNT):
+        named += (gl.convert_layout(blocks[j], layout, assert_trivial=True),)
+    return named
+
+
+# ---- parts of a tile that several programs share
+
+
+@gluon.jit
+def _as_line(block):
+    """A block in one dimension, such that four neighbours are one thread's: 16 bytes a load. Each thread keeps what it has."""
+    ROWS: gl.constexpr = block.shape[0]
+    COLS: gl.constexpr = block.shape[1]
+    # What wgmma deals out: 64 rows at once, 16 a warp; a thread has rows 8 apart and pairs of columns 8 apart.
+    apart = block.reshape([ROWS // 64 * 4, 2, 8, COLS // 8, 4, 2])
+    return apart.permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * COLS])
+
+
+@gluon.jit
+def _as_block(line, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+    """What `_as_line` undid."""
+    apart = line.reshape([COLS // 8, ROWS // 64 * 4, 8, 4, 2, 2])
+    block = apart.permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, COLS])
+    return gl.convert_layout(block, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _line_pointers(ptr, line):
+    layout: gl.constexpr = line.type.layout
+    return ptr + gl.arange(0, line.shape[0], layout=layout)
+
+
+@gluon.jit
+def leave_part(blocks, parts_ptr, ticket_ptr):
+    """Write this program's part of a shared tile, then say so."""
+    for j in gl.static_range(len(blocks)):
+        line = _as_line(blocks[j])
+        gl.store(_line_pointers(parts_ptr + j * line.shape[0], line), line)
+    # One thread draws the ticket for all: every thread's part must be out before.
+    _block_barrier()
+    gl.atomic_add(ticket_ptr, 1, sem="release")
+
+
+@gluon.jit
+def add_parts(blocks, parts_ptr, ticket_ptr, others, PART: gl.constexpr):
+    """Wait for the other programs' parts of a tile and add them in the order of K.
+
+    A program leaves the part that ends a tile before it comes to the one that begins the next, so nobody waits in a circle.
+    """
+    ROWS: gl.constexpr = blocks[0].shape[0]
+    COLS: gl.constexpr = blocks[0].shape[1]
+    layout: gl.constexpr = blocks[0].type.layout
+    while gl.atomic_add(ticket_ptr, 0, sem="acquire") < others:
+        pass
+    for part in range(others):
+        added = ()
+        for j in gl.static_range(len(blocks)):
+            ptrs = _line_pointers(parts_ptr + part * PART + j * (ROWS * COLS), _as_line(blocks[j]))
+            added += (blocks[j] + _as_block(gl.load(ptrs, cache_modifier=".cg"), ROWS, COLS, layout),)
+        blocks = added
+    gl.store(ticket_ptr, 0)
+    return blocks
+
+
+# ---- the end of a tile
+
+
+@gluon.jit
+def _reciprocal(x):
+    """1 / x within 1 ulp, in one instruction: an exact division is ten."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _erf(x):
+    """Abramowitz and Stegun 7.1.26, within 3e-7; libdevice's goes for float32's last bit, with many more instructions."""
+    size = gl.abs(x)
+    t = _reciprocal(1.0 + 0.3275911 * size)
+    poly = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    y = 1.0 - poly * gl.exp(-size * size)
+    return gl.where(x < 0, -y, y)
+
+
+@gluon.jit
+def _activate(x, ACTIVATION: gl.constexpr):
+    if ACTIVATION == "relu":
+        return gl.where(x < 0, 0.0, x)  # a NaN stays a NaN
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + _erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        return x * _reciprocal(1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "silu":
+        return x * _reciprocal(1.0 + gl.exp(-x))
+    else:
+        return x
+
+
+@gluon.jit
+def _add_bias(x, bias_ptr, first_col, F):
+    cols = first_col + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    bias = gl.load(bias_ptr + cols, mask=cols < F, other=0.0).to(gl.float32)
+    return x + gl.expand_dims(bias, 0)
+
+
+@gluon.jit
+def _offsets(first_row, first_col, M, F, ROW_STEP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+    """(rows, columns, which of them exist) of a tile, in a layout."""
+    rows = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)) * ROW_STEP, 1)
+    cols = gl.expand_dims(first_col + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout)), 0)
+    return rows.to(gl.int64), cols, (rows < M) & (cols < F)
+
+
+@gluon.jit
+def _store_lines(buf, y_ptr, first_row, first_col, M, F, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr):
+    """Shared memory to y by ordinary stores of VECTOR elements, which need not be aligned beyond that."""
+    ROWS: gl.constexpr = buf.shape[0]
+    COLS: gl.constexpr = buf.shape[1]
+    ACROSS: gl.constexpr = 32 if COLS // VECTOR > 32 else COLS // VECTOR
+    layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    rows, cols, inside = _offsets(first_row, first_col, M, F, ROW_STEP, ROWS, COLS, layout)
+    gl.store(y_ptr + rows * F + cols, buf.load(layout), mask=inside)
+
+
+@gluon.jit
+def finish_tile(
+    blocks, tile_bufs, y_desc, y_ptr, bias_ptr, residual_ptr, first_row, first_col, M, F, residual_stride,
+    wg: gl.constexpr, ACTIVATION: gl.constexpr, HALVES: gl.constexpr, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr,
+):  # fmt: skip
+    """Bias, activation, residual, the one rounding, and the store, a block of columns at a time, through shared memory."""
+    ROWS: gl.constexpr = tile_bufs.shape[1]
+    COLS: gl.constexpr = tile_bufs.shape[2]
+    COUNT: gl.constexpr = len(blocks)
+    OUTPUTS: gl.constexpr = COUNT // HALVES
+    OWN: gl.constexpr = tile_bufs.shape[0] // 2
+    BUFS: gl.constexpr = OWN if OWN < OUTPUTS else OUTPUTS  # taken in turn: a tile uses each equally often
+    layout: gl.constexpr = blocks[0].type.layout
+    for j in gl.static_range(OUTPUTS):
+        col = first_col + j * COLS
+        y = blocks[j]
+        if bias_ptr is not None:
+            y = _add_bias(y, bias_ptr, col, F)
+        y = _activate(y, ACTIVATION)
+        if HALVES == 2:
+            up = blocks[j + COUNT // 2]
+            if bias_ptr is not None:
+                up = _add_bias(up, bias_ptr + F, col, F)
+            y *= up
+        if residual_ptr is not None:
+            rows, cols, inside = _offsets(first_row, col, M, F, ROW_STEP, ROWS, COLS, layout)
+            y += gl.load(residual_ptr + rows * residual_stride + cols, mask=inside, other=0.0).to(gl.float32)
+        buf = tile_bufs.index(wg * OWN + j % BUFS)
+        if y_desc is not None:
+            tma.store_wait(pendings=BUFS - 1)
+            buf.store(y.to(y_ptr.dtype.element_ty))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(y_desc, [first_row, col], buf)
+        else:
+            buf.store(y.to(y_ptr.dtype.element_ty))
+            _store_lines(buf, y_ptr, first_row, col, M, F, ROW_STEP, VECTOR)

@@ -1,0 +1,223 @@
+"""The host side of matmul_sm90.py: what it takes, its configs, its descriptors and workspaces; exports the Impl `sm90`.
+
+An operand that the copy engine cannot address (rows that do not start at multiples of 16 bytes: a K of 4095, an unaligned view)
+is dealt with inside, in one of two ways (the axis UNALIGNED):
+
+    copy     each such operand is copied into rows of a multiple of 16 bytes by one small launch
+    classes  x is read in place, by classes of rows (matmul_sm90.py); only the weight is copied, and put dense along N. Half the
+             copying, for an x of many rows
+
+Refuses: float32, batches, and operands that are dense along neither dimension.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.matmul_align import align, is_aligned
+from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output
+from tilewright.kernels.matmul_sm90 import sm90_kernel
+from tilewright.kernels.work import sm90_work
+from tilewright.kernels.workspace import tickets
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config, Space
+
+__all__ = ["SM90"]
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if device.arch != 90:
+        return f"is written for sm_90, this is sm_{device.arch}"
+    if problem.dtype.itemsize != 2:
+        return f"does not take {problem.dtype}"
+    if problem.batched:
+        return "takes one weight, not a batch of them"
+    if not problem.k or not problem.n:
+        return "the copy engine has no empty matrices: N or K is 0"
+    return None
+
+
+# ---- space
+
+BLOCK_K = 64
+_EPILOGUE_N = 64
+
+# BLOCK_M, BLOCK_N, CONSUMERS
+_TILES = ((128, 256, "m"), (256, 128, "m"), (128, 128, "m"), (128, 64, "m"), (64, 128, "n"), (64, 64, "n"))
+
+
+def _config(tile: tuple[int, int, str], split_k: int, unaligned: str) -> Config:
+    block_m, block_n, consumers = tile
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "CONSUMERS": consumers, "SPLIT_K": split_k, "UNALIGNED": unaligned}
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    """The tile with the least estimated time: waves of tiles, each as long as its products or its operands' way from L2."""
+    best, best_split, best_cycles = _TILES[0], 1, float("inf")
+    for tile in _TILES:
+        block_m, block_n, consumers = tile
+        if problem.gated and block_n < 128 * (1 + (consumers == "n")):
+            continue
+        tiles = -(-problem.m_bucket // block_m) * -(-problem.n // block_n)
+        waves, left = divmod(tiles, device.sms)
+        # Cycles for a column of x and of the weight: their product, or their way from L2; as measured, not as promised.
+        whole = problem.k * max(block_m * block_n * 1.15 / 2048, (block_m + block_n) * 2 / 50)
+        ways = {1: (waves + (left > 0)) * (whole + 2000)}
+        if 2 * left <= device.sms and problem.k >= (4096 if waves else 8192):
+            parts = min(4, device.sms // max(left, 1))
+            ways[0 if waves else 2] = waves * (whole + 2000) + whole / (parts if waves else 2) + 9000
+        for split, cycles in ways.items():
+            if cycles < best_cycles:
+                best, best_split, best_cycles = tile, split, cycles
+    by_class = not problem.aligned and problem.x_major == "k" and best[2] == "m" and problem.m_bucket >= 2048
+    return _config(best, best_split, "classes" if by_class else "copy")
+
+
+def _consumer_tile(c: Config) -> tuple[int, int]:
+    """(rows, columns) that one consumer has in its registers."""
+    return c["BLOCK_M"] // (1 + (c["CONSUMERS"] == "m")), c["BLOCK_N"] // (1 + (c["CONSUMERS"] == "n"))
+
+
+def _ring(device: Device, c: Config) -> tuple[int, int]:
+    """(stages, buffers of a consumer's epilogue): as many stages as fit, up to eight."""
+    rows, cols = _consumer_tile(c)
+    buffers = 2 if c["CONSUMERS"] == "tiles" else 1
+    staging = 2 * rows * min(cols, _EPILOGUE_N) * 2 * buffers
+    stage = (c["BLOCK_M"] + c["BLOCK_N"]) * BLOCK_K * 2
+    return min(8, (device.smem_bytes - staging - 1024) // stage), buffers
+
+
+def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
+    block_m, block_n, consumers = c["BLOCK_M"], c["BLOCK_N"], c["CONSUMERS"]
+    rows, cols = _consumer_tile(c)
+    if consumers == "tiles" and (block_m, block_n) != (128, 128):
+        return "consumers take turns at tiles of 128x128: smaller ones end too soon, larger ones fill the registers"
+    if consumers == "m" and rows < 64:
+        return "the tensor cores take 64 rows at once"
+    if consumers == "n" and block_m != 64:
+        return "where there are rows for both consumers they share those"
+    if max(block_m, block_n) > 2 * min(block_m, block_n):
+        return "a tile four times as long as wide asks L2 for more than a squarer one of its size"
+    if rows * cols > 64 * 256:
+        return "more accumulators than the registers hold"
+    if problem.gated and cols < 2 * _EPILOGUE_N:
+        return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
+    if c["SPLIT_K"] != 1 and consumers == "tiles":
+        return "consumers that take turns do not share tiles with other programs"
+    if block_m > 64 and block_m >= 2 * problem.m_bucket:
+        return "BLOCK_M is twice as high as x"
+    if c["UNALIGNED"] == "classes" and (problem.aligned or problem.x_major != "k" or consumers != "m"):
+        return "nothing to read by classes of rows: x is aligned or not dense along K, or its tiles are shared"
+    return None
+
+
+SPACE = Space(
+    default=_default,
+    axes={
+        "BLOCK_M": (64, 128, 256),
+        "BLOCK_N": (64, 128, 256),
+        "CONSUMERS": ("m", "n", "tiles"),
+        "SPLIT_K": (1, 0, 2, 4),
+        "UNALIGNED": ("copy", "classes"),
+    },
+    refusal=_config_refusal,
+)
+"""SPLIT_K: programs that share a tile along K; 0 shares just the tiles that are left when no more fill the card."""
+
+# ---- launcher
+
+
+def _shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, int, int]:
+    """(programs, whole tiles a program, steps of K in its share of the tiles left, most programs that share a tile)."""
+    waves, left = (tiles // sms, tiles % sms) if split_k == 0 else (0, tiles)
+    split = split_k or min(4, sms // max(left, 1))
+    share = -(-steps // split)
+    if share == steps or not left:
+        return min(tiles, sms), 0, 0, 1
+    programs = -(-left * steps // share)
+    parts = max((t * steps + steps - 1) // share - t * steps // share + 1 for t in range(left))
+    return max(programs, sms * (waves > 0)), waves, share, parts
+
+
+def _descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, row_stride: int | None = None) -> TensorDescriptor:
+    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    strides = [t.stride(0) if row_stride is None else row_stride, 1]
+    return TensorDescriptor(t, shape or list(t.shape), strides, box, layout)
+
+
+def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, TensorDescriptor]:
+    """(classes, elements from the base to x, descriptor of the longer classes, of the others) of x [M, K], dense along K."""
+    m, k = x.shape
+    stride = x.stride(0)
+    classes = next(c for c in (1, 2, 4, 8) if c * stride % 8 == 0)
+    lead = x.data_ptr() % 16 // 2
+    base = x.as_strided((1, 1), (1, 1), x.storage_offset() - lead)
+    longer = m % classes
+
+    def descriptor(rows: int, last_class: int) -> TensorDescriptor:
+        return _descriptor(base, box, [max(rows, 1), lead + last_class * stride + k], classes * stride)
+
+    low = descriptor(m // classes, classes - 1)
+    return classes, lead, descriptor(m // classes + 1, longer - 1) if longer else low, low
+
+
+def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    function, gated = ACTIVATIONS[activation]
+    y = empty_output(x, weight, gated)
+    if not y.numel():
+        return y
+    m, k = x.shape
+    width, halves = y.shape[1], 1 + gated
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    rows, cols = _consumer_tile(config)
+    stages, buffers = _ring(device, config)
+    x_major, x_matrix = ("k", x) if x.stride(1) == 1 else ("m", x.mT)
+    w_major, w_matrix = ("k", weight) if weight.stride(1) == 1 else ("n", weight.mT)
+    copy_x, copy_w = not is_aligned(x_matrix), not is_aligned(w_matrix)
+    split_gate = gated and width % 8 != 0  # a box cannot begin with the first column of up where that is not 16 bytes aligned
+    by_class = copy_x and x_major == "k" and config["UNALIGNED"] == "classes" and not split_gate
+    turn_w = (by_class and w_major == "k") or (split_gate and w_major == "n")
+    copy_x, copy_w = copy_x and not by_class, copy_w or turn_w
+    if copy_x or copy_w:
+        x_made, w_made = align(x_matrix if copy_x else None, w_matrix if copy_w else None, turn_w)
+        x_matrix = x_matrix if x_made is None else x_made
+        w_matrix = w_matrix if w_made is None else w_made
+        w_major = w_major if not turn_w else "n" if by_class else "k"
+    x_box = [rows, BLOCK_K] if x_major == "k" else [BLOCK_K, rows]
+    w_box = [cols // halves, BLOCK_K] if w_major == "k" else [BLOCK_K, cols // halves]
+    if by_class:
+        classes, lead, x_desc, x_low_desc = _classes(x_matrix, x_box)
+        tiles_m = sum(triton.cdiv((m - j + classes - 1) // classes, block_m) for j in range(classes))
+        steps = triton.cdiv(k + 7, BLOCK_K)
+    else:
+        classes, lead, x_desc, x_low_desc = 0, 0, _descriptor(x_matrix, x_box), None
+        tiles_m, steps = triton.cdiv(m, block_m), triton.cdiv(k, BLOCK_K)
+    y_box = [rows, min(cols, _EPILOGUE_N)]
+    y_desc = _descriptor(y, y_box) if width % 8 == 0 and not by_class else None
+    tiles = tiles_m * triton.cdiv(width * halves, block_n)
+    programs, waves, share, parts = _shares(tiles, steps, device.sms, config["SPLIT_K"])
+    scratch = counters = None
+    if parts > 1:
+        left = tiles - waves * programs
+        scratch = torch.empty(left * (parts - 1) * block_m * block_n, dtype=torch.float32, device=x.device)
+        counters = tickets(x.device, left * 2)
+    sm90_kernel[(programs,)](
+        x_desc, x_low_desc, _descriptor(w_matrix, w_box), y_desc, y, bias, residual, scratch, counters,
+        m, width, k, steps, waves, share, parts - 1, lead, x.stride(0), 0 if residual is None else residual.stride(0),
+        CONSUMERS=config["CONSUMERS"], X_MAJOR=x_major, W_MAJOR=w_major, HALVES=halves,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, GROUP_M=8,
+        EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
+        TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
+        STREAM=parts > 1, CLASSES=classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
+        num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=sm90_work)
