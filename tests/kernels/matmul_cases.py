@@ -50,6 +50,12 @@ def arguments(
 _LARGE = {
     "gemv": ((1, 1001, 4104, torch.bfloat16, "gelu"), (4, 1002, 4104, torch.float16, "silu_mul")),
     "skinny": ((5, 1002, 2056, torch.bfloat16, "silu_mul"), (11, 1001, 2056, torch.float16, "none")),
+    "sm90": (
+        (300, 1002, 2056, torch.bfloat16, "silu_mul"),
+        (600, 1000, 8200, torch.float16, "none"),
+        (2049, 1001, 777, torch.bfloat16, "gelu"),
+        (40, 520, 4104, torch.bfloat16, "gelu_tanh"),
+    ),
     "triton_tma": ((300, 1002, 520, torch.bfloat16, "silu_mul"), (300, 1001, 520, torch.float16, "none")),
     "triton": (
         (70, 330, 2056, torch.bfloat16, "gelu_mul"),

@@ -173,7 +173,7 @@ def model_problems() -> list[Problem]:
     ]
 
 
-@pytest.mark.parametrize("name", ["gemv", "skinny", "triton_tma", "triton"])
+@pytest.mark.parametrize("name", ["gemv", "skinny", "sm90", "triton_tma", "triton"])
 @pytest.mark.parametrize("smem_bytes", [101376, 166912, 232448])
 def test_default_config_is_one_of_the_space(name: str, smem_bytes: int) -> None:
     """sm_120 and sm_89, A100, H100: the config taken without a measurement is never one that a tuner would drop."""
@@ -181,7 +181,7 @@ def test_default_config_is_one_of_the_space(name: str, smem_bytes: int) -> None:
     card = Device(kind="cuda", name="card", arch=arch, sms=132, smem_bytes=smem_bytes)
     impl = IMPLS[name]
     taken = [p for p in model_problems() if impl.refusal(card, p) is None]
-    assert taken or (name == "triton_tma" and arch == 80)
+    assert taken or (name == "triton_tma" and arch == 80) or (name == "sm90" and arch != 90)
     for problem in taken:
         config = impl.space.default(card, problem)
         assert impl.space.refusal(card, problem, config) is None, (problem, config)
@@ -199,7 +199,13 @@ def test_buckets_are_all_that_calls_fall_into() -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("gemv", (3, 4)), ("skinny", (1, 2, 5, 8)), ("triton_tma", (65, 100, 128)), ("triton", (65, 100, 128, 129))],
+    [
+        ("gemv", (3, 4)),
+        ("skinny", (1, 2, 5, 8)),
+        ("triton_tma", (65, 100, 128)),
+        ("triton", (65, 100, 128, 129)),
+        ("sm90", (65, 100, 128)),
+    ],
 )
 def test_rows_compile_nothing_new(name: str, rows: tuple[int, ...]) -> None:
     """One binary serves every number of rows of a bucket, those that are multiples of 16 and those that are 1 among them."""
@@ -237,3 +243,15 @@ def test_split_leaves_its_tickets_as_it_found_them() -> None:
     for n, split in ((32, 4), (64, 2), (32, 2)):
         args = arguments(Inputs(WHERE), 5, n, 128, torch.float16, "silu")
         conformance.check(linear_op, TRITON, {**config, "SPLIT_K": split}, args)
+
+
+@pytest.mark.skipif(not GPU or torch.cuda.get_device_capability() != (9, 0), reason="sm90 runs on Hopper alone")
+@pytest.mark.parametrize("split", [0, 2, 4])
+def test_sm90_adds_parts_in_one_order(split: int) -> None:
+    """Programs come in any order; their sum has the same bits every time, and as many replays as one likes."""
+    config = {"BLOCK_M": 128, "BLOCK_N": 128, "CONSUMERS": "m", "SPLIT_K": split, "UNALIGNED": "copy"}
+    for m, n in ((300, 1000), (2000, 1200), (300, 1000)):
+        args = arguments(Inputs(WHERE), m, n, 4104, torch.bfloat16, "silu")
+        conformance.check(linear_op, IMPLS["sm90"], config, args)
+        first = IMPLS["sm90"].launch(config, *args)
+        assert all(torch.equal(first, IMPLS["sm90"].launch(config, *args)) for _ in range(20))

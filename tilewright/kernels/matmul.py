@@ -13,7 +13,8 @@ file and its own reasons to refuse:
     gemv         at most 4 rows: multiply and add, the weight streamed through registers
     skinny       at most 16 rows: tensor cores, the weight streamed through shared memory
     vendor       cuBLAS
-    triton_tma   many rows, sm_90: persistent, tiles fetched by the copy engine
+    sm90         many rows, Hopper: Gluon, a warp that fetches and two groups of warps that multiply; any alignment
+    triton_tma   many rows, sm_90 and up: persistent, tiles fetched by the copy engine
     triton       any shape and any layout
     invariant    `triton` with one config for all: a row's bits do not depend on its batch. The only one that can say so: the
                  others hold for some numbers of rows, and a row moves from one to the next as its batch grows
@@ -28,9 +29,10 @@ from torch import Tensor
 
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import linear_arguments
-from tilewright.kernels.matmul_common import ACTIVATIONS, problem_of
+from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.matmul_gemv import GEMV
 from tilewright.kernels.matmul_skinny import SKINNY
+from tilewright.kernels.matmul_sm90_launch import SM90
 from tilewright.kernels.matmul_tile import INVARIANT, TRITON
 from tilewright.kernels.matmul_tma import TRITON_TMA
 from tilewright.kernels.matmul_vendor import VENDOR
@@ -142,6 +144,23 @@ EXAMPLES = (
 
 # ---- op
 
+
+def _typical(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, str, Tensor | None] | None:
+    """Arguments with as many rows as the bucket holds. None where loads may be narrow: certificates are of wide ones."""
+    m, n, k = problem.m_bucket, problem.n, problem.k
+    w_dense = problem.w_major == "k"
+    if problem.dtype.itemsize != 2 or problem.batched or problem.x_major != "k" or not n or not k:
+        return None
+    if not problem.aligned or k % 16 or (not w_dense and n % 16):
+        return None
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=problem.dtype, device="meta")
+
+    residual = empty(m, n // 2 if problem.gated else n) if problem.residual else None
+    return empty(m, k), empty(n, k) if w_dense else empty(k, n).mT, None, problem.activation, residual
+
+
 linear_op = Op(
     name="linear",
     reference=_reference,
@@ -149,8 +168,9 @@ linear_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=linear_arguments,
+    typical=_typical,
     rows_in_problem=True,
-    impls=(GEMV, SKINNY, VENDOR, TRITON_TMA, TRITON, INVARIANT),
+    impls=(GEMV, SKINNY, VENDOR, SM90, TRITON_TMA, TRITON, INVARIANT),
 )
 
 # ---- public functions

@@ -132,14 +132,13 @@ SPACE = Space(
 
 def _shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, int, int]:
     """(programs, whole tiles a program, steps of K in its share of the tiles left, most programs that share a tile)."""
-    waves, left = (tiles // sms, tiles % sms) if split_k == 0 else (0, tiles)
-    split = split_k or min(4, sms // max(left, 1))
-    share = -(-steps // split)
-    if share == steps or not left:
+    if split_k == 1:
         return min(tiles, sms), 0, 0, 1
-    programs = -(-left * steps // share)
-    parts = max((t * steps + steps - 1) // share - t * steps // share + 1 for t in range(left))
-    return max(programs, sms * (waves > 0)), waves, share, parts
+    waves, left = (tiles // sms, tiles % sms) if split_k == 0 else (0, tiles)
+    share = -(-steps // (split_k or max(1, min(4, sms // max(left, 1)))))
+    programs = max(-(-left * steps // share), sms * (waves > 0))
+    parts = max(((t * steps + steps - 1) // share - t * steps // share + 1 for t in range(left)), default=1)
+    return programs, waves, share, parts
 
 
 def _descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, row_stride: int | None = None) -> TensorDescriptor:
@@ -202,10 +201,11 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     y_desc = _descriptor(y, y_box) if width % 8 == 0 and not by_class else None
     tiles = tiles_m * triton.cdiv(width * halves, block_n)
     programs, waves, share, parts = _shares(tiles, steps, device.sms, config["SPLIT_K"])
+    stream = config["SPLIT_K"] != 1
     scratch = counters = None
-    if parts > 1:
+    if stream:
         left = tiles - waves * programs
-        scratch = torch.empty(left * (parts - 1) * block_m * block_n, dtype=torch.float32, device=x.device)
+        scratch = torch.empty(max(1, left * (parts - 1) * block_m * block_n), dtype=torch.float32, device=x.device)
         counters = tickets(x.device, left * 2)
     sm90_kernel[(programs,)](
         x_desc, x_low_desc, _descriptor(w_matrix, w_box), y_desc, y, bias, residual, scratch, counters,
@@ -214,7 +214,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, GROUP_M=8,
         EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
         TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
-        STREAM=parts > 1, CLASSES=classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
+        STREAM=stream, CLASSES=classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
         num_warps=4,
     )  # fmt: skip
     return y
