@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -22,7 +22,7 @@ from tilewright.cli import app
 
 ENGINE_OPTIONS = {
     *("--device", "--dtype", "--max-model-len", "--page-size", "--kv-cache-gib", "--memory-fraction"),
-    *("--invariant", "--no-invariant"),
+    *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
@@ -37,7 +37,52 @@ OPTIONS = {
         *("--prompt", "-p", "--chat", "--json", "--max-tokens", "--temperature", "--top-p", "--top-k", "--min-p"),
         *("--seed", "--stop", "--ignore-eos"),
     },
+    "warmup": {
+        *("--out", "--arch", "--card", "--jobs", "--json"),
+        *("--dtype", "--max-model-len", "--max-seqs", "--page-size", "--max-tokens-per-step", "--invariant", "--no-invariant"),
+    },
+    "bench engine": {
+        *(
+            "--workload",
+            "-w",
+            "--runs",
+            "--dtype",
+            "--max-model-len",
+            "--page-size",
+            "--max-tokens-per-step",
+            "--out",
+            "--json",
+        ),
+    },
+    "bench op": {"--shapes", "--against", "--prefer", "--counters", "--out", "--json"},
+    "bench ops": {"--out", "--json"},
+    "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
+    "explain": {"--card", "--prefer", "--invariant", "--json"},
+    "hw": {"--measure", "--json"},
+    "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
+    "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},
+    "tune op": {
+        *("--top", "--exhaustive", "--time-limit", "--invariant", "--force", "--card", "--dry-run", "--database", "--json"),
+    },
+    "tune export": {"--op", "--card", "--database"},
+    "tune import": {"--database", "--json"},
+    "tune merge": {"--database", "--json"},
+    "tune freeze": {"--card", "--op", "--out", "--database", "--json"},
+    "tune show": {"--card", "--table", "--all", "--database", "--json"},
 }
+
+
+def verbs(group: Any = None, before: str = "") -> dict[str, Any]:
+    """Everything that can be run, by its words."""
+    found: dict[str, Any] = {}
+    for name, verb in (group or get_command(app)).commands.items():
+        if not hasattr(verb, "commands"):
+            found[before + name] = verb
+            continue
+        found |= verbs(verb, f"{before}{name} ")
+        if verb.invoke_without_command:
+            found[before + name] = verb
+    return found
 
 
 class Done(NamedTuple):
@@ -64,13 +109,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def test_every_verb_is_in_the_table() -> None:
+    assert sorted(verbs()) == sorted(OPTIONS)
+
+
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_the_options_are_frozen(verb: str) -> None:
-    parameters = get_command(app).commands[verb].params  # type: ignore[attr-defined]
+    parameters = verbs()[verb].params
     options = {name for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
     assert options - {"--help", "-h"} == OPTIONS[verb]
     defaults = {p.name: p.default for p in parameters}
-    assert defaults["model"] == "bookworm"
+    if verb in ("serve", "run"):
+        assert defaults["model"] == "bookworm"
     if verb == "serve":
         assert (defaults["host"], defaults["port"]) == ("127.0.0.1", 8000)
 
@@ -93,12 +143,13 @@ def test_help_is_immediate() -> None:
     assert min(times) < 0.5
 
 
-@pytest.mark.parametrize("verb", ["serve", "run"])
-def test_every_verb_has_help_with_examples(verb: str) -> None:
-    done = tilewright(verb, "--help")
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_every_verb_has_help(verb: str) -> None:
+    done = tilewright(*verb.split(), "--help")
     assert done.returncode == 0
-    assert "Examples" in done.stdout
-    assert f"tilewright {verb}" in done.stdout
+    assert f"Usage: tilewright {verb}" in done.stdout
+    if " " not in verb:
+        assert "Examples" in done.stdout
 
 
 def test_version() -> None:
@@ -207,15 +258,25 @@ def test_a_reader_that_goes_away_is_no_error_message(model: Path) -> None:
     assert "Broken" not in done.stderr
 
 
-def test_ctrl_c_while_a_model_loads(model: Path) -> None:
-    arguments = command("run", model, "-p", "x", "--device", "cpu")
+@pytest.mark.parametrize(
+    ("verb", "sig", "said", "code"),
+    [
+        (["run", "-p", "x"], signal.SIGINT, "interrupted", 130),
+        (["run", "-p", "x"], signal.SIGTERM, "terminated", 143),
+        (["serve", "--port", "0"], signal.SIGTERM, "terminated", 143),
+    ],
+    ids=str,
+)
+def test_a_signal_while_a_model_loads(verb: list[str], sig: signal.Signals, said: str, code: int, model: Path) -> None:
+    arguments = command(*verb, model, "--device", "cpu")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("Loading")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sig)
         rest = process.stderr.read()
-        assert process.wait(30) == 130
+        assert process.wait(30) == code
     assert "Traceback" not in rest
+    assert rest.splitlines()[-1] == said
 
 
 def test_serve_from_start_to_end(model: Path) -> None:

@@ -1,14 +1,15 @@
 """Why a call runs the way it does: which implementation and config, who decided, what limits it, what is near, what to try.
 
 `explain` answers for any card, here or not: the choice is the one that a program would make there, the facts come from
-compiling the kernels for that card, the floor from its ceilings. Nothing is run. A time is measured only where a record says
-so; else there is the roofline's floor, and no more is claimed.
+compiling the kernels for that card, the floor from its ceilings, the predicted time from the analytical model. Nothing is run.
+A time is measured only where a record says so.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tilewright.asm.certificate import ConfigFacts, config_facts, config_key
 from tilewright.asm.compile import Binary, CompileFailed, record
 from tilewright.asm.facts import facts
 from tilewright.bench.op import unit_of
@@ -17,15 +18,16 @@ from tilewright.hw.device import Device
 from tilewright.hw.occupancy import occupancy
 from tilewright.hw.roofline import roof
 from tilewright.hw.waves import waves
-from tilewright.op import Choice, Inputs, Op, Refused, on_card, scope
+from tilewright.op import Choice, Impl, Inputs, Op, Refused, on_card, scope
 from tilewright.tune.lookup import measured
+from tilewright.tune.model import predict
 
 __all__ = ["explain"]
 
 _SOURCES = {
     "exact": "a measured record of this very problem",
     "bucket": "a measured record of a nearby problem",
-    "model": "the analytical model; nothing near was measured",
+    "model": "the analytical model, by a clear lead; nothing near was measured",
     "default": "the built-in rule; nothing near was measured",
     "fixed": "there is nothing to choose",
 }
@@ -56,7 +58,7 @@ def explain(op: Op, dims: Mapping[str, Any], device: Device) -> dict[str, Any]:
         "source": choice.source,
         "source_in_words": _SOURCES[choice.source],
         "others": {
-            impl.name: _why_not(impl, op, choice, device, problem) for impl in op.impls if impl.name != choice.impl.name
+            impl.name: _why_not(impl, op, choice, device, problem, args) for impl in op.impls if impl.name != choice.impl.name
         },
         "roofline": {
             "flops": cost.flops,
@@ -67,6 +69,7 @@ def explain(op: Op, dims: Mapping[str, Any], device: Device) -> dict[str, Any]:
         },
         "measured_us": time_us,
         "of_roof": None if time_us is None else floor.seconds * 1e6 / time_us,
+        "predicted": _predicted(choice.impl, choice.config, args, device, kernels),
         "kernels": kernels,
         "compile_error": failed,
         "cliffs": list(_cliffs(op, dims, choice, device)),
@@ -88,7 +91,7 @@ def _cost(op: Op, dims: Mapping[str, Any], args: tuple[Any, ...]) -> Any:
         return op.cost(*op.make(Inputs("cpu"), **dims))
 
 
-def _why_not(impl: Any, op: Op, choice: Choice, device: Device, problem: Any) -> str:
+def _why_not(impl: Any, op: Op, choice: Choice, device: Device, problem: Any, args: tuple[Any, ...]) -> str:
     """Why an implementation was not taken."""
     reason = impl.refusal(device, problem, scope())
     if reason is not None:
@@ -103,7 +106,39 @@ def _why_not(impl: Any, op: Op, choice: Choice, device: Device, problem: Any) ->
         return "not measured, where another was"
     order = [i.name for i in op.impls]
     place = "after" if order.index(impl.name) > order.index(choice.impl.name) else "before"
-    return f"not measured; listed {place} {choice.impl.name}"
+    config = impl.space.default(device, problem)
+    facts = config_facts(op.name, impl.name, device.arch).get(config_key(config))
+    guess = _predicted(impl, config, args, device, [] if facts is None else [vars(facts)])
+    return f"not measured; listed {place} {choice.impl.name}" + (f"; predicted {guess['us']:.1f} us" if guess else "")
+
+
+def _predicted(
+    impl: Impl, config: Mapping[str, Any], args: tuple[Any, ...], device: Device, kernels: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """What the analytical model says, of a library or of one kernel whose facts are known; None where it says nothing."""
+    if impl.work is None or device.kind != "cuda":
+        return None
+    work = impl.work(device, config, *args)
+    if not work.library and (len(kernels) != 1 or kernels[0].get("error")):
+        return None
+    names = ("warps", "registers", "spill_bytes", "shared_bytes")
+    facts = (
+        None
+        if work.library
+        else ConfigFacts(
+            **{name: kernels[0][name] for name in names}, blocks_per_sm=kernels[0]["blocks_per_sm"], limiter="", error=None
+        )
+    )
+    try:
+        said = predict(device, work, facts)
+    except ValueError:
+        return None  # no block fits an SM, or the card has no such unit: the kernel's own lines say so
+    return {
+        "us": 1e6 * said.seconds,
+        "limiter": said.limiter,
+        "parts_us": {name: 1e6 * seconds for name, seconds in said.parts.items()},
+        "fitted": said.fitted,
+    }
 
 
 def _kernels(choice: Choice, args: tuple[Any, ...], device: Device) -> tuple[list[dict[str, Any]], str | None]:

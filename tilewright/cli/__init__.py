@@ -12,6 +12,7 @@ try:
     import tilewright.cli.hw
     import tilewright.cli.serve
     import tilewright.cli.tune
+    import tilewright.cli.tune_op
     import tilewright.cli.warmup  # noqa: F401 (a verb registers itself)
     from tilewright.cli.root import INTERRUPTED, app
 except KeyboardInterrupt:  # the imports take a good part of a second: Ctrl-C in them is no traceback either

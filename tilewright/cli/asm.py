@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -13,6 +14,7 @@ from tilewright.cli.root import app, plain_errors
 if TYPE_CHECKING:
     from tilewright.asm.compile import Binary
     from tilewright.asm.judge import Judgement
+    from tilewright.asm.memory import Memory
     from tilewright.hw.device import Device
     from tilewright.op import Impl, Op
 
@@ -44,9 +46,11 @@ class Built(NamedTuple):
 def asm(
     context: typer.Context,
     op: Annotated[str, typer.Argument(help="an op: matmul, softmax, rms_norm ...")],
-    dims: Annotated[list[str] | None, typer.Argument(help="dimensions, M=4096 dtype=bf16; an example without them")] = None,
+    dims: Annotated[
+        list[str] | None, typer.Argument(help="M=4096 dtype=bf16; else one of `bench OP`'s, the last taken")
+    ] = None,
     impl: Annotated[str | None, typer.Option(help="one implementation; all by default")] = None,
-    example: Annotated[str | None, typer.Option(help="one of the op's examples; by default the first that is taken")] = None,
+    example: Annotated[str | None, typer.Option(help="one of the op's examples instead of dimensions")] = None,
     arch: Annotated[str, typer.Option(help="architectures, as 80,90,100")] = "80,90,100",
     config: Annotated[list[str] | None, typer.Option("--config", help="BLOCK_M=128: change the default config; repeat")] = None,
     show: Annotated[str | None, typer.Option(help="print the ttgir, ptx or sass instead")] = None,
@@ -115,16 +119,18 @@ def _impls(op: "Op", name: str | None) -> "list[Impl]":
 
 
 def _calls(op: "Op", words: list[str], label: str | None) -> list[tuple[str, tuple[Any, ...]]]:
-    """(label, arguments) of the calls to try, in order."""
+    """(label, arguments) of the calls to try, in order: large ones first, small ones are what special implementations take."""
     from tilewright.bench.dims import nearest, parse_dims
+    from tilewright.bench.peers import default_shapes
     from tilewright.op import Inputs
 
     if words and label is not None:
         raise ValueError(f"give dimensions ({' '.join(words)}) or --example {label!r}, not both")
-    if words:
-        dims = parse_dims(op, words)
+    if label is None and (words or op.make is not None):
+        shapes = [words] if words else [text.split() for text in reversed(default_shapes(op.name))]
+        dims = [parse_dims(op, shape) for shape in shapes]
         assert op.make is not None, "parse_dims refuses an op without it"
-        return [(" ".join(words), op.make(Inputs(), **dims))]
+        return [(" ".join(shape), op.make(Inputs("meta"), **given)) for shape, given in zip(shapes, dims, strict=True)]
     examples = [example for example in op.examples if label in (None, example.label)]
     if not examples:
         raise ValueError(f"{op.name} has no example {label!r}: {nearest(str(label), [e.label for e in op.examples])}")
@@ -221,9 +227,9 @@ def _print(built: list[Built]) -> None:
                     everywhere = len(archs) == len(done)
                     console.print("  " + ("" if everywhere else f"{', '.join(archs)}: ") + line, markup=False, soft_wrap=True)
             console.print()
-        for b in group:
-            if b.problem:
-                console.print(f"{impl}, {at}, sm_{b.arch}: {b.problem}", markup=False, soft_wrap=True)
+        for problem in dict.fromkeys(b.problem for b in group if b.problem):
+            archs = ", ".join(f"sm_{b.arch}" for b in group if b.problem == problem)
+            console.print(f"{impl}, {at}, {archs}: {problem}", markup=False, soft_wrap=True)
 
 
 def _table(title: str, group: Sequence[Built]) -> Any:
@@ -244,17 +250,38 @@ def _rows(built: Built, j: "Judgement") -> dict[str, str]:
         "config": " ".join(f"{k}={v}" for k, v in built.config.items()) or "-",
         "registers a thread": f"{f.registers}" + (f", {f.spill_bytes} bytes spilled" if f.spill_bytes else ", no spills"),
         "shared memory": f"{f.shared_bytes:,} bytes",
-        "occupancy": f"{o.blocks} blocks of {f.warps} warps, {o.fraction:.0%}; limited by {o.limiter}",
+        "occupancy": f"{_count(o.blocks, 'block')} of {_count(f.warps, 'warp')}, {o.fraction:.0%}; limited by {o.limiter}",
         "next steps": "\n".join(str(cliff) for cliff in o.cliffs if cliff.resource != "threads"),
         "instructions": ", ".join(f"{count} {kind}" for kind, count in j.instructions.items()),
-        "pipeline": f"{j.memory.pipeline_depth} deep: {'; '.join(j.memory.buffers)}" if j.memory.pipeline_depth else "none",
-        "widest load, store": f"{max(f.loads, default=0)}, {max(f.stores, default=0)} bytes a thread",
+        "pipeline": _pipeline(j.memory),
+        "global loads": _widths(f.loads),
+        "global stores": _widths(f.stores),
     }
+    if j.partitions:
+        told = (f"{_count(p.warps, 'warp')}{f' of {p.registers} registers' if p.registers else ''}" for p in j.partitions)
+        rows["further partitions"] = "; ".join(told)
     if f.tmem_columns:
         rows["tensor memory"] = f"{f.tmem_columns} columns"
     if f.local_bytes:
         rows["arrays in local memory"] = f"{f.local_bytes} bytes a thread"
     return rows
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _pipeline(memory: "Memory") -> str:
+    if not memory.pipeline_depth:
+        return "none"
+    buffers = (f"{n} times {text}" if n > 1 else text for text, n in Counter(memory.buffers).items())
+    waits = "" if memory.copies_in_flight is None else f"; waits with {memory.copies_in_flight} groups of cp.async in flight"
+    return f"{memory.pipeline_depth} deep: {'; '.join(buffers)}{waits}"
+
+
+def _widths(counts: Mapping[int, int]) -> str:
+    """Bytes of a thread's access, widest first, and how often each stands in the code."""
+    return ", ".join(f"{n} of {width} bytes" for width, n in counts.items()) or "none by threads"
 
 
 def _details(group: Sequence[Built]) -> Iterator[tuple[str, dict[str, list[str]]]]:
@@ -280,14 +307,15 @@ def _accesses(j: "Judgement") -> Iterator[str]:
         yield f"{a.op}{named}, {a.tile}: {a.thread_bytes} bytes a thread, a warp asks for {asked}, {wasted}{known}"
 
 
+def _copies(j: "Judgement") -> Iterator[str]:
+    for c in j.memory.copies:
+        yield f"{c.op} of {c.tile}: {c.tile_bytes:,} bytes a copy; {c.layout}"
+
+
 def _conflicts(j: "Judgement") -> Iterator[str]:
     for c in j.memory.conflicts:
-        trips = (
-            "bank conflicts not counted (ldmatrix)"
-            if c.extra_trips is None
-            else (f"{c.extra_trips} further trips an access" if c.extra_trips else "no bank conflicts")
-        )
-        yield f"{c.op}, {c.tile}: {trips}"
+        trips = "bank conflicts unknown" if c.extra_trips is None else "no bank conflicts"
+        yield f"{c.op}, {c.tile}: {f'{c.extra_trips} further trips an access (bank conflicts)' if c.extra_trips else trips}"
 
 
 def _layouts(j: "Judgement") -> Iterator[str]:
@@ -299,4 +327,10 @@ def _warned(j: "Judgement") -> Iterator[str]:
     yield from (f"{j.kernel} {warning}" for warning in j.warnings)
 
 
-_TOLD = (("global memory", _accesses), ("shared memory", _conflicts), ("layouts", _layouts), ("warnings", _warned))
+_TOLD = (
+    ("global memory, by threads", _accesses),
+    ("global memory, by TMA", _copies),
+    ("shared memory", _conflicts),
+    ("layouts", _layouts),
+    ("warnings", _warned),
+)

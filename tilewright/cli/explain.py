@@ -65,6 +65,9 @@ def _print(said: dict[str, Any]) -> None:
         print(f"  not      {name}: {reason}")
     print(f"  floor    {roof['floor_us']:.1f} us by {roof['bound']}; ceilings {roof['ceilings']}")
     print(f"           {roof['flops'] / 1e9:.2f} GFLOP, {roof['bytes'] / 1e6:.2f} MB that must move")
+    if guess := said["predicted"]:
+        trust = "" if guess["fitted"] else "; the model is not fitted to such a card"
+        print(f"  model    {guess['us']:.1f} us, most of it {guess['limiter']}{trust}")
     if said["measured_us"] is not None:
         print(f"  measured {said['measured_us']:.1f} us, {said['of_roof']:.0%} of the roofline")
     else:

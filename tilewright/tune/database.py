@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from tilewright.hw.env import cache_dir
@@ -29,6 +30,7 @@ __all__ = ["Database", "DatabaseError", "database_path"]
 SCHEMA_VERSION = 1
 _APPLICATION = 0x54574442  # "TWDB": tells a database of an older tilewright from one of another program
 _WAIT_S = 30.0
+_ROOM_BYTES = 4 << 20
 _LOG = logging.getLogger("tilewright.tune")
 
 
@@ -102,6 +104,16 @@ class Database:
             pairs = ((row.key, row.json()) for row in rows)
             self._connection.executemany("INSERT OR IGNORE INTO rows (key, row) VALUES (?, ?)", pairs)
             return self._connection.total_changes - before
+
+    def require_room(self) -> None:
+        """Raise DatabaseError unless rows can be added now, and the disk has room for the thousands that a search writes."""
+        with _explained(self.path):
+            # Not an empty transaction: on what is read-only SQLite begins one, and complains at the first write.
+            with self._transaction():
+                self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            with TemporaryFile(dir=self.path.parent) as probe:
+                probe.write(bytes(_ROOM_BYTES))
+                probe.flush()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

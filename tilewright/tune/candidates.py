@@ -1,0 +1,149 @@
+"""What a search may choose from: every implementation that takes a problem, every config of its space, the best guess first.
+
+A config counts when its certificate says that it compiles without spilling registers; where an implementation has no
+certificate for the card, every config does. Order is the analytical model's where it can tell, else nearness to the default.
+
+Operations are `tilewright.op`'s, which this module may not import.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tilewright.asm.certificate import ConfigFacts, config_facts, config_key
+from tilewright.hw.device import Device
+from tilewright.tune.record import canonical, problem_json, source_hash
+from tilewright.tune.space import Config
+from tilewright.tune.unmeasured import rank
+
+__all__ = ["Candidate", "Key", "Task", "candidates", "order"]
+
+Key = tuple[str, str]
+"""Implementation, and config as canonical JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One problem to tune."""
+
+    op: Any
+    """A `tilewright.op.Op`."""
+    dims: Mapping[str, Any]
+    """What `op.make` got."""
+    args: tuple[Any, ...]
+    """What it made, on meta tensors."""
+    device: Device
+    refused: Mapping[str, str]
+    """Implementation -> why it does not take the problem there, in the scope that is tuned for."""
+    invariant: bool = False
+
+    @cached_property
+    def problem(self) -> Any:
+        """The summary that choosing looks at."""
+        return self.op.problem(*self.args)
+
+    @cached_property
+    def problem_text(self) -> str:
+        """The same, as rows have it."""
+        return problem_json(self.problem)
+
+    @cached_property
+    def impls(self) -> dict[str, Any]:
+        """Those that take the problem, by name, best first."""
+        return {impl.name: impl for impl in self.op.impls if impl.name not in self.refused}
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """Implementation -> the hash of its source."""
+        return {name: source_hash(impl.launch.__module__) for name, impl in self.impls.items()}
+
+    @cached_property
+    def plain_dims(self) -> dict[str, Any]:
+        """The dimensions as JSON has them: a dtype by its name."""
+        return {k: v if isinstance(v, bool | int | float | str | None) else _name(v) for k, v in self.dims.items()}
+
+    @property
+    def words(self) -> list[str]:
+        """The dimensions as a command line has them."""
+        return [f"{name}={'none' if value is None else value}" for name, value in self.plain_dims.items()]
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {' '.join(self.words)}{' invariant' if self.invariant else ''} on {self.device.name}"
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One implementation with one config."""
+
+    impl: Any
+    config: Config
+    kept: bool
+    """Measured whatever the model thinks: what a program would run untuned, and what has nothing to choose (a library)."""
+    facts: ConfigFacts | None
+    """From the certificate; None where that is silent."""
+    predicted_us: float | None = None
+
+    @property
+    def key(self) -> Key:
+        """Equal for equal candidates only."""
+        return self.impl.name, canonical(dict(self.config))
+
+
+def candidates(task: Task) -> tuple[list[Candidate], Counter[str]]:
+    """(what may be measured, in the order of the spaces; why how many others may not)."""
+    found: list[Candidate] = []
+    dropped: Counter[str] = Counter()
+    for place, impl in enumerate(task.impls.values()):
+        known = config_facts(task.op.name, impl.name, task.device.arch)
+        default = dict(impl.space.default(task.device, task.problem))
+        others = impl.space.configs(task.device, task.problem) if impl.space.axes else ()
+        for config in [default, *(c for c in others if c != default)]:
+            facts = known.get(config_key(config))
+            kept = config == default and (place == 0 or not impl.space.axes)
+            if (fault := _fault(facts, bool(known))) is not None and not kept:
+                dropped[fault] += 1
+            else:
+                found.append(Candidate(impl=impl, config=config, kept=kept, facts=facts))
+    return found, dropped
+
+
+def _fault(facts: ConfigFacts | None, certified: bool) -> str | None:
+    """Why a config is not worth a measurement, by its certificate."""
+    if facts is None:
+        return "not certified" if certified else None
+    if facts.error is not None:
+        return "does not compile"
+    return "spills" if facts.spill_bytes else None
+
+
+def order(task: Task, found: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates with the model's prediction, those that are kept first, then those that should be fastest.
+
+    What cannot be predicted comes after what can, by how far it is from its default; of an implementation without any
+    prediction that default is kept. Raises ValueError for a card of which no ceilings are known.
+    """
+    ranking = rank(task.op.name, task.device, task.problem, task.args, tuple(task.impls.values()))
+    seconds = {(r.impl.name, canonical(dict(r.config))): r.seconds for r in ranking}
+    told = {name for name, _ in seconds}
+    defaults = {name: dict(impl.space.default(task.device, task.problem)) for name, impl in task.impls.items()}
+
+    def completed(c: Candidate) -> Candidate:
+        predicted = seconds.get(c.key)
+        kept = c.kept or (c.impl.name not in told and c.config == defaults[c.impl.name])
+        return replace(c, kept=kept, predicted_us=None if predicted is None else 1e6 * predicted)
+
+    def far(c: Candidate) -> int:
+        default = defaults[c.impl.name]
+        return sum(default.get(name) != value for name, value in c.config.items())
+
+    return sorted(
+        map(completed, found),
+        key=lambda c: (not c.kept, math.inf if c.predicted_us is None else c.predicted_us, far(c)),
+    )

@@ -1,0 +1,283 @@
+"""The search for the best config of one problem on the GPU at hand: `tilewright tune OP dims...`.
+
+    spaces -> certified configs -> the analytical model's order -> the first dozen compiled, in parallel, without the GPU ->
+    spills and overflow dropped -> the first 8 measured and checked -> the best 3 measured in turns -> rows of the database
+
+Every measurement is a row at once, so a search that is killed loses the one in flight, and the next one goes on from there.
+A problem that was measured is not searched again: where driver, torch, triton or the kernel has changed since, its best 3 are
+measured anew, and a search follows only if none of them works any more.
+
+The measuring itself happens in another process (`tilewright.tune.measurer`), which a candidate may kill. Nothing of this runs
+in a program that serves: that takes rows (`tilewright.tune.lookup`).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.tune.candidates import Candidate, Key, Task, candidates, order
+from tilewright.tune.database import Database
+from tilewright.tune.measure import Timing
+from tilewright.tune.measurer import Job, MeasureError, Measurer
+from tilewright.tune.offline import compile_all
+from tilewright.tune.ranking import Entry, Stack, Verdict, ranked, verdict
+from tilewright.tune.record import Row, canonical, versions
+
+__all__ = ["Plan", "Report", "planned", "search"]
+
+_FINALISTS = 3
+_SPARE = 4
+"""Compiled beyond those that are measured: some spill after all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a search would measure."""
+
+    task: Task
+    first: list[Candidate]
+    """Measured if they compile as their certificates say: the kept ones, the model's first, the best of each implementation."""
+    rest: list[Candidate]
+    """Taken in this order in place of those that do not compile."""
+    dropped: Counter[str]
+    """Why how many configs are not considered."""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What came of tuning one problem."""
+
+    task: Task
+    how: str = "search"
+    """"search", "verified again" (the best of earlier versions), or "known" (nothing was measured)."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    considered: int = 0
+    compiled: int = 0
+    rows: list[Row] = field(default_factory=list)
+    """Written by this run, in their order."""
+    ranking: list[Entry] = field(default_factory=list)
+    """All rows of the problem that count now, best first."""
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> tuple[Entry, Verdict] | None:
+        """The best of another implementation, and how far the winner is ahead of it."""
+        return verdict(self.ranking) if self.ranking else None
+
+
+def planned(task: Task, *, top: int, exhaustive: bool = False) -> Plan:
+    """What to measure, without measuring or compiling anything."""
+    found, dropped = candidates(task)
+    ordered = order(task, found)
+    kept = [c for c in ordered if c.kept]
+    others = [c for c in ordered if not c.kept]
+    # The best of every implementation too: the record says who won, and the model may be wrong about one as a whole.
+    best = {c.impl.name: c for c in reversed(others)}
+    chosen, rest = [], []
+    for place, c in enumerate(others):
+        (chosen if exhaustive or place < top or best[c.impl.name] is c else rest).append(c)
+    return Plan(task=task, first=kept + chosen, rest=rest, dropped=dropped)
+
+
+def search(
+    task: Task,
+    database: Database,
+    *,
+    command: Sequence[str],
+    workers: int,
+    top: int = 8,
+    exhaustive: bool = False,
+    force: bool = False,
+    limit_s: float = 20.0,
+    progress: Callable[[str], None] = lambda words: None,
+    compiler: Callable[..., Any] = compile_all,
+) -> Report:
+    """Find the best config of a problem, and write what was measured.
+
+    Args:
+        command: starts a measuring process, see `tilewright.tune.worker`.
+        workers: processes that compile.
+        top: how many configs of the model's order are measured, beside the default, the libraries, and the first of each
+            implementation.
+        exhaustive: measure every certified config.
+        force: search although the problem was measured before.
+        limit_s: seconds for compiling one candidate, and for measuring one.
+        compiler: `compile_all`, or what stands for it.
+
+    Raises:
+        DatabaseError: the database cannot be written; told before anything is measured where that can be known.
+        MeasureError: no process can measure here.
+    """
+    began = time.monotonic()
+    database.require_room()
+    past = _Past(task, database)
+    plan = planned(task, top=top, exhaustive=exhaustive)
+    report = Report(task=task, dropped=plan.dropped, considered=len(plan.first) + len(plan.rest))
+    again = [] if force or exhaustive else past.again(plan)
+    if past.compared and not (again or force or exhaustive):
+        report.how = "known"
+    else:
+        with Measurer(command, limit_s=limit_s) as measurer:
+            run = _Run(report, database, measurer, compiler, workers, limit_s, progress)
+            if again and run.measured(again, [], {}):
+                report.how = "verified again"
+            else:
+                run.measured(plan.first, plan.rest, {} if force else past.fresh)
+            run.finals()
+            report.notes += measurer.notes
+    report.ranking = past.ranking()
+    report.seconds = time.monotonic() - began
+    return report
+
+
+class _Past:
+    """What the database knows of a problem on this card."""
+
+    def __init__(self, task: Task, database: Database):
+        now = versions()
+        self._task, self._database = task, database
+        self._stack = Stack(now["driver"], now["torch"], now["triton"])
+        self._where = {"op": task.op.name, "problem": task.problem_text, "card": task.device.name, "invariant": task.invariant}
+        self._best = database.stale_best(n=_FINALISTS, **self._where)
+        self.fresh: dict[Key, Row] = {
+            (row.impl, canonical(dict(row.config))): row for row in database.rows(**self._where) if self._is_fresh(row)
+        }
+        """Measured with this driver, torch, triton and these sources: not measured twice."""
+
+    def _is_fresh(self, row: Row) -> bool:
+        return row.stack == self._stack and self._task.sources.get(row.impl) == row.source
+
+    @property
+    def compared(self) -> bool:
+        """Whether some were compared in turns by today's versions."""
+        return any(row.verified for row in self.fresh.values())
+
+    def again(self, plan: Plan) -> list[Candidate]:
+        """The best three when today's versions have not yet seen one of them, as far as they are candidates still."""
+        by_key = {c.key: c for c in (*plan.first, *plan.rest)}
+        keys = [key for row in self._best if (key := (row.impl, canonical(dict(row.config)))) in by_key]
+        return [by_key[key] for key in keys] if any(key not in self.fresh for key in keys) else []
+
+    def ranking(self) -> list[Entry]:
+        """All rows of the problem that count, best first."""
+        return ranked(self._database.entries(**self._where), self._stack, self._task.sources)
+
+
+class _Run:
+    """One run of a measuring process: candidates in, rows out."""
+
+    def __init__(
+        self, report: Report, database: Database, measurer: Measurer, compiler: Callable[..., Any], workers: int,
+        limit_s: float, progress: Callable[[str], None],
+    ):  # fmt: skip
+        self.report, self.task, self.database, self.measurer = report, report.task, database, measurer
+        self.compiler, self.workers, self.limit_s, self.progress = compiler, workers, limit_s, progress
+        self.job = Job(self.task.op.name, self.task.words, self.task.problem_text)
+        self.resources: dict[Key, dict[str, Any]] = {}
+        self.times: dict[Key, float] = {}
+        self.by_key: dict[Key, Candidate] = {}
+
+    def measured(self, first: list[Candidate], rest: list[Candidate], known: dict[Key, Row]) -> bool:
+        """Compile and measure `first`, with `rest` in place of those that do not compile; whether anything has a time.
+
+        What is `known` is not measured again.
+        """
+        for candidate in (*first, *rest):
+            self.by_key[candidate.key] = candidate
+            row = known.get(candidate.key)
+            if row is not None and row.us is not None:
+                self.times[candidate.key] = row.us
+        queue = [c for c in (*first, *rest) if c.key not in known and c.key not in self.resources]
+        wanted = len(first) - len(self.times)
+        ready: list[Candidate] = []
+        while queue and len(ready) < wanted:
+            size = wanted - len(ready) + _SPARE
+            ready += self._compiled(queue[:size])
+            queue = queue[size:]
+        self._measure(ready[:wanted])
+        return bool(self.times)
+
+    def _compiled(self, wanted: list[Candidate]) -> list[Candidate]:
+        """Those that compile without spilling, in the order given. The others are rows."""
+        ready: list[int] = []
+        inputs = [(c.impl, c.config, self.task.args) for c in wanted]
+        for done, (place, found) in enumerate(
+            self.compiler(inputs, self.task.device, workers=self.workers, limit_s=self.limit_s)
+        ):
+            self.progress(f"{self.task.op.name}: compiled {done + 1} of {len(wanted)}")
+            candidate = wanted[place]
+            self.resources[candidate.key] = {} if isinstance(found, str) else dict(found)
+            if isinstance(found, str):
+                self._keep(candidate, "timeout" if "took longer" in found else "compile", error=found)
+            elif found.get("spill_bytes") and not candidate.kept:
+                self._keep(candidate, "spills", error=f"{found['spill_bytes']} bytes a thread")
+            else:
+                ready.append(place)
+        self.report.compiled += len(wanted)
+        return [wanted[place] for place in sorted(ready)]
+
+    def _measure(self, wanted: list[Candidate]) -> None:
+        best = min(self.times.values(), default=None)
+        asked = [_spelled(c) for c in wanted]
+        self.progress(f"{self.task.op.name}: measuring")
+        late = 0
+        for done, (place, answer) in enumerate(self.measurer.measure(self.job, asked, best) if asked else ()):
+            candidate = wanted[place]
+            self._keep(candidate, answer.status, answer.timing, error=answer.error)
+            if answer.timing is not None:
+                self.times[candidate.key] = answer.timing.us
+            late += answer.compiled
+            self.progress(f"{self.task.op.name}: measured {done + 1} of {len(wanted)}")
+        if late:
+            self.report.notes.append(f"the measuring process had to compile {late} kernels that should have been in the cache")
+
+    def finals(self) -> None:
+        """Measure the best in turns, and with them the best of every other implementation: who won, by how much."""
+        ordered = sorted(self.times, key=lambda key: self.times[key])
+        last = ordered[:_FINALISTS]
+        for key in ordered:
+            if key[0] not in {impl for impl, _ in last}:
+                last.append(key)
+        if not last:
+            return
+        self.progress(f"{self.task.op.name}: the best {len(last)} in turns")
+        finalists = [self.by_key[key] for key in last]
+        try:
+            times = self.measurer.in_turns(self.job, [_spelled(c) for c in finalists])
+        except MeasureError as error:
+            self.report.notes.append(f"the best were not compared in turns: {error}")
+            return
+        rows = [self._row(c, "ok", t, verified=True) for c, t in zip(finalists, times, strict=True)]
+        self.database.add_all(rows)
+        self.report.rows += rows
+
+    def _keep(self, candidate: Candidate, status: str, timing: Timing | None = None, *, error: str = "") -> None:
+        row = self._row(candidate, status, timing, error=error)
+        self.database.add(row)
+        self.report.rows.append(row)
+
+    def _row(self, candidate: Candidate, status: str, timing: Timing | None, *, error: str = "", verified: bool = False) -> Row:
+        predicted = {} if candidate.predicted_us is None else {"predicted_us": round(candidate.predicted_us, 3)}
+        return Row(
+            op=self.task.op.name,
+            problem=self.task.problem_text,
+            dims=self.task.plain_dims,
+            invariant=self.task.invariant,
+            impl=candidate.impl.name,
+            config=dict(candidate.config),
+            status=status,
+            environment=self.measurer.environment(),
+            source=self.task.sources[candidate.impl.name],
+            us=timing.us if timing else None,
+            us_spread=timing.spread if timing else None,
+            verified=verified,
+            error=error,
+            resources={**self.resources.get(candidate.key, {}), **predicted},
+        )
+
+
+def _spelled(candidate: Candidate) -> dict[str, Any]:
+    return {"impl": candidate.impl.name, "config": dict(candidate.config)}

@@ -1,0 +1,138 @@
+"""Is a result right? The comparison behind "wrong" in the tuning database, by the limits of conformance.
+
+The oracle is the reference in float64 on the arguments as they are after rounding. The RMS error is relative to the RMS of
+the oracle, the largest error to that RMS plus the element's own size (a 10 cannot be held as finely as a 1). Conformance runs
+on small examples; problems that are tuned add up thousands of terms in float32, so limits grow with the square root of their
+number, as errors of a random walk do: nothing in bf16, 5e-6 over 4096 products in float32.
+
+Operations and implementations are `tilewright.op`'s, which this module may not import; it asks them for `reference`,
+`mutates`, `roundings`, `tolerance`, `cost` and `extra_roundings`.
+"""
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["LIMITS", "Poisoned", "bits", "errors", "flat", "limits", "oracle", "written", "wrong"]
+
+LIMITS = {
+    torch.float32: (1e-5, 1e-6),
+    torch.float16: (1e-3, 5e-4),
+    torch.bfloat16: (8e-3, 4e-3),
+    torch.float64: (1e-12, 1e-13),
+}
+"""dtype -> (largest error, RMS error) of one rounding; half an ulp of bf16 is 2^-9 to 2^-8 of the value."""
+
+_FLOAT32_ULP = 2.0**-24
+_POISON = {torch.bool: True, torch.uint8: 0xA5}
+
+
+class Poisoned(TorchFunctionMode):
+    """While on, freshly allocated tensors hold NaN (integers: a value that no kernel writes).
+
+    What a kernel forgets to write is then wrong, and not the right answer of the candidate before it.
+    """
+
+    _ALLOCATORS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return _poison(result) if func in self._ALLOCATORS else result
+
+
+def _poison(t: Tensor) -> Tensor:
+    value = math.nan if t.is_floating_point() else _POISON.get(t.dtype, -(2**30) if t.dtype != torch.int8 else -77)
+    return t.fill_(value)
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The tensors of an op's result, whatever its form."""
+    if result is None:
+        return []
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def bits(t: Tensor) -> Tensor:
+    """The tensor's bits as integers, so that NaN equals NaN."""
+    if not t.is_floating_point():
+        return t
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def written(op: Any) -> list[int]:
+    """Places of the arguments that the op declares to write."""
+    names = list(inspect.signature(op.reference).parameters)
+    return [names.index(name) for name in op.mutates]
+
+
+def oracle(op: Any, args: Sequence[Any], *, wide: bool = True) -> list[Tensor]:
+    """What the op should give, then what it should write in place: the reference, in float64 if `wide`.
+
+    The arguments stay as they are.
+    """
+    places = written(op)
+    taken = [a.double() if wide and isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    for i in places:
+        if taken[i] is args[i]:
+            taken[i] = args[i].clone()
+    return flat(op.reference(*taken)) + [taken[i] for i in places]
+
+
+def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """(largest, RMS) error, relative as said above; inf where infinities or NaNs stand at different places."""
+    got, want = got.double(), want.double()
+    finite = want.isfinite()
+    special = (got[~finite].nan_to_num(), want[~finite].nan_to_num())
+    if not torch.equal(finite, got.isfinite()) or not torch.equal(*special):
+        return math.inf, math.inf
+    got, want = got[finite], want[finite]
+    if not want.numel():
+        return 0.0, 0.0
+    rms = want.square().mean().sqrt().clamp_min(1e-30)
+    gap = (got - want).abs()
+    return float((gap / (rms + want.abs())).max()), float(gap.square().mean().sqrt() / rms)
+
+
+def limits(op: Any, impl: Any, dtype: torch.dtype, terms: float = 1.0) -> tuple[float, float]:
+    """(largest, RMS) error that an implementation may have: the table's, or the op's own where they are tighter.
+
+    Args:
+        terms: how many products a result is the sum of.
+    """
+    roundings = op.roundings + impl.extra_roundings
+    table = tuple(roundings * limit for limit in LIMITS[dtype])
+    most, rms = op.tolerance.get(dtype, table)
+    walk = _FLOAT32_ULP * math.sqrt(max(0.0, terms - 1)) if dtype != torch.float64 else 0.0
+    # The largest of a million errors is about five times their RMS.
+    return most + 5 * walk, rms + walk
+
+
+def wrong(op: Any, impl: Any, got: Sequence[Tensor], want: Sequence[Tensor], flops: float, doubt: int = 1) -> str | None:
+    """What is wrong with the results of an implementation, in words, or None.
+
+    Args:
+        got: what it returned, then what it wrote in place.
+        want: the same, from `oracle`.
+        flops: of the whole call, `op.cost(...).flops`.
+        doubt: 2 when `want` has been rounded as often as `got`.
+    """
+    if len(got) != len(want):
+        return f"{len(got)} results, the definition has {len(want)}"
+    terms = flops / 2 / max(1, sum(w.numel() for w in want))
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        if g.shape != w.shape:
+            return f"output {i}: shape {tuple(g.shape)}, the definition has {tuple(w.shape)}"
+        if not g.is_floating_point():
+            if not torch.equal(g, w):
+                return f"output {i}: {int((g != w).sum())} of {w.numel()} integers differ"
+            continue
+        found = errors(g, w)
+        for what, error, limit in zip(("largest", "RMS"), found, limits(op, impl, g.dtype, terms), strict=True):
+            if not error <= doubt * limit:
+                return f"output {i}: {what} error {error:.3g} of the RMS, limit {doubt * limit:.3g}"
+    return None

@@ -1,0 +1,181 @@
+"""What to take where nothing was measured: candidates in the order of the analytical model, and when that may decide.
+
+`better` is what a running program asks. It answers only where it may be trusted: on a card of an architecture that constants
+are fitted for, where every implementation that has a space has it certified for the card, and with a lead over the default
+that the study shows to be enough (docs/regret.md). It costs well under a millisecond, and never measures.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tilewright.asm.certificate import config_facts, config_key
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import Device
+from tilewright.tune.constants import constants_of
+from tilewright.tune.model import Held, Work, columns_of, held_by, library_seconds, seconds_of
+from tilewright.tune.space import Config, Space
+
+__all__ = ["LEAD_S", "MARGIN", "Candidate", "Ranked", "better", "rank"]
+
+MARGIN = 0.6
+"""By what fraction of its own predicted time another candidate must beat the default before it is taken unmeasured. As much as
+the model was ever too fast by near the best: 1.56 times, for a library (docs/regret.md)."""
+
+LEAD_S = 3e-6
+"""And by how many seconds: of launches this short the model knows little, the least product measured took 4.7 us."""
+
+
+class Candidate(Protocol):
+    """What is asked of an implementation: `tilewright.op.Impl` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def space(self) -> Space: ...
+    @property
+    def work(self) -> Callable[..., Work] | None: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+
+
+class Ranked(NamedTuple):
+    """A candidate with its predicted time."""
+
+    impl: Any
+    config: Config
+    seconds: float
+    spills: bool
+
+
+class _Certified(NamedTuple):
+    """The certified configs of one implementation on one architecture."""
+
+    configs: list[dict[str, Any]]
+    columns: dict[str, np.ndarray]
+    held: Held
+    place: dict[str, int]
+    """`config_key` -> where it stands."""
+
+
+@cache
+def _certified(op_name: str, impl_name: str, arch: int) -> _Certified | None:
+    """Those that compile and fit; None without a certificate."""
+    rows = [
+        (key, json.loads(key), held)
+        for key, facts in config_facts(op_name, impl_name, arch).items()
+        if facts.error is None and (held := held_by(arch, facts)).resident
+    ]
+    if not rows:
+        return None
+    configs = [config for _, config, _ in rows]
+    held = Held(*(np.array(column, float) for column in zip(*(held for _, _, held in rows), strict=True)))
+    return _Certified(configs, columns_of(configs), held, {key: i for i, (key, _, _) in enumerate(rows)})
+
+
+_COLUMNS = [(at, name) for at, name in enumerate(Work._fields) if name not in ("unit", "library")]
+
+
+class _Predicted(NamedTuple):
+    """One implementation's certified configs, with the time of each."""
+
+    impl: Any
+    certified: _Certified | None
+    seconds: np.ndarray
+
+
+def _predicted(op_name: str, device: Device, args: Sequence[Any], impls: Sequence[Candidate]) -> list[_Predicted]:
+    """All that can be predicted, in one evaluation of the formula."""
+    found, c = ceilings(device), constants_of(device.arch)
+    libraries, owns, works = [], [], []
+    for impl in impls:
+        if impl.work is None:
+            continue
+        certified = _certified(op_name, impl.name, device.arch)
+        if certified is not None:
+            owns.append((impl, certified))
+            works.append(impl.work(device, certified.columns, *args))
+        elif not impl.space.axes and not impl.batch_invariant and (work := impl.work(device, {}, *args)).library:
+            libraries.append(_Predicted(impl, None, np.array([library_seconds(work, found, c)])))
+    if not owns:
+        return libraries
+    ends = list(accumulate(len(certified.configs) for _, certified in owns))
+    places = [slice(start, end) for start, end in zip([0, *ends], ends)]
+    held = Held(*(_joined(column, places) for column in zip(*(certified.held for _, certified in owns), strict=True)))
+    columns = {name: _joined([work[at] for work in works], places) for at, name in _COLUMNS}
+    unit = next((w.unit for w in works if w.unit != "fp32"), "fp32")
+    seconds = seconds_of(Work(**columns, unit=unit), held, device, found, c)
+    own = [_Predicted(impl, certified, seconds[place]) for (impl, certified), place in zip(owns, places, strict=True)]
+    return libraries + own
+
+
+def _joined(parts: Sequence[Any], places: Sequence[slice]) -> Any:
+    """One array of numbers and arrays, or the number that all are."""
+    first = parts[0]
+    if not any(isinstance(part, np.ndarray) for part in parts) and all(part == first for part in parts):
+        return first
+    joined = np.empty(places[-1].stop)
+    for part, place in zip(parts, places, strict=True):
+        joined[place] = part
+    return joined
+
+
+def rank(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls: Sequence[Candidate]) -> Iterator[Ranked]:
+    """Candidates with a prediction, fastest first: certified configs that the problem takes, and libraries.
+
+    Args:
+        op_name: as in `Op.name`.
+        device: the card.
+        problem: as from `Op.problem`.
+        args: of the op, or tensors like them on "meta".
+        impls: those that take the problem.
+    """
+    yield from _ordered(_predicted(op_name, device, args, impls), device, problem)
+
+
+def _ordered(predicted: Sequence[_Predicted], device: Device, problem: Any) -> Iterator[Ranked]:
+    if not predicted:
+        return
+    first = np.cumsum([0, *(len(p.seconds) for p in predicted)]).tolist()
+    seconds = np.concatenate([p.seconds for p in predicted])
+    for at in np.argsort(seconds, kind="stable").tolist():
+        owner = bisect_right(first, at) - 1
+        impl, certified, _ = predicted[owner]
+        if certified is None:
+            yield Ranked(impl, {}, float(seconds[at]), False)
+            continue
+        place = at - first[owner]
+        config = certified.configs[place]
+        if impl.space.refusal(device, problem, config) is None:
+            yield Ranked(impl, config, float(seconds[at]), bool(certified.held.spill_bytes[place]))
+
+
+def better(
+    op_name: str, device: Device, problem: Any, args: Sequence[Any], impls: Sequence[Candidate], default: Config
+) -> Ranked | None:
+    """What to take instead of the first implementation with its default config, or None to leave that.
+
+    Args as `rank` has them; `default` is the config of `impls[0]`.
+    """
+    if not constants_of(device.arch).source.startswith("fitted"):
+        return None
+    with_space = [impl for impl in impls if impl.space.axes]
+    if any(impl.work is None or _certified(op_name, impl.name, device.arch) is None for impl in with_space):
+        return None
+    predicted = _predicted(op_name, device, args, impls)
+    own = next((p for p in predicted if p.impl is impls[0]), None)
+    if own is None:
+        return None
+    place = own.certified.place.get(config_key(default)) if own.certified else 0
+    if place is None:
+        return None
+    now = float(own.seconds[place])
+    first = next((r for r in _ordered(predicted, device, problem) if not r.spills), None)
+    if first is None or now <= max(first.seconds * (1 + MARGIN), first.seconds + LEAD_S):
+        return None
+    return first
