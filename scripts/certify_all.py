@@ -38,7 +38,7 @@ def environment(version: str) -> dict[str, str]:
     folder = ROOT / ".data/triton" / version
     if not (folder / f"triton-{version}.dist-info").exists():
         print(f"installing triton {version} into {folder}", file=sys.stderr, flush=True)
-        pip = [
+        pip = (
             sys.executable,
             "-m",
             "pip",
@@ -48,8 +48,9 @@ def environment(version: str) -> dict[str, str]:
             "--no-deps",
             "--target",
             str(folder),
-        ]
-        subprocess.run([*pip, f"triton=={version}"], check=True)
+        )
+        if subprocess.run([*pip, f"triton=={version}"]).returncode:
+            sys.exit(f"pip has no triton {version} for this machine; `pip index versions triton` lists those that there are")
     return {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 
 

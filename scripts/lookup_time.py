@@ -5,7 +5,7 @@ A process of its own, with a frozen table of 500 problems and a database of 4,50
     first     the first choice of the process: both places are opened, versions asked, sources hashed
     exact     a new problem with a row of its own
     bucket    a new problem with a row nearby
-    default   a new problem without either
+    default   a new problem without either: the analytical model is asked, where the op lets it choose (linear does)
     repeated  a problem that the process has chosen for: what `Op.run` adds to the summary of the arguments and the launch
 """
 
@@ -82,7 +82,8 @@ def main() -> None:
         times = {"rows": float(count), "first_ms": 1e3 * seconds(lambda: linear_op.choose(H100, MEASURED[0]))}
         linear_op.choose(H100, MEASURED[0]._replace(k=7))  # sorts the neighbours, once
         for source, problems in new.items():
-            assert {linear_op.choose(H100, p).source for p in problems} == {source}
+            sources = {linear_op.choose(H100, p).source for p in problems}
+            assert sources <= ({"default", "model"} if source == "default" else {source}), sources
             times[f"{source}_ms"] = 1e3 * statistics.median(seconds(lambda p=p: linear_op.choose(H100, p)) for p in problems)
     choices = {(p, 0, Scope()): p for p in MEASURED}
     key = (MEASURED[250], 0, Scope())

@@ -1,7 +1,8 @@
 """How far are quick choices from the best config? The exhaustive study behind the tables of docs/, in two steps.
 
     python scripts/regret.py --out data.jsonl --budget-s 360     on a GPU: measure every valid config of every case
-    python scripts/regret.py --from data.jsonl                   anywhere: the tables
+    python scripts/regret.py --from data.jsonl --small regret.json  anywhere: the same data, a tenth of the size
+    python scripts/regret.py --from regret.json                  anywhere: the tables of docs/regret.md
 
 Measuring. Configs are compiled ahead on all cores, in processes that never touch the GPU, into a cache that the measuring
 process reads; the GPU works on the first cases while the rest compiles. The measuring process is replaced when a candidate
@@ -42,6 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="measure, and append to this file")
     parser.add_argument("--from", dest="data", type=Path, help="tables from this file")
+    parser.add_argument("--small", type=Path, help="with --from: no tables, but the data in a small file")
+    parser.add_argument("--folds", type=int, default=4, help="with --from: parts of the held-out fits, 0 for none")
     parser.add_argument("--budget-s", type=float, default=360.0, help="wall seconds, compiling included")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that compile")
     parser.add_argument("--card", default="h100", help="the card whose spaces are measured")
@@ -59,10 +62,14 @@ def main() -> None:
         with suppress(KeyboardInterrupt):
             (regret_workers.compile_all if options.role == "compile" else regret_workers.measure_jobs)(options)
     elif options.data:
+        import regret_store
         import regret_tables
 
         try:
-            regret_tables.show(options.data)
+            if options.small:
+                regret_store.write(options.small, regret_store.compact(*regret_store.read(options.data)))
+            else:
+                regret_tables.show(options.data, options.folds)
         except (OSError, ValueError) as error:
             raise SystemExit(f"--from: {error}") from error
     elif options.out:

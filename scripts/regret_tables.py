@@ -1,45 +1,27 @@
-"""The tables of `regret.py --from`: what every way to choose without a search loses against the best candidate, as Markdown."""
+"""The tables of `regret.py --from`: what every way to choose without a search loses against the best candidate, as Markdown.
 
-import json
+Defaults are those of today's spaces; where one is a config that the study did not measure, its place is empty.
+"""
+
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cases_of", "percentile", "read", "show"]
+import fit_model
+import numpy as np
+import regret_cases as cases
+from regret_model import Study, op_named
+from regret_store import read
+
+from tilewright.tune.constants import CONSTANTS
+from tilewright.tune.unmeasured import LEAD_S, MARGIN
+
+__all__ = ["by_op", "percentile", "show"]
 
 Json = dict[str, Any]
 
-
-def read(path: Path) -> tuple[list[Json], list[Json]]:
-    """(environments, candidates) of a data file; a line that was cut short, at the end, is left out.
-
-    Raises:
-        ValueError: the file has no candidates.
-    """
-    environments, rows = [], []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if "environment" in row:
-            environments.append(row["environment"])
-        else:
-            rows.append(row)
-    if not rows:
-        raise ValueError(f"{path}: no candidates; wanted what `regret.py --out` writes")
-    return environments, rows
-
-
-def cases_of(rows: Iterable[Json]) -> dict[tuple[str, str], list[Json]]:
-    """(op, label) -> its measured candidates, fastest first, torch's own kernels aside."""
-    found: dict[tuple[str, str], list[Json]] = defaultdict(list)
-    for row in rows:
-        if row["status"] == "ok" and row["impl"] != "torch":
-            found[row["op"], row["label"]].append(row)
-    return {case: sorted(members, key=lambda row: row["us"]) for case, members in found.items()}
+_TOP = 8
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -48,49 +30,159 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))] if ordered else math.nan
 
 
+def _intro(environment: Mapping[str, Any], counts: Mapping[str, int], study: Study, folds: int) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in environment.items())
+    failed = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    return f"""# What a choice without a search costs
+
+Every valid config of {len(study.keys)} problems, as far as the time went: {len(study.us)} candidates measured ({facts}).
+Not measured: {failed}. *Regret* of a choice is its time over the least of all measured candidates of that problem, less 1.
+
+- *default*: what an untuned program runs, as the spaces are today.
+- *model, top 1*: the first in the analytical model's order (`tilewright/tune/model.py`), nothing measured.
+- *model, top {_TOP}*: the best of its first {_TOP}, which is what `tilewright tune` measures; the vendor's library, one
+  candidate, is always among them.
+- *held out*: the same with constants that were fitted without the problem at hand, in {folds} parts. The others have constants
+  fitted to all problems: their regret flatters the model. The formula itself was chosen with all problems in view.
+- *linear, ours*: `linear` without the vendor's library, which is the best candidate of half of its problems.
+
+Made by `python scripts/regret.py --from benchmarks/results/h100/regret.json --folds {folds}`; the constants by
+`scripts/fit_model.py`. The facts of a config (registers, shared memory) are those of its own compilation for the problem.
+"""
+
+
+def show(path: Path, folds: int) -> None:
+    """Print the tables of a data file; with `folds` parts for the held-out rows, 0 for none."""
+    environment, rows, counts = read(path)
+    study = Study(rows)
+    predicted = {"model": study.predicted_us(CONSTANTS[90])}
+    if folds:
+        predicted["held out"] = fit_model.held_out(study, folds, fit_model.TRIES)
+    defaults = _defaults(study)
+    print(_intro(environment, counts, study, folds))
+    print("## By op\n")
+    by_op(study, predicted, defaults)
+    print("\n## The model's step of an untuned program\n")
+    _step(study, predicted, defaults)
+    print("\n## By problem\n")
+    torch_us = {(row["op"], row["label"]): row["us"] for row in rows if row["impl"] == "torch"}
+    _by_case(study, predicted["model"], defaults, torch_us)
+
+
+# ---- choices
+
+
+def _defaults(study: Study) -> list[int | None]:
+    """The candidate of each case that an untuned program of today runs; None where it was not measured."""
+    found: list[int | None] = []
+    for number, (name, _) in enumerate(study.keys):
+        members = np.flatnonzero(study.case == number)
+        op = op_named(name)
+        problem = op.problem(*cases.arguments({"op": name, **study.rows[members[0]]["dims"]}, "meta"))
+        impl = next(impl for impl in op.impls if impl.refusal(study.device, problem) is None)
+        config = dict(impl.space.default(study.device, problem))
+        # `varlen` and `invariant` of attention are one kernel: with one config, one measurement.
+        same = {other.name for other in op.impls if other.launch is impl.launch}
+        rows = ((int(i), study.rows[i]) for i in members)
+        found.append(next((i for i, row in rows if row["impl"] in same and row["config"] == config), None))
+    return found
+
+
+def _regrets(study: Study, chosen: Iterable[int | None]) -> dict[int, float]:
+    """Case -> regret of a chosen candidate, where there is one."""
+    best = study.best
+    return {case: float(study.us[i] / best[case] - 1) for case, i in enumerate(chosen) if i is not None}
+
+
+# ---- tables
+
+
+def _cells(values: Iterable[float]) -> str:
+    held = list(values)
+    return f"{len(held)} | {percentile(held, 0.5):.1%} | {percentile(held, 0.95):.1%} | {max(held):.1%}"
+
+
+def by_op(study: Study, predicted: Mapping[str, np.ndarray], defaults: list[int | None]) -> None:
+    """Print the table of regret by op, of times predicted in several ways."""
+    print("| op | choice | problems | median | 95th percentile | most |\n|---|---|---|---|---|---|")
+    ours = Study([row for row in study.rows if row["impl"] != "vendor"])
+    without = {how: us[~study.library] for how, us in predicted.items()}
+    untuned = _regrets(study, defaults)
+    for group in (*dict.fromkeys(op for op, _ in study.keys), "linear, ours", "all"):
+        held = ours if group == "linear, ours" else study
+        members = [i for i, (op, _) in enumerate(held.keys) if group in (op, "all", f"{op}, ours")]
+        if held is study and any(i in untuned for i in members):
+            print(f"| {group} | default | {_cells(untuned[i] for i in members if i in untuned)} |")
+        for top in (1, _TOP):
+            for how, us in (without if held is ours else predicted).items():
+                regret = held.regret(us, top)
+                words = f"model, top {top}" + (", held out" if how == "held out" else "")
+                print(f"| {group} | {words} | {_cells(regret[members])} |")
+
+
+def _step(study: Study, predicted: Mapping[str, np.ndarray], defaults: list[int | None]) -> None:
+    """What `Op.choose` would take among the candidates, by the lead that it asks for."""
+    inside = [i for i, default in enumerate(defaults) if default is not None and _asks(study, i)]
+    print(f"""Where nothing near was measured, a program takes the model's first instead of the default if its predicted time is
+less by a factor of {1 + MARGIN:g} and by {1e6 * LEAD_S:g} us, and only for ops and problems whose work the problem tells:
+16-bit products of aligned matrices, {len(inside)} problems of the study. Mean regret of them by the factor alone, and how often
+the model's choice is taken:
+""")
+    print("| factor | " + " | ".join(f"{how}: taken | mean regret | most" for how in predicted) + " |")
+    print("|---" * (1 + 3 * len(predicted)) + "|")
+    for margin in (0.0, 0.1, 0.2, 0.3, MARGIN, math.inf):
+        cells = []
+        for us in predicted.values():
+            chosen = [_with_model(study, us, i, defaults[i], margin) if i in inside else None for i in range(len(defaults))]
+            regret = _regrets(study, chosen)
+            taken = sum(chosen[i] != defaults[i] for i in inside)
+            cells.append(f"{taken} | {np.mean(list(regret.values())):.2%} | {max(regret.values()):.1%}")
+        print(f"| {'default alone' if margin == math.inf else f'{1 + margin:g}'} | " + " | ".join(cells) + " |")
+
+
+def _asks(study: Study, case: int) -> bool:
+    """Whether choosing asks the model about a case."""
+    name = study.keys[case][0]
+    op = op_named(name)
+    dims = study.rows[int(np.flatnonzero(study.case == case)[0])]["dims"]
+    return op.typical is not None and op.typical(op.problem(*cases.arguments({"op": name, **dims}, "meta"))) is not None
+
+
+def _with_model(study: Study, us: np.ndarray, case: int, default: int | None, margin: float) -> int | None:
+    assert default is not None
+    if margin == math.inf:
+        return default
+
+    def may(i: int) -> bool:
+        return study.rows[i]["impl"] != "invariant" and not study.rows[i]["resources"].get("spill_bytes")
+
+    members = [int(i) for i in np.flatnonzero(study.case == case) if may(int(i))]
+    first = min(members, key=lambda i: us[i])
+    return first if us[first] * (1 + margin) < us[default] else default
+
+
+def _by_case(study: Study, us: np.ndarray, defaults: list[int | None], torch_us: Mapping[tuple[str, str], float]) -> None:
+    names = "op | problem | candidates | best | us | spread | library us | default us | regret | model's first | predicted us"
+    print(f"| {names} | us | regret | top {_TOP}: regret |\n" + "|---" * 14 + "|")
+    untuned, first, some = _regrets(study, defaults), study.regret(us, 1), study.regret(us, _TOP)
+    for number, key in enumerate(study.keys):
+        members = np.flatnonzero(study.case == number)
+        best = int(members[np.argmin(study.us[members])])
+        chosen = int(members[np.argsort(us[members], kind="stable")[0]])
+        library = torch_us.get(key, next((study.us[i] for i in members if study.library[i]), None))
+        default = defaults[number]
+        cells = [
+            key[0], key[1], str(len(members)), _config(study.rows[best]), _us(study.us[best]),
+            f"{study.rows[best]['us_spread']:.2f}", _us(library), _us(None if default is None else study.us[default]),
+            f"{untuned[number]:.1%}" if number in untuned else "", _config(study.rows[chosen]), _us(us[chosen]),
+            _us(study.us[chosen]), f"{first[number]:.1%}", f"{some[number]:.1%}",
+        ]  # fmt: skip
+        print("| " + " | ".join(cells) + " |")
+
+
 def _config(row: Json) -> str:
-    return f"{row['impl']} " + " ".join(f"{k}={v}" for k, v in row["config"].items())
+    return " ".join([row["impl"], *(f"{name}={value}" for name, value in row["config"].items())])
 
 
-def _us(row: Json | None) -> str:
-    return f"{row['us']:.1f}" if row else ""
-
-
-def show(path: Path) -> None:
-    """Print the tables of a data file."""
-    environments, rows = read(path)
-    for environment in environments[:1]:
-        print(", ".join(f"{k} {v}" for k, v in environment.items()), "\n")
-    statuses: dict[str, int] = defaultdict(int)
-    for row in rows:
-        statuses[row["status"]] += 1
-    print(", ".join(f"{count} {status}" for status, count in sorted(statuses.items())), "\n")
-    wrong = [row for row in rows if row.get("off", 0) > 0.05]
-    for row in wrong[:10]:
-        print(f"differs from the first result by {row['off']:.3g}: {row['op']} {row['label']} {_config(row)}")
-    torch_of = {(row["op"], row["label"]): row for row in rows if row["impl"] == "torch" and row["status"] == "ok"}
-    print("| op | case | candidates | best | us | spread | library us | default us | default's regret |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    regrets: dict[str, list[float]] = defaultdict(list)
-    for (op, label), members in cases_of(rows).items():
-        best = members[0]
-        default = min((r for r in members if r["default"]), key=lambda r: _rank(op, r), default=None)
-        library = torch_of.get((op, label)) or next((r for r in members if r["impl"] == "vendor"), None)
-        regret = default["us"] / best["us"] - 1 if default else math.nan
-        if default:
-            regrets[op].append(regret)
-        print(
-            f"| {op} | {label} | {len(members)} | {_config(best)} | {_us(best)} | {best['us_spread']:.2f} "
-            f"| {_us(library)} | {_us(default)} | {regret:.1%} |"
-        )
-    print("\n| op | cases | default's regret: median | 95th percentile | most |\n|---|---|---|---|---|")
-    for op, values in regrets.items():
-        print(f"| {op} | {len(values)} | {percentile(values, 0.5):.1%} | {percentile(values, 0.95):.1%} | {max(values):.1%} |")
-
-
-def _rank(op: str, row: Json) -> int:
-    """Where an implementation stands in its op: the first that does not refuse is what an untuned program runs."""
-    from tilewright.ops import ALL
-
-    names = next([impl.name for impl in candidate.impls] for candidate in ALL if candidate.name == op)
-    return names.index(row["impl"])
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"

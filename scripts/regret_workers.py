@@ -49,7 +49,9 @@ def _tasks(card: str, only: str) -> Iterator[Task]:
             for impl in op.impls:
                 if impl.refusal(device, problem) is None:
                     default = dict(impl.space.default(device, problem))
-                    for config in [default, *(c for c in impl.space.configs(device, problem) if c != default)]:
+                    # Without axes there is the default and nothing else: `configs` gives the empty combination.
+                    others = impl.space.configs(device, problem) if impl.space.axes else ()
+                    for config in [default, *(c for c in others if c != default)]:
                         key = json.dumps([impl.name, dict(config)], sort_keys=True)
                         found.setdefault(key, (batch, impl, dict(config), {}))[3][cases.label(case)] = (case, config is default)
         tasks = list(found.values())

@@ -51,7 +51,8 @@ def section() -> str:
     """All that stands between the two markers."""
     facts = (load("h100", "engine") + load("h100", "ops"))[0]["environment"]
     versions = f"driver {facts['driver']}, torch {facts['torch']}, triton {facts['triton']}, ptxas {facts['ptxas']}"
-    commands = sorted({result["environment"]["command"] for result in load("h100", "")})
+    environments = [result["environment"] for result in load("h100", "")]
+    commands = sorted({e["command"] for e in environments if "command" in e})  # docs/regret.md has the study's own
     listed = "\n".join(f"    {command}" for command in commands)
     return (
         f"On one {facts['device']}, {versions}:\n\n{engine_table('h100')}\n\n{ops_table('h100')}\n\n"
@@ -82,13 +83,12 @@ def support_cell(certificate: dict[str, Any], impl: str, arch: str) -> str:
     what = "configs" if configs else "examples"
     if not rows:
         return Counter(case["refused"] for case in cases).most_common(1)[0][0]
-    kernels = [kernel for row in rows for kernel in row.get("kernels", ())]
+    limiters = Counter(kernel["limiter"] for row in rows for kernel in row.get("kernels", ()) if "limiter" in kernel)
     spilling = sum(any(kernel.get("spill_bytes") for kernel in row.get("kernels", ())) for row in rows)
     failing = sum("error" in row for row in rows)
     words = [f"{len(rows) - failing} of {len(rows)} {what} compile" if failing else f"{len(rows)} {what}"]
     words += [f"{spilling} spill"] if spilling else []
-    limiter = Counter(kernel.get("limiter", "?") for kernel in kernels).most_common(1)
-    return f"{', '.join(words)}; {limiter[0][0]}" if limiter else words[0]
+    return f"{', '.join(words)}; {limiters.most_common(1)[0][0]}" if limiters else words[0]
 
 
 def replaced(text: str, begin: str, end: str, inside: str) -> str:

@@ -6,8 +6,9 @@ An `Op` is a definition in plain torch (`reference`), what it costs, examples, a
 
 `choose` sees the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves: that
 makes its answer cacheable by construction. Of the implementations that do not refuse it takes the one that a measured row
-names, with that row's config (`tune.lookup`), else the first with its default. A refusal is a sentence, and that sentence is
-the error text, the explanation and the skip message of the tests.
+names, with that row's config (`tune.lookup`); else what the analytical model puts clearly before the rest
+(`tune.unmeasured`), where `Op.typical` can tell it what such a problem is like; else the first with its default. A refusal is a
+sentence, and that sentence is the error text, the explanation and the skip message of the tests.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
 a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`.
@@ -32,6 +33,7 @@ from tilewright.tune import lookup
 from tilewright.tune.model import Work
 from tilewright.tune.ranking import Entry
 from tilewright.tune.space import NO_CHOICES, Config, Space
+from tilewright.tune.unmeasured import better
 
 __all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "on_card", "prefer", "scope", "strict"]
 
@@ -113,7 +115,9 @@ class Impl:
     extra_roundings: int = 0
     """Roundings to the arguments' dtype beyond the op's own: a library's, before the epilogue that we add to it."""
     work: Callable[..., Work] | None = None
-    """(device, config, *args) -> what a launch really does, for the analytical model; None when it has no config to predict."""
+    """(device, config, *args) -> what a launch really does, for the analytical model; None: it is not predicted.
+
+    The arguments may be meta tensors; the entries of the config may be arrays (`tune.model.Work`)."""
 
     def refusal(self, device: Device, problem: Any, scope: Scope = Scope()) -> str | None:  # noqa: B008
         """Why this implementation does not take the problem on this device, or None when it does."""
@@ -190,6 +194,9 @@ class Op:
     `cost(*args)` -> the unavoidable work of the call.
     `make(inputs, *, M, N, dtype=torch.bfloat16, ...)` -> arguments from dimensions: its keywords are what `tune`, `explain` and
     `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices.
+    `typical(problem)` -> arguments on meta tensors that such a problem is like, or None: with them the model may choose where
+    nothing was measured. Not the arguments of the call, so that two ranks, or a server and its bundle, choose alike. Only for
+    ops whose problem tells sizes well enough.
     `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.
     `mutates` names the arguments that are written in place.
     `rows_in_problem`: the problem says how many rows a batch has. Then no row decides in the invariant scope: two batches
@@ -206,6 +213,7 @@ class Op:
     examples: tuple[Example, ...]
     impls: tuple[Impl, ...]
     make: Callable[..., tuple[Any, ...]] | None = None
+    typical: Callable[[Any], tuple[Any, ...] | None] | None = None
     fake: Callable[..., Any] | None = None
     mutates: tuple[str, ...] = ()
     rows_in_problem: bool = False
@@ -271,10 +279,19 @@ class Op:
         if now.strict and (found is None or found.source != "exact"):
             raise lookup.missing(self.name, problem, device)
         if found is None:
-            lookup.count("default")
-            return first._replace(source="default")
+            choice = self._modelled(device, problem, impls, first.config) or first._replace(source="default")
+            lookup.count(choice.source)
+            return choice
         impl = next(impl for impl in impls if impl.name == found.impl)
         return Choice(impl, found.config, found.source, found.entry)
+
+    def _modelled(self, device: Device, problem: Any, impls: list[Impl], default: Config) -> Choice | None:
+        """What the model clearly prefers to the first implementation with its default, if it may say."""
+        # In the invariant scope a config must not come from numbers that a new fit changes.
+        if self.typical is None or scope().invariant or (args := self.typical(problem)) is None:
+            return None
+        best = better(self.name, device, problem, args, impls, default)
+        return None if best is None else Choice(best.impl, best.config, "model")
 
     def refusals(self, device: Device, problem: Any) -> dict[str, str]:
         """Implementation name -> why it does not take the problem, for those that refuse."""

@@ -27,6 +27,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import layer_norm_arguments
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import columns, load_block, store_block, wide_refusal
+from tilewright.kernels.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -241,7 +242,7 @@ layer_norm_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=layer_norm_arguments,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=layer_norm_work),),
 )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.work import gemv_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -45,16 +46,13 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    block_k = min(max(256, next_pow2(problem.k)), 2048 // problem.dtype.itemsize)
+    # Two programs an SM at least. Fewer rows of the weight want wider steps instead, for as many bytes under way.
+    block_n = 4 if problem.n >= 8 * device.sms else 2
+    widest = (8192 if block_n == 2 and problem.m_bucket == 1 else 2048) // problem.dtype.itemsize
+    block_k = min(max(256, next_pow2(problem.k)), widest)
     if problem.k % block_k and problem.k % (block_k // 2) == 0:
         block_k //= 2
-    # Two programs an SM at least; 8 rows let a warp use each x that it fetches twice.
-    block_n = 8
-    while block_n > 2 and problem.n < 2 * device.sms * block_n:
-        block_n //= 2
-    # Four 16-byte loads a thread or more; not above four where the sums of several rows want the registers.
-    if problem.m_bucket > 1:
-        block_n = min(block_n, 4)
+    # Four 16-byte loads a thread or more.
     warps = max(1, min(4, block_k * problem.dtype.itemsize // 512, block_n * block_k * problem.dtype.itemsize // 2048))
     return {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "PDL": False}
 
@@ -146,4 +144,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y
 
 
-GEMV = Impl(name="gemv", launch=_launch, space=SPACE, refuse=_refuse)
+GEMV = Impl(name="gemv", launch=_launch, space=SPACE, refuse=_refuse, work=gemv_work)

@@ -22,8 +22,10 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.reduce import dot
+from tilewright.kernels.work import tile_work
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl
+from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space
 
 __all__ = ["INVARIANT", "TRITON", "best_tile", "grouped"]
@@ -271,6 +273,13 @@ def _launch_any_m(
     return _launch(_ANY_M if x.element_size() == 2 else _ANY_M_WIDE, x, weight, bias, activation, residual)
 
 
-TRITON = Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse)
+def _work_any_m(
+    device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Work:
+    any_m = _ANY_M if x.element_size() == 2 else _ANY_M_WIDE
+    return tile_work(device, any_m, x, weight, bias, activation, residual)
 
-INVARIANT = Impl(name="invariant", launch=_launch_any_m, refuse=_refuse, batch_invariant=True)
+
+TRITON = Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, work=tile_work)
+
+INVARIANT = Impl(name="invariant", launch=_launch_any_m, refuse=_refuse, batch_invariant=True, work=_work_any_m)

@@ -20,6 +20,7 @@ from tilewright.hw.device import Device, device_of
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output, finish
 from tilewright.kernels.matmul_tile import best_tile, grouped
 from tilewright.kernels.reduce import dot
+from tilewright.kernels.work import tma_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -152,4 +153,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y
 
 
-TRITON_TMA = Impl(name="triton_tma", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse)
+TRITON_TMA = Impl(name="triton_tma", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, work=tma_work)

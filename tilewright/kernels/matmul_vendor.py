@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.kernels.activation import gelu_mul, silu_mul
+from tilewright.kernels.work import vendor_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
@@ -44,4 +45,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y if residual is None else y.add_(residual)
 
 
-VENDOR = Impl(name="vendor", launch=_launch, interpretable=False, extra_roundings=1)
+VENDOR = Impl(name="vendor", launch=_launch, interpretable=False, extra_roundings=1, work=vendor_work)

@@ -36,6 +36,7 @@ from tilewright.kernels.arguments import attention_arguments
 from tilewright.kernels.paged_space import INVARIANT_SPACE, SPLIT_SPACE, VARLEN_SPACE, problem_of
 from tilewright.kernels.paged_walk import walk
 from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.work import split_work, varlen_work
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -326,9 +327,10 @@ paged_attention_op = Op(
             launch=_split_launch,
             space=SPLIT_SPACE,
             refuse=lambda device, problem: None if problem.decode else "takes one query a sequence",
+            work=split_work,
         ),
-        Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE),
-        Impl(name="invariant", launch=_varlen_launch, space=INVARIANT_SPACE, batch_invariant=True),
+        Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
+        Impl(name="invariant", launch=_varlen_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),
     ),
 )
 

@@ -24,6 +24,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import add_norm_arguments, norm_arguments
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
+from tilewright.kernels.work import add_norm_work, norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -263,7 +264,7 @@ rms_norm_op = Op(
     examples=EXAMPLES,
     make=norm_arguments,
     tolerance=_TOLERANCE,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=norm_work),),
 )
 
 add_rms_norm_op = Op(
@@ -274,7 +275,7 @@ add_rms_norm_op = Op(
     examples=tuple(_with_residual(e) for e in EXAMPLES),
     make=add_norm_arguments,
     tolerance=_TOLERANCE,
-    impls=(Impl(name="triton", launch=_add_launch, space=SPACE, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=_add_launch, space=SPACE, batch_invariant=True, work=add_norm_work),),
 )
 
 
