@@ -32,7 +32,8 @@ def test_every_op_has_a_judgement(op: Op) -> None:
         assert kernel["facts"]["registers"] > 0
         assert kernel["occupancy"]["blocks"] > 0
         assert kernel["instructions"]
-        assert kernel["memory"]["accesses"] or kernel["facts"]["tma_loads"]
+        assert kernel["memory"]["accesses"] or kernel["memory"]["copies"]
+        assert bool(kernel["facts"]["tma_loads"]) == any(copy["op"] == "load" for copy in kernel["memory"]["copies"])
 
 
 @needs_compiler
@@ -45,6 +46,15 @@ def test_text_has_what_was_asked_for() -> None:
     ):  # fmt: skip
         assert words in done.stdout, words
     assert "sm_100" not in done.stdout
+
+
+@needs_compiler
+def test_gluon_text_has_what_was_asked_for() -> None:
+    """A warp-specialised kernel: the ring that TMA fills, and who has how many registers."""
+    done = run("matmul", "M=2048", "N=2048", "K=2048", "--impl", "sm90", "--arch", "90")
+    assert done.exit_code == 0, done.output
+    for words in ("sm90_kernel sm_90", "12 warps", "TMA load", "wgmma", " deep: ", "1 warp of 24 registers", "bytes a copy"):
+        assert words in done.stdout, words
 
 
 @needs_compiler
@@ -80,7 +90,7 @@ def test_what_refuses_is_said() -> None:
         ("softmax --config BLOCK_DD=64", 1, "--config is 'BLOCK_DD=64', wanted AXIS=VALUE: did you mean BLOCK_D"),
         ("softmax --config BLOCK_D", 1, "wanted AXIS=VALUE"),
         ("softmax --config BLOCK_D=100", 1, "--config BLOCK_D is '100', outside the space"),
-        ("softmax --arch 90 --config BLOCK_D=16384", 1, "outside the space: tile over 16384 elements"),
+        ("softmax --arch 90 --config BLOCK_D=16384", 1, "outside the space: BLOCK_D wider than the row needs"),
         ("softmax --show llir", 2, "wanted one of ttgir, ptx, sass"),
         ("softmax M=2 N=64 --example rows", 1, "not both"),
         ("softmax M=2", 1, "softmax: N is missing; softmax takes M=... N=... dtype=bfloat16"),

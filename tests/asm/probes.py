@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewright.op import Example, Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["TinyOp", "copy", "gather", "matmul", "matmul_tma", "nonsense", "turn", "twice"]
+__all__ = ["TinyOp", "copy", "gather", "matmul", "matmul_tma", "nested", "nonsense", "turn", "twice"]
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -78,8 +78,22 @@ def _nonsense(config: Any, x: Tensor) -> None:
     _nonsense_kernel[(1,)](x, N=12)
 
 
-copy, twice, matmul, matmul_tma, nonsense = (
-    SimpleNamespace(launch=launch) for launch in (_copy, _twice, _matmul, _matmul_tma, _nonsense)
+@triton.jit
+def _helper(N: tl.constexpr):
+    return tl.arange(0, N)
+
+
+@triton.jit
+def _nested_kernel(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr + _helper(N), 0.0)
+
+
+def _nested(config: Any, x: Tensor) -> None:
+    _nested_kernel[(1,)](x, N=12)
+
+
+copy, twice, matmul, matmul_tma, nonsense, nested = (
+    SimpleNamespace(launch=launch) for launch in (_copy, _twice, _matmul, _matmul_tma, _nonsense, _nested)
 )
 
 
@@ -95,10 +109,10 @@ class TinyOp:
     def __init__(self, config: Config, wide: bool = False, stages: tuple[int, ...] = (2,)):
         cols = 256 if wide else 128
         bf16 = torch.bfloat16
-        self.examples = (Example("only", lambda i: (i.randn(128, 256, dtype=bf16), i.randn(256, cols, dtype=bf16))),)
+        self.examples = (Example("only", lambda i: (i.randn(64, 256, dtype=bf16), i.randn(256, cols, dtype=bf16))),)
         space = Space(
             default=lambda device, problem: config,
-            axes={"maxnreg": (64, None), "num_stages": (*stages, 40)},
+            axes={"maxnreg": (64, None), "num_stages": (*stages, 12)},
             refusal=lambda device, problem, c: "one is enough" if c["maxnreg"] == 64 and c["num_stages"] > 3 else None,
         )
         self.impls = (

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.asm import probes
 from tilewright.asm.compile import CARDS, CompileFailed, record, stand_in
-from tilewright.asm.facts import facts, instruction_mix, ptxas_version
+from tilewright.asm.facts import facts, instruction_mix, ptxas_version, sass
 from tilewright.asm.jit import CompileCounter
 from tilewright.hw import env
 
@@ -70,7 +70,7 @@ def test_tensor_cores(arch: int, unit: str, machine: str) -> None:
     found = facts(binary)
     counts = {name: getattr(found, name) for name in ("mma", "wgmma", "tcgen05")}
     assert {name for name, count in counts.items() if count} == {unit}
-    assert any(re.match(machine, name) for name in instruction_mix(binary))
+    assert any(re.match(machine, name) for name in instruction_mix(sass(binary)))
     assert found.shared_bytes > 0
     assert not found.wgmma_serialised
     assert (found.tmem_columns > 0) == (arch == 100)
@@ -80,7 +80,7 @@ def test_tensor_cores(arch: int, unit: str, machine: str) -> None:
 def test_tensor_descriptors(arch: int) -> None:
     """A descriptor argument is the copy engine's on a card that has one, and plain pointers elsewhere."""
     binary = one(probes.matmul_tma, SQUARE, arch)
-    found, mix = facts(binary), instruction_mix(binary)
+    found, mix = facts(binary), instruction_mix(sass(binary))
     assert (found.tma_loads > 0) == (found.tma_stores > 0) == (arch >= 90)
     assert any(name.startswith("UTMALDG") for name in mix) == (arch >= 90)
     assert any(name.startswith("UTMASTG") for name in mix) == (arch >= 90)
@@ -92,7 +92,7 @@ def test_widths_are_the_machine_codes(arch: int, x: torch.Tensor, suffix: str) -
     """A width counted in the PTX is the width in the disassembly, and there is no other."""
     binary = one(probes.copy, (x,), arch, BLOCK=2048, num_warps=4)
     assert list(facts(binary).loads) == [16 if suffix else 4]
-    mix = instruction_mix(binary)
+    mix = instruction_mix(sass(binary))
     assert {name for name in mix if name.startswith("LDG")} == {f"LDG.E{suffix}"}
     assert not any(name.startswith(("LDL", "STL")) for name in mix)
 
@@ -102,7 +102,7 @@ def test_spills() -> None:
     found = facts(binary)
     assert found.registers <= 64
     assert found.spill_bytes > 0
-    assert any(name.startswith("STL") for name in instruction_mix(binary))
+    assert any(name.startswith("STL") for name in instruction_mix(sass(binary)))
     assert facts(one(probes.matmul, SQUARE, 80)).spill_bytes == 0
 
 
@@ -115,6 +115,7 @@ def test_serialised_wgmma() -> None:
     ("impl", "args", "config", "reason"),
     [
         pytest.param(probes.nonsense, (VECTOR,), {}, "_nonsense_kernel .*power of 2", id="front end"),
+        pytest.param(probes.nested, (VECTOR,), {}, "_nested_kernel .*power of 2", id="in a function that it calls"),
         pytest.param(probes.matmul, SQUARE, {"maxnreg": 64}, r"_matmul_kernel .*Insufficient registers \(64\)", id="ptxas"),
         pytest.param(probes.copy, (VECTOR,), {"BLOCK": 64, "num_warps": 3}, "_copy_kernel .*power of 2", id="options"),
     ],

@@ -1,17 +1,17 @@
 """Write certificates: compile an op's examples, and the configs of its whole spaces, for cards that are not there.
 
 A case is an example with the default config, so every implementation and every kind of argument is compiled. A config is
-compiled on the first of the op's representatives that takes it. Tasks run on forked
-processes under a time limit each: a config that makes the compiler run for minutes, or crash, is a line in the certificate.
+compiled on the first of the op's representatives that takes it. Tasks run on forked processes under a time limit each: a config
+that makes the compiler run for minutes, or crash, is a line in the certificate.
 
 Implementations that call a vendor library launch no Triton kernel and have no case, and those with nothing to choose have no
 configs.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import triton
@@ -96,14 +96,16 @@ def configs_of(op: Any, inputs: Any, archs: Iterable[int] = tuple(CARD_OF_ARCH))
     return found
 
 
-def sampled(percent: float) -> Keep:
-    """Keep so many configs of a hundred, always the same ones: those whose hash is lowest."""
+def sampled(certificate: Certificate, count: int) -> Keep:
+    """Keep so many configs a place, always the same ones: of those that are certified without spills, the lowest hashes.
 
-    def keep(place: str, key: str) -> bool:
-        low = int.from_bytes(hashlib.sha256(f"{place}{key}".encode()).digest()[:4])
-        return low * 100 < percent * 2**32
-
-    return keep
+    What spills, or does not compile, takes the compiler longest and has little to lose.
+    """
+    kept = {}
+    for place, rows in certificate["configs"].items():
+        good = (row for row in rows if not any("spill_bytes" in kernel for kernel in row.get("kernels", ({"spill_bytes": 0},))))
+        kept[place] = sorted((config_key(row["config"]) for row in good), key=lambda key: sha256(key.encode()).digest())[:count]
+    return lambda place, key: key in kept.get(place, ())
 
 
 def _cases(

@@ -12,6 +12,7 @@ that call a vendor library launch no Triton kernel and give an empty list. The d
 the whole process while `record` runs, so nothing else may launch kernels meanwhile; a lock keeps two recordings apart.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
+from triton.compiler import CompilationError, CompiledKernel
 from triton.errors import TritonError
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.driver import driver
@@ -59,7 +60,7 @@ class Binary:
     """Compile-time arguments by name, with those that Triton specialised itself (an integer 1, a None)."""
     warps: int
     stages: int
-    """`num_stages` as it was asked for; what the compiler made of it is `tilewright.asm.memory`'s matter."""
+    """`num_stages` as it was asked for, 1 for Gluon; what the compiler made of it is `tilewright.asm.memory`'s matter."""
     shared_bytes: int
     """Dynamic shared memory of a block."""
     tmem_columns: int
@@ -171,10 +172,13 @@ def _recording(arch: int, session: int = 0) -> Iterator[list[tuple[CompiledKerne
         driver.set_active(active)  # pyright: ignore[reportArgumentType]
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The one line of a compiler's message that says what is wrong."""
+    # An error inside a function that a kernel calls is the cause of one at the call, which says only where that is.
+    while isinstance(error, CompilationError) and error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    assembler = [line for line in lines if line.startswith("ptxas fatal") or (line.startswith("ptxas") and "error" in line)]
+    assembler = [line for line in lines if re.match(r"ptxas[\w-]*(?: |$).*\b(?:fatal|error)\b", line)]
     return (assembler or lines or [type(error).__name__])[0 if assembler else -1]
 
 
@@ -187,7 +191,7 @@ def _binary(kernel: CompiledKernel, arch: int, blocks: int) -> Binary:
         key=kernel.hash,
         constants=constants,
         warps=kernel.metadata.num_warps,
-        stages=getattr(kernel.metadata, "num_stages", None) or 1,
+        stages=1 if kernel.src.fn.is_gluon() else kernel.metadata.num_stages,
         shared_bytes=kernel.metadata.shared,
         tmem_columns=kernel.metadata.tmem_size or 0,
         blocks=blocks,

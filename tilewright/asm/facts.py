@@ -2,7 +2,7 @@
 
 `facts` costs about 5 ms a kernel. Registers and stack are the machine code's own resource record. Instructions are counted in
 the PTX, where each tensor-core, TMA and vector access is one line whose kind and width ptxas keeps, though not always how often
-it stands there: it unrolls loops. `instruction_mix` disassembles and counts what the card runs, half a second a kernel.
+it stands there: it unrolls loops. `instruction_mix` counts what the card runs in the disassembly, half a second a kernel.
 
 Not here: timing, and what the layouts say (tilewright.asm.layouts).
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
@@ -22,7 +23,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from tilewright.asm.compile import Binary
 from tilewright.hw.occupancy import occupancy
 
-__all__ = ["Facts", "facts", "instruction_mix", "ptxas_version", "sass"]
+__all__ = ["Facts", "counts", "facts", "instruction_mix", "ptxas_version", "sass"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +66,10 @@ class Facts:
 def facts(binary: Binary) -> Facts:
     """The facts of one binary. Raises subprocess.CalledProcessError when a tool of the wheel rejects the code."""
     registers, stack_bytes = _resources(binary)
-    ptx = binary.ptx
     threads = _threads(binary)
     held = occupancy(binary.arch, threads=threads, registers=registers, shared_bytes=binary.shared_bytes)
-    local_bytes = sum(int(n) for n in _LOCAL_ARRAY.findall(ptx))
-    wgmma = len(_WGMMA.findall(ptx))
+    local_bytes = sum(int(n) for n in _LOCAL_ARRAY.findall(binary.ptx))
+    counted = counts(binary.ptx)
     return Facts(
         kernel=binary.kernel,
         warps=threads // 32,
@@ -78,17 +78,24 @@ def facts(binary: Binary) -> Facts:
         local_bytes=local_bytes,
         shared_bytes=binary.shared_bytes,
         tmem_columns=binary.tmem_columns,
-        mma=len(_MMA.findall(ptx)),
-        wgmma=wgmma,
-        wgmma_serialised=bool(wgmma) and "wgmma.mma_async instructions are serialized" in _ptxas_log(binary),
-        tcgen05=len(_TCGEN05.findall(ptx)),
-        tma_loads=len(_TMA_LOAD.findall(ptx)),
-        tma_stores=len(_TMA_STORE.findall(ptx)),
-        loads=_widths(_LOAD, ptx, _CP_ASYNC),
-        stores=_widths(_STORE, ptx),
+        wgmma_serialised=counted["wgmma"] > 0 and "wgmma.mma_async instructions are serialized" in _ptxas_log(binary),
         blocks_per_sm=held.blocks,
         limiter=held.limiter,
+        **counted,
     )
+
+
+def counts(ptx: str) -> dict[str, Any]:
+    """Those of the facts that count instructions in PTX."""
+    return {
+        "mma": len(_MMA.findall(ptx)),
+        "wgmma": len(_WGMMA.findall(ptx)),
+        "tcgen05": len(_TCGEN05.findall(ptx)),
+        "tma_loads": len(_TMA_LOAD.findall(ptx)),
+        "tma_stores": len(_TMA_STORE.findall(ptx)),
+        "loads": _widths(_LOAD, ptx, _CP_ASYNC),
+        "stores": _widths(_STORE, ptx),
+    }
 
 
 _MMA = re.compile(r"\bmma\.sync\.")
@@ -141,9 +148,9 @@ def sass(binary: Binary) -> str:
         return _run(knobs.nvidia.nvdisasm.path, "-c", path)
 
 
-def instruction_mix(binary: Binary) -> dict[str, int]:
-    """Machine instruction ("LDG.E.128", "HGMMA.64x128x16.F32.BF16") -> how often it stands in the code, most frequent first."""
-    found = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+\{?\s*(?:@!?\w+\s+)?([A-Z][\w.]*)", sass(binary), re.MULTILINE)
+def instruction_mix(code: str) -> dict[str, int]:
+    """Machine instruction ("LDG.E.128", "HGMMA.64x128x16.F32.BF16") -> how often it stands in `sass`, most frequent first."""
+    found = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+\{?\s*(?:@!?\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
     return dict(Counter(found).most_common())
 
 

@@ -6,7 +6,7 @@ for a flag where they are defined, so that a version without the feature still i
 
 import importlib
 import inspect
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -34,9 +34,6 @@ class Features:
     """TMA copies are called `async_load` and `async_store`; before, `async_copy_global_to_shared` and the reverse."""
     cache_policies: bool
     """TMA loads take a cache policy."""
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name.replace('_', ' ')}: {'yes' if there else 'no'}" for name, there in asdict(self).items())
 
 
 @cache

@@ -1,14 +1,24 @@
 """All that can be said of a compiled kernel without a GPU, in one value, and what of it deserves attention."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tilewright.asm.compile import Binary
-from tilewright.asm.facts import Facts, facts, instruction_mix
+from tilewright.asm.facts import Facts, facts, instruction_mix, sass
 from tilewright.asm.memory import Memory, memory
 from tilewright.hw.occupancy import Occupancy, occupancy
 
-__all__ = ["Judgement", "judge"]
+__all__ = ["Judgement", "Partition", "judge", "kinds", "partitions", "warnings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """Warps of a warp-specialised kernel that run code of their own, besides the first ones."""
+
+    warps: int
+    registers: int | None
+    """A thread's, as the kernel asked (setmaxnreg); None where it did not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +28,7 @@ class Judgement:
     kernel: str
     arch: int
     facts: Facts
+    partitions: tuple[Partition, ...]
     occupancy: Occupancy
     instructions: Mapping[str, int]
     """Kind of machine instruction -> how often it stands in the code (loops are unrolled, so not how often it runs)."""
@@ -42,10 +53,21 @@ _KINDS = {
     "stmatrix": ("STSM",),
     "local load": ("LDL",),
     "local store": ("STL",),
+    "tensor memory load": ("LDTM",),
+    "tensor memory store": ("STTM",),
     "barrier": ("BAR", "SYNCS"),
     "shuffle": ("SHFL",),
     "special function": ("MUFU",),
-    "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP", "HADD2", "HMUL2", "HFMA2", "F2F", "F2FP", "FADD2", "FMUL2"),
+    "float": (
+        *("FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "FSEL", "FSETP", "FHADD", "FHFMA", "FADD2", "FMUL2", "FFMA2"),
+        *("HADD2", "HMUL2", "HFMA2", "HMNMX2", "HSETP2", "DADD", "DMUL", "DFMA"),
+    ),
+    "conversion": ("F2F", "F2FP", "F2I", "I2F", "I2FP", "FRND"),
+    "integer": (
+        *("IMAD", "IADD3", "IABS", "IMNMX", "ISETP", "LEA", "LOP3", "SHF", "SEL", "SGXT", "PRMT", "POPC", "FLO", "IDP"),
+        *("VIADD", "VIMNMX", "VIADDMNMX", "UIADD3", "UIMAD", "ULEA", "ULOP3", "USHF", "USEL", "USGXT", "UISETP", "UFLO"),
+    ),
+    "branch": ("BRA", "BRX", "EXIT", "CALL", "RET", "BSSY", "BSYNC", "WARPSYNC"),
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
@@ -58,22 +80,28 @@ def judge(binary: Binary) -> Judgement:
     """
     found, seen = facts(binary), memory(binary)
     held = occupancy(binary.arch, threads=32 * found.warps, registers=found.registers, shared_bytes=found.shared_bytes)
-    kinds: dict[str, int] = dict.fromkeys(_KINDS, 0)
-    for name, count in instruction_mix(binary).items():
-        kind = _KIND_OF.get(name.partition(".")[0], "other")
-        kinds[kind] = kinds.get(kind, 0) + count
     return Judgement(
         kernel=binary.kernel,
         arch=binary.arch,
         facts=found,
+        partitions=partitions(binary.ttgir),
         occupancy=held,
-        instructions={kind: count for kind, count in kinds.items() if count},
+        instructions=kinds(sass(binary)),
         memory=seen,
-        warnings=tuple(_warnings(binary, found, seen)),
+        warnings=tuple(warnings(binary, found, seen)),
     )
 
 
-def _warnings(binary: Binary, found: Facts, seen: Memory) -> Iterator[str]:
+def kinds(code: str) -> dict[str, int]:
+    """Kind of machine instruction -> how often it stands in a disassembly, for kinds that do."""
+    found = dict.fromkeys([*_KINDS, "other"], 0)
+    for name, count in instruction_mix(code).items():
+        found[_KIND_OF.get(name.partition(".")[0], "other")] += count
+    return {kind: count for kind, count in found.items() if count}
+
+
+def warnings(binary: Binary, found: Facts, seen: Memory) -> Iterator[str]:
+    """What of these facts deserves attention, a sentence each, with what to do about it."""
     if found.spill_bytes:
         yield f"spills {found.spill_bytes} bytes of registers a thread to local memory: a smaller tile, or more warps"
     if not found.blocks_per_sm:
@@ -86,13 +114,21 @@ def _warnings(binary: Binary, found: Facts, seen: Memory) -> Iterator[str]:
     for access in seen.accesses:
         if access.exact and access.efficiency < 0.5 and access.looped:
             yield (
-                f"{access.op} of {access.value} ({access.tile}) asks for {access.sectors} sectors where {access.least_sectors} "
-                "hold its bytes: neighbouring threads should read neighbouring addresses"
+                f"{access.op} of {access.value} ({access.tile}): a warp asks for {access.sectors} sectors where "
+                f"{access.least_sectors} would do: neighbouring threads should take neighbouring addresses"
             )
     for conflict in seen.conflicts:
         if conflict.extra_trips and conflict.looped:
             trips = f"{conflict.extra_trips} further trips an access"
             yield f"{conflict.op} of shared memory, {conflict.tile}: {trips} (bank conflicts)"
-    asked = binary.stages
-    if asked > 1 and not seen.pipeline_depth and (found.mma or found.wgmma or found.tcgen05):
-        yield f"num_stages is {asked}, and no loop is pipelined: loads that the compiler cannot move ahead, or no loop"
+    if binary.stages > 1 and not seen.pipeline_depth and (found.mma or found.wgmma or found.tcgen05):
+        yield f"num_stages is {binary.stages}, and no loop is pipelined: loads that the compiler cannot move ahead, or no loop"
+
+
+def partitions(ttgir: str) -> tuple[Partition, ...]:
+    """Those that a kernel's TTGIR declares, in order; none for a kernel that is not warp-specialised."""
+    warps = [int(n) for n in re.findall(r"^ *partition\d+\(.*\) num_warps\((\d+)\) ", ttgir, re.MULTILINE)]
+    lists = re.findall(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
+    asked = [int(n) for one in lists for n in one.split(",")]
+    registers = asked if len(asked) == len(warps) else [None] * len(warps)
+    return tuple(Partition(warps=n, registers=held) for n, held in zip(warps, registers, strict=True))

@@ -7,6 +7,7 @@ linear form (Zhou et al., "Linear Layouts", 2025: bases over GF(2)) and the coun
 
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,12 @@ class TensorType(NamedTuple):
     """"bf16", "i64", "!tt.ptr<bf16>" ..."""
     shared: bool
     """A buffer (in shared or tensor memory), not a tensor in registers."""
+
+    @property
+    def allocated(self) -> tuple[int, ...]:
+        """Shape of the buffer that this one is a part of; its own if it is whole."""
+        found = re.search(r"mutable, ([\dx]+)$", self.text)
+        return tuple(int(n) for n in found[1].split("x"))[-len(self.shape) :] if found else self.shape
 
     @property
     def element_bits(self) -> int:
@@ -91,7 +98,7 @@ class Layouts:
         self._stage.walk(self._stand_in)
 
     def of(self, kind: TensorType) -> Any:
-        """The layout in Gluon's terms; None for one that Gluon has no name for, or a tensor without a layout."""
+        """The layout in Gluon's terms; None for one that Gluon has no name for, a tensor without one, and what is no type."""
         if kind.text not in self._known:
             self._known[kind.text] = self._parse(kind) if "#" in kind.text else None
         return self._known[kind.text]
@@ -112,11 +119,10 @@ class Layouts:
         return module
 
     def _parse(self, kind: TensorType) -> Any:
-        module = self._module_of((_MEMDESC if kind.shared else _TENSOR) + kind.text + ">")
-        value = module.get_function("f").args(0)
         read = self._builder.get_gluon_layout_from_memdesc if kind.shared else self._builder.get_gluon_layout_from_tensor
         try:
-            return read(value)
+            module = self._module_of((_MEMDESC if kind.shared else _TENSOR) + kind.text + ">")
+            return read(module.get_function("f").args(0))
         except (TypeError, ValueError, RuntimeError):
             return None
 
@@ -131,13 +137,31 @@ class Layouts:
     def bank_conflicts(self, tensor: TensorType, buffer: TensorType) -> int | None:
         """Further trips to shared memory that an access of a warp needs beyond the least, by ld.shared or st.shared.
 
-        None where a layout is not known, or the shapes differ (a part of a buffer).
+        None where a layout is not known, and for a part of a buffer.
         """
         registers, shared = self.of(tensor), self.of(buffer)
-        if registers is None or shared is None or tensor.shape != buffer.shape or "#ttng.tensor_memory" in buffer.text:
+        whole = tensor.shape == buffer.shape == buffer.allocated
+        if registers is None or shared is None or not whole or "#ttng.tensor_memory" in buffer.text:
             return None
         handles = (registers._to_ir(self._builder), shared._to_ir(self._builder))
         return self._builder.get_shared_bank_conflicts(*handles, list(tensor.shape), tensor.element_bits)
+
+    def matrix_conflicts(self, buffer: TensorType) -> int | None:
+        """Further trips of an ldmatrix beyond the least: it reads 16 bytes of each of eight neighbouring rows at once.
+
+        None where the layout is none that ldmatrix reads, or is not known.
+        """
+        layout = self.of(buffer)
+        match type(layout).__name__:
+            case "NVMMASharedLayout" if layout.swizzle_byte_width:
+                return 0  # its swizzles are made so that eight rows lie on all banks
+            case "SwizzledSharedLayout" if layout.vec * buffer.element_bits >= 128:
+                pitch = buffer.allocated[layout.order[0]] * buffer.element_bits // 128  # 16-byte words from row to row
+                moved = layout.vec * buffer.element_bits // 128
+                rows = range(min(8, buffer.shape[layout.order[1]]))
+                banks = Counter((row * pitch + row // layout.per_phase % layout.max_phase * moved) % 8 for row in rows)
+                return max(banks.values()) - 1
+        return None
 
 
 # ---- words
@@ -157,16 +181,19 @@ def _by(numbers: Sequence[int]) -> str:
 def _blocked(layout: Any) -> str:
     rows = [str(dim) for dim in layout.order]
     order = f", dimension {rows[0]} fastest" if len(rows) > 1 else ""
+    own = _by(layout.size_per_thread)
+    held = "one element" if set(own) <= {"1", "x"} else f"{own} neighbours"
     return (
-        f"blocked: a thread holds {_by(layout.size_per_thread)} neighbours, a warp is {_by(layout.threads_per_warp)} threads, "
+        f"blocked: a thread holds {held}, a warp is {_by(layout.threads_per_warp)} threads, "
         f"the block {_by(layout.warps_per_cta)} warps{order}"
     )
 
 
 def _mma(layout: Any) -> str:
     unit = {2: "mma.sync, a warp at a time", 3: "wgmma, four warps at a time"}.get(layout.version[0], "tensor cores")
+    tile = layout.instr_shape[:2] if layout.version[0] == 3 else layout.instr_shape[-2:]
     return (
-        f"tensor-core accumulator ({unit}): {_by(layout.instr_shape[:2])} a warp and instruction, "
+        f"tensor-core accumulator ({unit}): {_by(tile)} a warp and instruction, "
         f"the block's warps stand {_by(layout.warps_per_cta)}"
     )
 

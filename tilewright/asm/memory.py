@@ -6,26 +6,27 @@ when it asks for no more of them than its bytes fill. Assumed: the tensor starts
 run time, rows lie on different sectors and start on one. Not seen: masks, real alignment, indices that are loaded (`exact` is
 false), and what a caller passes as strides.
 
-**Bank conflicts** are Triton's own count for a layout of registers against a layout of shared memory, for accesses by ld.shared
-and st.shared: the trips beyond the least. Not seen: ldmatrix and stmatrix (they read eight rows of 16 bytes, which the swizzled
-layouts spread over all banks), what wgmma, tcgen05 and TMA do by themselves, and conversions between register layouts, whose
-scratch layout Triton chooses later.
+**Bank conflicts** are the trips beyond the least: for ld.shared and st.shared Triton's own count for a layout of registers
+against a layout of shared memory, for ldmatrix by the rows that it reads at once. Not seen: what wgmma, tcgen05 and TMA do by
+themselves, and conversions between register layouts, whose scratch layout Triton chooses later.
 
 **Pipeline.** A loop's buffers are an allocation with one more dimension in front; its size is the depth that the compiler made
-of `num_stages` (one less where the tensor cores read registers: those are a stage too). 0 means that no loop has such buffers:
-loads are waited for where they are used.
+of `num_stages` (one less where the tensor cores read registers: those are a stage too). Where TMA fills them, the barriers say
+how many stages there are: a stage may have several boxes. 0 means that no loop has such buffers: loads are waited for where
+they are used.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from tilewright.asm.compile import Binary
 from tilewright.asm.layouts import Bases, Layouts, TensorType, words
 from tilewright.asm.program import Line, Program, Steps
 
-__all__ = ["Access", "Conflict", "Memory", "memory"]
+__all__ = ["Access", "Conflict", "Copy", "Memory", "memory"]
 
 SECTOR_BYTES = 32
 LANES = 32
@@ -63,7 +64,7 @@ class Conflict:
     """One access of registers to shared memory."""
 
     op: str
-    """"read", "write" or "copy"."""
+    """"read", "ldmatrix", "write" or "copy"."""
     tile: str
     extra_trips: int | None
     """Trips beyond the least of one instruction of a warp; None where it is not known."""
@@ -73,13 +74,26 @@ class Conflict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copy:
+    """One copy by the copy engine (TMA)."""
+
+    op: str
+    """"load", "store", "reduce", "gather" or "scatter"."""
+    tile: str
+    tile_bytes: int
+    layout: str
+    looped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """What the TTGIR of a kernel says about memory."""
 
     accesses: tuple[Access, ...]
+    copies: tuple[Copy, ...]
     conflicts: tuple[Conflict, ...]
     pipeline_depth: int
-    """Buffers that the deepest pipelined loop fills in turn; 0 when no loop is pipelined."""
+    """Stages that the deepest pipelined loop fills in turn; 0 when no loop is pipelined."""
     buffers: tuple[str, ...]
     """Those of all loops: "4 x 128x64 bf16"."""
     copies_in_flight: int | None
@@ -96,6 +110,7 @@ def memory(binary: Binary) -> Memory:
     widest = 32 if binary.arch >= 100 else 16
     return Memory(
         accesses=tuple(_unique(_accesses(program, layouts, widest))),
+        copies=tuple(_unique(_copies(program, layouts))),
         conflicts=tuple(_unique(_conflicts(program, layouts, "ldmatrix" in binary.ptx))),
         pipeline_depth=depth,
         buffers=buffers,
@@ -183,6 +198,29 @@ def _sectors(bases: Bases, steps: Steps, vector: int, bytes_each: int) -> tuple[
     return len(touched), -(-len(asked) // SECTOR_BYTES)
 
 
+# ---- the copy engine
+
+_TMA = {
+    "ttng.async_tma_copy_global_to_local": "load",
+    "ttng.async_tma_copy_local_to_global": "store",
+    "ttng.async_tma_reduce": "reduce",
+    "ttng.async_tma_gather": "gather",
+    "ttng.async_tma_scatter": "scatter",
+}
+
+
+def _copies(program: Program, layouts: Layouts) -> Iterator[Copy]:
+    for line in program.named(*_TMA):
+        for tile in (kind for kind in line.types if kind.shared and kind.element != "i64"):
+            yield Copy(
+                op=_TMA[line.name],
+                tile=_tile(tile),
+                tile_bytes=prod(tile.shape) * tile.element_bits // 8,
+                layout=words(layouts.of(tile)),
+                looped=line.looped,
+            )
+
+
 # ---- shared memory
 
 
@@ -200,9 +238,9 @@ def _conflicts(program: Program, layouts: Layouts, ldmatrix: bool) -> Iterator[C
             continue
         by_matrix = ldmatrix and ("dot_op" in values.text or type(registers).__name__ == "DistributedLinearLayout")
         yield Conflict(
-            op=ops.get(line.name, "copy"),
+            op="ldmatrix" if by_matrix else ops.get(line.name, "copy"),
             tile=_tile(values),
-            extra_trips=None if by_matrix else layouts.bank_conflicts(values, buffer),
+            extra_trips=layouts.matrix_conflicts(buffer) if by_matrix else layouts.bank_conflicts(values, buffer),
             registers=words(registers),
             shared=words(shared),
             looped=line.looped,
@@ -213,14 +251,16 @@ def _conflicts(program: Program, layouts: Layouts, ldmatrix: bool) -> Iterator[C
 
 
 def _pipeline(program: Program) -> tuple[int, tuple[str, ...]]:
-    """(depth, the buffers that a loop fills in turn). Barriers are no buffers."""
+    """(depth, the buffers that a loop fills in turn). Of TMA's buffers there are as many as barriers, or a multiple of that."""
     indexed = {line.operands[0] for line in program.named("ttg.memdesc_index")}
-    found = []
-    for line in program.named("ttg.local_alloc"):
-        kind = line.types[-1]
-        if line.result in indexed and kind.element != "i64":
-            found.append((kind.shape[0], f"{kind.shape[0]} x {'x'.join(map(str, kind.shape[1:]))} {kind.element}"))
-    return max((depth for depth, _ in found), default=0), tuple(text for _, text in found)
+    rings = [line.types[-1] for line in program.named("ttg.local_alloc") if line.result in indexed]
+    barriers = [kind.shape[0] for kind in rings if kind.element == "i64"]
+    tiles = [kind for kind in rings if kind.element != "i64"]
+    depth = max((kind.shape[0] for kind in tiles), default=0)
+    if tiles and barriers and any(program.named("ttng.async_tma_copy_global_to_local")):
+        depth = min(depth, max(barriers))
+        tiles = [kind for kind in tiles if kind.shape[0] % depth == 0]
+    return depth, tuple(f"{kind.shape[0]} x {'x'.join(map(str, kind.shape[1:]))} {kind.element}" for kind in tiles)
 
 
 # ---- words
@@ -236,7 +276,7 @@ def _described(program: Program, layouts: Layouts) -> dict[str, str]:
             for kind in line.types:
                 layout = layouts.of(kind)
                 if layout is not None and kind.element != "i64":
-                    found.setdefault(kind.text.partition(", ")[2].removesuffix(", #smem, mutable"), words(layout))
+                    found.setdefault(re.split(r", #smem|, #ttng\.tensor", kind.text.partition(", ")[2])[0], words(layout))
     return found
 
 

@@ -34,11 +34,13 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "paged_attention": ({"B": 2, "KV": 256}, {"B": 2, "KV": 256, "D": 64}),
     "linear": (
         {"M": 512, "N": 4096, "K": 4096},
+        {"M": 512, "N": 2047, "K": 2047},  # rows that do not start at 16 bytes
         {"M": 128, "N": 512, "K": 8192},  # SPLIT_K, for which the tiles must not fill a card
         {"M": 16, "N": 512, "K": 8192},
         {"M": 8, "N": 4096, "K": 4096},
         {"M": 4, "N": 4096, "K": 4096},
         {"M": 1, "N": 4096, "K": 4096},
+        {"M": 512, "N": 4096, "K": 4095},  # rows that the copy engine cannot address
         {"M": 512, "N": 2048, "K": 2048, "dtype": torch.float32},
         {"M": 128, "N": 512, "K": 8192, "dtype": torch.float32},
         {"M": 16, "N": 512, "K": 4096, "dtype": torch.float32},
