@@ -36,7 +36,11 @@ def test_matches_definition(op: Op, example: Example, impl: Impl) -> None:
 def test_torch_registration(op: Op, example: Example) -> None:
     """Schema, fake and dispatch agree with what runs on this device."""
     args = example.make(Inputs(TORCH_DEVICE))
-    torch.library.opcheck(op.dispatched, args, test_utils=("test_schema", "test_faketensor"))
+    # torch's check of the schema multiplies every argument, and float8 has no multiplication.
+    float8 = any(isinstance(a, torch.Tensor) and a.is_floating_point() and a.itemsize == 1 for a in args)
+    torch.library.opcheck(
+        op.dispatched, args, test_utils=("test_faketensor",) if float8 else ("test_schema", "test_faketensor")
+    )
 
 
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)

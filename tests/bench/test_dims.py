@@ -66,7 +66,8 @@ def test_shapes_by_option() -> None:
 def test_peers_compute_the_same(op: Op, decode: bool) -> None:
     make: Any = op.make
     dims = parse_dims(op, [f"{k}={v}" for k, v in SMALL.items() if k in make.__kwdefaults__ or k in make.__code__.co_varnames])
-    dims["dtype"] = torch.float32
+    if make.__kwdefaults__["dtype"].itemsize > 1:
+        dims["dtype"] = torch.float32
     if op.name == "paged_attention" and not decode:
         dims["Q"] = dims["KV"]
     args = make(Inputs(seed=2), **dims)
@@ -77,7 +78,7 @@ def test_peers_compute_the_same(op: Op, decode: bool) -> None:
     theirs = flat(peer(op.name, args)())
     ours = flat(op.reference(*args))
     got = theirs[0].transpose(1, 2).reshape(ours[0].shape) if op.name == "paged_attention" else theirs[0].reshape(ours[0].shape)
-    assert errors(got, ours[0])[0] < 1e-4
+    assert errors(got, ours[0])[0] < (1e-4 if ours[0].dtype == torch.float32 else 8e-3)
 
 
 def test_peers_that_there_cannot_be() -> None:

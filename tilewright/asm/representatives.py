@@ -32,6 +32,11 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "token_logprobs": ({"M": 2, "N": 128256},),
     # D = 64 for the tiles that shared memory holds at no wider head.
     "paged_attention": ({"B": 2, "KV": 256}, {"B": 2, "KV": 256, "D": 64}),
+    "scaled_linear": (
+        {"M": 512, "N": 4096, "K": 8192, "dtype": torch.int8},
+        {"M": 128, "N": 512, "K": 16384, "dtype": torch.int8},
+        {"M": 16, "N": 4096, "K": 8192, "dtype": torch.int8},
+    ),
     "linear": (
         {"M": 512, "N": 4096, "K": 4096},
         {"M": 512, "N": 2047, "K": 2047},  # rows that do not start at 16 bytes

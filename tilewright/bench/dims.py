@@ -26,6 +26,10 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "fp32": torch.float32,
     "float32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
 }
 
 
@@ -69,7 +73,11 @@ def parse_dims(op: Op, words: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{op.name} has no dimension {key!r}: {nearest(key, wanted)}")
         if key in found:
             raise ValueError(f"{op.name}: {key} is given twice, {key}={found[key]} and {word}")
-        found[key] = parse_value(f"{op.name}: {key}", text, wanted[key].annotation)
+        value = found[key] = parse_value(f"{op.name}: {key}", text, wanted[key].annotation)
+        default = wanted[key].default
+        if isinstance(value, torch.dtype) and (value.itemsize == 1) != (default.itemsize == 1):
+            same = [name for name, dtype in DTYPES.items() if (dtype.itemsize == 1) == (default.itemsize == 1)]
+            raise ValueError(f"{op.name} does not take {key}={text}: there are {', '.join(same)}")
     missing = [name for name, p in wanted.items() if p.default is inspect.Parameter.empty and name not in found]
     if missing:
         raise ValueError(f"{op.name}: {', '.join(missing)} is missing; {op.name} takes {_spelled(wanted)}")

@@ -47,6 +47,21 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, res
     return call
 
 
+def _scaled_linear(
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> Call:  # fmt: skip
+    if bias is not None or activation != "none" or residual is not None:
+        raise NoPeer("scaled_linear: PyTorch has no call with an epilogue")
+    if x.dtype == torch.int8:
+        if x.is_cuda and x.shape[0] <= 16:
+            raise NoPeer("scaled_linear: torch._int_mm takes more than 16 rows")
+        integers = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+        return lambda: (integers(x, weight.mT) * x_scales[:, None] * w_scales).to(dtype)
+    floats = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return lambda: floats(x, weight.mT, x_scales[:, None], w_scales[None], out_dtype=dtype)
+
+
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Call:
     def call() -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -79,6 +94,7 @@ _PEERS: dict[str, Callable[..., Call]] = {
     "linear": _linear,
     "paged_attention": _paged_attention,
     "rms_norm": lambda x, weight, eps: lambda: F.rms_norm(x, x.shape[-1:], weight, eps),
+    "scaled_linear": _scaled_linear,
     "silu_mul": lambda gate, up: lambda: F.silu(gate) * up,
     "softmax": lambda x: lambda: torch.softmax(x, -1),
     "token_logprobs": lambda logits, ids: lambda: torch.log_softmax(logits.float(), -1).gather(1, ids[:, None]),
@@ -100,6 +116,15 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     "rope": ("T=1", "T=256", "T=16384"),
     "rope_kv_write": ("T=1", "T=256", "T=8192"),
     "sample": ("M=1", "M=64", "M=256 top_p=0.95", "M=256 top_k=50"),
+    "scaled_linear": tuple(
+        f"{shape} dtype={dtype}"
+        for dtype in ("int8", "float8_e4m3fn")
+        for shape in (
+            *(f"M={m} N=4096 K=4096" for m in (1, 64, 512, 2048, 8192)),
+            *(f"M={m} N=14336 K=4096" for m in (64, 256, 4096)),
+            *("M=64 N=4096 K=14336", "M=2048 N=4096 K=14336", "M=8192 N=8192 K=8192"),
+        )
+    ),
     "token_logprobs": ("M=1", "M=256"),
 }
 

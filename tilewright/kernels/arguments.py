@@ -26,6 +26,7 @@ __all__ = [
     "rope_arguments",
     "rope_write_arguments",
     "sample_arguments",
+    "scaled_linear_arguments",
     "softmax_arguments",
 ]
 
@@ -99,6 +100,32 @@ def linear_arguments(
         inputs.randn(N, dtype=dtype) if bias else None,
         activation,
         inputs.randn(*lead, M, width, dtype=dtype) if residual else None,
+    )
+
+
+def scaled_linear_arguments(
+    inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = torch.int8, bias: bool = False, activation: str = "none",
+    residual: bool = False, out: torch.dtype = _BF16,
+) -> Args:  # fmt: skip
+    """x [M, K] and weight [N, K] of `dtype` in rows of a multiple of 16 bytes, scales such that the product is about 1."""
+
+    def matrix(rows: int) -> Tensor:
+        padded = -(-K // 16) * 16
+        if dtype == torch.int8:
+            return inputs.randint(-127, 128, rows, padded, dtype=dtype)[:, :K]
+        return inputs.randn(rows, padded, scale=60.0).clamp(-448, 448).to(dtype)[:, :K]
+
+    width = N // 2 if activation.endswith("_mul") else N
+    spread = 73.0 if dtype == torch.int8 else 60.0
+    return (
+        matrix(M),
+        matrix(N),
+        inputs.randn(M).abs().add(0.1).div(spread),
+        inputs.randn(N).abs().add(0.1).div(spread * max(K, 1) ** 0.5),
+        inputs.randn(N, dtype=out) if bias else None,
+        activation,
+        inputs.randn(M, width, dtype=out) if residual else None,
+        out,
     )
 
 

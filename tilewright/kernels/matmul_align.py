@@ -58,7 +58,7 @@ def _align_kernel(
 
 def is_aligned(t: Tensor) -> bool:
     """Whether the copy engine can address a matrix that is dense along its last dimension."""
-    return t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == 1
 
 
 def align(x: Tensor | None, w: Tensor | None, transpose_w: bool) -> tuple[Tensor | None, Tensor | None]:

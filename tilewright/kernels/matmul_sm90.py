@@ -137,7 +137,7 @@ def _load_tiles(
         for step in range(first, end):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8)
             k = step * BLOCK_K
             for b in gl.static_range(M_BOXES):
                 buf = x_bufs.index(stage * M_BOXES + b)
@@ -192,8 +192,13 @@ def _sum_steps(
     """One consumer's product over the steps of a piece; gives the stages back as it goes."""
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 16])
-    acc = gl.zeros([ROWS, COLS], gl.float32, layout)
+    # An instruction takes 32 bytes of K. Triton knows those of int8 up to 224 columns.
+    INTEGERS: gl.constexpr = x_bufs.dtype == gl.int8
+    N: gl.constexpr = 128 if INTEGERS and COLS > 128 else COLS
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 256 // x_bufs.dtype.primitive_bitwidth]
+    )
+    acc = gl.zeros([ROWS, COLS], gl.int32 if INTEGERS else gl.float32, layout)
     for step in range(first, end):
         mbarrier.wait(full.index(stage), phase)
         x = x_bufs.index(stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
@@ -223,7 +228,8 @@ def _sum_steps(
 
 @gluon.jit
 def _multiply_tiles(
-    x_bufs, w_bufs, tile_bufs, full, empty, turns, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    x_bufs, w_bufs, tile_bufs, full, empty, turns,
+    y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
     M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -275,8 +281,8 @@ def _multiply_tiles(
         if first == 0:
             first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
             finish_tile(
-                blocks, tile_bufs, y_desc, y_ptr, bias_ptr, residual_ptr, first_row, first_col, M, F, residual_stride,
-                wg, ACTIVATION, HALVES, ROW_STEP, VECTOR,
+                blocks, tile_bufs, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
+                first_row, first_col, M, F, residual_stride, wg, ACTIVATION, HALVES, ROW_STEP, VECTOR,
             )  # fmt: skip
     if y_desc is not None:
         tma.store_wait(pendings=0)
@@ -287,7 +293,7 @@ def _multiply_tiles(
 
 @gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride"])
 def sm90_kernel(
-    x_desc, x_low_desc, w_desc, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    x_desc, x_low_desc, w_desc, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
     M, F, K, steps, waves, share, PARTS, lead, x_stride, residual_stride,
     CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -312,7 +318,7 @@ def sm90_kernel(
     if HALVES == 2:
         w_shape: gl.constexpr = [COLS, BLOCK_K] if W_MAJOR == "k" else [BLOCK_K, COLS]
         w_bufs = w_boxes._reinterpret(dtype, [STAGES * N_BOXES] + w_shape, w_desc.layout)
-    tile_bufs = gl.allocate_shared_memory(dtype, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
+    tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -325,13 +331,15 @@ def sm90_kernel(
     tiles_n = gl.cdiv(F * HALVES, BLOCK_N)
     gl.warp_specialize([
         (_multiply_tiles, (
-            x_bufs, w_bufs, tile_bufs, full, empty, turns, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
             0, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             STREAM, CLASSES, ACTIVATION, VECTOR,
         )),
         (_multiply_tiles, (
-            x_bufs, w_bufs, tile_bufs, full, empty, turns, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
             1, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             STREAM, CLASSES, ACTIVATION, VECTOR,

@@ -18,7 +18,7 @@ _block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 
 
 @gluon.jit
 def column_blocks(x, COUNT: gl.constexpr):
-    """x [M, N] as a tuple of COUNT blocks of neighbouring columns. Each thread keeps what it has."""
+    """x [M, N] as a tuple of COUNT blocks of neighbouring columns, in float32. Each thread keeps what it has."""
     blocks = (x,)
     for _ in gl.static_range(COUNT.bit_length() - 1):
         halves = ()
@@ -26,12 +26,13 @@ def column_blocks(x, COUNT: gl.constexpr):
             y = blocks[j]
             halves += y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1).split()
         blocks = halves
+    K: gl.constexpr = x.type.layout.instr_shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, x.shape[1] // COUNT, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, x.shape[1] // COUNT, K]
     )
     named = ()
     for j in gl.static_range(COUNT):
-        named += (gl.convert_layout(blocks[j], layout, assert_trivial=True),)
+        named += (gl.convert_layout(blocks[j], layout, assert_trivial=True).to(gl.float32),)
     return named
 
 
@@ -135,6 +136,19 @@ def _add_bias(x, bias_ptr, first_col, F):
 
 
 @gluon.jit
+def _row_scales(x_scale_ptr, first_row, M, ROW_STEP: gl.constexpr, block):
+    rows = first_row + gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, block.type.layout)) * ROW_STEP
+    return gl.expand_dims(gl.load(x_scale_ptr + rows, mask=rows < M, other=0.0), 1)
+
+
+@gluon.jit
+def _scaled(x, row_scales, w_scale_ptr, first_col, F):
+    cols = first_col + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    scales = gl.load(w_scale_ptr + cols, mask=cols < F, other=0.0)
+    return x * row_scales * gl.expand_dims(scales, 0)
+
+
+@gluon.jit
 def _offsets(first_row, first_col, M, F, ROW_STEP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
     """(rows, columns, which of them exist) of a tile, in a layout."""
     rows = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)) * ROW_STEP, 1)
@@ -155,10 +169,11 @@ def _store_lines(buf, y_ptr, first_row, first_col, M, F, ROW_STEP: gl.constexpr,
 
 @gluon.jit
 def finish_tile(
-    blocks, tile_bufs, y_desc, y_ptr, bias_ptr, residual_ptr, first_row, first_col, M, F, residual_stride,
+    blocks, tile_bufs, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
+    first_row, first_col, M, F, residual_stride,
     wg: gl.constexpr, ACTIVATION: gl.constexpr, HALVES: gl.constexpr, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, residual, the one rounding, and the store, a block of columns at a time, through shared memory."""
+    """Scales, bias, activation, residual, the one rounding, the store: a block of columns at a time, through shared memory."""
     ROWS: gl.constexpr = tile_bufs.shape[1]
     COLS: gl.constexpr = tile_bufs.shape[2]
     COUNT: gl.constexpr = len(blocks)
@@ -166,14 +181,21 @@ def finish_tile(
     OWN: gl.constexpr = tile_bufs.shape[0] // 2
     BUFS: gl.constexpr = OWN if OWN < OUTPUTS else OUTPUTS  # taken in turn: a tile uses each equally often
     layout: gl.constexpr = blocks[0].type.layout
+    row_scales = 1.0
+    if x_scale_ptr is not None:
+        row_scales = _row_scales(x_scale_ptr, first_row, M, ROW_STEP, blocks[0])
     for j in gl.static_range(OUTPUTS):
         col = first_col + j * COLS
         y = blocks[j]
+        if x_scale_ptr is not None:
+            y = _scaled(y, row_scales, w_scale_ptr, col, F)
         if bias_ptr is not None:
             y = _add_bias(y, bias_ptr, col, F)
         y = _activate(y, ACTIVATION)
         if HALVES == 2:
             up = blocks[j + COUNT // 2]
+            if x_scale_ptr is not None:
+                up = _scaled(up, row_scales, w_scale_ptr + F, col, F)
             if bias_ptr is not None:
                 up = _add_bias(up, bias_ptr + F, col, F)
             y *= up

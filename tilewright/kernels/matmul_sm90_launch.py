@@ -10,6 +10,8 @@ is dealt with inside, in one of two ways (the axis UNALIGNED):
 Refuses: float32, batches, and operands that are dense along neither dimension.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -25,7 +27,7 @@ from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SM90"]
+__all__ = ["SM90", "launch_sm90"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -42,7 +44,7 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 # ---- space
 
-BLOCK_K = 64
+BLOCK_K_BYTES = 128
 _EPILOGUE_N = 64
 
 # BLOCK_M, BLOCK_N, CONSUMERS
@@ -86,7 +88,7 @@ def _ring(device: Device, c: Config) -> tuple[int, int]:
     rows, cols = _consumer_tile(c)
     buffers = 2 if c["CONSUMERS"] == "tiles" else 1
     staging = 2 * rows * min(cols, _EPILOGUE_N) * 2 * buffers
-    stage = (c["BLOCK_M"] + c["BLOCK_N"]) * BLOCK_K * 2
+    stage = (c["BLOCK_M"] + c["BLOCK_N"]) * BLOCK_K_BYTES
     return min(8, (device.smem_bytes - staging - 1024) // stage), buffers
 
 
@@ -141,9 +143,17 @@ def _shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, i
     return programs, waves, share, parts
 
 
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+
+
 def _descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, row_stride: int | None = None) -> TensorDescriptor:
-    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
     strides = [t.stride(0) if row_stride is None else row_stride, 1]
     return TensorDescriptor(t, shape or list(t.shape), strides, box, layout)
 
@@ -164,22 +174,29 @@ def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, Ten
     return classes, lead, descriptor(m // classes + 1, longer - 1) if longer else low, low
 
 
-def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    function, gated = ACTIVATIONS[activation]
-    y = empty_output(x, weight, gated)
-    if not y.numel():
-        return y
-    m, k = x.shape
-    width, halves = y.shape[1], 1 + gated
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
-    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    rows, cols = _consumer_tile(config)
-    stages, buffers = _ring(device, config)
+class _Operands(NamedTuple):
+    """x and the weight as the kernel takes them."""
+
+    x_desc: TensorDescriptor
+    x_low_desc: TensorDescriptor | None
+    w_desc: TensorDescriptor
+    x_major: str
+    w_major: str
+    classes: int
+    lead: int
+    tiles_m: int
+    steps: int
+
+
+def _operands(config: Config, x: Tensor, weight: Tensor, rows: int, cols: int, halves: int, width: int) -> _Operands:
+    """Descriptors of x and the weight for a consumer's tile, or of copies where the copy engine cannot address them."""
+    (m, k), block_k = x.shape, BLOCK_K_BYTES // x.element_size()
     x_major, x_matrix = ("k", x) if x.stride(1) == 1 else ("m", x.mT)
     w_major, w_matrix = ("k", weight) if weight.stride(1) == 1 else ("n", weight.mT)
     copy_x, copy_w = not is_aligned(x_matrix), not is_aligned(w_matrix)
-    split_gate = gated and width % 8 != 0  # a box cannot begin with the first column of up where that is not 16 bytes aligned
+    split_gate = (
+        halves == 2 and width % 8 != 0
+    )  # a box cannot begin with the first column of up where that is not 16 bytes aligned
     by_class = copy_x and x_major == "k" and config["UNALIGNED"] == "classes" and not split_gate
     turn_w = (by_class and w_major == "k") or (split_gate and w_major == "n")
     copy_x, copy_w = copy_x and not by_class, copy_w or turn_w
@@ -188,33 +205,65 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
         x_matrix = x_matrix if x_made is None else x_made
         w_matrix = w_matrix if w_made is None else w_made
         w_major = w_major if not turn_w else "n" if by_class else "k"
-    x_box = [rows, BLOCK_K] if x_major == "k" else [BLOCK_K, rows]
-    w_box = [cols // halves, BLOCK_K] if w_major == "k" else [BLOCK_K, cols // halves]
-    if by_class:
-        classes, lead, x_desc, x_low_desc = _classes(x_matrix, x_box)
-        tiles_m = sum(triton.cdiv((m - j + classes - 1) // classes, block_m) for j in range(classes))
-        steps = triton.cdiv(k + 7, BLOCK_K)
-    else:
-        classes, lead, x_desc, x_low_desc = 0, 0, _descriptor(x_matrix, x_box), None
-        tiles_m, steps = triton.cdiv(m, block_m), triton.cdiv(k, BLOCK_K)
+    x_box = [rows, block_k] if x_major == "k" else [block_k, rows]
+    w_box = [cols // halves, block_k] if w_major == "k" else [block_k, cols // halves]
+    w_desc, block_m = _descriptor(w_matrix, w_box), config["BLOCK_M"]
+    if not by_class:
+        x_desc = _descriptor(x_matrix, x_box)
+        return _Operands(x_desc, None, w_desc, x_major, w_major, 0, 0, triton.cdiv(m, block_m), triton.cdiv(k, block_k))
+    classes, lead, x_desc, x_low_desc = _classes(x_matrix, x_box)
+    tiles_m = sum(triton.cdiv((m - j + classes - 1) // classes, block_m) for j in range(classes))
+    return _Operands(x_desc, x_low_desc, w_desc, x_major, w_major, classes, lead, tiles_m, triton.cdiv(k + 7, block_k))
+
+
+def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    y = empty_output(x, weight, ACTIVATIONS[activation][1])
+    return launch_sm90(config, y, x, weight, bias, activation, residual) if y.numel() else y
+
+
+def launch_sm90(
+    config: Config,
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    x_scales: Tensor | None = None,
+    w_scales: Tensor | None = None,
+) -> Tensor:
+    """Fill y [M, F], which is not empty, and return it. Scales, float32 [M] and [N], multiply the product; K is not 0.
+
+    8-bit operands must be dense along K, with rows that start at multiples of 16 bytes.
+    """
+    function, gated = ACTIVATIONS[activation]
+    m, k = x.shape
+    width, halves = y.shape[1], 1 + gated
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    rows, cols = _consumer_tile(config)
+    stages, buffers = _ring(device, config)
+    ready = _operands(config, x, weight, rows, cols, halves, width)
     y_box = [rows, min(cols, _EPILOGUE_N)]
-    y_desc = _descriptor(y, y_box) if width % 8 == 0 and not by_class else None
-    tiles = tiles_m * triton.cdiv(width * halves, block_n)
-    programs, waves, share, parts = _shares(tiles, steps, device.sms, config["SPLIT_K"])
+    y_desc = _descriptor(y, y_box) if width % 8 == 0 and not ready.classes else None
+    tiles = ready.tiles_m * triton.cdiv(width * halves, block_n)
+    programs, waves, share, parts = _shares(tiles, ready.steps, device.sms, config["SPLIT_K"])
     stream = config["SPLIT_K"] != 1
     scratch = counters = None
     if stream:
         left = tiles - waves * programs
         scratch = torch.empty(max(1, left * (parts - 1) * block_m * block_n), dtype=torch.float32, device=x.device)
         counters = tickets(x.device, left * 2)
+    residual_stride = 0 if residual is None else residual.stride(0)
     sm90_kernel[(programs,)](
-        x_desc, x_low_desc, _descriptor(w_matrix, w_box), y_desc, y, bias, residual, scratch, counters,
-        m, width, k, steps, waves, share, parts - 1, lead, x.stride(0), 0 if residual is None else residual.stride(0),
-        CONSUMERS=config["CONSUMERS"], X_MAJOR=x_major, W_MAJOR=w_major, HALVES=halves,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, GROUP_M=8,
+        ready.x_desc, ready.x_low_desc, ready.w_desc, y_desc, y, x_scales, w_scales, bias, residual, scratch, counters,
+        m, width, k, ready.steps, waves, share, parts - 1, ready.lead, x.stride(0), residual_stride,
+        CONSUMERS=config["CONSUMERS"], X_MAJOR=ready.x_major, W_MAJOR=ready.w_major, HALVES=halves,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K_BYTES // x.element_size(), STAGES=stages, GROUP_M=8,
         EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
         TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
-        STREAM=stream, CLASSES=classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
+        STREAM=stream, CLASSES=ready.classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
         num_warps=4,
     )  # fmt: skip
     return y

@@ -9,6 +9,7 @@ from tilewright.kernels.paged_attention import paged_attention, paged_attention_
 from tilewright.kernels.rms_norm import add_rms_norm, add_rms_norm_op, rms_norm, rms_norm_op
 from tilewright.kernels.rope import rope, rope_op
 from tilewright.kernels.sample import sample, sample_op
+from tilewright.kernels.scaled_linear import scaled_linear, scaled_linear_op
 from tilewright.kernels.softmax import softmax, softmax_op
 from tilewright.ops.linear import linear
 
@@ -25,6 +26,7 @@ __all__ = [
     "rope",
     "rope_kv_write",
     "sample",
+    "scaled_linear",
     "silu_mul",
     "softmax",
     "token_logprobs",
@@ -41,6 +43,7 @@ ALL = (
     rope_kv_write_op,
     rope_op,
     sample_op,
+    scaled_linear_op,
     silu_mul_op,
     softmax_op,
     token_logprobs_op,

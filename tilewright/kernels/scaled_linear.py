@@ -1,0 +1,361 @@
+"""Products of 8-bit matrices: y = activation((x @ weight^T) * x_scales * w_scales + bias) + residual.
+
+    x [M, K] and weight [N, K] int8, float8_e4m3fn or float8_e5m2, one dtype; x_scales [M], w_scales [N] float32, one for each
+    row of x (a token) and each row of the weight (an output channel) -> [M, N] of `dtype`, bf16 or fp16
+
+int8 is summed exactly, in int32; K is at most 131,072, where that is sure not to overflow. float8 is summed by the tensor cores
+themselves: on sm_90 they keep about 14 bits of a partial sum, which beside the one rounding to bf16 (RMS 0.17 %) adds 0.1 % at
+K = 4096 and 0.7 % at 65,536. The epilogue is float32, with one rounding at the end; activations are those of `linear`. Rows
+start at multiples of 16 bytes, as the quantisers lay them out. With K = 0 the product is zero. Limited by bytes up to some
+hundred rows, then by the tensor cores: twice the rate of 16 bits, for half of the bytes.
+
+    sm90     Hopper: the Gluon kernel of `linear` with other numbers
+    triton   from sm_80 on for int8, from sm_89 on for float8
+    vendor   cuBLAS through torch._int_mm and torch._scaled_mm, the rest composed
+
+Not supported: gradients, operands that are dense along M or N, zero points, scales along K.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import scaled_linear_arguments
+from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, finish, problem_of, weight_rows
+from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
+from tilewright.kernels.matmul_sm90_launch import launch_sm90
+from tilewright.kernels.matmul_tile import best_tile, grouped
+from tilewright.op import Example, Impl, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["scaled_linear", "scaled_linear_op"]
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_LONGEST = 131072
+
+# ---- reference
+
+
+def _reference(
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    wide = x_scales.dtype
+    y = (x.to(wide) @ weight.to(wide).mT) * x_scales[:, None] * w_scales
+    return _finished(y, bias, activation, residual).to(wide if wide == torch.float64 else dtype)
+
+
+def _finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    if bias is not None:
+        y = y + bias
+    function, gated = ACTIVATIONS[activation]
+    y, up = y.chunk(2, -1) if gated else (y, None)
+    match function:
+        case "relu":
+            y = F.relu(y)
+        case "gelu":
+            y = F.gelu(y)
+        case "gelu_tanh":
+            y = F.gelu(y, approximate="tanh")
+        case "silu":
+            y = F.silu(y)
+    y = y if up is None else y * up
+    return y if residual is None else y + residual
+
+
+# ---- problem, cost, examples
+
+
+def _problem(
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> Problem:  # fmt: skip
+    return problem_of(x, weight, bias, activation, residual)
+
+
+def _cost(
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> Cost:  # fmt: skip
+    (m, k), n = x.shape, weight.shape[0]
+    out = m * (n // 2 if ACTIVATIONS[activation][1] else n) * dtype.itemsize
+    moved = m * k + n * k + sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
+    return Cost(flops=2 * m * n * k, bytes=moved + out)
+
+
+def _example(label: str, m: int, n: int, k: int, dtype: torch.dtype = torch.int8, **more: object) -> Example:
+    return Example(label, lambda inputs: scaled_linear_arguments(inputs, M=m, N=n, K=k, dtype=dtype, **more))  # pyright: ignore[reportArgumentType]
+
+
+EXAMPLES = (
+    _example("decode", 1, 64, 256),
+    _example("batch 16", 16, 72, 208, activation="gelu_mul", bias=True),
+    _example("rows", 70, 96, 128, activation="silu", bias=True, residual=True),
+    _example("ragged", 33, 75, 100, activation="gelu"),
+    _example("gated", 40, 150, 64, activation="silu_mul", residual=True, out=torch.float16),
+    _example("e4m3", 70, 96, 128, torch.float8_e4m3fn, bias=True),
+    _example("e5m2", 20, 48, 200, torch.float8_e5m2, activation="relu", residual=True),
+    _example("no rows", 0, 16, 32),
+    _example("no k", 3, 8, 0, bias=True),
+)
+
+# ---- sm90
+
+
+def _refuse_sm90(device: Device, problem: Problem) -> str | None:
+    if device.arch != 90:
+        return f"is written for sm_90, this is sm_{device.arch}"
+    if not problem.aligned:
+        return "needs rows of x and of the weight that start at multiples of 16 bytes"
+    if not problem.k or not problem.n:
+        return "the copy engine has no empty matrices: N or K is 0"
+    if problem.gated and problem.n // 2 % 8 and problem.w_major != "k":
+        return "needs a weight that is dense along K"
+    return None
+
+
+def _halved(problem: Problem) -> Problem:
+    """The 16-bit problem that takes as long: an instruction holds twice as much of K."""
+    return problem._replace(k=-(-problem.k // 2))
+
+
+SM90_8BIT_SPACE = Space(
+    default=lambda device, problem: SM90_SPACE.default(device, _halved(problem)),
+    axes={name: values for name, values in SM90_SPACE.axes.items() if name != "UNALIGNED"} | {"UNALIGNED": ("copy",)},
+    refusal=lambda device, problem, config: SM90_SPACE.refusal(device, _halved(problem), config),
+)
+
+
+def _empty(x: Tensor, weight: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    n = weight.shape[0]
+    return torch.empty((x.shape[0], n // 2 if ACTIVATIONS[activation][1] else n), dtype=dtype, device=x.device)
+
+
+def _launch_sm90(
+    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    y = _empty(x, weight, activation, dtype)
+    return launch_sm90(config, y, x, weight, bias, activation, residual, x_scales, w_scales) if y.numel() else y
+
+
+# ---- triton
+
+# BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages
+_TILES = (
+    (128, 256, 128, 8, 3),
+    (128, 128, 128, 8, 4),
+    (64, 128, 128, 4, 4),
+    (64, 64, 128, 4, 4),
+    (16, 64, 128, 4, 4),
+)
+
+
+def _refuse_triton(device: Device, problem: Problem) -> str | None:
+    if problem.dtype in _FLOAT8 and device.arch < 89 and device.kind != "interpret":
+        return f"float8 products need sm_89, this is sm_{device.arch}"
+    return None
+
+
+def _default_triton(device: Device, problem: Problem) -> Config:
+    tiles = tuple(t for t in _TILES if _fits(device, t[0], t[1], t[2], t[4]) and (t[1] < 256 or device.arch in (90, 100, 103)))
+    block_m, block_n, block_k, warps, stages = best_tile(tiles, (1,), device.sms, _halved(problem))[:5]
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
+
+
+def _fits(device: Device, block_m: int, block_n: int, block_k: int, stages: int) -> bool:
+    return (block_m + block_n) * block_k * stages <= device.smem_bytes
+
+
+def _triton_refusal(device: Device, problem: Problem, c: Config) -> str | None:
+    if not _fits(device, c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], c["num_stages"]):
+        return "more shared memory than the device has"
+    accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
+    if not 8 <= accumulators <= (128 if device.arch in (90, 100, 103) else 64):
+        return "too many accumulators for the registers, or too few for so many warps"
+    if c["BLOCK_M"] > max(64, problem.m_bucket):
+        return "BLOCK_M is higher than x"
+    return None
+
+
+TRITON_SPACE = Space(
+    default=_default_triton,
+    axes={
+        "BLOCK_M": (16, 64, 128),
+        "BLOCK_N": (64, 128, 256),
+        "BLOCK_K": (128,),
+        "num_warps": (4, 8),
+        "num_stages": (3, 4),
+    },
+    refusal=_triton_refusal,
+)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scaled_kernel(
+    x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K, x_stride, w_stride, residual_stride,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    row, col = grouped(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    rows = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    cols = (col * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    ks = tl.arange(0, BLOCK_K)[None, :]
+    weights = weight_rows(cols, N, GATED)
+    x_ptrs = x_ptr + rows.to(tl.int64) * x_stride + ks
+    w_ptrs = w_ptr + weights.to(tl.int64) * w_stride + ks
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32)
+    for k in range(0, K, BLOCK_K):
+        inside = ks < K - k
+        x = tl.load(x_ptrs, mask=(rows < M) & inside, other=0.0)
+        w = tl.load(w_ptrs, mask=(cols < N) & inside, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, out_dtype=acc.dtype)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    x_scales = tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)
+    w_scales = tl.load(w_scales_ptr + weights, mask=cols < N, other=0.0)
+    y = acc.to(tl.float32) * x_scales * tl.trans(w_scales)
+    finish(y, y_ptr, bias_ptr, residual_ptr, row * BLOCK_M, col * BLOCK_N, M, N, residual_stride, ACTIVATION, GATED)
+
+
+def _launch_triton(
+    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    y = _empty(x, weight, activation, dtype)
+    if not y.numel():
+        return y
+    (m, k), n = x.shape, weight.shape[0]
+    function, gated = ACTIVATIONS[activation]
+    _scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+        x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0),
+        0 if residual is None else residual.stride(0), ACTIVATION=function, GATED=gated, GROUP_M=8, **config,
+    )  # fmt: skip
+    return y
+
+
+# ---- vendor
+
+
+def _refuse_vendor(device: Device, problem: Problem) -> str | None:
+    if problem.dtype == torch.float8_e5m2:
+        return "torch multiplies no two float8_e5m2 matrices"
+    if problem.dtype in _FLOAT8 and device.arch < 89:
+        return f"float8 products need sm_89, this is sm_{device.arch}"
+    if not problem.aligned or problem.k % 16 or problem.n % 16 or not problem.k or not problem.n:
+        return "needs K and N that are multiples of 16"
+    if problem.dtype == torch.int8 and problem.m_bucket <= 32:
+        return "torch._int_mm takes more than 16 rows"
+    return None
+
+
+def _launch_vendor(
+    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    if not x.shape[0]:
+        return _empty(x, weight, activation, dtype)
+    if x.dtype == torch.int8:
+        y = torch._int_mm(x, weight.mT) * x_scales[:, None] * w_scales  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+        y = multiply(x, weight.mT, x_scales[:, None], w_scales[None], out_dtype=torch.bfloat16).float()
+    return _finished(y, bias, activation, residual).to(dtype)
+
+
+# ---- op
+
+scaled_linear_op = Op(
+    name="scaled_linear",
+    reference=_reference,
+    problem=_problem,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=scaled_linear_arguments,
+    rows_in_problem=True,
+    impls=(
+        Impl(
+            name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, min_arch=90, refuse=_refuse_sm90, interpretable=False,
+        ),
+        Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
+        Impl(name="vendor", launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),
+    ),
+)  # fmt: skip
+
+
+def scaled_linear(
+    x: Tensor,
+    weight: Tensor,
+    x_scales: Tensor,
+    w_scales: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """activation((x @ weight^T) * x_scales * w_scales + bias) + residual.
+
+    Args:
+        x: [M, K], int8, float8_e4m3fn or float8_e5m2, dense along K.
+        weight: [N, K] of the same dtype, dense along K.
+        x_scales: [M], float32.
+        w_scales: [N], float32.
+        bias: [N] of `dtype`.
+        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
+        residual: the shape of the output, of `dtype`; added last.
+        dtype: of the output, bf16 or fp16.
+
+    Returns:
+        [M, N] ([M, F] with silu_mul and gelu_mul), contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
+    """
+    _check(x, weight, x_scales, w_scales, dtype)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"scaled_linear: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    m, n = x.shape[0], weight.shape[0]
+    gated = ACTIVATIONS[activation][1]
+    if gated and n % 2:
+        raise ValueError(f"scaled_linear: {activation} needs a gate and an up half, an even number of rows; got {n}")
+    for name, t, wanted in (("bias", bias, (n,)), ("residual", residual, (m, n // 2 if gated else n))):
+        if t is not None and (t.shape != wanted or t.dtype != dtype or t.device != x.device):
+            raise ValueError(
+                f"scaled_linear: {name} must be {list(wanted)} of {dtype} on {x.device}; "
+                f"got {list(t.shape)} of {t.dtype} on {t.device}"
+            )
+    if residual is not None and residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    return scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype)
+
+
+def _check(x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError unless operands, scales and the output's dtype fit each other."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "scaled_linear: x must be [M, K] and weight [N, K] with one K; "
+            f"got x {list(x.shape)} and weight {list(weight.shape)}"
+        )
+    if x.dtype not in (torch.int8, *_FLOAT8) or weight.dtype != x.dtype:
+        raise ValueError(
+            "scaled_linear: x and weight must be int8, float8_e4m3fn or float8_e5m2, both the same; "
+            f"got {x.dtype} and {weight.dtype}"
+        )
+    if x.dtype == torch.int8 and x.shape[1] > _LONGEST:
+        raise ValueError(f"scaled_linear: K must be at most {_LONGEST}, or an int32 could overflow; got {x.shape[1]}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"scaled_linear: dtype must be bfloat16 or float16; got {dtype}")
+    for name, t in (("x", x), ("weight", weight)):
+        if t.shape[1] > 1 and t.stride(1) != 1:
+            raise ValueError(f"scaled_linear: {name} must be dense along K; got strides {t.stride()}")
+    for name, t, wanted in (("x_scales", x_scales, x.shape[:1]), ("w_scales", w_scales, weight.shape[:1])):
+        if t.shape != wanted or t.dtype != torch.float32 or t.device != x.device or not t.is_contiguous():
+            raise ValueError(
+                f"scaled_linear: {name} must be {list(wanted)}, contiguous float32 on {x.device}; "
+                f"got {list(t.shape)}, {t.dtype} on {t.device}"
+            )
