@@ -125,8 +125,8 @@ def _step(study: Study, predicted: Mapping[str, np.ndarray], defaults: list[int 
     inside = [i for i, default in enumerate(defaults) if default is not None and _asks(study, i)]
     print(f"""Where nothing near was measured, a program takes the model's first instead of the default if its predicted time is
 less by a factor of {1 + MARGIN:g} and by {1e6 * LEAD_S:g} us, and only for ops and problems whose work the problem tells:
-16-bit products of aligned matrices, {len(inside)} problems of the study. Mean regret of them by the factor alone, and how often
-the model's choice is taken:
+16-bit products whose sizes tell their alignment, {len(inside)} problems of the study. Mean regret of them by the factor
+alone, and how often the model's choice is taken:
 """)
     print("| factor | " + " | ".join(f"{how}: taken | mean regret | most" for how in predicted) + " |")
     print("|---" * (1 + 3 * len(predicted)) + "|")

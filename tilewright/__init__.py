@@ -9,13 +9,14 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "tilewright.engine.llm:LLM",
     "SamplingParams": "tilewright.engine.request:SamplingParams",
+    "formats": "tilewright.formats",
     "invariant": "tilewright.op:invariant",
     "nn": "tilewright.nn",
     "ops": "tilewright.ops",
     "prefer": "tilewright.op:prefer",
 }
 
-__all__ = ["LLM", "SamplingParams", "__version__", "invariant", "nn", "ops", "prefer"]
+__all__ = ["LLM", "SamplingParams", "__version__", "formats", "invariant", "nn", "ops", "prefer"]
 
 
 def __getattr__(name: str) -> Any:
