@@ -41,6 +41,8 @@ from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_
 
 __all__ = ["sm90_kernel"]
 
+_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
+
 # ---- which work a program has
 
 
@@ -143,21 +145,21 @@ def _load_tiles(
                 buf = x_bufs.index(stage * M_BOXES + b)
                 if CLASSES:
                     if is_longer:
-                        tma.async_copy_global_to_shared(x_desc, [m + b * BOX_M, start - shift + k], bar, buf)
+                        _load_box(x_desc, [m + b * BOX_M, start - shift + k], bar, buf)
                     else:
-                        tma.async_copy_global_to_shared(x_low_desc, [m + b * BOX_M, start - shift + k], bar, buf)
+                        _load_box(x_low_desc, [m + b * BOX_M, start - shift + k], bar, buf)
                 elif X_MAJOR == "k":
-                    tma.async_copy_global_to_shared(x_desc, [m + b * BOX_M, k], bar, buf)
+                    _load_box(x_desc, [m + b * BOX_M, k], bar, buf)
                 else:
-                    tma.async_copy_global_to_shared(x_desc, [k, m + b * BOX_M], bar, buf)
+                    _load_box(x_desc, [k, m + b * BOX_M], bar, buf)
             for b in gl.static_range(N_BOXES):
                 for half in gl.static_range(HALVES):
                     n = (col * N_BOXES + b) * BOX_N + half * F
                     buf = w_bufs.index((stage * N_BOXES + b) * HALVES + half)
                     if W_MAJOR == "k":
-                        tma.async_copy_global_to_shared(w_desc, [n, k], bar, buf)
+                        _load_box(w_desc, [n, k], bar, buf)
                     else:
-                        tma.async_copy_global_to_shared(w_desc, [k - shift, n], bar, buf)
+                        _load_box(w_desc, [k - shift, n], bar, buf)
             stage += 1
             if stage == STAGES:
                 stage = 0

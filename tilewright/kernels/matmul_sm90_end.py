@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 __all__ = ["add_parts", "column_blocks", "finish_tile", "leave_part"]
 
 _block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
+_store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9 has a new name
 
 
 @gluon.jit
@@ -207,7 +208,7 @@ def finish_tile(
             tma.store_wait(pendings=BUFS - 1)
             buf.store(y.to(y_ptr.dtype.element_ty))
             fence_async_shared()
-            tma.async_copy_shared_to_global(y_desc, [first_row, col], buf)
+            _store_box(y_desc, [first_row, col], buf)
         else:
             buf.store(y.to(y_ptr.dtype.element_ty))
             _store_lines(buf, y_ptr, first_row, col, M, F, ROW_STEP, VECTOR)
