@@ -218,7 +218,7 @@ def test_what_is_typical_of_a_product_has_that_problem(places: Places) -> None:
         args = linear.typical(problem)
         with_args += args is not None
         assert args is None or linear.problem(*args) == problem
-    assert with_args == 3
+    assert with_args == 4
 
 
 # ---- a call
