@@ -47,6 +47,16 @@ def ops_table(card: str) -> str:
     return "\n".join(lines)
 
 
+def linear_table(card: str) -> str:
+    """Products by `sm90` with its default config: time, and cuBLAS's over it."""
+    rows = [row for result in load(card, "linear-sm90") for row in result["rows"]]
+    lines = ["| linear, bf16: M x N x K | `sm90`, default config, us | cuBLAS, us | ratio |", "|---|---|---|---|"]
+    for row in rows:
+        shape = " x ".join(word.partition("=")[2] for word in row["dims"].split())
+        lines.append(f"| {shape} | {row['us']:.1f} | {row['their_us']:.1f} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
 def section() -> str:
     """All that stands between the two markers."""
     facts = (load("h100", "engine") + load("h100", "ops"))[0]["environment"]
@@ -55,7 +65,7 @@ def section() -> str:
     commands = sorted({e["command"] for e in environments if "command" in e})  # docs/regret.md has the study's own
     listed = "\n".join(f"    {command}" for command in commands)
     return (
-        f"On one {facts['device']}, {versions}:\n\n{engine_table('h100')}\n\n{ops_table('h100')}\n\n"
+        f"On one {facts['device']}, {versions}:\n\n{engine_table('h100')}\n\n{ops_table('h100')}\n\n{linear_table('h100')}\n\n"
         f"Reproduced by\n\n{listed}\n\n"
     )
 

@@ -6,6 +6,7 @@ flatter it: the sets together are larger than any L2. Figures that are compared 
 
 import json
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def environment() -> dict[str, Any]:
     """Device, driver and versions, as a result file must name them."""
     facts: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["tilewright", *sys.argv[1:]]),
+        "command": _command(),
         "tilewright": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -102,3 +103,10 @@ def write_json(path: Path, what: str, rows: list[dict[str, Any]], **more: Any) -
     """A result file: what was measured, where, and the rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"what": what, "environment": environment(), **more, "rows": rows}, indent=1) + "\n")
+
+
+def _command() -> str:
+    """What was typed, as a shell takes it again: the command line tool, or a script of the repository."""
+    program = Path(sys.argv[0])
+    typed = ["python", f"scripts/{program.name}"] if program.parent.name == "scripts" else ["tilewright"]
+    return shlex.join([*typed, *sys.argv[1:]])
