@@ -1,6 +1,9 @@
-"""`linear` for Hopper, scheduled by hand in Gluon: the implementation `sm90`. Its host side is in matmul_sm90_launch.py.
+"""`linear` and `scaled_linear` for Hopper, scheduled by hand in Gluon: the implementations `sm90`.
 
-    y = activation(x @ weight^T + bias) + residual, bf16 or fp16, x and weight each dense along either of their dimensions
+    y = activation((x @ weight^T) * x_scales * w_scales + bias) + residual
+
+bf16 or fp16 without scales, x and weight each dense along either of their dimensions; int8 or float8, both dense along K, with
+scales. The host side is in matmul_sm90_launch.py, what follows the product in matmul_sm90_end.py.
 
 A persistent block an SM, of twelve warps in three groups that talk through barriers in shared memory:
 
@@ -8,12 +11,14 @@ A persistent block an SM, of twelve warps in three groups that talk through barr
     two consumers a warpgroup each: wgmma on the stages as they fill, then the epilogue. They take the upper and the lower half
                   of every tile ("m"), its left and right half ("n"), or turns, a whole tile each ("tiles")
 
-The epilogue of one consumer runs under the products of the other: nothing ties them but the stages they share, so the first to
-end a tile is ahead by an epilogue from then on. Limited by the tensor cores (128x256 tiles ask L2 for 48 bytes a cycle an SM).
+Consumers that take turns run the epilogue of one under the products of the other; halves of one tile end together, and their
+epilogue is hidden only as far as the stages ahead reach: a short K with a large tile pays for it. Limited by the tensor cores
+(128x256 tiles ask L2 for 48 bytes a cycle an SM).
 
 With STREAM the tiles that do not fill the card, or all of them when they are few, are cut along K into equal shares, one a
-program (Osama et al., "Stream-K", 2023). A program leaves its part of a tile in float32; the last one to come adds all parts in
-the order of K and runs the epilogue, so two runs give the same bits.
+program (Osama et al., "Stream-K", 2023; their shares of any length leave nothing to share in L2, so here each tile has a whole
+number of them, as nearly as steps allow). The program that begins a tile ends it: it waits for the parts of the others, in
+float32, adds them in the order of K and runs the epilogue, so two runs give the same bits.
 
 With CLASSES (1, 2, 4 or 8) x is dense along K but its rows do not start at multiples of 16 bytes, which the copy engine cannot
 address. Rows CLASSES apart do lie multiples of 16 bytes apart, so they make a matrix that it can; only the first of them starts
