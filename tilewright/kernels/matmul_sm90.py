@@ -46,6 +46,7 @@ from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_
 
 __all__ = ["sm90_kernel"]
 
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in triton 3.9
 _load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
 
 # ---- which work a program has
@@ -324,7 +325,10 @@ def sm90_kernel(
     w_bufs = w_boxes
     if HALVES == 2:
         w_shape: gl.constexpr = [COLS, BLOCK_K] if W_MAJOR == "k" else [BLOCK_K, COLS]
-        w_bufs = w_boxes._reinterpret(dtype, [STAGES * N_BOXES] + w_shape, w_desc.layout)
+        if _RENAMED:
+            w_bufs = w_boxes.reinterpret(dtype, [STAGES * N_BOXES] + w_shape, w_desc.layout)
+        else:
+            w_bufs = w_boxes._reinterpret(dtype, [STAGES * N_BOXES] + w_shape, w_desc.layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
