@@ -299,6 +299,15 @@ def _multiply_tiles(
 # ---- kernel
 
 
+@gluon.jit
+def _joined(boxes, COUNT: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """Buffers of `shape` over the same memory: gate and up boxes as one operand."""
+    if _RENAMED:
+        return boxes.reinterpret(boxes.dtype, [COUNT] + shape, layout)
+    else:
+        return boxes._reinterpret(boxes.dtype, [COUNT] + shape, layout)
+
+
 @gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride"])
 def sm90_kernel(
     x_desc, x_low_desc, w_desc, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
@@ -325,10 +334,8 @@ def sm90_kernel(
     w_bufs = w_boxes
     if HALVES == 2:
         w_shape: gl.constexpr = [COLS, BLOCK_K] if W_MAJOR == "k" else [BLOCK_K, COLS]
-        if _RENAMED:
-            w_bufs = w_boxes.reinterpret(dtype, [STAGES * N_BOXES] + w_shape, w_desc.layout)
-        else:
-            w_bufs = w_boxes._reinterpret(dtype, [STAGES * N_BOXES] + w_shape, w_desc.layout)
+        w_layout: gl.constexpr = w_desc.layout
+        w_bufs = _joined(w_boxes, STAGES * N_BOXES, w_shape, w_layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
