@@ -5,17 +5,17 @@ the oracle, the largest error to that RMS plus the element's own size (a 10 cann
 poisoned before the run, so an element that a kernel forgets is a NaN, not yesterday's right answer.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from tilewright.op import Config, Impl, Op
+from tilewright.tune.tolerance import Poisoned, bits, errors, flat
 
+# The limits stand here on purpose, beside those of the package: nobody loosens both by accident.
 # (largest error, RMS error) of one rounding; half an ulp of bf16 is 2^-9 to 2^-8 of the value. An op that rounds its way
 # more than once (`Op.roundings`) has as many times the room; it may tighten its own limits, never loosen them.
 LIMITS = {
@@ -24,30 +24,6 @@ LIMITS = {
     torch.bfloat16: (8e-3, 4e-3),
     torch.float64: (1e-12, 1e-13),
 }
-
-_POISON = {torch.bool: True, torch.uint8: 0xA5}
-
-
-def _poison(t: Tensor) -> Tensor:
-    value = math.nan if t.is_floating_point() else _POISON.get(t.dtype, -(2**30) if t.dtype != torch.int8 else -77)
-    return t.fill_(value)
-
-
-class Poisoned(TorchFunctionMode):
-    """While on, freshly allocated tensors hold NaN (integers: a value that no kernel writes)."""
-
-    _ALLOCATORS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return _poison(result) if func in self._ALLOCATORS else result
-
-
-def flat(result: Any) -> list[Tensor]:
-    """The tensors of an op's result, whatever its form."""
-    if result is None:
-        return []
-    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -84,21 +60,6 @@ def oracle(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     return flat(op.reference(*wide)) + mutated(op, wide)
 
 
-def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """(largest, RMS) error, relative as said above; inf where infinities or NaNs stand at different places."""
-    got, want = got.double(), want.double()
-    finite = want.isfinite()
-    special = (got[~finite].nan_to_num(), want[~finite].nan_to_num())
-    if not torch.equal(finite, got.isfinite()) or not torch.equal(*special):
-        return math.inf, math.inf
-    got, want = got[finite], want[finite]
-    if not want.numel():
-        return 0.0, 0.0
-    rms = want.square().mean().sqrt().clamp_min(1e-30)
-    gap = (got - want).abs()
-    return float((gap / (rms + want.abs())).max()), float(gap.square().mean().sqrt() / rms)
-
-
 def check(op: Op, impl: Impl, config: Config, args: tuple[Any, ...]) -> None:
     """Raise AssertionError unless this implementation with this config matches the definition, twice, bitwise."""
     want = oracle(op, args)
@@ -126,13 +87,6 @@ def limits(op: Op, impl: Impl, dtype: torch.dtype) -> tuple[float, float]:
     assert own[0] <= table[0], f"{op.name} loosens a limit"
     assert own[1] <= table[1], f"{op.name} loosens a limit"
     return own
-
-
-def bits(t: Tensor) -> Tensor:
-    """The tensor's bits as integers, so that NaN equals NaN."""
-    if not t.is_floating_point():
-        return t
-    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 @contextmanager

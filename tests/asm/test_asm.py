@@ -12,10 +12,11 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.asm import probes
-from tilewright.asm.compile import CARDS, CompileFailed, record, stand_in
+from tilewright.asm.compile import CompileFailed, record, stand_in
 from tilewright.asm.facts import facts, instruction_mix, ptxas_version, sass
 from tilewright.asm.jit import CompileCounter
 from tilewright.hw import env
+from tilewright.hw.device import CARD_OF_ARCH
 
 pytestmark = pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")
 
@@ -76,7 +77,7 @@ def test_tensor_cores(arch: int, unit: str, machine: str) -> None:
     assert (found.tmem_columns > 0) == (arch == 100)
 
 
-@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("arch", CARD_OF_ARCH)
 def test_tensor_descriptors(arch: int) -> None:
     """A descriptor argument is the copy engine's on a card that has one, and plain pointers elsewhere."""
     binary = one(probes.matmul_tma, SQUARE, arch)
@@ -86,7 +87,7 @@ def test_tensor_descriptors(arch: int) -> None:
     assert any(name.startswith("UTMASTG") for name in mix) == (arch >= 90)
 
 
-@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("arch", CARD_OF_ARCH)
 @pytest.mark.parametrize(("x", "suffix"), [(VECTOR, ".128"), (VECTOR[1:], "")], ids=["16", "4"])
 def test_widths_are_the_machine_codes(arch: int, x: torch.Tensor, suffix: str) -> None:
     """A width counted in the PTX is the width in the disassembly, and there is no other."""

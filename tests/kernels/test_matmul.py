@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from tests import conformance
 from tests.kernels.matmul_cases import Case, arguments, every_config
 from tilewright import ops
-from tilewright.asm.compile import CARDS, record
-from tilewright.hw.device import Device, device_of
+from tilewright.asm.compile import record
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.matmul import EXAMPLES, linear_op
 from tilewright.kernels.matmul_common import LARGEST_BUCKET, Problem, buckets
 from tilewright.kernels.matmul_tile import INVARIANT, TRITON
@@ -211,7 +211,7 @@ def test_rows_compile_nothing_new(name: str, rows: tuple[int, ...]) -> None:
     """One binary serves every number of rows of a bucket, those that are multiples of 16 and those that are 1 among them."""
     impl: Impl = IMPLS[name]
     args = arguments(Inputs(), rows[-1], 64, 256, torch.bfloat16)
-    config = impl.space.default(CARDS[90], linear_op.problem(*args))
+    config = impl.space.default(CARD_OF_ARCH[90], linear_op.problem(*args))
     keys = set()
     for m in rows:
         x, weight, bias, activation, residual = arguments(Inputs(), m, 64, 256, torch.bfloat16)

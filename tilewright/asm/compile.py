@@ -33,12 +33,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tilewright.hw import env
-from tilewright.hw.device import CARD_OF_ARCH
 
-__all__ = ["CARDS", "Binary", "CompileFailed", "compile_only", "record", "stand_in"]
-
-CARDS = CARD_OF_ARCH
-"""Architecture -> the card that stands for it where nothing is attached."""
+__all__ = ["Binary", "CompileFailed", "compile_only", "record", "stand_in"]
 
 _LOCK = Lock()
 _SESSIONS = count(1)

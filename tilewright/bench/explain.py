@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
 def _cost(op: Op, dims: Mapping[str, Any], args: tuple[Any, ...]) -> Any:
     try:
         return op.cost(*args)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         # It depends on values, such as the lengths of sequences: small real arguments of the same kind tell it.
         assert op.make is not None
         return op.cost(*op.make(Inputs("cpu"), **dims))

@@ -15,14 +15,20 @@ from tilewright.op import Inputs
 
 __all__ = [
     "add_norm_arguments",
+    "add_norm_quantize_arguments",
     "attention_arguments",
     "gated_arguments",
+    "gated_quantize_arguments",
     "gelu_arguments",
     "kv_write_arguments",
     "layer_norm_arguments",
     "linear_arguments",
     "logprob_arguments",
     "norm_arguments",
+    "norm_quantize_arguments",
+    "quantize_blocks_arguments",
+    "quantize_mx_arguments",
+    "quantize_rows_arguments",
     "rope_arguments",
     "rope_write_arguments",
     "sample_arguments",
@@ -231,3 +237,33 @@ def sample_arguments(
 def logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, dtype: torch.dtype = _BF16) -> Args:
     """logits [M, N], ids [M]."""
     return inputs.randn(M, N, dtype=dtype, scale=3.0), inputs.randint(0, N, M)
+
+
+def quantize_rows_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:
+    """x [M, N] and the format."""
+    return inputs.randn(M, N, dtype=dtype), format
+
+
+def quantize_blocks_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "fp8") -> Args:
+    """x [M, N] and the format."""
+    return inputs.randn(M, N, dtype=dtype), format
+
+
+def quantize_mx_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "mxfp8") -> Args:
+    """x [M, N] and the format."""
+    return inputs.randn(M, N, dtype=dtype), format
+
+
+def norm_quantize_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:
+    """x [M, N], weight [N], eps and the format."""
+    return *norm_arguments(inputs, M=M, N=N, dtype=dtype), format
+
+
+def add_norm_quantize_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:
+    """x and residual [M, N], weight [N], eps and the format."""
+    return *add_norm_arguments(inputs, M=M, N=N, dtype=dtype), format
+
+
+def gated_quantize_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:
+    """gate and up [M, N], the halves of one [M, 2 N], and the format."""
+    return *gated_arguments(inputs, M=M, N=N, dtype=dtype), format

@@ -25,6 +25,7 @@ from torch import Tensor
 from tilewright.formats import FORMATS, encode
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import quantize_rows_arguments
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block
 from tilewright.op import Example, Impl, Inputs, Op
@@ -267,18 +268,13 @@ def _rows_launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor
     return q[..., :cols], scale
 
 
-def _rows_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, format: str = "int8"):
-    """x [M, N] and the format."""
-    return inputs.randn(M, N, dtype=dtype), format
-
-
 quantize_rows_op = Op(
     name="quantize_rows",
     reference=_rows_reference,
     problem=format_problem,
     cost=_rows_cost,
     examples=_ROWS_EXAMPLES,
-    make=_rows_arguments,
+    make=quantize_rows_arguments,
     impls=(Impl(name="triton", launch=_rows_launch, space=ROWS_SPACE, refuse=refuse_format, batch_invariant=True),),
 )
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tilewright.formats import FORMATS, encode
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.arguments import quantize_blocks_arguments, quantize_mx_arguments
 from tilewright.kernels.quantize import (
     UNFUSED,
     check_format,
@@ -34,7 +35,7 @@ from tilewright.kernels.quantize import (
     scales_of,
 )
 from tilewright.kernels.shapes import rows_of, rows_ready
-from tilewright.op import Impl, Inputs, Op
+from tilewright.op import Impl, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = ["quantize_blocks", "quantize_blocks_op", "quantize_mx", "quantize_mx_op"]
@@ -153,23 +154,13 @@ def _mx_launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return _groups(config, x, format, 32)
 
 
-def _blocks_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, format: str = "fp8"):
-    """x [M, N] and the format."""
-    return inputs.randn(M, N, dtype=dtype), format
-
-
-def _mx_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, format: str = "mxfp8"):
-    """x [M, N] and the format."""
-    return inputs.randn(M, N, dtype=dtype), format
-
-
 quantize_blocks_op = Op(
     name="quantize_blocks",
     reference=_blocks_reference,
     problem=format_problem,
     cost=_blocks_cost,
     examples=_BLOCKS_EXAMPLES,
-    make=_blocks_arguments,
+    make=quantize_blocks_arguments,
     impls=(Impl(name="triton", launch=_blocks_launch, space=BLOCKS_SPACE, refuse=refuse_format, batch_invariant=True),),
 )
 
@@ -179,7 +170,7 @@ quantize_mx_op = Op(
     problem=format_problem,
     cost=_mx_cost,
     examples=_MX_EXAMPLES,
-    make=_mx_arguments,
+    make=quantize_mx_arguments,
     impls=(Impl(name="triton", launch=_mx_launch, space=MX_SPACE, refuse=refuse_format, batch_invariant=True),),
 )
 

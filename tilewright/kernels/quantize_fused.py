@@ -25,7 +25,7 @@ from tilewright.formats import FORMATS
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.activation import silu, silu_mul_op
-from tilewright.kernels.arguments import add_norm_arguments, gated_arguments, norm_arguments
+from tilewright.kernels.arguments import add_norm_quantize_arguments, gated_quantize_arguments, norm_quantize_arguments
 from tilewright.kernels.quantize import (
     ROW_FORMATS,
     UNFUSED,
@@ -325,28 +325,13 @@ def _silu_separate(config: Config, gate: Tensor, up: Tensor, format: str) -> Cod
     return quantize_rows_op.run(silu_mul_op.run(gate, up), format)
 
 
-def _norm_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, format: str = "int8"):
-    """x [M, N], weight [N], eps and the format."""
-    return *norm_arguments(inputs, M=M, N=N, dtype=dtype), format
-
-
-def _add_norm_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, format: str = "int8"):
-    """x and residual [M, N], weight [N], eps and the format."""
-    return *add_norm_arguments(inputs, M=M, N=N, dtype=dtype), format
-
-
-def _silu_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, format: str = "int8"):
-    """gate and up [M, N], the halves of one [M, 2 N], and the format."""
-    return *gated_arguments(inputs, M=M, N=N, dtype=dtype), format
-
-
 rms_norm_quantize_op = Op(
     name="rms_norm_quantize",
     reference=_norm_reference,
     problem=_norm_problem,
     cost=_norm_cost,
     examples=_examples(True, 1),
-    make=_norm_arguments,
+    make=norm_quantize_arguments,
     impls=(
         Impl(name="triton", launch=_norm_launch, space=NORM_SPACE, refuse=_refuse_norm, batch_invariant=True),
         Impl(name="separate", launch=_norm_separate, refuse=refuse_format, batch_invariant=True),
@@ -359,7 +344,7 @@ add_rms_norm_quantize_op = Op(
     problem=_add_norm_problem,
     cost=_add_norm_cost,
     examples=_examples(True, 2),
-    make=_add_norm_arguments,
+    make=add_norm_quantize_arguments,
     impls=(
         Impl(name="triton", launch=_add_norm_launch, space=NORM_SPACE, refuse=_refuse_norm, batch_invariant=True),
         Impl(name="separate", launch=_add_norm_separate, refuse=refuse_format, batch_invariant=True),
@@ -372,7 +357,7 @@ silu_mul_quantize_op = Op(
     problem=_silu_problem,
     cost=_silu_cost,
     examples=_examples(False, 2),
-    make=_silu_arguments,
+    make=gated_quantize_arguments,
     impls=(
         Impl(name="triton", launch=_silu_launch, space=SILU_SPACE, refuse=_refuse_silu, batch_invariant=True),
         Impl(name="separate", launch=_silu_separate, refuse=refuse_format, batch_invariant=True),

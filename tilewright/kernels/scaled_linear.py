@@ -113,8 +113,8 @@ def _refuse_sm90(device: Device, problem: Problem) -> str | None:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.k or not problem.n:
         return "the copy engine has no empty matrices: N or K is 0"
-    if problem.gated and problem.n // 2 % 8 and problem.w_major != "k":
-        return "needs a weight that is dense along K"
+    if problem.x_major != "k" or problem.w_major != "k":
+        return "needs x and the weight dense along K"
     return None
 
 

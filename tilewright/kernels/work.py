@@ -186,14 +186,13 @@ def sm90_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Work:
     """As `tma_work`, with parts of shared tiles, and with copies of operands whose rows do not start at 16 bytes."""
-    split = config["SPLIT_K"]
-    tiles = _tiles({**config, "BLOCK_K": 64}, 1, x, weight, activation, residual)[0]
-    left = tiles % device.sms
-    # 0 shares the tiles that are left: as if all tiles were so much shorter.
+    split, config = config["SPLIT_K"], {**config, "BLOCK_K": 64}
+    tiles, whole, *_ = _tiles(config, 1, x, weight, activation, residual)
+    waves, left = tiles // device.sms, tiles % device.sms
+    # 0 shares the tiles that are left after the full waves: as if all tiles were so much shorter.
     shared = np.where(split == 0, np.clip(device.sms // np.maximum(left, 1), 1, 4), split)
-    tiles, steps, flops, l2, dram = _tiles({**config, "BLOCK_K": 64}, shared, x, weight, activation, residual)
-    remaining = (tiles // device.sms * device.sms + left / shared) / np.maximum(tiles, 1)
-    shorter = np.where((split == 0) & (left > 0), remaining * device.sms * _cdiv(tiles, device.sms) / np.maximum(tiles, 1), 1.0)
+    _, steps, flops, l2, dram = _tiles(config, shared, x, weight, activation, residual)
+    shorter = np.where(left > 0, (waves + 1 / shared) / (waves + 1), 1.0)
     copied = sum(2 * t.nbytes for t in (x, weight) if max(t.stride()[-2:]) * t.element_size() % 16)
     part = config["BLOCK_M"] * config["BLOCK_N"] * 4
     return Work(
@@ -202,7 +201,7 @@ def sm90_work(
         unit=_unit(x.dtype),
         dram_bytes=dram + copied,
         l2_bytes=l2 + copied,
-        steps=np.where(split == 0, np.minimum(shorter, 1.0) * _cdiv(x.shape[-1], 64), steps),
+        steps=np.where(split == 0, shorter * whole, steps),
         depth=4,
         vector=1024,
         end_bytes=np.where(shared > 1, part * shared, 0),
