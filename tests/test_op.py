@@ -100,6 +100,16 @@ def test_the_first_that_does_not_refuse(
     assert counters()["default"] == (wanted[2] == "default")
 
 
+def test_an_op_may_put_an_implementation_before_the_others(places: Places) -> None:
+    op = op_of("first", *OP.impls, first=lambda device, problem: "triton" if problem.k == 4096 else None)
+    assert chosen(op, SMALL) == ("triton", 32, "default")
+    assert chosen(op, Problem(torch.bfloat16, 4, 64)) == ("few", 16, "default")
+    with prefer("few"):
+        assert chosen(op, SMALL) == ("few", 16, "default")
+    with prefer("of another op"):
+        assert chosen(op, SMALL) == ("triton", 32, "default")
+
+
 def test_a_refusal_names_every_reason(places: Places) -> None:
     old = Device(kind="cuda", name="V100", arch=70)
     with pytest.raises(Refused, match=r"(?s)few: needs sm_80, this is sm_70.*vendor: needs sm_80.*next: needs sm_100"):

@@ -7,7 +7,8 @@ An `Op` is a definition in plain torch (`reference`), what it costs, examples, a
 `choose` sees the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves: that
 makes its answer cacheable by construction. Of the implementations that do not refuse it takes the one that a measured row
 names, with that row's config (`tune.lookup`); else what the analytical model puts clearly before the rest
-(`tune.unmeasured`), where `Op.typical` can tell it what such a problem is like; else the first with its default. A refusal is a
+(`tune.unmeasured`), where `Op.typical` can tell it what such a problem is like; else the first with its default (`Op.first` may
+name it by the problem). A refusal is a
 sentence, and that sentence is the error text, the explanation and the skip message of the tests.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
@@ -197,6 +198,8 @@ class Op:
     `typical(problem)` -> arguments on meta tensors that such a problem is like, or None: with them the model may choose where
     nothing was measured. Not the arguments of the call, so that two ranks, or a server and its bundle, choose alike. Only for
     ops whose problem tells sizes well enough.
+    `first(device, problem)` -> the name of the implementation to put before the others, or None: for problems where their order
+    does not fit.
     `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.
     `mutates` names the arguments that are written in place.
     `rows_in_problem`: the problem says how many rows a batch has. Then no row decides in the invariant scope: two batches
@@ -214,6 +217,7 @@ class Op:
     impls: tuple[Impl, ...]
     make: Callable[..., tuple[Any, ...]] | None = None
     typical: Callable[[Any], tuple[Any, ...] | None] | None = None
+    first: Callable[[Device, Any], str | None] = lambda device, problem: None
     fake: Callable[..., Any] | None = None
     mutates: tuple[str, ...] = ()
     rows_in_problem: bool = False
@@ -270,16 +274,18 @@ class Op:
         if not allowed:
             reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.refusals(device, problem).items())
             raise Refused(f"{self.name}: no implementation takes {problem} on {device.name}:{reasons}")
+        first = self.first(device, problem)
+        allowed.sort(key=lambda impl: impl.name != first)
         impls = [impl for impl in allowed if impl.name == now.preferred] or allowed
-        first = Choice(impls[0], impls[0].space.default(device, problem))
+        default = Choice(impls[0], impls[0].space.default(device, problem))
         nothing_to_choose = len(impls) == 1 and not impls[0].space.axes
         if device.kind != "cuda" or nothing_to_choose or (now.invariant and self.rows_in_problem):
-            return first
+            return default
         found = lookup.find(self.name, problem, device, now.invariant, impls)
         if now.strict and (found is None or found.source != "exact"):
             raise lookup.missing(self.name, problem, device)
         if found is None:
-            choice = self._modelled(device, problem, impls, first.config) or first._replace(source="default")
+            choice = self._modelled(device, problem, impls, default.config) or default._replace(source="default")
             lookup.count(choice.source)
             return choice
         impl = next(impl for impl in impls if impl.name == found.impl)

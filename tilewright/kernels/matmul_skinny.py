@@ -7,7 +7,7 @@ anything twice; the slices are added once, at the end. So a matrix of 1024 rows 
 share of the weight on the way at once, and no sum ever crosses programs.
 
 Limited by the weight's bytes. x comes from L2 once a program: with 16 rows of x, BLOCK_N 16 reads as much of x as of the
-weight, so large weights want a larger BLOCK_N.
+weight, which L2 bears.
 
 Refuses: more than 16 rows, batches of weights, operands that are not dense along K, float32 (a product in IEEE precision runs
 without tensor cores) and float64.
@@ -51,22 +51,18 @@ def _stage_bytes(c: Config) -> int:
 
 def _default(device: Device, problem: Problem) -> Config:
     block_m = max(8, problem.m_bucket)
-    block_n = 16
-    # Wider tiles read x less often; they must still give every SM two programs.
-    while block_n < 64 and problem.n >= 4 * block_n * device.sms:
-        block_n *= 2
-    c = {
+    return {
         "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        # Wider steps only where loads are narrow: H100, M=4 N=K=4095: 24.7 us, with 64 32; aligned shapes lose 2 % by it.
-        "BLOCK_K": 128 if block_n == 16 and problem.k > 256 and not problem.aligned else 64,
+        # Low tiles make many programs, which hide each other's start and end: wider ones read x less often and still lose.
+        "BLOCK_N": 16,
+        # Wider steps only where loads are narrow: H100, M=4 N=K=4095: 24.7 us, with 64 32.
+        "BLOCK_K": 128 if problem.k > 256 and not problem.aligned else 64,
         "SLICES": 4,
         "num_warps": 4,
+        # Where programs are few, each keeps more on the way.
+        "num_stages": 5 - (block_m == 16) - (problem.n > 32 * device.sms),
+        "PDL": False,
     }
-    # Two programs an SM, most of its shared memory between them: several times the 16 KB that Little's law asks for (3 TB/s
-    # at 700 ns over 132 SMs), because a program's start and end move nothing.
-    budget = min(96 << 10, device.smem_bytes)
-    return {**c, "num_stages": 1 + max(1, min(4, budget // _stage_bytes(c))), "PDL": False}
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
