@@ -23,6 +23,10 @@ LIMITS = {
     torch.float16: (1e-3, 5e-4),
     torch.bfloat16: (8e-3, 4e-3),
     torch.float64: (1e-12, 1e-13),
+    # Codes and their scales have one right value.
+    torch.float8_e4m3fn: (0.0, 0.0),
+    torch.float8_e5m2: (0.0, 0.0),
+    torch.float8_e8m0fnu: (0.0, 0.0),
 }
 
 

@@ -19,6 +19,7 @@ from tilewright.kernels import quantize_fused as fused
 from tilewright.kernels.activation import silu_mul
 from tilewright.kernels.quantize import quantize_rows, quantize_rows_op
 from tilewright.kernels.quantize_blocks import quantize_blocks_op, quantize_mx_op
+from tilewright.kernels.quantize_tensor import quantize_static_op, quantize_tensor_op
 from tilewright.kernels.rms_norm import add_rms_norm, rms_norm
 from tilewright.kernels.scaled_linear import scaled_linear
 from tilewright.op import Example, Impl, Inputs, Op, Refused, on_card, prefer
@@ -26,7 +27,7 @@ from tilewright.op import Example, Impl, Inputs, Op, Refused, on_card, prefer
 INDEX = 0 if torch.cuda.is_available() else -1
 DEVICE, WHERE = device_of(INDEX), "cuda" if INDEX == 0 else "cpu"
 INF, NAN = float("inf"), float("nan")
-EXACT = (quantize_rows_op, quantize_blocks_op, quantize_mx_op)
+EXACT = (quantize_rows_op, quantize_blocks_op, quantize_mx_op, quantize_tensor_op, quantize_static_op)
 FUSED = (fused.rms_norm_quantize_op, fused.add_rms_norm_quantize_op, fused.silu_mul_quantize_op)
 needs_kernels = pytest.mark.skipif(
     not DEVICE.runs_triton, reason="no GPU here: kernels are checked in the TRITON_INTERPRET=1 run"
@@ -81,7 +82,7 @@ def test_bits_of_the_definition(op: Op, example: Example, impl: Impl) -> None:
     with Poisoned():
         got = outputs(op, impl, config, args)
     check_layout(got, want)
-    for g, w, o in zip(got, want, flat(op.reference(args[0].double(), args[1])), strict=True):
+    for g, w, o in zip(got, want, flat(op.reference(args[0].double(), *args[1:])), strict=True):
         assert torch.equal(bits(g), bits(w))
         assert torch.equal(bits(w), bits(o))
 

@@ -30,12 +30,31 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "rope_kv_write": ({"T": 8},),
     "sample": ({"M": 2, "N": 128256},),
     "token_logprobs": ({"M": 2, "N": 128256},),
+    "attention": ({"B": 2, "KV": 4096, "causal": True}, {"B": 2, "KV": 4096, "D": 64, "causal": True}),
     # D = 64 for the tiles that shared memory holds at no wider head.
     "paged_attention": ({"B": 2, "KV": 256}, {"B": 2, "KV": 256, "D": 64}),
     "scaled_linear": (
         {"M": 512, "N": 4096, "K": 8192, "dtype": torch.int8},
         {"M": 128, "N": 512, "K": 16384, "dtype": torch.int8},
         {"M": 16, "N": 4096, "K": 8192, "dtype": torch.int8},
+    ),
+    "quantize_rows": (*_ROWS, {"M": 2, "N": 28672}),
+    "quantize_static": (*_ROWS, {"M": 2, "N": 28672}),
+    "quantize_tensor": (*_ROWS, {"M": 2, "N": 28672}),
+    "quantize_blocks": ({"M": 4, "N": 4096},),
+    "quantize_mx": ({"M": 4, "N": 4096},),
+    "quantize_fold": ({"M": 4, "N": 4096},),
+    "block_scaled_linear": (
+        {"M": 512, "N": 4096, "K": 4096},
+        {"M": 512, "N": 4096, "K": 4096, "block_rows": 1},
+        {"M": 16, "N": 4096, "K": 4096},
+    ),
+    "mx_linear": ({"M": 512, "N": 4096, "K": 4096},),
+    "mixed_linear": (
+        {"M": 16, "N": 4096, "K": 4096, "group": 128, "zeros": True},
+        {"M": 8, "N": 4096, "K": 4096, "group": 128, "zeros": True},  # taller tiles
+        {"M": 512, "N": 4096, "K": 4096, "group": 128, "zeros": True},
+        {"M": 512, "N": 4096, "K": 4096, "format": "int8"},  # what has no room for int4
     ),
     "linear": (
         {"M": 512, "N": 4096, "K": 4096},

@@ -3,11 +3,13 @@
     W1  256 requests, each 100 to 1024 tokens in and 100 to 1024 out (uniform), all submitted at once
     W2  256 requests of exactly 1024 in and 1024 out
     B1  one request, 128 in, 256 out, decode only: the time from the first token to the last
+    B64 the same for 64 requests at once
 
+    P4096  16 prompts of 4095 tokens, one token out of each: what counts is input_tok_per_s
     R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out, with sampling, penalties, biases and log-probabilities at
            random: do any kernels compile after the engine is ready?
 
-Every request generates its full length (`ignore_eos`), in W1, W2 and B1 greedily. A warm run repeats the workload in the
+Every request generates its full length (`ignore_eos`), except in R2000 greedily. A warm run repeats the workload in the
 same process with other prompts, so that the prefix cache does not answer.
 """
 
@@ -61,6 +63,8 @@ WORKLOADS = {
     "W1": Workload("W1", lambda rng: [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]),
     "W2": Workload("W2", lambda rng: [(1024, 1024)] * 256),
     "B1": Workload("B1", lambda rng: [(128, 256)], decode_only=True),
+    "B64": Workload("B64", lambda rng: [(128, 256)] * 64, decode_only=True),
+    "P4096": Workload("P4096", lambda rng: [(4095, 1)] * 16),
     "R2000": Workload(
         "R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)], params=any_params
     ),
@@ -85,7 +89,16 @@ def run_engine(
                 "compiles_after_ready": compiles.after_ready,
                 "late_kernels": sorted({late.kernel for late in compiles.late}),
             }
-            rows.append({"shape": shape, "workload": name, "run": run, "start_to_ready_s": round(ready_s, 2), **row})
+            rows.append(
+                {
+                    "shape": shape,
+                    "weights": config.quantize or config.dtype,
+                    "workload": name,
+                    "run": run,
+                    "start_to_ready_s": round(ready_s, 2),
+                    **row,
+                }
+            )
     compiles.stop()
     return rows
 
@@ -121,6 +134,7 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int) -> dict[str,
         "tokens_out": produced,
         "seconds": round(seconds, 4),
         "output_tok_per_s": round(counted / seconds, 1),
+        "input_tok_per_s": None if workload.decode_only else round(sum(n for n, _ in lengths) / seconds, 1),
         "steps": len(stamps),
         "median_step_ms": round(1e3 * statistics.median(gaps), 3) if gaps else None,
         "preemptions": engine.stats().preemptions - before.preemptions,

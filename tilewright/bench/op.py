@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.bench.dims import parse_dims
+from tilewright.bench.dims import nearest, parse_dims
 from tilewright.bench.harness import interleaved_us, sets_for
 from tilewright.bench.peers import NoPeer, default_shapes, peer
+from tilewright.bench.sets import SETS
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import device_of
 from tilewright.hw.roofline import roof
@@ -21,15 +22,20 @@ UNITS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
 _LARGEST_BYTES = 32 << 30
 
 
-def shapes_of(op: Op, dims: Sequence[str], shapes: str | None) -> list[list[str]]:
-    """The dimensions to measure with: those given as words, those of "M=1,N=2;M=3,N=4", or the op's usual ones.
+def shapes_of(op: Op, dims: Sequence[str], shapes: str | None, named: str | None = None) -> list[list[str]]:
+    """The dimensions to measure with: words, "M=1,N=2;M=3,N=4", a set of `bench.sets` with words for each, or the usual ones.
 
     Raises:
-        ValueError: both are given, or a word is not one of the op's dimensions.
+        ValueError: two of them are given, there is no such set, or a word is not one of the op's dimensions.
     """
-    if dims and shapes:
-        raise ValueError("give dimensions or --shapes, not both")
-    texts = [" ".join(dims)] if dims else shapes.split(";") if shapes else list(default_shapes(op.name))
+    if (shapes and dims) or (shapes and named):
+        raise ValueError("give one of dimensions, --shapes and --set; dimensions beside --set are added to each of its shapes")
+    if named is not None:
+        if named not in SETS:
+            raise ValueError(f"no set {named!r}: {nearest(named, SETS)}")
+        texts = [" ".join([text, *dims]) for text in SETS[named]]
+    else:
+        texts = [" ".join(dims)] if dims else shapes.split(";") if shapes else list(default_shapes(op.name))
     words = [text.replace(",", " ").split() for text in texts if text.strip()]
     for each in words:
         checked(op, each)
@@ -85,7 +91,7 @@ def measure(op: Op, words: Sequence[str], against: str, preferred: str | None = 
         except NoPeer as error:
             opponent = f"none: {error}"
     with torch.inference_mode():
-        times = interleaved_us(calls, sets=sets)
+        times = interleaved_us(calls, sets=sets, rounds=6 if cost.flops > 1e12 else 20)
     return _row(op, words, first, cost, times, opponent, preferred)
 
 

@@ -70,6 +70,25 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ca
     return call
 
 
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
+    causal: bool, want_lse: bool,
+) -> Call:  # fmt: skip
+    if cu_q is not None:
+        raise NoPeer("attention: SDPA takes sequences of one length only")
+    if want_lse:
+        raise NoPeer("attention: SDPA gives no log-sum-exp")
+    if causal and max_q not in (1, max_k):
+        raise NoPeer("attention: SDPA's causal mask is for queries that begin with the sequence")
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+
+    def call() -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal and max_q > 1, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return call
+
+
 def _paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, cu_q: Tensor,
     max_q: int, scale: float, window: int | None,
@@ -89,6 +108,7 @@ def _paged_attention(
 
 _PEERS: dict[str, Callable[..., Call]] = {
     "add_rms_norm": _add_rms_norm,
+    "attention": _attention,
     "gelu_mul": lambda gate, up, approximate: lambda: F.gelu(gate, approximate="tanh" if approximate else "none") * up,
     "layer_norm": lambda x, weight, bias, eps: lambda: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
     "linear": _linear,
@@ -101,7 +121,20 @@ _PEERS: dict[str, Callable[..., Call]] = {
 }
 
 _ROWS = ("M=4096 N=1024", "M=8192 N=4096", "M=8192 N=16384", "M=4096 N=131072", "M=64 N=4096")
+_PRODUCTS = ("M=64 N=4096 K=4096", "M=4096 N=4096 K=4096", "M=4096 N=14336 K=4096", "M=8192 N=8192 K=8192")
 _SHAPES: dict[str, tuple[str, ...]] = {
+    # 16k tokens, 2048 = heads x head dim; then grouped heads, as in models of 8B.
+    "attention": tuple(
+        f"{shape} causal={causal}"
+        for causal in ("false", "true")
+        for shape in (
+            *(f"B={16384 // s} KV={s} H=16 G=16 D=128" for s in (512, 1024, 2048, 4096, 8192, 16384)),
+            *(f"B={16384 // s} KV={s} H=32 G=32 D=64" for s in (512, 1024, 2048, 4096, 8192, 16384)),
+            *(f"B={16384 // s} KV={s} H=8 G=8 D=256" for s in (2048, 8192, 16384)),
+            *("B=4 KV=4096", "B=4 KV=4095"),
+        )
+    ),
+    "block_scaled_linear": _PRODUCTS,
     "kv_cache_write": ("T=1", "T=256", "T=8192"),
     "linear": (
         *(f"M={m} N=4096 K=4096" for m in (1, 16, 64, 1024, 8192)),
@@ -109,6 +142,12 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         *("M=64 N=4096 K=14336", "M=4096 N=4096 K=14336", "M=8192 N=8192 K=8192"),
         *(f"M={n} N={n} K={n}" for n in (1024, 2048, 2049, 4095, 4096)),
     ),
+    "mixed_linear": tuple(
+        f"{shape} {coded}"
+        for coded in ("format=int8", "format=int4 group=128 zeros=true")
+        for shape in (*(f"M={m} N=4096 K=4096" for m in (1, 16, 64, 512, 4096)), "M=1 N=28672 K=4096", "M=1 N=4096 K=14336")
+    ),
+    "mx_linear": _PRODUCTS,
     "paged_attention": (
         *("B=1 KV=8192", "B=16 KV=8192", "B=64 KV=8192", "B=256 KV=1024", "B=256 KV=1024 H=16"),
         *("B=1 KV=2048 Q=2048", "B=8 KV=2048 Q=2048"),

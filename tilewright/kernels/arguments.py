@@ -6,6 +6,7 @@ less power on zeros and runs faster than it will. With `Inputs("meta")` nothing 
     # M rows, N columns, K the summed dimension, T tokens, H query heads, G key/value heads, D head dim, S tokens a page
 """
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ __all__ = [
     "add_norm_arguments",
     "add_norm_quantize_arguments",
     "attention_arguments",
+    "block_scaled_linear_arguments",
+    "dense_attention_arguments",
     "gated_arguments",
     "gated_quantize_arguments",
     "gelu_arguments",
@@ -24,11 +27,15 @@ __all__ = [
     "layer_norm_arguments",
     "linear_arguments",
     "logprob_arguments",
+    "mixed_linear_arguments",
+    "mx_linear_arguments",
     "norm_arguments",
     "norm_quantize_arguments",
     "quantize_blocks_arguments",
     "quantize_mx_arguments",
     "quantize_rows_arguments",
+    "quantize_static_arguments",
+    "quantize_tensor_arguments",
     "rope_arguments",
     "rope_write_arguments",
     "sample_arguments",
@@ -84,25 +91,31 @@ def linear_arguments(
     bias: bool = False,
     activation: str = "none",
     residual: bool = False,
+    offset: str = "none",
 ) -> Args:
     """x [M, K], weight [N, K], or a batch of both. `layout`: "nt" both dense along K, "nn" the weight along N, "tn" x along M.
 
+    offset: "x" or "weight" starts one element into its memory, as a view may.
+
     Raises:
-        ValueError: an unknown layout.
+        ValueError: an unknown layout or operand.
     """
     if layout not in ("nt", "nn", "tn"):
         raise ValueError(f"linear: layout is {layout!r}, wanted nt, nn or tn")
+    if offset not in ("none", "x", "weight"):
+        raise ValueError(f"linear: offset is {offset!r}, wanted none, x or weight")
     lead = (batch,) if batch else ()
 
-    def matrix(rows: int, cols: int, transposed: bool, scale: float) -> Tensor:
-        if transposed:
-            return inputs.randn(*lead, cols, rows, dtype=dtype, scale=scale).mT
-        return inputs.randn(*lead, rows, cols, dtype=dtype, scale=scale)
+    def matrix(rows: int, cols: int, transposed: bool, scale: float, shifted: bool) -> Tensor:
+        shape = (*lead, cols, rows) if transposed else (*lead, rows, cols)
+        start = int(shifted)
+        t = inputs.randn(math.prod(shape) + start, dtype=dtype, scale=scale)[start:].view(shape)
+        return t.mT if transposed else t
 
     width = N // 2 if activation.endswith("_mul") else N
     return (
-        matrix(M, K, layout == "tn", 1.0),
-        matrix(N, K, layout != "nt", max(K, 1) ** -0.5),
+        matrix(M, K, layout == "tn", 1.0, offset == "x"),
+        matrix(N, K, layout != "nt", max(K, 1) ** -0.5, offset == "weight"),
         inputs.randn(N, dtype=dtype) if bias else None,
         activation,
         inputs.randn(*lead, M, width, dtype=dtype) if residual else None,
@@ -132,6 +145,89 @@ def scaled_linear_arguments(
         activation,
         inputs.randn(M, width, dtype=out) if residual else None,
         out,
+    )
+
+
+def block_scaled_linear_arguments(
+    inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = torch.float8_e4m3fn, block_rows: int = 128,
+    bias: bool = False, activation: str = "none", residual: bool = False, out: torch.dtype = _BF16,
+) -> Args:  # fmt: skip
+    """x [M, K] and weight [N, K] of a float8 `dtype`, scales for 128 of K such that the product is about 1.
+
+    `block_rows`: rows of the weight that share a scale, 128 or 1.
+    """
+    padded, blocks = -(-K // 16) * 16, -(-K // 128)
+    x, weight = (inputs.randn(rows, padded, scale=60.0).clamp(-448, 448).to(dtype)[:, :K] for rows in (M, N))
+    width = N // 2 if activation.endswith("_mul") else N
+    return (
+        x,
+        weight,
+        # Dense along M, as quantisers leave them.
+        inputs.randn(blocks, M).abs().add(0.1).div(60.0).t(),
+        inputs.randn(-(-N // block_rows), blocks).abs().add(0.1).div(60.0 * max(K, 1) ** 0.5),
+        inputs.randn(N, dtype=out) if bias else None,
+        activation,
+        inputs.randn(M, width, dtype=out) if residual else None,
+        out,
+    )
+
+
+def mx_linear_arguments(
+    inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = torch.float8_e4m3fn, bias: bool = False,
+    activation: str = "none", residual: bool = False, out: torch.dtype = _BF16,
+) -> Args:  # fmt: skip
+    """x [M, K] and weight [N, K] of a float8 `dtype`, E8M0 scales for 32 of K such that the product is about 1."""
+    x, weight = (inputs.randn(rows, K, scale=60.0).clamp(-448, 448).to(dtype) for rows in (M, N))
+    low = 121 - max(K, 1).bit_length() // 2
+
+    def scales(rows: int, lowest: int) -> Tensor:
+        return inputs.randint(lowest, lowest + 3, rows, K // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+    width = N // 2 if activation.endswith("_mul") else N
+    return (
+        x,
+        weight,
+        scales(M, 120),
+        scales(N, low),
+        inputs.randn(N, dtype=out) if bias else None,
+        activation,
+        inputs.randn(M, width, dtype=out) if residual else None,
+        out,
+    )
+
+
+def mixed_linear_arguments(
+    inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = _BF16, format: str = "int4", group: int = 0,
+    block_rows: int = 1, zeros: bool = False, bias: bool = False, activation: str = "none", residual: bool = False,
+) -> Args:  # fmt: skip
+    """x [M, K] of `dtype`, codes of a weight [N, K] (int8, int4, e4m3 or e5m2), scales such that the product is about 1.
+
+    int4 codes are drawn in the order in which the op takes them: whole chunks of 128 columns.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+    if format not in ("int8", "int4", "e4m3", "e5m2"):
+        raise ValueError(f"mixed_linear: format is {format!r}, wanted int8, int4, e4m3 or e5m2")
+    spread = {"int8": 73.0, "int4": 4.6}.get(format, 60.0)
+    shape = (-(-N // block_rows), -(-K // group)) if group else (N,)
+    if format == "int8":
+        codes = inputs.randint(-127, 128, N, K, dtype=torch.int8)
+    elif format == "int4":
+        codes = inputs.randint(0, 256, N, -(-K // 128) * 64, dtype=torch.uint8)
+    else:
+        float8 = torch.float8_e4m3fn if format == "e4m3" else torch.float8_e5m2
+        codes = inputs.randn(N, K, scale=spread).clamp(-448, 448).to(float8)
+    return (
+        inputs.randn(M, K, dtype=dtype),
+        codes,
+        inputs.randn(*shape).abs().add(0.1).div(spread * max(K, 1) ** 0.5),
+        inputs.randint(5, 12, *shape, dtype=torch.uint8) if zeros else None,
+        inputs.randn(N, dtype=dtype) if bias else None,
+        activation,
+        inputs.randn(M, N // 2 if activation.endswith("_mul") else N, dtype=dtype) if residual else None,
+        block_rows,
+        group,
     )
 
 
@@ -216,6 +312,21 @@ def attention_arguments(
     return q, *_caches(inputs, B * per, G, S, D, dtype), table, lens, cu_q, Q, D**-0.5, window
 
 
+def dense_attention_arguments(
+    inputs: Inputs, *, B: int, KV: int, Q: int | None = None, H: int = 32, G: int = 8, D: int = 128, causal: bool = False,
+    packed: bool = False, lse: bool = False, dtype: torch.dtype = _BF16,
+) -> Args:  # fmt: skip
+    """B sequences of KV keys and Q queries (KV of them unless given), in a row; `packed`: with cumulative lengths."""
+    queries = KV if Q is None else Q
+    q = inputs.randn(B, queries, H, D, dtype=dtype)
+    k, v = (inputs.randn(B, KV, G, D, dtype=dtype) for _ in range(2))
+    if not packed:
+        return q, k, v, None, None, queries, KV, D**-0.5, causal, lse
+    cu_q, cu_k = (inputs.tensor([i * rows for i in range(B + 1)], torch.int32) for rows in (queries, KV))
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    return q, k, v, cu_q, cu_k, queries, KV, D**-0.5, causal, lse
+
+
 def sample_arguments(
     inputs: Inputs,
     *,
@@ -252,6 +363,16 @@ def quantize_blocks_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dt
 def quantize_mx_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "mxfp8") -> Args:
     """x [M, N] and the format."""
     return inputs.randn(M, N, dtype=dtype), format
+
+
+def quantize_tensor_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:
+    """x [M, N] and the format."""
+    return inputs.randn(M, N, dtype=dtype), format
+
+
+def quantize_static_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:
+    """x [M, N], a scale that some numbers exceed, and the format."""
+    return inputs.randn(M, N, dtype=dtype), inputs.tensor(0.02, torch.float32), format
 
 
 def norm_quantize_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:

@@ -44,43 +44,53 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part
 
-__all__ = ["sm90_kernel"]
+__all__ = [
+    "joined_boxes",
+    "load_box",
+    "load_tiles",
+    "multiply_tiles",
+    "piece_count",
+    "piece_of",
+    "place_of",
+    "program_rank",
+    "sm90_kernel",
+]
 
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in triton 3.9
-_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
 
 # ---- which work a program has
 
 
 @gluon.jit
-def _program():
+def program_rank():
     """Programs that wait for others' parts wait for those with a higher number: let these be the ones that start first."""
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
 
 @gluon.jit
-def _piece_count(tiles, waves, share, steps, STREAM: gl.constexpr):
+def piece_count(tiles, waves, share, steps, STREAM: gl.constexpr):
     """How many pieces of work this program has: tiles, or parts of tiles."""
     if STREAM:
-        begin = _program() * share
+        begin = program_rank() * share
         end = gl.minimum(begin + share, (tiles - waves * gl.num_programs(0)) * steps)
         count = waves
         if end > begin:
             count += (end - 1) // steps - begin // steps + 1
         return count
     else:
-        return gl.cdiv(tiles - _program(), gl.num_programs(0))
+        return gl.cdiv(tiles - program_rank(), gl.num_programs(0))
 
 
 @gluon.jit
-def _piece(i, waves, share, steps, STREAM: gl.constexpr):
+def piece_of(i, waves, share, steps, STREAM: gl.constexpr):
     """(tile, first step of K, end) of this program's i-th piece: `waves` whole tiles, then its share of the tiles left."""
-    tile = _program() + i * gl.num_programs(0)
+    tile = program_rank() + i * gl.num_programs(0)
     first = steps * 0
     end = steps
     if STREAM:
         if i >= waves:
-            begin = _program() * share
+            begin = program_rank() * share
             left = begin // steps + i - waves
             tile = waves * gl.num_programs(0) + left
             first = gl.maximum(begin - left * steps, 0)
@@ -89,7 +99,7 @@ def _piece(i, waves, share, steps, STREAM: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+def place_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
     """(tile row, tile column): down GROUP_M rows, then on to the next column; neighbours in time share operands in L2."""
     top = tile // (GROUP_M * tiles_n) * GROUP_M
     height = gl.minimum(tiles_m - top, GROUP_M)
@@ -120,7 +130,7 @@ def _class_of(row, M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(
+def load_tiles(
     x_desc, x_low_desc, w_desc, x_bufs, w_bufs, full, empty, M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
     X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr, N_BOXES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -131,9 +141,9 @@ def _load_tiles(
     BOX_N: gl.constexpr = BLOCK_N // (N_BOXES * HALVES)
     stage = 0
     phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
-    for i in range(_piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
-        tile, first, end = _piece(i, waves, share, steps, STREAM)
-        row, col = _place(tile, tiles_m, tiles_n, GROUP_M)
+    for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
+        tile, first, end = piece_of(i, waves, share, steps, STREAM)
+        row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
         m = row * BLOCK_M
         start = 0
         shift = 0
@@ -151,21 +161,21 @@ def _load_tiles(
                 buf = x_bufs.index(stage * M_BOXES + b)
                 if CLASSES:
                     if is_longer:
-                        _load_box(x_desc, [m + b * BOX_M, start - shift + k], bar, buf)
+                        load_box(x_desc, [m + b * BOX_M, start - shift + k], bar, buf)
                     else:
-                        _load_box(x_low_desc, [m + b * BOX_M, start - shift + k], bar, buf)
+                        load_box(x_low_desc, [m + b * BOX_M, start - shift + k], bar, buf)
                 elif X_MAJOR == "k":
-                    _load_box(x_desc, [m + b * BOX_M, k], bar, buf)
+                    load_box(x_desc, [m + b * BOX_M, k], bar, buf)
                 else:
-                    _load_box(x_desc, [k, m + b * BOX_M], bar, buf)
+                    load_box(x_desc, [k, m + b * BOX_M], bar, buf)
             for b in gl.static_range(N_BOXES):
                 for half in gl.static_range(HALVES):
                     n = (col * N_BOXES + b) * BOX_N + half * F
                     buf = w_bufs.index((stage * N_BOXES + b) * HALVES + half)
                     if W_MAJOR == "k":
-                        _load_box(w_desc, [n, k], bar, buf)
+                        load_box(w_desc, [n, k], bar, buf)
                     else:
-                        _load_box(w_desc, [k - shift, n], bar, buf)
+                        load_box(w_desc, [k - shift, n], bar, buf)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -235,7 +245,7 @@ def _sum_steps(
 
 
 @gluon.jit
-def _multiply_tiles(
+def multiply_tiles(
     x_bufs, w_bufs, tile_bufs, full, empty, turns,
     y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
     M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
@@ -254,9 +264,9 @@ def _multiply_tiles(
     ROW_STEP: gl.constexpr = CLASSES if CLASSES else 1
     F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
     passed = steps * FIRST  # stages that the producer filled before this piece, those of the other consumer's tiles included
-    for i in range(FIRST, _piece_count(tiles_m * tiles_n, waves, share, steps, STREAM), TURNS):
-        tile, first, end = _piece(i, waves, share, steps, STREAM)
-        row, col = _place(tile, tiles_m, tiles_n, GROUP_M)
+    for i in range(FIRST, piece_count(tiles_m * tiles_n, waves, share, steps, STREAM), TURNS):
+        tile, first, end = piece_of(i, waves, share, steps, STREAM)
+        row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
         first_row = row * BLOCK_M + M_BOX * ROWS
         shift = 0
         if CLASSES:
@@ -281,7 +291,7 @@ def _multiply_tiles(
                 ticket_ptr = tickets_ptr + left * 2 + wg
                 tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * (ROWS * COLS)
                 if first > 0:
-                    part = _program() - begin - 1
+                    part = program_rank() - begin - 1
                     leave_part(blocks, tile_parts_ptr + part * (2 * ROWS * COLS), ticket_ptr)
                 else:
                     others = (left * steps + steps - 1) // share - begin
@@ -300,7 +310,7 @@ def _multiply_tiles(
 
 
 @gluon.jit
-def _joined(boxes, COUNT: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+def joined_boxes(boxes, COUNT: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
     """Buffers of `shape` over the same memory: gate and up boxes as one operand."""
     if _RENAMED:
         return boxes.reinterpret(boxes.dtype, [COUNT] + shape, layout)
@@ -335,7 +345,7 @@ def sm90_kernel(
     if HALVES == 2:
         w_shape: gl.constexpr = [COLS, BLOCK_K] if W_MAJOR == "k" else [BLOCK_K, COLS]
         w_layout: gl.constexpr = w_desc.layout
-        w_bufs = _joined(w_boxes, STAGES * N_BOXES, w_shape, w_layout)
+        w_bufs = joined_boxes(w_boxes, STAGES * N_BOXES, w_shape, w_layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -348,21 +358,21 @@ def sm90_kernel(
     tiles_m = _tile_rows(M, BLOCK_M, CLASSES if CLASSES else 1)
     tiles_n = gl.cdiv(F * HALVES, BLOCK_N)
     gl.warp_specialize([
-        (_multiply_tiles, (
+        (multiply_tiles, (
             x_bufs, w_bufs, tile_bufs, full, empty, turns,
             y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
             0, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             STREAM, CLASSES, ACTIVATION, VECTOR,
         )),
-        (_multiply_tiles, (
+        (multiply_tiles, (
             x_bufs, w_bufs, tile_bufs, full, empty, turns,
             y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
             1, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             STREAM, CLASSES, ACTIVATION, VECTOR,
         )),
-        (_load_tiles, (
+        (load_tiles, (
             x_desc, x_low_desc, w_desc, x_bufs, w_boxes, full, empty,
             M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
             X_MAJOR, W_MAJOR, HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, CLASSES,

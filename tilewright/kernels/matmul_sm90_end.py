@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-__all__ = ["add_parts", "column_blocks", "finish_tile", "leave_part"]
+__all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part"]
 
 _block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
 _store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9 has a new name
@@ -116,7 +116,7 @@ def _erf(x):
 
 
 @gluon.jit
-def _activate(x, ACTIVATION: gl.constexpr):
+def activate(x, ACTIVATION: gl.constexpr):
     if ACTIVATION == "relu":
         return gl.where(x < 0, 0.0, x)  # a NaN stays a NaN
     elif ACTIVATION == "gelu":
@@ -192,7 +192,7 @@ def finish_tile(
             y = _scaled(y, row_scales, w_scale_ptr, col, F)
         if bias_ptr is not None:
             y = _add_bias(y, bias_ptr, col, F)
-        y = _activate(y, ACTIVATION)
+        y = activate(y, ACTIVATION)
         if HALVES == 2:
             up = blocks[j + COUNT // 2]
             if x_scale_ptr is not None:

@@ -27,7 +27,7 @@ from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SM90", "launch_sm90"]
+__all__ = ["SM90", "launch_sm90", "shares"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -155,7 +155,7 @@ SPACE = Space(
 # ---- launcher
 
 
-def _shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, int, int]:
+def shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, int, int]:
     """(programs, whole tiles a program, steps of K in its share of the tiles left, most programs that share a tile)."""
     if split_k == 1:
         return min(tiles, sms), 0, 0, 1
@@ -271,7 +271,7 @@ def launch_sm90(
     y_box = [rows, min(cols, _EPILOGUE_N)]
     y_desc = _descriptor(y, y_box) if width % 8 == 0 and not ready.classes else None
     tiles = ready.tiles_m * triton.cdiv(width * halves, block_n)
-    programs, waves, share, parts = _shares(tiles, ready.steps, device.sms, config["SPLIT_K"])
+    programs, waves, share, parts = shares(tiles, ready.steps, device.sms, config["SPLIT_K"])
     stream = config["SPLIT_K"] != 1
     scratch = counters = None
     if stream:

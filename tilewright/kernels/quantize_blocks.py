@@ -38,10 +38,10 @@ from tilewright.kernels.shapes import rows_of, rows_ready
 from tilewright.op import Impl, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["quantize_blocks", "quantize_blocks_op", "quantize_mx", "quantize_mx_op"]
+__all__ = ["MX_FORMATS", "power_scales_of", "quantize_blocks", "quantize_blocks_op", "quantize_mx", "quantize_mx_op"]
 
 _BLOCK_FORMATS = ("fp8", "fp8-e5m2")
-_MX_FORMATS = ("mxfp8", "mxfp8-e5m2")
+MX_FORMATS = ("mxfp8", "mxfp8-e5m2")
 
 # ---- reference
 
@@ -70,11 +70,11 @@ def _mx_cost(x: Tensor, format: str) -> Cost:
 # ---- space and examples
 
 BLOCKS_SPACE = Space(
-    default=lambda device, problem: {"BLOCK_G": 32, "num_warps": 4},
+    default=lambda device, problem: {"BLOCK_G": 32, "num_warps": 2},
     axes={"BLOCK_G": (8, 16, 32, 64), "num_warps": (2, 4, 8)},
 )
 MX_SPACE = Space(
-    default=lambda device, problem: {"BLOCK_G": 128, "num_warps": 4},
+    default=lambda device, problem: {"BLOCK_G": 64, "num_warps": 2},
     axes={"BLOCK_G": (32, 64, 128, 256), "num_warps": (2, 4, 8)},
 )
 
@@ -98,7 +98,7 @@ _MX_EXAMPLES = (
 
 
 @triton.jit
-def _power_scales_of(bits, EXPONENT: tl.constexpr):
+def power_scales_of(bits, EXPONENT: tl.constexpr):
     """(E8M0 scale, its inverse) of the largest magnitude's bits; for NaN and infinity (255, 0)."""
     finite = bits < 0x7F800000
     biased = tl.maximum((bits >> 23) - EXPONENT, 0)
@@ -122,7 +122,7 @@ def _groups_kernel(
     if EXPONENT is None:
         scale, inverse = scales_of(bits, LARGEST)
     else:
-        scale, inverse = _power_scales_of(bits, EXPONENT)
+        scale, inverse = power_scales_of(bits, EXPONENT)
     q = encode_tile(x, inverse[:, None], q_ptr.dtype.element_ty)
     tl.store(q_ptr + rows * W + cols, q, mask=(rows < n_rows) & (cols < W))
     tl.store(scale_ptr + group, scale, mask=row < n_rows)
@@ -210,7 +210,7 @@ def quantize_mx(x: Tensor, format: str = "mxfp8") -> tuple[Tensor, Tensor]:
         ValueError: another format or dtype, a scalar, or 32 does not divide K.
         Refused: on a card before sm_89.
     """
-    check_format("quantize_mx", x, format, _MX_FORMATS)
+    check_format("quantize_mx", x, format, MX_FORMATS)
     if x.shape[-1] % 32:
         raise ValueError(f"quantize_mx: K is {x.shape[-1]} in x {tuple(x.shape)}, wanted a multiple of 32; pad x, or take fp8")
     return quantize_mx_op(rows_ready(x), format)

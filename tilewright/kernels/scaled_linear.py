@@ -9,9 +9,10 @@ K = 4096 and 0.7 % at 65,536. The epilogue is float32, with one rounding at the 
 start at multiples of 16 bytes, as the quantisers lay them out. With K = 0 the product is zero. Limited by bytes up to some
 hundred rows, then by the tensor cores: twice the rate of 16 bits, for half of the bytes.
 
-    sm90     Hopper: the Gluon kernel of `linear` with other numbers
-    triton   from sm_80 on for int8, from sm_89 on for float8
-    vendor   cuBLAS through torch._int_mm and torch._scaled_mm, the rest composed
+    sm90       Hopper: the Gluon kernel of `linear` with other numbers
+    triton     from sm_80 on for int8, from sm_89 on for float8
+    vendor     cuBLAS through torch._int_mm and torch._scaled_mm, the rest composed
+    invariant  `triton` with one config for all: a row's bits do not depend on its batch
 
 Not supported: gradients, operands that are dense along M or N, zero points, scales along K.
 """
@@ -239,6 +240,17 @@ def _launch_triton(
     return y
 
 
+_ONE_CONFIG: Config = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+"""What `invariant` takes for any number of rows; it fits the shared memory of every card from sm_80 on."""
+
+
+def _launch_any_m(
+    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return _launch_triton(_ONE_CONFIG, x, weight, x_scales, w_scales, bias, activation, residual, dtype)
+
+
 # ---- vendor
 
 
@@ -284,6 +296,7 @@ scaled_linear_op = Op(
         ),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
         Impl(name="vendor", launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),
+        Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
     ),
 )  # fmt: skip
 
@@ -308,7 +321,7 @@ def scaled_linear(
         bias: [N] of `dtype`.
         activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
         residual: the shape of the output, of `dtype`; added last.
-        dtype: of the output, bf16 or fp16.
+        dtype: of the output, bf16 or fp16; on a CPU, where the reference runs, also fp32.
 
     Returns:
         [M, N] ([M, F] with silu_mul and gelu_mul), contiguous.
@@ -348,8 +361,8 @@ def _check(x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, dtype:
         )
     if x.dtype == torch.int8 and x.shape[1] > _LONGEST:
         raise ValueError(f"scaled_linear: K must be at most {_LONGEST}, or an int32 could overflow; got {x.shape[1]}")
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"scaled_linear: dtype must be bfloat16 or float16; got {dtype}")
+    if dtype not in (torch.bfloat16, torch.float16) and (dtype != torch.float32 or x.is_cuda):
+        raise ValueError(f"scaled_linear: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
     for name, t in (("x", x), ("weight", weight)):
         if t.shape[1] > 1 and t.stride(1) != 1:
             raise ValueError(f"scaled_linear: {name} must be dense along K; got strides {t.stride()}")

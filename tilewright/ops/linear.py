@@ -1,29 +1,135 @@
-"""`linear`, the one entry for weights of every format: the type of the weight decides which op runs.
+"""`linear`, the one entry for weights of every format: the type of the weight decides which product runs.
 
-A new format adds a row to `LINEAR_OPS`. Its op takes (x [M, K], weight, bias, activation, residual), as `linear_op` does, and
-its weight type has the `shape` [N, K], the `dtype` and the `device` of the weight that it stands for.
+A new format adds a row to `LINEAR_OPS`: a function of (x [M, K], weight, bias, activation, residual), as `linear_op` is one,
+and a weight type with the `shape` [N, K], the `dtype` and the `device` of the weight that it stands for.
+
+An 8-bit weight has two products. Up to `FEW_ROWS` rows its bytes are all that counts: the activation stays in 16 bits
+(`mixed_linear`), which is one launch and more exact. Above, the activation is quantised as well, for the rate of 8-bit tensor
+cores. In the invariant scope the number of rows decides nothing, and the second is always taken.
+
+With float weights a gradient raises, as every op does. A quantised weight is frozen, and `linear` is differentiable with
+respect to x, bias and residual: forward as always, backward as if y had been computed with the dequantised weight and the
+activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
 from tilewright.kernels.matmul import check_epilogue, linear_op, operand_ready
+from tilewright.kernels.mixed_linear import mixed_linear_op
+from tilewright.kernels.quantize import quantize_rows_op
+from tilewright.kernels.quantize_blocks import quantize_blocks_op
+from tilewright.kernels.quantize_fold import quantize_fold_op
+from tilewright.kernels.scaled_linear import scaled_linear, scaled_linear_op
 from tilewright.kernels.shapes import rows_ready
-from tilewright.op import Op
+from tilewright.op import scope
+from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight
 
-__all__ = ["LINEAR_OPS", "linear"]
+__all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "linear"]
 
-LINEAR_OPS: dict[type, Op] = {Tensor: linear_op, Parameter: linear_op}
-"""Weight type -> op. A subclass without a row of its own goes as its nearest base does."""
+FEW_ROWS = 16
+"""Up to so many rows an 8-bit weight meets an activation of 16 bits. Not measured yet."""
+
+
+class Codes(NamedTuple):
+    """An activation that a norm has quantised for the layer that reads it: `linear` takes it in place of x."""
+
+    codes: Tensor
+    """[M, K], int8 or float8, as `quantize_rows` lays them out."""
+    scales: Tensor
+    """[M], float32."""
+    dtype: torch.dtype
+    """Of the activation that they stand for, and of the output."""
+
+
+Weight = Tensor | QuantizedWeight
+LinearOp = Callable[[Tensor, Any, Tensor | None, str, Tensor | None], Tensor]
+
+
+def _mixed(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    rows, cols = weight.block
+    return mixed_linear_op(rows_ready(x), weight.operand, weight.scales, weight.zeros, bias, activation, residual, rows, cols)
+
+
+def _scaled(x: Tensor, weight: ScaledWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    if _few(x):
+        return _mixed(x, weight, bias, activation, residual)
+    codes, scales = quantize_rows_op(rows_ready(x), weight.format)
+    return scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype)
+
+
+def codes_for(weight: Tensor | QuantizedWeight, x: Tensor) -> str | None:
+    """The format in which `linear` would quantise x [M, K] by rows for a weight; None: it would not.
+
+    A norm before the layer then writes the codes itself, which saves a launch and a tensor of 16 bits.
+    """
+    if type(weight) is not ScaledWeight or x.dim() != 2 or _few(x) or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    return weight.format
+
+
+def _from_codes(x: Codes, weight: Weight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    if type(weight) is not ScaledWeight or weight.operand.dtype != x.codes.dtype or weight.shape[1] != x.codes.shape[1]:
+        raise ValueError(
+            f"linear: x is quantised to {x.codes.dtype} {list(x.codes.shape)}, which only a `ScaledWeight` of these codes with "
+            f"the same K takes; got a weight of type {type(weight).__name__}, {list(weight.shape)}"
+        )
+    return scaled_linear(x.codes, weight.operand, x.scales, weight.scales, bias, activation, residual, x.dtype)
+
+
+def _block_scaled(
+    x: Tensor, weight: BlockScaledWeight, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
+    if _few(x):
+        return _mixed(x, weight, bias, activation, residual)
+    codes, scales = quantize_blocks_op(rows_ready(x), "fp8")
+    return block_scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype)
+
+
+def _mx(x: Tensor, weight: MXWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    if _few(x):
+        return _mixed(x, weight, bias, activation, residual)
+    codes, scales = quantize_fold_op(rows_ready(x), "mxfp8")
+    return block_scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype)
+
+
+def _few(x: Tensor) -> bool:
+    if x.dtype == torch.float32 and x.is_cuda:
+        raise ValueError(
+            "linear: a quantised weight takes bfloat16 or float16 activations on a GPU, got float32; load with dtype bfloat16"
+        )
+    return x.shape[0] <= FEW_ROWS and not _invariant()
+
+
+@torch.compiler.assume_constant_result
+def _invariant() -> bool:
+    """Under torch.compile that of the trace: Dynamo reads no context variable."""
+    return scope().invariant
+
+
+LINEAR_OPS: dict[type, LinearOp] = {
+    Tensor: linear_op,
+    Parameter: linear_op,
+    ScaledWeight: _scaled,
+    BlockScaledWeight: _block_scaled,
+    MXWeight: _mx,
+    MixedWeight: _mixed,
+}
+"""Weight type -> what multiplies by it. A subclass without a row of its own goes as its nearest base does."""
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor | Codes, weight: Weight, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
     """activation(x @ weight^T + bias) + residual.
 
     Args:
-        x: [..., K], bf16, fp16 or fp32.
+        x: [..., K], bf16, fp16 or fp32; or the codes of [M, K], for a weight that `codes_for` names a format for.
         weight: [N, K], of a type in `LINEAR_OPS`.
         bias: [N].
         activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first, and
@@ -37,14 +143,18 @@ def linear(
         TypeError: no op takes a weight of this type.
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
+    if isinstance(x, Codes):
+        return _from_codes(x, weight, bias, activation, residual)
     op = LINEAR_OPS.get(type(weight)) or _inherited(type(weight))
+    if torch.is_grad_enabled() and isinstance(weight, QuantizedWeight) and _wants_grad(x, bias, residual):
+        return _Frozen.apply(x, weight, bias, activation, residual)  # pyright: ignore[reportReturnType]
     lead, k = x.shape[:-1], x.shape[-1:]
     if weight.dim() != 2 or k != weight.shape[1:]:
         raise ValueError(
             "linear: x must be [..., K] and weight [N, K]: x's last dimension must be the weight's; "
             f"got x {list(x.shape)} and weight {list(weight.shape)}"
         )
-    shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)
+    shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)  # pyright: ignore[reportArgumentType]
     if len(lead) == 1:
         return op(operand_ready(x), weight, bias, activation, None if residual is None else rows_ready(residual))
     if not lead:
@@ -53,9 +163,48 @@ def linear(
     return op(operand_ready(x.flatten(0, -2)), weight, bias, activation, residual).view(shape)
 
 
-def _inherited(kind: type) -> Op:
+def _inherited(kind: type) -> LinearOp:
     for base in kind.__mro__:
         if base in LINEAR_OPS:
             return LINEAR_OPS[base]
     known = ", ".join(t.__name__ for t in LINEAR_OPS)
     raise TypeError(f"linear: no op takes a weight of type {kind.__name__}; there are ops for {known}")
+
+
+# ---- gradients of a frozen weight
+
+
+def _wants_grad(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+class _Frozen(torch.autograd.Function):
+    """`linear` with a quantised weight; see the module's docstring for what its gradient means."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activation: str, residual: Tensor | None
+    ) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function."""
+        ctx.weight, ctx.activation = weight, activation
+        ctx.save_for_backward(x, bias, residual)
+        return linear(x, weight, bias, activation, residual)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """(of x, None, of bias, None, of residual)."""
+        x, bias, residual = ctx.saved_tensors
+        given = [t if t is None else t.detach().requires_grad_() for t in (x, bias, residual)]
+        with torch.enable_grad():
+            y = _plain(cast(Tensor, given[0]), ctx.weight.dequantize(x.dtype), given[1], ctx.activation, given[2])
+        wanted = [t for t, needed in zip(given, (ctx.needs_input_grad[i] for i in (0, 2, 4))) if t is not None and needed]
+        found = iter(torch.autograd.grad(y, wanted, grads[0]))
+        first, second, third = (next(found) if ctx.needs_input_grad[i] else None for i in (0, 2, 4))
+        return first, None, second, None, third
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    """`linear` in plain torch, for autograd: its reference is one, and an op's own call would raise."""
+    rows = linear_op.reference(x.reshape(-1, x.shape[-1]), weight, bias, activation, None)
+    y = rows.view(*x.shape[:-1], rows.shape[-1])
+    return y if residual is None else y + residual

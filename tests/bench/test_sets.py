@@ -1,0 +1,36 @@
+"""The named sets of shapes, and what `bench` says to shapes and formats that it does not know."""
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewright.bench.op import shapes_of
+from tilewright.bench.sets import SETS
+from tilewright.cli.root import app
+from tilewright.kernels.matmul import linear_op
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_shape_of_a_set_is_one_of_a_product(name: str) -> None:
+    assert len(shapes_of(linear_op, ["dtype=fp16"], None, name)) == len(SETS[name]) == len(set(SETS[name]))
+
+
+def test_the_awkward_are_forty() -> None:
+    assert len(SETS["awkward"]) == 40
+
+
+CASES = (
+    (["linear", "--set", "awkwrad"], "awkward"),
+    (["linear", "--set", "squares", "--shapes", "M=1,N=2,K=3"], "one of"),
+    (["linear", "M=1", "N=2", "K=3", "offset=y"], "wanted none, x or weight"),
+    (["layers", "int9"], "int8"),
+    (["layers", "int8", "--activation", "tanh"], "silu_mul"),
+    (["layers", "int8", "--shapes", "64x4096"], "ROWSxOUTPUTSxINPUTS"),
+    (["layers", "int8", "--shapes", "64x4096x99999999"], "at most 1048576"),
+)
+
+
+@pytest.mark.parametrize(("words", "said"), CASES, ids=lambda case: " ".join(case) if isinstance(case, list) else "")
+def test_wrong_words_are_answered(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *words])
+    assert result.exit_code == 1
+    assert said in result.output

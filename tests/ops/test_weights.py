@@ -1,0 +1,261 @@
+"""Quantised weights: what they stand for, which product they take, how they move, split and differentiate."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewright import formats, invariant, nn, ops
+from tilewright.ops import weights as weights_module
+from tilewright.ops.linear import FEW_ROWS, Codes
+from tilewright.ops.weights import WEIGHT_FORMATS, MixedWeight, QuantizedWeight, ScaledWeight, quantize_weight, stack_rows
+
+N, K = 160, 256
+ALL = list(WEIGHT_FORMATS)
+MANY = FEW_ROWS + 4
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(format: str, n: int = N, k: int = K) -> tuple[Tensor, QuantizedWeight]:
+    weight = randn(n, k) * k**-0.5
+    return weight, quantize_weight(weight, format)
+
+
+def rounded(x: Tensor, format: str) -> Tensor:
+    """What the product sees of the activation where there are many rows."""
+    blocks = {"int8": ("int8", "row"), "fp8": ("fp8", "row"), "fp8-block": ("fp8", (1, 128)), "mxfp8": ("mxfp8", None)}
+    if format not in blocks:
+        return x
+    return formats.dequantize(formats.quantize(x, *blocks[format]))
+
+
+FINISH: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "gelu": F.gelu,
+    "silu_mul": lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
+}
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, MANY])
+@pytest.mark.parametrize("activation", FINISH)
+@pytest.mark.parametrize("format", ALL)
+def test_linear_is_the_product_with_what_the_codes_mean(format: str, activation: str, rows: int) -> None:
+    _, weight = quantized(format)
+    x, bias = randn(rows, K, seed=1), randn(N, seed=2)
+    seen = x if rows <= FEW_ROWS else rounded(x, format)
+    want = FINISH[activation](F.linear(seen.double(), weight.dequantize(torch.float64), bias.double()))
+    residual = randn(*want.shape, seed=3)
+    got = ops.linear(x, weight, bias, activation, residual)
+    torch.testing.assert_close(got, (want + residual).float(), rtol=2e-5, atol=2e-5)
+
+
+# Relative RMS that rounding to so many bits costs normal numbers, with some room.
+ERRORS = {"int8": 0.011, "fp8": 0.028, "fp8-block": 0.028, "mxfp8": 0.032, "int4": 0.105, "int8-weight": 0.011}
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_a_weight_says_what_it_stands_for(format: str) -> None:
+    exact, weight = quantized(format)
+    assert (weight.shape, weight.dim(), weight.dtype, weight.format) == (exact.shape, 2, torch.float32, format)
+    assert weight.device == exact.device
+    error = (weight.dequantize() - exact).norm() / exact.norm()
+    assert 0.3 * ERRORS[format] < error < ERRORS[format]
+    bits = 8 * weight.nbytes / exact.numel()
+    assert bits < (4.4 if format == "int4" else 8.3)
+    assert weight.dequantize(torch.bfloat16).dtype == torch.bfloat16
+    assert format in repr(weight)
+
+
+class Ops(TorchDispatchMode):
+    """The names of tilewright's ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func.overloadpacket)
+        if name.startswith("tilewright."):
+            self.names.append(name.removeprefix("tilewright."))
+        return func(*args, **(kwargs or {}))
+
+
+PRODUCT = {"int8": "scaled_linear", "fp8": "scaled_linear", "fp8-block": "block_scaled_linear", "mxfp8": "block_scaled_linear"}
+
+
+@pytest.mark.parametrize("format", ALL)
+@pytest.mark.parametrize(("rows", "alike"), [(1, False), (FEW_ROWS, False), (MANY, False), (1, True)])
+def test_rows_decide_the_product_and_in_the_invariant_scope_nothing_does(format: str, rows: int, alike: bool) -> None:
+    _, weight = quantized(format)
+    with Ops() as seen, torch.no_grad():
+        if alike:
+            with invariant():
+                ops.linear(randn(rows, K), weight)
+        else:
+            ops.linear(randn(rows, K), weight)
+    few = rows <= FEW_ROWS and not alike
+    assert seen.names[-1] == ("mixed_linear" if few else PRODUCT.get(format, "mixed_linear"))
+    assert len(seen.names) == (1 if few or format not in PRODUCT else 2)
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if not WEIGHT_FORMATS[f].divides])
+def test_any_k_and_rows_that_begin_at_multiples_of_16_bytes(format: str) -> None:
+    exact, weight = quantized(format, 24, 100)
+    assert weight.codes.shape == (24, 100)
+    assert weight.codes.stride(0) == 112
+    x = randn(MANY, 100, seed=1)
+    want = F.linear(rounded(x, format), weight.dequantize())
+    torch.testing.assert_close(ops.linear(x, weight), want, rtol=2e-5, atol=2e-5)
+    assert (weight.dequantize() - exact).norm() < 0.04 * exact.norm()
+
+
+def test_int4_takes_groups_of_64_where_128_do_not_divide() -> None:
+    assert quantized("int4", 8, 256)[1].block == (1, 128)
+    assert quantized("int4", 8, 192)[1].block == (1, 64)
+    with pytest.raises(ValueError, match=r"int4 has groups of 128 or 64 inputs, which do not divide K = 100"):
+        quantized("int4", 8, 100)
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_quantising_some_rows_at_a_time_changes_nothing(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole = quantized(format, 300)
+    monkeypatch.setattr(weights_module, "_CHUNK_ELEMENTS", 1)
+    _, pieces = quantized(format, 300)
+    assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), pieces.buffers(), strict=True))
+
+
+def test_mxfp8_rows_far_below_their_neighbours_keep_scales_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = randn(300, K)
+    assert quantize_weight(exact, "mxfp8").block == (128, 128)
+    exact[290] *= 2.0**-12
+    for chunk in (1 << 24, 1):
+        monkeypatch.setattr(weights_module, "_CHUNK_ELEMENTS", chunk)
+        weight = quantize_weight(exact, "mxfp8")
+        assert weight.block == (1, 128)
+        error = (weight.dequantize() - exact)[290].norm() / exact[290].norm()
+        assert error < ERRORS["mxfp8"]
+
+
+@pytest.mark.parametrize("parts", [(128, 32), (64, 64, 32), (160,)])
+@pytest.mark.parametrize("format", ALL)
+def test_rows_split_and_stack(format: str, parts: tuple[int, ...]) -> None:
+    """Also where a block of 128 rows lies across two parts: the numbers stay."""
+    _, weight = quantized(format)
+    pieces = weight.split_rows(parts)
+    assert [tuple(piece.shape) for piece in pieces] == [(rows, K) for rows in parts]
+    again = stack_rows(pieces)
+    assert type(again) is type(weight)
+    assert torch.equal(again.dequantize(), weight.dequantize())
+    assert torch.equal(torch.cat([piece.dequantize() for piece in pieces]), weight.dequantize())
+
+
+def test_weights_of_two_kinds_do_not_stack() -> None:
+    with pytest.raises(ValueError, match="wanted weights of one type and block"):
+        stack_rows([quantized("int8")[1], quantized("int8-weight")[1]])
+
+
+def layer(format: str, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    made = nn.Linear(K, (96, 64), bias=True, dtype=dtype)
+    made.bias = torch.nn.Parameter(randn(N, seed=2).to(dtype), requires_grad=False)
+    made.replace_weight(quantize_weight((randn(N, K) * K**-0.5).to(dtype), format))
+    return made
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_a_layer_moves_casts_and_loads(format: str) -> None:
+    made = layer(format)
+    weight = made.weight
+    assert isinstance(weight, QuantizedWeight)
+    before = [buffer.clone() for buffer in weight.buffers()]
+    made.to(torch.bfloat16)
+    assert weight.dtype == torch.bfloat16
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, weight.buffers(), strict=True))
+    assert made(randn(3, K).bfloat16()).dtype == torch.bfloat16
+    other = copy.deepcopy(made).to_empty(device="cpu")
+    other.load_state_dict(made.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(other.weight.buffers(), before, strict=True))
+    assert copy.deepcopy(made).to("meta").weight.device.type == "meta"
+    assert format in repr(made)
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_the_activation_gets_the_gradient_of_the_dequantised_weight(format: str) -> None:
+    _, weight = quantized(format)
+    for rows, activation in ((3, "silu_mul"), (MANY, "gelu"), (MANY, "silu_mul")):
+        x, bias = randn(rows, K, seed=1).requires_grad_(), randn(N, seed=2).requires_grad_()
+        y = ops.linear(x, weight, bias, activation)
+        grad = randn(*y.shape, seed=4)
+        y.backward(grad)
+        plain_x, plain_bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
+        FINISH[activation](F.linear(plain_x, weight.dequantize(), plain_bias)).backward(grad)
+        torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(bias.grad, plain_bias.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ALL)
+@pytest.mark.parametrize("rows", [2, MANY])
+def test_layers_compile_whole(format: str, rows: int) -> None:
+    torch._dynamo.reset()
+    made, x = layer(format), randn(rows, K, seed=1)
+    with torch.no_grad():
+        compiled = torch.compile(made, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x, "silu_mul"), made(x, "silu_mul"))
+
+
+@pytest.mark.parametrize("format", ALL)
+def test_layers_run_on_tensors_without_values(format: str) -> None:
+    made = layer(format, torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for rows in (2, MANY):
+            y = made(torch.empty(rows, K, dtype=torch.bfloat16))
+            assert (y.shape, y.dtype) == ((rows, N), torch.bfloat16)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("format", ALL)
+def test_a_norm_writes_the_codes_that_its_reader_would_make(format: str, first: bool) -> None:
+    """The norm's last bits may differ, so a code may be a neighbour: far less than rounding costs."""
+    made, norm = layer(format), nn.RMSNorm(K)
+    norm.weight.copy_(randn(K, seed=5).abs() + 0.5)
+    for rows, coded in ((FEW_ROWS, False), (MANY, format in ("int8", "fp8"))):
+        x, residual = randn(rows, K, seed=1), None if first else randn(rows, K, seed=2)
+        normed, total = norm.add(x, residual)
+        seen, again = norm.add_for(made, x, residual)
+        assert isinstance(seen, Codes) == coded
+        assert torch.equal(total, again)
+        want = made(normed, "silu_mul")
+        assert (made(seen, "silu_mul") - want).norm() < 2e-3 * want.norm()
+
+
+def test_codes_are_for_weights_of_the_same_codes() -> None:
+    codes, scales = ops.quantize_rows(randn(MANY, K), "int8")
+    coded = Codes(codes, scales, torch.float32)
+    for format, k in (("fp8", K), ("int8-weight", K), ("int8", K - 16)):
+        with pytest.raises(ValueError, match=r"x is quantised to torch.int8 \[20, 256\], which only a `ScaledWeight` of these"):
+            ops.linear(coded, quantized(format, N, k)[1])
+    with pytest.raises(ValueError, match=r"got a weight of type Tensor"):
+        ops.linear(coded, randn(N, K))
+
+
+def test_a_weight_of_another_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"weight must have the dtype and device of the left operand, torch.bfloat16 on cpu"):
+        ops.linear(randn(2, K).bfloat16(), quantized("int8")[1])
+
+
+def test_formats_of_checkpoints_beyond_the_table() -> None:
+    """A float8 weight whose activations stay, and float8 e5m2."""
+    codes, scales, _ = formats.encode(randn(N, K), "fp8-e5m2", "row")
+    for kind, name in ((MixedWeight, "fp8-e5m2-weight"), (ScaledWeight, "fp8-e5m2")):
+        weight = kind(codes, scales[:, 0], block=(1, 0), dtype=torch.float32)
+        assert weight.format == name
+        x = randn(MANY, K, seed=1)
+        error = (ops.linear(x, weight) - F.linear(x, weight.dequantize())).norm() / F.linear(x, weight.dequantize()).norm()
+        assert error < (1e-5 if kind is MixedWeight else 0.07)

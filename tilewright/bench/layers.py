@@ -1,0 +1,99 @@
+"""A quantised linear layer against the float one it replaces: what `nn.Linear` costs, quantising of the activation included.
+
+The weights rotate through more memory than L2 holds, as the layers of a model do; the activation is the same at each call, as
+it is in a model, where the layer before has just written it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright import ops
+from tilewright.bench.dims import nearest
+from tilewright.bench.harness import interleaved_us, sets_for
+from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, quantize_weight
+
+__all__ = ["checked", "rows"]
+
+
+def checked(formats: Sequence[str], activation: str) -> None:
+    """Raise ValueError for a format or an activation that is not measured here."""
+    for name in formats:
+        if name not in WEIGHT_FORMATS:
+            raise ValueError(f"no format {name!r}: {nearest(name, WEIGHT_FORMATS)}")
+    if activation not in ("none", "silu_mul"):
+        raise ValueError(f"activation is {activation!r}, wanted none or silu_mul")
+
+
+def rows(
+    formats: Sequence[str], shapes: Sequence[tuple[int, int, int]], activation: str, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """A row for each (M, N, K) and each format; weights are made once for each (N, K).
+
+    us: the layer. bf16_us: `F.linear`, with torch's activation. library_us: torch's own product of the format, its operands
+    quantised already, where there is one. Ratios above 1: the layer is faster.
+    """
+    for n, k in dict.fromkeys((n, k) for _, n, k in shapes):
+        sets = max(2, min(8, sets_for(n * k)))
+        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(sets)]
+        held = {name: [quantize_weight(w, name) for w in weights] for name in formats}
+        for m in [m for m, *size in shapes if size == [n, k]]:
+            say(f"M={m} N={n} K={k}")
+            with torch.inference_mode():
+                yield from _measure(m, weights, held, activation)
+        del weights, held
+        torch.cuda.empty_cache()
+
+
+def _measure(
+    m: int, weights: list[Tensor], held: dict[str, list[QuantizedWeight]], activation: str
+) -> Iterator[dict[str, Any]]:
+    n, k = weights[0].shape
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, Callable[[int], Any]] = {"bf16": _float_layer(x, weights, activation)}
+    libraries: dict[str, str] = {}
+    for name, coded in held.items():
+        calls[name] = lambda i, coded=coded: ops.linear(x, coded[i], None, activation)
+        library = _library(name, m, n, k, len(weights)) if activation == "none" else None
+        if library is not None:
+            libraries[name], calls[f"library {name}"] = library
+    long = 2 * m * n * k > 1e12
+    times = interleaved_us(list(calls.values()), sets=len(weights), rounds=5 if long else 15)
+    us = {name: round(median, 2) for name, (median, _) in zip(calls, times, strict=True)}
+    for name in held:
+        row = {"format": name, "M": m, "N": n, "K": k, "activation": activation}
+        row |= {"us": us[name], "bf16_us": us["bf16"], "ratio": round(us["bf16"] / us[name], 3)}
+        if name in libraries:
+            other = us[f"library {name}"]
+            row |= {"library": libraries[name], "library_us": other, "library_ratio": round(other / us[name], 3)}
+        yield row
+
+
+def _float_layer(x: Tensor, weights: list[Tensor], activation: str) -> Callable[[int], Tensor]:
+    def call(i: int) -> Tensor:
+        y = F.linear(x, weights[i])
+        if activation == "silu_mul":
+            gate, up = y.chunk(2, -1)
+            return F.silu(gate) * up
+        return y
+
+    return call
+
+
+def _library(name: str, m: int, n: int, k: int, sets: int) -> tuple[str, Callable[[int], Tensor]] | None:
+    """(name, call) of torch's own product of this format without quantising, where it has one for the shape."""
+    if name not in ("int8", "fp8") or k % 16 or n % 16 or (name == "int8" and m <= 16):
+        return None
+    if name == "int8":
+        x = torch.randint(-127, 128, (m, k), device="cuda", dtype=torch.int8)
+        weights = [torch.randint(-127, 128, (n, k), device="cuda", dtype=torch.int8) for _ in range(sets)]
+        integers = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+        return "torch._int_mm", lambda i: integers(x, weights[i].mT)
+    codes = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
+    coded = [torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn) for _ in range(sets)]
+    row, col = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")
+    floats = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return "torch._scaled_mm", lambda i: floats(codes, coded[i].mT, row, col, out_dtype=torch.bfloat16)

@@ -1,0 +1,127 @@
+"""The host side of attention_sm90.py: what it takes, its configs, its descriptors; exports the Impl `sm90`.
+
+Refuses: dtypes other than bf16 and fp16, head dims other than 64, 128 and 256, heads that are not beside each other in a row
+(a [heads, tokens, D] layout), and rows or heads that do not start at multiples of 16 bytes.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.attention_common import LOG2_E, Problem, empty_outputs, packed
+from tilewright.kernels.attention_sm90 import attention_sm90_kernel
+from tilewright.kernels.workspace import tickets
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config, Space
+
+__all__ = ["SM90"]
+
+HEAD_DIMS = (64, 128, 256)
+_ROWS = 64  # of a consumer
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if device.arch != 90:
+        return f"is written for sm_90, this is sm_{device.arch}"
+    if problem.dtype not in _DTYPES:
+        return f"takes bf16 or fp16, not {problem.dtype}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"takes head dims {HEAD_DIMS}, not {problem.head_dim}"
+    if not problem.tma:
+        return "takes heads beside each other in a row, rows and heads at multiples of 16 bytes"
+    return None
+
+
+# ---- space
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # H100, docs/log.md#attention: three consumers share each block of keys; they have the registers only where D is 64, and
+    # lose under a diagonal, which cuts more of a higher tile, and where tiles are few.
+    wide = problem.head_dim == 64 and not problem.causal and problem.max_k >= 2048
+    # Overlapped products cost registers and bring nothing before a tile has about 16 blocks.
+    overlap = problem.head_dim != 128 or problem.max_k > 2048 or (problem.max_k == 2048 and not problem.causal)
+    return {
+        "CONSUMERS": 3 if wide else 2,
+        "BLOCK_N": 64 if problem.head_dim == 256 else 128,
+        "OVERLAP": int(overlap),
+    }
+
+
+def _ring(device: Device, head_dim: int, config: Config) -> tuple[int, int, bool]:
+    """(stages, buffers for Q, whether the output goes through Q's memory).
+
+    Two buffers of Q, so that the next tile's first scores do not wait, come before a third stage.
+    """
+    tile = config["CONSUMERS"] * _ROWS * head_dim * 2
+    stage = 2 * config["BLOCK_N"] * head_dim * 2
+    room = device.smem_bytes - 1024
+    for buffers, share in ((2, False), (1, False), (1, True)):
+        stages = min(4, (room - tile * (buffers + (not share))) // stage)
+        if stages >= 2:
+            return stages, buffers, share
+    return 0, 1, True
+
+
+def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    # Registers of a thread: o, s and p of 64 rows.
+    accumulators = problem.head_dim // 2 + config["BLOCK_N"] // 2 + config["BLOCK_N"] // 4
+    if accumulators > (184 if config["CONSUMERS"] == 2 else 128):
+        return "more accumulators than the registers hold"
+    if _ring(device, problem.head_dim, config)[0] < 2:
+        return "two stages of keys and values do not fit shared memory"
+    return None
+
+
+SPACE = Space(default=_default, axes={"CONSUMERS": (2, 3), "BLOCK_N": (64, 128), "OVERLAP": (1, 0)}, refusal=_config_refusal)
+"""OVERLAP: the next block's scores in flight under this one's softmax."""
+
+# ---- launcher
+
+
+def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
+    """Of [T, H, D] as a matrix whose rows hold the heads beside each other; a box is `rows` of one head."""
+    box = [rows, t.shape[2]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
+    width = (t.shape[1] - 1) * t.stride(1) + t.shape[2]
+    return TensorDescriptor(t, [t.shape[0], width], [t.stride(0), 1], box, layout)
+
+
+def _launch(
+    config: Config, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+    scale: float, causal: bool, want_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    result, lse = empty_outputs(q, want_lse)
+    if not q.numel():
+        return result, lse
+    if not k.numel():  # the copy engine has no empty matrices
+        return result.zero_(), lse.fill_(float("-inf"))
+    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    q, k, v, out = packed(q), packed(k), packed(v), packed(result)
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    total_q, heads, d = q.shape
+    consumers, block_n = config["CONSUMERS"], config["BLOCK_N"]
+    stages, q_buffers, share_q = _ring(device, d, config)
+    blocks = -(-max_q // (_ROWS * consumers))
+    group = heads // k.shape[1]
+    # Half of L2 for keys and values; heads that share them go together.
+    section = max(1, device.l2_bytes // 2 // max(1, max_k * d * 4)) * group
+    programs = min(blocks * batch * heads, device.sms)
+    attention_sm90_kernel[(programs,)](
+        _descriptor(q, _ROWS), _descriptor(k, block_n), _descriptor(v, block_n), _descriptor(out, _ROWS),
+        out, lse if want_lse else None, cu_q, cu_k,
+        tickets(q.device, 1), torch.empty(2 * programs, dtype=torch.int32, device=q.device),
+        blocks, batch * heads, min(section, batch * heads), heads, group, total_q, max_q, max_k,
+        q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), scale * LOG2_E,
+        CONSUMERS=consumers, BLOCK_N=block_n, STAGES=stages, D=d, CAUSAL=causal,
+        OVERLAP=bool(config["OVERLAP"]), Q_BUFS=q_buffers, SHARE_Q=share_q,
+        num_warps=4,
+    )  # fmt: skip
+    return result, lse
+
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)

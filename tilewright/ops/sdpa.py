@@ -1,0 +1,64 @@
+"""`sdpa`: torch's scaled_dot_product_attention on the kernels here, so that a model switches by one import."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright.kernels.attention import attention
+from tilewright.kernels.attention_common import DTYPES, LARGEST_HEAD_DIM, side_by_side
+
+__all__ = ["sdpa"]
+
+
+def _ours(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool) -> bool:
+    """Whether the kernels here take the call. What they do not take, or what is no valid call, is torch's."""
+    tensors = (query, key, value)
+    if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype or t.device != query.device for t in tensors):
+        return False
+    (batch, heads, rows, dim), groups, keys = query.shape, key.shape[1], key.shape[2]
+    if key.shape != value.shape or key.shape[0] != batch or key.shape[3] != dim or dim > LARGEST_HEAD_DIM:
+        return False
+    if heads % groups or (heads != groups and not enable_gqa) or (is_causal and rows != keys):
+        return False
+    if query.dtype not in DTYPES or (scale is not None and not 0.0 < scale < float("inf")):
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    return all(side_by_side(t.transpose(1, 2)) for t in tensors)
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same meaning.
+
+    A call goes to `ops.attention` if it is [B, H, S, D] in bf16, fp16 or fp32 with one D of at most 256, has neither attn_mask
+    nor dropout, needs no gradient, has a scale above 0, and its tensors are transposed views of [B, S, H, D], as projections
+    give them. is_causal aligns the first query with the first key, as torch does; `ops.attention` aligns the last ones: with
+    is_causal only equal lengths go there. Every other call, and every one that is not valid, goes to torch's own function.
+
+    Args:
+        query: [B, H, S, D].
+        key: [B, G, SK, D], G = H, or with enable_gqa a divisor of it.
+        value: like key.
+        attn_mask: as torch has it.
+        dropout_p: as torch has it.
+        is_causal: query i sees keys 0 .. i.
+        scale: factor on query . key; None for 1 / sqrt(D).
+        enable_gqa: whether query heads may share key heads.
+
+    Returns:
+        [B, H, S, D], a transposed view of contiguous [B, S, H, D] where `ops.attention` computed it.
+
+    Raises:
+        RuntimeError: torch's, for what it does not take.
+    """
+    if attn_mask is None and dropout_p == 0.0 and _ours(query, key, value, is_causal, scale, enable_gqa):
+        heads_last = (t.transpose(1, 2) for t in (query, key, value))
+        out = attention(*heads_last, causal=is_causal, scale=scale)
+        assert isinstance(out, Tensor), "without return_lse there is one result"
+        return out.transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )

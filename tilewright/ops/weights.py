@@ -1,0 +1,304 @@
+"""Weights of 8 and 4 bits: what stands in `nn.Linear.weight` in the place of a float parameter.
+
+A quantised weight is a module of buffers, so that it moves, saves and loads with its layer. It has the `shape` [N, K], the
+`dtype` and the `device` of the float weight that it stands for; its type decides which op runs (`ops/linear.py`).
+
+| type                | formats           | product                                                        |
+|---------------------|-------------------|----------------------------------------------------------------|
+| `ScaledWeight`      | int8, fp8         | 8 bits x 8 bits, one scale for each token and for each output  |
+| `BlockScaledWeight` | fp8-block         | fp8 x fp8, a scale for each 128 of K                           |
+| `MXWeight`          | mxfp8             | the same; the activation is quantised to mxfp8 first           |
+| `MixedWeight`       | int8-weight, int4 | 16 bits x codes: the activation is not quantised               |
+
+Not here: gradients of the weight, quantising a whole model (`tilewright.quant`), layouts of checkpoints (`tilewright.models`).
+
+    N outputs, K inputs, (r, c) rows and columns that share a scale
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewright.formats import Quantized, dequantize, encode
+from tilewright.kernels.mixed_layout import prepare, restore
+from tilewright.kernels.quantize import padded_width
+from tilewright.kernels.quantize_fold import fold_mx, fold_mx_weight
+
+__all__ = [
+    "WEIGHT_FORMATS",
+    "BlockScaledWeight",
+    "MXWeight",
+    "MixedWeight",
+    "QuantizedWeight",
+    "ScaledWeight",
+    "WeightFormat",
+    "quantize_weight",
+    "stack_rows",
+]
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Elements quantised at a time: a whole weight of 28672 x 8192 in float32, several times over, would take gigabytes."""
+_STORED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8-e5m2", torch.uint8: "int4-zero"}
+
+
+class QuantizedWeight(nn.Module):
+    """Codes and scales of a weight [N, K].
+
+    Args:
+        codes: int8 or float8 [N, K]; uint8 [N, K / 2], int4 as `formats.pack_int4` packs them.
+        scales: float32 [N] for rows, [N / r, K / c] rounded up for blocks (r, c).
+        zeros: uint8 in the shape of scales, int4 only; None: 8.
+        block: (1, 0) for rows, else (r, c).
+        dtype: of the float weight that this stands for, and of the layer's activations.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    stored: Tensor
+
+    def __init__(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, block: tuple[int, int], dtype: torch.dtype
+    ):
+        super().__init__()
+        self.block = block
+        self.dtype = dtype
+        packed = codes.dtype == torch.uint8
+        self._cols = codes.shape[1] * (2 if packed else 1)
+        if packed:
+            codes = prepare(codes)
+        # Rows begin at multiples of 16 bytes, as the products want them.
+        elif (padded := padded_width(self._cols)) != self._cols:
+            codes = F.pad(codes.view(torch.uint8), (0, padded - self._cols)).view(codes.dtype)
+        self.register_buffer("stored", codes.contiguous())
+        self.register_buffer("scales", scales.to(torch.float32).contiguous())
+        self.register_buffer("zeros", None if zeros is None else zeros.contiguous())
+
+    @property
+    def operand(self) -> Tensor:
+        """The codes as the products take them: [N, K], int4 in the order of `kernels/mixed_layout.py`."""
+        stored = self.stored
+        return stored if stored.dtype == torch.uint8 or stored.shape[1] == self._cols else stored[:, : self._cols]
+
+    @property
+    def codes(self) -> Tensor:
+        """[N, K], of int4 [N, K / 2] as they came."""
+        return restore(self.stored, self._cols) if self.stored.dtype == torch.uint8 else self.operand
+
+    @property
+    def format(self) -> str:
+        """The name in `WEIGHT_FORMATS`, or "fp8-e5m2" and the like for codes that only checkpoints have."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]."""
+        return torch.Size((self.stored.shape[0], self._cols))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.stored.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes, scales and zero points."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def dim(self) -> int:
+        """2, as a float weight would say."""
+        return 2
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """(code - zero) * scale, [N, K]; of `self.dtype` unless another is given."""
+        rows = self.block == (1, 0)
+        q = Quantized(
+            format=_STORED[self.stored.dtype],
+            values=self.codes,
+            scales=self.scales[:, None] if rows else self.scales,
+            zeros=None if self.zeros is None else self.zeros[:, None] if rows else self.zeros,
+            block=(1, max(1, self.shape[1])) if rows else self.block,
+        )
+        if self.zeros is None and self.stored.dtype == torch.uint8:
+            q = Quantized(format="int4", values=q.values, scales=q.scales, block=q.block)
+        return dequantize(q, dtype or self.dtype)
+
+    def by_rows(self) -> Self:
+        """The same weight with scales that no two rows share; itself if that is so already."""
+        rows = self.block[0]
+        if rows == 1:
+            return self
+        scales = self.scales.repeat_interleave(rows, 0)[: self.shape[0]]
+        return type(self)(self.codes, scales, block=(1, self.block[1]), dtype=self.dtype)
+
+    def split_rows(self, parts: Sequence[int]) -> list[Self]:
+        """The rows as several weights; where a part begins inside of a block, all get scales of single rows."""
+        if any(sum(parts[:i]) % self.block[0] for i in range(len(parts))):
+            return self.by_rows().split_rows(parts)
+        scale_rows = [-(-part // self.block[0]) for part in parts]
+        zeros = [None] * len(parts) if self.zeros is None else self.zeros.split(scale_rows)
+        return [
+            type(self)(codes, scales, zero, block=self.block, dtype=self.dtype)
+            for codes, scales, zero in zip(self.codes.split(list(parts)), self.scales.split(scale_rows), zeros, strict=True)
+        ]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What moves or casts a module: codes and scales move, a new float dtype is only noted."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        for name, buffer in self.named_buffers():
+            moved = torch.empty_like(buffer, device=probe.device) if buffer.is_meta else buffer.to(probe.device)
+            setattr(self, name, moved)
+        self.dtype = probe.dtype
+        return self
+
+    def extra_repr(self) -> str:
+        rows, cols = self.shape
+        block = "rows" if self.block == (1, 0) else "{} x {}".format(*self.block)
+        zeros = "" if self.zeros is None else ", zero points"
+        return f"{self.format}, [{rows}, {cols}], scales of {block}{zeros}, {self.dtype}"
+
+
+class ScaledWeight(QuantizedWeight):
+    """int8 or float8 with one scale for each row; the activation is quantised to the same codes, row by row."""
+
+    @property
+    def format(self) -> str:
+        """int8, fp8, fp8-e5m2."""
+        return _STORED[self.stored.dtype]
+
+
+class BlockScaledWeight(QuantizedWeight):
+    """float8 with scales along K, (128, 128) or (1, 128); the activation is quantised in blocks of (1, 128)."""
+
+    @property
+    def format(self) -> str:
+        """fp8-block."""
+        return "fp8-block"
+
+
+class MXWeight(BlockScaledWeight):
+    """mxfp8 with the scales of `fold_mx_weight`, (128, 128) or (1, 128); the activation is quantised to mxfp8 and folded."""
+
+    @property
+    def format(self) -> str:
+        """mxfp8."""
+        return "mxfp8"
+
+
+class MixedWeight(QuantizedWeight):
+    """int8, float8 or int4; the activation stays as it is."""
+
+    @property
+    def format(self) -> str:
+        """int4, int8-weight, fp8-weight."""
+        stored = _STORED[self.stored.dtype]
+        return "int4" if stored == "int4-zero" else f"{stored}-weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """How a format of `tw.quantize` stores a weight."""
+
+    kind: type[QuantizedWeight]
+    stored: str
+    """The name in `tilewright.formats.FORMATS`."""
+    blocks: tuple[tuple[int, int], ...]
+    """The first one whose group divides K is taken; (1, 0): a scale for each row."""
+    divides: bool = False
+    """Whether a group has to divide K."""
+    min_arch: int = 80
+    meaning: str
+
+    def block_for(self, cols: int) -> tuple[int, int] | None:
+        """The block of a weight with so many columns, or None where no group divides them."""
+        return next((block for block in self.blocks if not self.divides or cols % block[1] == 0), None)
+
+
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
+    "int8": WeightFormat(
+        kind=ScaledWeight, stored="int8", blocks=((1, 0),),
+        meaning="int8 weights and activations, a scale for each output and each token",
+    ),
+    "fp8": WeightFormat(
+        kind=ScaledWeight, stored="fp8", blocks=((1, 0),), min_arch=89,
+        meaning="float8 e4m3 weights and activations, a scale for each output and each token",
+    ),
+    "fp8-block": WeightFormat(
+        kind=BlockScaledWeight, stored="fp8", blocks=((128, 128),), min_arch=89,
+        meaning="float8 e4m3, scales of 128 x 128 blocks of the weight and of 1 x 128 of the activation",
+    ),
+    "mxfp8": WeightFormat(
+        kind=MXWeight, stored="mxfp8", blocks=((1, 32),), divides=True, min_arch=89,
+        meaning="float8 e4m3, a power of two for each 32 (OCP Microscaling), folded to one for 128 x 128 or 1 x 128",
+    ),
+    "int4": WeightFormat(
+        kind=MixedWeight, stored="int4-zero", blocks=((1, 128), (1, 64)), divides=True,
+        meaning="4-bit weights, scale and zero point for each 128 inputs of an output (64 where 128 does not divide)",
+    ),
+    "int8-weight": WeightFormat(
+        kind=MixedWeight, stored="int8", blocks=((1, 0),),
+        meaning="int8 weights, a scale for each output; activations stay in 16 bits",
+    ),
+}  # fmt: skip
+"""What `tw.quantize` and `--quantize` take."""
+
+
+def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
+    """A float weight [N, K] in a format of `WEIGHT_FORMATS`, some rows at a time. Works on "meta", too.
+
+    Raises:
+        ValueError: the format's group does not divide K. NaN and infinity are not looked for: they make their block NaN.
+    """
+    form = WEIGHT_FORMATS[format]
+    block = form.block_for(weight.shape[1])
+    if block is None:
+        groups = " or ".join(str(cols) for _, cols in form.blocks)
+        raise ValueError(f"quantize_weight: {format} has groups of {groups} inputs, which do not divide K = {weight.shape[1]}")
+    step = max(128, _CHUNK_ELEMENTS // max(1, weight.shape[1]) // 128 * 128)
+    chunks = weight.split(step) if weight.shape[0] else [weight]
+    pieces = [encode(rows, form.stored, "row" if block == (1, 0) else block) for rows in chunks]
+    codes, scales = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
+    if form.kind is MXWeight:
+        codes, scales, block = _folded(codes, scales)
+    elif block == (1, 0):
+        scales = [column[:, 0] for column in scales]
+    zeros = [piece[2] for piece in pieces if piece[2] is not None]
+    return form.kind(torch.cat(codes), torch.cat(scales), torch.cat(zeros) if zeros else None, block=block, dtype=weight.dtype)
+
+
+def _folded(codes: list[Tensor], scales: list[Tensor]) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
+    """Codes, scales and block of mxfp8 with one scale for 128 columns, and 128 rows where no piece of the weight minds.
+
+    On "meta", where nobody knows, it is what a trained weight has: one scale for 128 x 128.
+    """
+    pieces = list(zip(codes, scales, strict=True))
+    folded = [fold_mx(*piece, 128) if piece[0].is_meta else fold_mx_weight(*piece) for piece in pieces]
+    block = (128, 128)
+    if any(scale.shape[0] != -(-code.shape[0] // 128) for code, scale in folded):
+        folded, block = [fold_mx(*piece) for piece in pieces], (1, 128)
+    return [code for code, _ in folded], [scale for _, scale in folded], block
+
+
+def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of one type, one above the other, as a merged layer has them.
+
+    Where a block would span two of them (128 x 128 and a number of rows that 128 does not divide), rows get their own scales.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    blocks = {weight.block for weight in weights}
+    if len(blocks) > 1 or any(weight.shape[0] % first.block[0] for weight in weights[:-1]):
+        weights = [weight.by_rows() for weight in weights]
+        blocks = {weight.block for weight in weights}
+    if len(blocks) > 1 or len({type(weight) for weight in weights}) > 1 or len({w.zeros is None for w in weights}) > 1:
+        raise ValueError(f"stack_rows: wanted weights of one type and block, got {[(w.format, w.block) for w in weights]}")
+    buffers: dict[str, Any] = {
+        "codes": torch.cat([weight.codes for weight in weights]),
+        "scales": torch.cat([weight.scales for weight in weights]),
+        "zeros": None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None]),
+    }
+    return type(first)(**buffers, block=weights[0].block, dtype=first.dtype)
