@@ -5,6 +5,7 @@ python scripts/results_table.py --check    # exit 1 if it is not what the files 
 """
 
 import json
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -25,15 +26,14 @@ def load(card: str, prefix: str) -> list[dict[str, Any]]:
 def engine_table(card: str) -> str:
     """One line a shape and workload; the last run is the warm one."""
     lines = [
-        "| shape, bf16 | workload | run | output tokens/s | median step, ms | compiles after ready |",
-        "|---|---|---|---|---|---|",
+        "| shape | weights | workload | run | output tokens/s | input tokens/s | median step, ms | compiles after ready |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {row['shape']} | {row['workload']} | {row['run']} | {row['output_tok_per_s']:,.0f} "
-        f"| {row['median_step_ms']} | {row['compiles_after_ready']} |"
-        for result in load(card, "engine")
-        for row in result["rows"]
-    ]
+    for row in (row for result in load(card, "engine") for row in result["rows"]):
+        prompts = row.get("input_tok_per_s")
+        cells = [row["shape"], row.get("weights", "bfloat16"), row["workload"], row["run"], f"{row['output_tok_per_s']:,.0f}"]
+        cells += [f"{prompts:,.0f}" if prompts else "", row["median_step_ms"], row["compiles_after_ready"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -47,14 +47,52 @@ def ops_table(card: str) -> str:
     return "\n".join(lines)
 
 
-def linear_table(card: str) -> str:
-    """Products by `sm90` with its default config: time, and cuBLAS's over it."""
-    rows = [row for result in load(card, "linear-sm90") for row in result["rows"]]
-    lines = ["| linear, bf16: M x N x K | `sm90`, default config, us | cuBLAS, us | ratio |", "|---|---|---|---|"]
-    for row in rows:
-        shape = " x ".join(word.partition("=")[2] for word in row["dims"].split())
-        lines.append(f"| {shape} | {row['us']:.1f} | {row['their_us']:.1f} | {row['ratio']:.2f} |")
+def products_table(card: str) -> str:
+    """Matrix products against cuBLAS: one line a set of shapes and number of rows."""
+    lines = [
+        "| linear, bf16 | shapes | implementations | cuBLAS's time over ours: geometric mean | lowest |",
+        "|---|---|---|---|---|",
+    ]
+    for path in sorted((ROOT / "benchmarks/results" / card).glob("linear-*.json")):
+        rows = [row | dims_of(row["dims"]) for row in json.loads(path.read_text())["rows"]]
+        named = path.stem.partition("-")[2]
+        groups = (
+            [("", rows)] if named == "awkward" else [(f", {m} rows", [r for r in rows if r["M"] == m]) for m in rows_of(rows)]
+        )
+        for label, group in groups:
+            worst = min(group, key=lambda row: row["ratio"])
+            impls = ", ".join(f"{name} {count}" for name, count in Counter(row["impl"] for row in group).most_common())
+            lines.append(
+                f"| {named}{label} | {len(group)} | {impls} | {geomean(group):.3f} | {worst['ratio']:.2f} ({worst['dims']}) |"
+            )
     return "\n".join(lines)
+
+
+def layers_table(card: str) -> str:
+    """Quantised layers against F.linear in bf16: formats down, rows across; geometric mean over the projections, and lowest."""
+    rows = [row for result in load(card, "layers") for row in result["rows"]]
+    sizes = rows_of(rows)
+    lines = [f"| layer | {' | '.join(f'{m} rows' for m in sizes)} |", "|---|" + "---|" * len(sizes)]
+    for name in dict.fromkeys(row["format"] for row in rows):
+        groups = [[row for row in rows if row["format"] == name and row["M"] == m] for m in sizes]
+        cells = [f"{geomean(g):.2f} ({min(r['ratio'] for r in g):.2f})" if g else "" for g in groups]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rows_of(rows: list[dict[str, Any]]) -> list[int]:
+    """The numbers of rows that were measured, in order."""
+    return sorted({row["M"] for row in rows})
+
+
+def dims_of(text: str) -> dict[str, int]:
+    """ "M=64 N=4096 offset=x" -> its numbers."""
+    return {key: int(value) for key, _, value in (word.partition("=") for word in text.split()) if value.isdecimal()}
+
+
+def geomean(rows: list[dict[str, Any]]) -> float:
+    """Of the ratios."""
+    return statistics.geometric_mean(row["ratio"] for row in rows)
 
 
 def section() -> str:
@@ -64,10 +102,20 @@ def section() -> str:
     environments = [result["environment"] for result in load("h100", "")]
     commands = sorted({e["command"] for e in environments if "command" in e})  # docs/regret.md has the study's own
     listed = "\n".join(f"    {command}" for command in commands)
-    return (
-        f"On one {facts['device']}, {versions}:\n\n{engine_table('h100')}\n\n{ops_table('h100')}\n\n{linear_table('h100')}\n\n"
-        f"Reproduced by\n\n{listed}\n\n"
-    )
+    parts = [
+        f"On one {facts['device']}, {versions}:",
+        engine_table("h100"),
+        ops_table("h100"),
+        products_table("h100"),
+    ]
+    if load("h100", "layers"):
+        parts += [
+            "Quantised linear layers, quantising of the activation included, against `F.linear` in bf16 (above 1 is faster),\n"
+            "geometric mean over the projections and in brackets the lowest:",
+            layers_table("h100"),
+        ]
+    parts += ["Reproduced by", listed]
+    return "\n\n".join(parts) + "\n\n"
 
 
 def support_table() -> str:

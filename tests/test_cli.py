@@ -21,7 +21,7 @@ from tilewright import __version__
 from tilewright.cli import app
 
 ENGINE_OPTIONS = {
-    *("--device", "--dtype", "--max-model-len", "--page-size", "--kv-cache-gib", "--memory-fraction"),
+    *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache-gib", "--memory-fraction"),
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk"),
 }
@@ -39,7 +39,8 @@ OPTIONS = {
     },
     "warmup": {
         *("--out", "--arch", "--card", "--jobs", "--json"),
-        *("--dtype", "--max-model-len", "--max-seqs", "--page-size", "--max-tokens-per-step", "--invariant", "--no-invariant"),
+        *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--max-tokens-per-step"),
+        *("--invariant", "--no-invariant"),
     },
     "bench engine": {
         *(
@@ -47,6 +48,7 @@ OPTIONS = {
             "-w",
             "--runs",
             "--dtype",
+            "--quantize",
             "--max-model-len",
             "--page-size",
             "--max-tokens-per-step",
@@ -54,9 +56,11 @@ OPTIONS = {
             "--json",
         ),
     },
-    "bench op": {"--shapes", "--against", "--prefer", "--counters", "--out", "--json"},
+    "bench layers": {"--shapes", "--activation", "--out", "--json"},
+    "bench op": {"--shapes", "--set", "--against", "--prefer", "--counters", "--out", "--json"},
     "bench ops": {"--out", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
+    "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
@@ -213,6 +217,42 @@ def test_run_prints_the_text(model: Path) -> None:
     assert tilewright(*arguments, stdin="Once").stdout == done.stdout, "the prompt may come on stdin; a seed gives the same"
 
 
+def test_run_quantises_while_it_loads(model: Path) -> None:
+    done = tilewright("run", model, "-p", "Once", "--max-tokens", "3", "--ignore-eos", "--device", "cpu", "--quantize", "int8")
+    assert done.returncode == 0, done.stderr
+    assert "3 tokens in" in done.stderr
+    assert next(line for line in done.stderr.splitlines() if "weights" in line).endswith("int8")
+
+
+def test_quantize_saves_what_run_takes(model: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("Once upon a time there was a text. " * 20)
+    done = tilewright(
+        "quantize",
+        model,
+        "--format",
+        "int8",
+        "--out",
+        out,
+        "--device",
+        "cpu",
+        "--calibrate",
+        text,
+        "--migrate",
+        "0.5",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["calibrated"]
+    assert all(layer["error"] < 0.1 for layer in report["layers"] if layer["format"])
+    assert tilewright("run", out, "-p", "Once", "--max-tokens", "3", "--ignore-eos", "--device", "cpu").returncode == 0
+    again = tilewright("quantize", model, "--format", "int8", "--out", out)
+    assert again.returncode == 1
+    assert "has files; give a new or an empty folder" in again.stderr
+    assert "wanted one of int8, fp8" in tilewright("quantize", model, "--format", "q4", "--out", tmp_path / "x").stderr
+
+
 def test_run_json_is_one_object(model: Path) -> None:
     for prompt, tokens in (("Once", 4), ("", 1)):
         done = tilewright("run", model, "-p", prompt, "--json", "--max-tokens", "6", "--ignore-eos", "--device", "cpu")
@@ -240,8 +280,9 @@ def test_run_chat_uses_the_template(model: Path, tmp_path: Path) -> None:
         (["-p", "x" * 200], "the model takes 128"),
         (["-p", "x", "--device", "abacus"], "abacus"),
         (["-p", "x", "--dtype", "int3"], "int3"),
+        (["-p", "x", "--quantize", "int3"], "quantize is 'int3', wanted one of int8, fp8, fp8-block, mxfp8, int4, int8-weight"),
     ],
-    ids=["too long", "device", "dtype"],
+    ids=["too long", "device", "dtype", "format"],
 )
 def test_what_the_model_refuses_is_one_line(model: Path, arguments: list[str], words: str) -> None:
     done = tilewright("run", model, *arguments)

@@ -14,9 +14,11 @@ _PUBLIC = {
     "nn": "tilewright.nn",
     "ops": "tilewright.ops",
     "prefer": "tilewright.op:prefer",
+    "quantize": "tilewright.quant:quantize",
+    "save_quantized": "tilewright.models:save_quantized",
 }
 
-__all__ = ["LLM", "SamplingParams", "__version__", "formats", "invariant", "nn", "ops", "prefer"]
+__all__ = ["LLM", "SamplingParams", "__version__", "formats", "invariant", "nn", "ops", "prefer", "quantize", "save_quantized"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from tilewright.engine import plan as plan_module
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.loading import load
 from tilewright.engine.plan import MemoryPlan, NoMemory, plan_memory
-from tilewright.models import SHAPES, ModelConfig
+from tilewright.models import SHAPES, ModelConfig, empty_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 1 << 30
@@ -28,7 +28,8 @@ TINY = ModelConfig(
 
 
 def planned(config: ModelConfig = TINY, device: torch.device = CPU, **options: object) -> MemoryPlan:
-    return plan_memory(config, EngineConfig(**options), device=device, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    model = empty_model(config, device="meta", dtype=torch.bfloat16)
+    return plan_memory(model, EngineConfig(**options), device=device, dtype=torch.bfloat16)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ REFUSED = {
     "layer type": ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types linear_attention are not supported"),
     "layer types": ({"layer_types": ["full_attention"]}, "one entry a layer, 2 in all; got 1"),
     "window": ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+    "quantised": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method is 'bitsandbytes', wanted"),
     "dtype": (
         {"torch_dtype": "float8_e4m3fn"},
         "dtype 'float8_e4m3fn' is not supported; supported: bfloat16, float16, float32",

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.folders import LLAMA
 from tests.models.running import make_batch, make_cache
 from tilewright.models import ModelConfig, random_model
+from tilewright.quant import quantize
 
 QWEN3 = ModelConfig.from_hf({**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "attention_bias": True})
 LLAMA3 = ModelConfig.from_hf({**LLAMA, "head_dim": 16, "mlp_bias": True, "tie_word_embeddings": True})
@@ -40,6 +41,18 @@ def test_eight_launches_a_layer(config: ModelConfig, start: int, count: int) -> 
     with Recorder() as recorder:
         model.logits(model(ids, batch, cache))
     assert recorder.names == ["aten.embedding", "rms_norm", *LAYER, "add_rms_norm", *LAYER, "add_rms_norm", "linear"]
+
+
+def test_norms_quantise_for_the_layers_behind_them() -> None:
+    model = random_model(QWEN3, device="cpu", dtype=torch.float32)
+    quantize(model, "int8")
+    cache, batch = make_cache(model, 8, 4), make_batch([([3, 1, 2, 4, 5], 0, 20)], 4)
+    with Recorder() as recorder:
+        model(torch.zeros(20, dtype=torch.int64), batch, cache)
+    layer = ["scaled_linear", "rope_kv_write", "paged_attention", "quantize_rows", "scaled_linear", "add_rms_norm_quantize"]
+    layer += ["scaled_linear", "quantize_rows", "scaled_linear"]
+    names = [name for name in recorder.names if not name.startswith("aten.")]
+    assert names == ["rms_norm_quantize", *layer, "add_rms_norm_quantize", *layer, "add_rms_norm"]
 
 
 def test_forward_depends_on_no_value() -> None:

@@ -10,6 +10,7 @@ try:
     import tilewright.cli.bench
     import tilewright.cli.explain
     import tilewright.cli.hw
+    import tilewright.cli.quantize
     import tilewright.cli.serve
     import tilewright.cli.tune
     import tilewright.cli.tune_op

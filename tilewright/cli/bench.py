@@ -85,18 +85,19 @@ def bench_ops(
 @bench.command("engine")
 def bench_engine(
     shape: Annotated[str, typer.Argument(help="Model shape, random weights: qwen3-0.6b, qwen3-8b, llama-1b, llama-8b.")],
-    workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, R2000; repeat it.")] = None,
+    workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B64, P4096, R2000; any.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process: the first is cold.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together.")] = 4096,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens in a page of the KV cache.")] = 16,
+    quantize: Annotated[str | None, typer.Option(help="Format of the weights: int8, fp8, int4 ...; default: dtype.")] = None,
     max_tokens_per_step: Annotated[int, typer.Option(min=256, help="Tokens of one pass of the model.")] = 8192,
     out: _Out = None,
     as_json: _Json = False,
 ) -> None:
-    """Output tokens a second of the engine on fixed workloads (W1 256 ragged requests, W2 1024/1024, B1 one request).
+    """Output tokens a second of the engine on fixed workloads (W1 256 ragged requests, W2 1024/1024, B1 and B64 decoding).
 
-    R2000 counts the kernels compiled while 2,000 random requests are served. Example:
+    P4096 is about prompts. R2000 counts the kernels compiled while 2,000 random requests are served. Example:
     tilewright bench engine qwen3-0.6b -w W1 -w B1 --out engine.json
     """
     from tilewright.bench.engine import WORKLOADS, run_engine
@@ -112,12 +113,56 @@ def bench_engine(
     from tilewright.bench.harness import write_json
 
     config = EngineConfig(
-        dtype=dtype, max_model_len=max_model_len, page_size=page_size, max_tokens_per_step=max_tokens_per_step
+        dtype=dtype,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        max_tokens_per_step=max_tokens_per_step,
+        quantize=quantize,
     )
     rows = run_engine(shape, workload or ["W1", "B1"], runs=runs, config=config, progress=say)
     if out:
         write_json(out, f"engine, {shape}, random weights", rows)
     _print(rows, as_json)
+
+
+@bench.command("layers")
+def bench_layers(
+    context: typer.Context,
+    formats: Annotated[list[str], typer.Argument(help="int8, fp8, fp8-block, mxfp8, int4, int8-weight; one or more.")],
+    shapes: Annotated[str | None, typer.Option(help='"64x4096x4096;1x4096x4096": rows, outputs, inputs.')] = None,
+    activation: Annotated[str, typer.Option(help="none, or silu_mul: gate and up projections in one.")] = "none",
+    out: _Out = None,
+    as_json: _Json = False,
+) -> None:
+    """Quantised linear layers, quantising of the activation included, against F.linear in bf16. Default: the projections.
+
+    Example: tilewright bench layers int8 fp8 --out layers.json
+    """
+    with plain_errors(context):
+        from tilewright.bench.layers import checked, rows
+        from tilewright.bench.op import geomean
+        from tilewright.bench.sets import PROJECTIONS, ROWS
+
+        checked(formats, activation)
+        texts = shapes.split(";") if shapes else [f"{m}x{n}x{k}" for m in ROWS for n, k in PROJECTIONS]
+        wanted = [_three_sizes(text) for text in texts]
+        _need_gpu("layers")
+        from tilewright.bench.harness import write_json
+
+        table = list(rows(formats, wanted, activation, say))
+        means = {name: geomean([row for row in table if row["format"] == name]) for name in formats}
+        if out:
+            write_json(out, "quantised linear layers against F.linear in bf16", table, geomean_ratio=means)
+        _print(table, as_json)
+        say(f"geometric means of the ratios: {means} (above 1: ours is faster)")
+
+
+def _three_sizes(text: str) -> tuple[int, int, int]:
+    parts = text.strip().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and 0 < int(part) <= 1 << 20 for part in parts):
+        raise ValueError(f"--shapes has {text!r}, wanted ROWSxOUTPUTSxINPUTS such as 64x4096x4096, each at most {1 << 20}")
+    m, n, k = map(int, parts)
+    return m, n, k
 
 
 @bench.command("op", hidden=True)
@@ -126,6 +171,7 @@ def bench_op(
     op: Annotated[str, typer.Argument(help="An operator: matmul, softmax, paged_attention ...")],
     dims: Annotated[list[str] | None, typer.Argument(help="Dimensions, M=4096 N=4096 K=4096 dtype=bf16.")] = None,
     shapes: Annotated[str | None, typer.Option(help='Several: "M=1,N=4096,K=4096;M=64,N=4096,K=4096".')] = None,
+    named: Annotated[str | None, typer.Option("--set", help="Products: decode, projections, squares or awkward.")] = None,
     against: Annotated[str, typer.Option(help="torch, vendor or none.")] = "torch",
     prefer: Annotated[str | None, typer.Option(help="Measure this implementation, not the one that is chosen.")] = None,
     counters: Annotated[bool, typer.Option("--counters", help="Add hardware counters by Nsight Compute.")] = False,
@@ -141,7 +187,7 @@ def bench_op(
         from tilewright.bench.op import geomean, rows, shapes_of
 
         found = find_op(op)
-        wanted = shapes_of(found, dims or [], shapes)
+        wanted = shapes_of(found, dims or [], shapes, named)
         if against not in ("torch", "vendor", "none"):
             raise typer.BadParameter(f"--against is {against!r}, wanted torch, vendor or none")
         names = [impl.name for impl in found.impls]

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["EngineConfig", "option"]
+__all__ = ["QUANTIZE", "EngineConfig", "option"]
+
+QUANTIZE = ("int8", "fp8", "fp8-block", "mxfp8", "int4", "int8-weight")
+"""The formats of `quantize`. A test compares them with those of `tilewright.ops.weights`, which imports torch."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -21,6 +24,9 @@ class EngineConfig:
     model: str = option("bookworm", "the embedded model's name, a model folder, or a name on the Hugging Face hub")
     device: str | None = option(None, "torch device, such as cuda:0 or cpu; default: the first GPU, else the CPU")
     dtype: str | None = option(None, "bfloat16, float16 or float32; default: the model's own where the device has it")
+    quantize: str | None = option(
+        None, f"quantise the weights while loading: {', '.join(QUANTIZE)}; default: as the model's folder has them"
+    )
     max_model_len: int | None = option(None, "tokens of prompt and answer together; default: what the model was made for")
     max_seqs: int = option(256, "requests that run at once")
     page_size: int = option(16, "tokens in a page of the KV cache")
@@ -42,5 +48,7 @@ class EngineConfig:
             if value is not None and value < low:
                 also = ", max_seqs" if name == "max_tokens_per_step" else ""
                 raise ValueError(f"{name} is {value}, wanted {low}{also} or more")
+        if self.quantize is not None and self.quantize not in QUANTIZE:
+            raise ValueError(f"quantize is {self.quantize!r}, wanted one of {', '.join(QUANTIZE)}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {self.memory_fraction}, wanted above 0 and at most 1")

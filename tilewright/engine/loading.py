@@ -16,9 +16,11 @@ from tilewright.engine.config import EngineConfig
 from tilewright.engine.plan import MemoryPlan, plan_memory
 from tilewright.engine.runner import ModelRunner, Progress, on_device
 from tilewright.hw.device import Device, cuda_count, default_device, device_of
-from tilewright.models import Model, empty_model, load_config, load_model, random_model, resolve
+from tilewright.models import Convert, Model, empty_model, load_config, load_model, random_model, resolve
 from tilewright.models.config import ModelConfig
+from tilewright.nn import Linear
 from tilewright.op import on_card
+from tilewright.quant import check_card, convert_layer, quantize
 
 __all__ = ["Loaded", "facts_of", "load", "make_bundle"]
 
@@ -73,12 +75,14 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         BundleRefused: `options.bundle` is damaged or was made for something else.
         ModelError: the model cannot be had, read, or run.
         NoMemory: the plan does not fit.
-        ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype.
+        ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype; a format of `quantize` that
+            the model or the card cannot have.
     """
     report, on, wanted = progress or (lambda text: None), _device(options.device), _dtype(options.dtype)
     folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
-    plan = plan_memory(config, options, device=on, dtype=dtype)
+    shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))
+    plan = plan_memory(shape, options, device=on, dtype=dtype)
     report(str(plan))
     if options.bundle is not None:
         if on.type != "cuda":
@@ -86,16 +90,45 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         bundle.use(Path(options.bundle), arch=device_of(on.index).arch, facts=facts_of(config, dtype, options))
     with on_device(on):
         if folder is None:
-            built = random_model(config, device=on, dtype=dtype)
+            built = random_model(config, device=on, dtype=dtype, convert=convert)
         else:
             built = load_model(
-                folder, device=on, dtype=dtype, progress=lambda done, total: report(f"loading weights {done:,}/{total:,}")
+                folder,
+                device=on,
+                dtype=dtype,
+                progress=lambda done, total: report(f"loading weights {done:,}/{total:,}"),
+                convert=convert,
             )
         runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
     compiles.mark_ready()
     return Loaded(runner=runner, tokenizer_path=folder, config=config, plan=plan)
+
+
+def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: Device) -> tuple[Model, Convert | None]:
+    """The model on "meta" as it will be in memory, and what quantises a layer once it is loaded.
+
+    Raises:
+        ValueError: the checkpoint is quantised already, or a layer or the card cannot have the format.
+    """
+    model = empty_model(config, device="meta", dtype=dtype)
+    if format is None:
+        return model, None
+    if config.quantization is not None:
+        raise ValueError(
+            f"quantize is {format!r}, but the model's folder has quantised weights already ({config.quantization.method}); "
+            "leave it out, or take the folder of the unquantised model"
+        )
+    check_card(format, card, dtype)
+    report = quantize(model, format)
+    chosen = {layer.name for layer in report.quantized}
+
+    def convert(name: str, layer: Linear) -> None:
+        if name in chosen:
+            convert_layer(name, layer, format)
+
+    return model, convert
 
 
 def _watched(runner: ModelRunner, *, strict: bool) -> CompileCounter:
@@ -135,7 +168,8 @@ def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> 
     shape = {name: getattr(config, name) for name in _SHAPE_FIELDS}
     shape["windows"] = sorted({str(window) for window in config.windows})
     engine = {name: getattr(options, name) for name in ("max_seqs", "page_size", "max_tokens_per_step", "invariant")}
-    return {"model": shape, "dtype": str(dtype).removeprefix("torch."), **engine}
+    stored = options.quantize or (config.quantization and config.quantization.format)
+    return {"model": shape, "dtype": str(dtype).removeprefix("torch."), "quantize": stored, **engine}
 
 
 def make_bundle(
@@ -152,7 +186,7 @@ def make_bundle(
         FileExistsError: the folder is not empty.
     """
     dtype = _dtype(options.dtype) or config.dtype
-    model = empty_model(config, device="meta", dtype=dtype)
+    model, _ = _shape(config, dtype, options.quantize, card)
     runner = runner_of(model, 1024, options.max_model_len or config.max_position_embeddings, options)
 
     def compile() -> None:

@@ -10,10 +10,11 @@ import torch
 
 from tilewright.engine.config import EngineConfig
 from tilewright.hw.device import free_bytes, memory_bytes
-from tilewright.models import empty_model, kv_bytes_per_token, weight_bytes
-from tilewright.models.config import ModelConfig
+from tilewright.models import Model, kv_bytes_per_token, weight_bytes_of
+from tilewright.nn import Linear, Rope
+from tilewright.ops.weights import MixedWeight, QuantizedWeight
 
-__all__ = ["MemoryPlan", "NoMemory", "plan_memory"]
+__all__ = ["MemoryPlan", "NoMemory", "plan_memory", "weights_format"]
 
 _CPU_CACHE_BYTES = 1 << 30
 _CUDA_RESERVE_BYTES = 3 << 29  # 1.5 GiB: context 0.5, graphs of 36 batch sizes 0.5, cuBLAS workspaces and slack 0.5
@@ -30,6 +31,8 @@ class MemoryPlan:
     device: str
     limit_bytes: int | None
     weights_bytes: int
+    weights_format: str
+    """Of the linear layers: a dtype, or a format of 8 or 4 bits; the embedding has the model's dtype in any case."""
     tables_bytes: int
     """The rope table, as long as the model's positions: 64 MiB for 131072 of them with heads of 128."""
     working_bytes: int
@@ -51,7 +54,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows = [
-            ("weights", self.weights_bytes, ""),
+            ("weights", self.weights_bytes, self.weights_format),
             ("rope table", self.tables_bytes, ""),
             ("working memory", self.working_bytes, ""),
             ("reserve", self.reserve_bytes, ""),
@@ -63,24 +66,37 @@ class MemoryPlan:
         return "\n".join([*lines, f"  {'in all':<15}{self.total_bytes:>16,} bytes{limit}"])
 
 
-def _tables_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    return sum(table.nbytes for table in empty_model(config, device="meta", dtype=dtype).buffers())
+def weights_format(model: Model) -> str:
+    """What the weights of a model's linear layers are stored as: "bfloat16", "int8", "int4 and bfloat16"."""
+    weights = [module.weight for module in model.blocks.modules() if isinstance(module, Linear)]
+    found = {w.format if isinstance(w, QuantizedWeight) else str(w.dtype).removeprefix("torch.") for w in weights}
+    return " and ".join(sorted(found, key=lambda name: ("float" in name, name)))
 
 
-def _working_bytes(config: ModelConfig, dtype: torch.dtype, max_tokens_per_step: int, max_seqs: int) -> int:
+def _tables_bytes(model: Model) -> int:
+    return sum(module.cos_sin.nbytes for module in model.modules() if isinstance(module, Rope))
+
+
+def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, max_seqs: int) -> int:
     """Upper bound of what one step allocates beside weights and cache.
 
     Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
-    model's dtype with a float32 copy beside them.
+    model's dtype with a float32 copy beside them. Of quantised layers the codes of one's input with a scale for each 128, or
+    one's weight, widened for a product of many rows.
     """
+    config = model.config
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     widest = max(heads * config.head_dim + config.num_attention_heads * config.head_dim, 3 * config.intermediate_size)
     tokens = max_tokens_per_step * (4 * config.hidden_size + widest) * dtype.itemsize
-    return tokens + max_seqs * config.vocab_size * (dtype.itemsize + 8)
+    quantised = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    coded = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
+    widened = max((weight.shape.numel() for weight in quantised if isinstance(weight, MixedWeight)), default=0)
+    extra = max(max_tokens_per_step * coded * 33 // 32, widened * dtype.itemsize)
+    return tokens + extra + max_seqs * config.vocab_size * (dtype.itemsize + 8)
 
 
-def plan_memory(config: ModelConfig, options: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
-    """Divide the memory of a device.
+def plan_memory(model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
+    """Divide the memory of a device between a model, which may be on "meta", and what runs it.
 
     Of the options: without `max_model_len` it is the model's own limit, or what the cache holds if that is less; without
     `kv_cache_bytes` the cache gets what `memory_fraction` of a GPU leaves, on a CPU 1 GiB.
@@ -89,12 +105,13 @@ def plan_memory(config: ModelConfig, options: EngineConfig, *, device: torch.dev
         NoMemory: not even one request of `max_model_len` tokens fits; the message has the plan and the ways out.
         ValueError: `max_model_len` is beyond what the model was made for.
     """
+    config = model.config
     longest, wanted, page_size = config.max_position_embeddings, options.max_model_len, options.page_size
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {longest}")
     page_bytes = page_size * kv_bytes_per_token(config, dtype)
-    weights, tables = weight_bytes(config, dtype), _tables_bytes(config, dtype)
-    working = _working_bytes(config, dtype, options.max_tokens_per_step, options.max_seqs)
+    weights, tables = weight_bytes_of(model), _tables_bytes(model)
+    working = _working_bytes(model, dtype, options.max_tokens_per_step, options.max_seqs)
     limit, reserve = None, 0
     if device.type == "cuda":
         limit = min(int(memory_bytes(device) * options.memory_fraction), free_bytes(device))
@@ -108,6 +125,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, *, device: torch.dev
         device=str(device),
         limit_bytes=limit,
         weights_bytes=weights,
+        weights_format=weights_format(model),
         tables_bytes=tables,
         working_bytes=working,
         reserve_bytes=reserve,
@@ -121,8 +139,8 @@ def plan_memory(config: ModelConfig, options: EngineConfig, *, device: torch.dev
     if num_pages < least or over:
         raise NoMemory(
             f"{plan}\nno memory for the cache: one request of {plan.max_model_len or page_size} tokens needs "
-            f"{least} pages and {num_pages} fit. Three ways out: a shorter --max-model-len; "
+            f"{least} pages and {num_pages} fit. Four ways out: a shorter --max-model-len; "
             "a smaller --max-tokens-per-step or --max-seqs (less working memory); a larger share of the device "
-            "(--memory-fraction, --kv-cache-gib) or a device with more memory"
+            "(--memory-fraction, --kv-cache-gib) or a device with more memory; or smaller weights (--quantize)"
         )
     return plan

@@ -11,11 +11,16 @@ import torch
 from tilewright.models.config import SHAPES, ModelConfig, ModelError, architecture_of
 from tilewright.models.decoder import Decoder
 from tilewright.models.dense import llama, mistral, qwen2, qwen3
-from tilewright.models.weights import Checkpoint, Progress, check, fill, fill_random, read_json, resolve
+from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_codes
+from tilewright.models.prompt import prompt_inputs
+from tilewright.models.saving import save_quantized
+from tilewright.models.weights import Checkpoint, read_json, resolve
+from tilewright.ops.weights import QuantizedWeight
 
 __all__ = [
     "ARCHITECTURES",
     "SHAPES",
+    "Convert",
     "Model",
     "ModelConfig",
     "ModelError",
@@ -24,9 +29,12 @@ __all__ = [
     "kv_bytes_per_token",
     "load_config",
     "load_model",
+    "prompt_inputs",
     "random_model",
     "resolve",
+    "save_quantized",
     "weight_bytes",
+    "weight_bytes_of",
 ]
 
 Model = Decoder
@@ -69,43 +77,63 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
+    convert: Convert | None = None,
 ) -> Model:
     """Load a model.
 
     Args:
         name_or_path: "bookworm" (embedded), a folder, or a name on the Hugging Face hub.
         device: where the weights go.
-        dtype: of the weights; None for the one that config.json names.
+        dtype: of the weights, of quantised ones of what they stand for; None for the one that config.json names.
         progress: called with (bytes loaded, bytes in all).
+        convert: called with each linear layer as soon as it is filled; may quantise it.
 
     Raises:
         ModelError: the folder cannot be found or used; nothing was allocated on the device then.
     """
     folder = resolve(name_or_path)
     config = load_config(folder)
-    dtype = dtype or config.dtype
     checkpoint = Checkpoint(folder)
-    check(_build(config, "meta", dtype), checkpoint)
-    model = _build(config, device, dtype)
-    fill(model, checkpoint, progress)
+    model = _build(config, "meta", dtype or config.dtype)
+    check(model, checkpoint, config.quantization)
+    fill(model, checkpoint, torch.device(device), quantization=config.quantization, progress=progress, convert=convert)
     return model
 
 
 def empty_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Model:
-    """A model with uninitialised weights; on "meta" it takes no memory."""
-    return _build(config, device, dtype)
-
-
-def random_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Model:
-    """A model with random weights that keep activations finite, drawn on the device: for benchmarks and tests."""
+    """A model with uninitialised weights, quantised ones where its checkpoint has such; on "meta" it takes no memory."""
     model = _build(config, device, dtype)
-    fill_random(model, seed)
+    if config.quantization is not None:
+        replace_by_empty_codes(model, config.quantization, torch.device(device))
     return model
 
 
+def random_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    convert: Convert | None = None,
+) -> Model:
+    """A model with random weights that keep activations finite, drawn on the device: for benchmarks and tests.
+
+    `convert` is called with each linear layer as soon as it is filled, and may quantise it.
+    """
+    model = _build(config, "meta", dtype)
+    fill_random(model, torch.device(device), seed, convert)
+    return model
+
+
+def weight_bytes_of(model: Model) -> int:
+    """Bytes of parameters and quantised weights; a tied head counts once. The rope table is neither and is not counted."""
+    codes = sum(module.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
+    return codes + sum(parameter.nbytes for parameter in model.parameters())
+
+
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that the parameters take; a tied head counts once. The rope table is not a parameter and is not counted."""
-    return sum(parameter.nbytes for parameter in _build(config, "meta", dtype).parameters())
+    """`weight_bytes_of` a model that is not there yet."""
+    return weight_bytes_of(empty_model(config, device="meta", dtype=dtype))
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -3,7 +3,8 @@
 Reads both the keys of transformers 5 (`rope_parameters`, `dtype`) and of 4 (`rope_theta`, `rope_scaling`, `torch_dtype`). After
 that no default and no rule about windows is left to apply: every consumer reads the same numbers.
 
-Refuses, by name: rope types and activations without an implementation, partially rotated heads, quantised weights.
+Refuses, by name: rope types and activations without an implementation, partially rotated heads, schemes of quantised weights
+that `quantization.py` does not read.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from tilewright.kernels.rope import rope_frequencies
+from tilewright.models.errors import ModelError
+from tilewright.models.quantization import Quantization
 
 __all__ = ["ACTIVATIONS", "SHAPES", "ModelConfig", "ModelError", "architecture_of"]
 
@@ -30,10 +33,6 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class ModelError(ValueError):
-    """A model folder that cannot be used: what is wrong, and what to do."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder's sizes and switches, under their Hugging Face names.
@@ -42,6 +41,7 @@ class ModelConfig:
     rope_scaling: None, or "rope_type" and the numbers of that type.
     dtype: of the weights on disk.
     eos_token_ids: each of them ends a sequence; from generation_config.json where it has any.
+    quantization: which weights are codes, and in which layout; None for floats.
     """
 
     architecture: str
@@ -64,6 +64,7 @@ class ModelConfig:
     dtype: torch.dtype = torch.float32
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_act not in ACTIVATIONS:
@@ -94,8 +95,6 @@ class ModelConfig:
         """
         architecture = architecture_of(raw)
         raw = {**_FAMILY_DEFAULTS.get(architecture, {}), **raw}
-        if raw.get("quantization_config"):
-            raise ModelError("quantised weights (quantization_config) are not supported; use the model's unquantised folder")
         theta, scaling = _rope(raw)
         heads = _integer(raw, "num_attention_heads")
         return cls(
@@ -119,6 +118,7 @@ class ModelConfig:
             dtype=_dtype(raw),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=_eos(raw, generation or {}),
+            quantization=_quantization(raw),
         )
 
 
@@ -181,6 +181,12 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
         if kind == "yarn":
             scaling.setdefault("factor", longest / trained)
     return theta, {"rope_type": kind, **scaling}
+
+
+def _quantization(raw: Mapping[str, Any]) -> Quantization | None:
+    """Older writers of compressed-tensors call it `compression_config`."""
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    return Quantization.from_hf(found) if found else None
 
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype:

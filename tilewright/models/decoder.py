@@ -30,10 +30,14 @@ class Block(nn.Module):
         self, h: Tensor, residual: Tensor | None, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(h [T, E], residual [T, E] or None before the first block) -> (h, residual); their sum is the stream."""
-        h, residual = self.attn_norm.add(h, residual)
-        h = self.attn(h, batch, k_cache, v_cache)
-        h, residual = self.ffn_norm.add(h, residual)
-        return self.ffn(h), residual
+        normed, residual = self.attn_norm.add_for(self.attn.qkv, h, residual)
+        h = self.attn(normed, batch, k_cache, v_cache)
+        normed, residual = self.ffn_norm.add_for(self.ffn.gate_up, h, residual)
+        return self.ffn(normed), residual
+
+    def norm_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        """(norm, the one linear layer that reads its output)."""
+        return [(self.attn_norm, self.attn.qkv), (self.ffn_norm, self.ffn.gate_up)]
 
 
 class Decoder(nn.Module):

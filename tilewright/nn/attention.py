@@ -10,6 +10,7 @@ from tilewright import ops
 from tilewright.nn.batch import Batch
 from tilewright.nn.linear import Linear, empty_parameter
 from tilewright.nn.rope import Rope
+from tilewright.ops.linear import Codes
 
 __all__ = ["Attention"]
 
@@ -62,8 +63,8 @@ class Attention(nn.Module):
             self.q_norm = empty_parameter(head_dim, device=device, dtype=dtype)
             self.k_norm = empty_parameter(head_dim, device=device, dtype=dtype)
 
-    def forward(self, x_TE: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """[T, E] -> [T, E]. k_cache and v_cache [P, G, S, D] are this layer's, and are written."""
+    def forward(self, x_TE: Tensor | Codes, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """[T, E], or its codes -> [T, E]. k_cache and v_cache [P, G, S, D] are this layer's, and are written."""
         q, k, v = self.qkv(x_TE).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
         q_THD = ops.rope_kv_write(
             q, k, v, batch.positions, self.rope.cos_sin, k_cache, v_cache, batch.slots,

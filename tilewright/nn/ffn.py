@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.nn.linear import Linear
+from tilewright.ops.linear import Codes
 
 __all__ = ["GatedMLP"]
 
@@ -33,8 +34,8 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner, features, bias=bias, device=device, dtype=dtype)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., features] -> [..., features]."""
+    def forward(self, x: Tensor | Codes) -> Tensor:
+        """[..., features], or its codes -> [..., features]."""
         return self.down(self.gate_up(x, self.activation))
 
     def extra_repr(self) -> str:

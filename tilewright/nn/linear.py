@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.ops.linear import Codes
+from tilewright.ops.weights import QuantizedWeight
 
 __all__ = ["Linear", "empty_parameter"]
 
@@ -21,7 +23,7 @@ def empty_parameter(*shape: int, device: torch.device | str | None, dtype: torch
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias.
+    """y = x @ weight.T + bias. `weight` is a float parameter, or a `QuantizedWeight` that replaced it.
 
     Args:
         in_features: the last dimension of x.
@@ -41,10 +43,15 @@ class Linear(nn.Module):
         super().__init__()
         self.parts: tuple[int, ...] = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         rows = sum(self.parts)
-        self.weight = empty_parameter(rows, in_features, device=device, dtype=dtype)
+        self.weight: nn.Parameter | QuantizedWeight = empty_parameter(rows, in_features, device=device, dtype=dtype)
         self.bias = empty_parameter(rows, device=device, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+    def replace_weight(self, weight: QuantizedWeight) -> None:
+        """Put a quantised weight in the place of the weight, which is freed."""
+        del self.weight  # torch lets no module take the name of a parameter
+        self.weight = weight
+
+    def forward(self, x: Tensor | Codes, activation: str = "none") -> Tensor:
         """[..., in] -> [..., out]; or [..., out / 2] where the activation multiplies two halves ("silu_mul", "gelu_mul")."""
         return ops.linear(x, self.weight, self.bias, activation)
 

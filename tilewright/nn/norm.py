@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.nn.linear import empty_parameter
+from tilewright.kernels.quantize_fused import add_rms_norm_quantize, rms_norm_quantize
+from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.ops.linear import Codes, codes_for
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -33,6 +35,17 @@ class RMSNorm(nn.Module):
         if residual is None:
             return ops.rms_norm(x, self.weight, self.eps), x
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_for(self, reader: Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Codes, Tensor]:
+        """`add` for the one layer that reads the norm; where that would quantise its input, codes are written here instead."""
+        format = codes_for(reader.weight, x)
+        if format is None:
+            return self.add(x, residual)
+        if residual is None:
+            codes, scales = rms_norm_quantize(x, self.weight, self.eps, format)
+            return Codes(codes, scales, x.dtype), x
+        codes, scales, total = add_rms_norm_quantize(x, residual, self.weight, self.eps, format)
+        return Codes(codes, scales, x.dtype), total
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

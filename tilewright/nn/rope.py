@@ -38,11 +38,15 @@ class Rope(nn.Module):
     ):
         super().__init__()
         self.interleaved = interleaved
-        if device is not None and torch.device(device).type == "meta":
-            table = torch.empty(max_positions, 2, rotated_dim // 2, dtype=torch.float32, device="meta")
-        else:
-            table = rope_table(rotated_dim, max_positions, base, scaling, device)
+        self._made_of = (rotated_dim, max_positions, base, scaling)
+        table = torch.empty(max_positions, 2, rotated_dim // 2, dtype=torch.float32, device="meta")
         self.register_buffer("cos_sin", table, persistent=False)
+        if device is None or torch.device(device).type != "meta":
+            self.materialise(device)
+
+    def materialise(self, device: torch.device | str | None) -> None:
+        """Compute the table of a layer that was made on "meta", where it has none."""
+        self.cos_sin = rope_table(*self._made_of, device)
 
     def extra_repr(self) -> str:
         positions, _, half = self.cos_sin.shape

@@ -1,0 +1,80 @@
+"""`tilewright quantize`: a model with 8-bit or 4-bit weights as a folder that every other verb takes."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewright.cli.options import Model
+from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, say
+from tilewright.engine.config import QUANTIZE
+
+__all__ = ["quantize"]
+
+_PROMPT_TOKENS = 512
+_MOST_PROMPTS = 32
+
+
+@app.command(
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright quantize Qwen/Qwen3-8B --format int8 --out qwen3-8b-int8\n\n"
+    "tilewright quantize ./my-model --format int4 --out my-model-int4 --calibrate some-text.txt\n\n"
+    'tilewright quantize ./my-model --format fp8 --out out --skip lm_head --skip "blocks.0.*"\n\n'
+    "tilewright serve qwen3-8b-int8"
+)
+def quantize(
+    context: typer.Context,
+    model: Model,
+    format: Annotated[str, typer.Option(help=f"{', '.join(QUANTIZE)}; docs/quantization.md says what they mean")],
+    out: Annotated[Path, typer.Option(help="folder for the quantised model, new or empty")],
+    skip: Annotated[
+        list[str] | None, typer.Option(help="layers that stay as they are; may be given several times; default: lm_head")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="text file: errors in the report are then of outputs on it, and int4 codes fit it")
+    ] = None,
+    migrate: Annotated[
+        float | None, typer.Option(help="int8 and fp8 with --calibrate: move outliers into the weights; 0.5 is usual")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, else the CPU")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON instead of a table")] = False,
+) -> None:
+    """Quantise a model's linear layers and save it: safetensors, config and tokenizer. Prints a row a layer."""
+    with plain_errors(context), ends_on_sigterm():
+        if format not in QUANTIZE:
+            raise ValueError(f"--format is {format!r}, wanted one of {', '.join(QUANTIZE)}")
+        if out.exists() and any(out.iterdir()):
+            raise FileExistsError(f"--out {out} has files; give a new or an empty folder")
+        say(f"Loading {model} ...")
+        import torch
+
+        from tilewright.hw.device import default_device
+        from tilewright.models import load_model, save_quantized
+        from tilewright.quant import quantize as quantize_model
+
+        progress = Progress()
+        try:
+            loaded = load_model(
+                model,
+                device=default_device() if device is None else torch.device(device),
+                progress=lambda done, total: progress(f"loading weights {done:,}/{total:,}"),
+            )
+        finally:
+            progress.end()
+        prompts = None if calibrate is None else _prompts(model, loaded, calibrate.read_text(encoding="utf-8"))
+        report = quantize_model(loaded, format, ("lm_head",) if skip is None else skip, prompts, migrate=migrate)
+        save_quantized(loaded, out, model)
+        print(json.dumps(report.to_json()) if as_json else report)
+        say(f"Saved to {out}; use it: tilewright serve {out}")
+
+
+def _prompts(name: str, model: Any, text: str) -> list[Any]:
+    """Pieces of a text, spread over it, as arguments of the model."""
+    from tilewright.engine.tokenizer import Tokenizer
+    from tilewright.models import prompt_inputs, resolve
+
+    ids = Tokenizer.load(resolve(name)).encode(text, add_special=False)
+    length = min(_PROMPT_TOKENS, model.config.max_position_embeddings)
+    pieces = [ids[first : first + length] for first in range(0, len(ids), length)]
+    return [prompt_inputs(model, piece) for piece in pieces[:: -(-len(pieces) // _MOST_PROMPTS) or 1]]

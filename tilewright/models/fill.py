@@ -1,0 +1,303 @@
+"""Filling a model from a checkpoint, or with random numbers, one layer at a time.
+
+Names, shapes and dtypes are compared from the files' headers before anything is allocated. Then one tensor after the other
+goes from the mapped file to its place on the device, converted on the way; separate projections land in the rows of their
+merged parameter, and quantised ones make a merged quantised weight. A model is made on "meta" first, and each parameter gets
+its memory when its turn comes: with `convert` a layer's float weight lives only until its codes are made.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tilewright.models.errors import ModelError
+from tilewright.models.layouts import Layout, Wanted
+from tilewright.models.quantization import Quantization
+from tilewright.models.weights import Checkpoint
+from tilewright.nn import Linear, Rope
+from tilewright.nn.linear import empty_parameter
+from tilewright.ops.weights import QuantizedWeight, stack_rows
+
+__all__ = ["Convert", "Progress", "check", "fill", "fill_random", "part_names", "replace_by_empty_codes"]
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes in all) after every tensor."""
+Convert = Callable[[str, Linear], None]
+"""Called with each linear layer, once it is filled; may replace its weight."""
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+
+# What a parameter of `models.decoder` is called in a Hugging Face checkpoint; merged ones in the order of their rows.
+_OUTER_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_BLOCK_NAMES = {
+    "attn_norm.weight": ("input_layernorm.weight",),
+    "attn.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "attn.qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "attn.q_norm": ("self_attn.q_norm.weight",),
+    "attn.k_norm": ("self_attn.k_norm.weight",),
+    "attn.out.weight": ("self_attn.o_proj.weight",),
+    "attn.out.bias": ("self_attn.o_proj.bias",),
+    "ffn_norm.weight": ("post_attention_layernorm.weight",),
+    "ffn.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "ffn.gate_up.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "ffn.down.weight": ("mlp.down_proj.weight",),
+    "ffn.down.bias": ("mlp.down_proj.bias",),
+}
+_EMBED, _HEAD = _OUTER_NAMES["embed.weight"], _OUTER_NAMES["head.weight"]
+
+
+class _Source(NamedTuple):
+    """Where a parameter comes from: one tensor, or several that lie above each other."""
+
+    module: nn.Module
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    """One for each name; none where it is a float parameter."""
+
+    def wanted(self) -> dict[str, Wanted]:
+        """Name in the checkpoint -> what must stand there."""
+        rest = tuple(self.parameter.shape[1:])
+        if not self.layouts:
+            return {name: Wanted(((rows, *rest),), _FLOATS) for name, rows in zip(self.names, self.rows, strict=True)}
+        found = {}
+        for name, rows, layout in zip(self.names, self.rows, self.layouts, strict=True):
+            layer = name.removesuffix(".weight")
+            try:
+                tensors = layout.tensors(rows, *rest)
+            except ModelError as error:
+                raise ModelError(f"{layer}: {error}") from error
+            found |= {f"{layer}.{suffix}": wanted for suffix, wanted in tensors.items()}
+        return found
+
+
+def part_names(parameter: str) -> tuple[str, ...]:
+    """What the parts of a parameter of the model are called in a Hugging Face checkpoint, in the order of their rows."""
+    if parameter in _OUTER_NAMES:
+        return (_OUTER_NAMES[parameter],)
+    _, layer, inner = parameter.split(".", 2)
+    return tuple(f"model.layers.{layer}.{name}" for name in _BLOCK_NAMES[inner])
+
+
+def _sources(model: nn.Module, quantization: Quantization | None, checkpoint: Checkpoint | None = None) -> Iterator[_Source]:
+    """Every parameter once, in the order of `named_parameters`.
+
+    A tied embedding that was saved under the head's name is looked for there.
+    """
+    parameters = dict(model.named_parameters())
+    under_head = (
+        checkpoint is not None
+        and "head.weight" not in parameters
+        and _EMBED not in checkpoint.shapes
+        and _HEAD in checkpoint.shapes
+    )
+    for path, parameter in parameters.items():
+        module = model.get_submodule(path.rpartition(".")[0])
+        names = (_HEAD,) if under_head and path == "embed.weight" else part_names(path)
+        rows = tuple(getattr(module, "parts", parameter.shape[:1]))
+        layouts: tuple[Layout, ...] = ()
+        if quantization is not None and isinstance(module, Linear) and path.endswith(".weight"):
+            layouts = _layouts(quantization, names)
+        yield _Source(module, parameter, names, rows, layouts)
+
+
+def _layouts(quantization: Quantization, names: Sequence[str]) -> tuple[Layout, ...]:
+    found = [quantization.layout_of(name.removesuffix(".weight")) for name in names]
+    if len({None if layout is None else type(layout) for layout in found}) > 1:
+        raise ModelError(
+            f"quantization_config quantises some of {', '.join(names)} and not the others, or differently; they are one layer "
+            "here and must be alike: change its list of ignored layers and quantise again"
+        )
+    return tuple(layout for layout in found if layout is not None)
+
+
+def _ignorable(name: str) -> bool:
+    """Old checkpoints of Llama store the rotation's frequencies, which the config already gives."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+# ---- checks
+
+
+def check(model: nn.Module, checkpoint: Checkpoint, quantization: Quantization | None = None) -> None:
+    """Compare the checkpoint's names, shapes and dtypes with the model's, which may be on "meta".
+
+    Raises:
+        ModelError: tensors are missing, unexpected, mis-shaped or of a wrong dtype (the message lists them), or a tied head
+            differs.
+    """
+    sources = list(_sources(model, quantization, checkpoint))
+    wanted = {name: one for source in sources for name, one in source.wanted().items()}
+    shapes = checkpoint.shapes
+    for name, one in wanted.items():
+        if name in shapes and one.dtypes == _FLOATS and checkpoint.dtypes[name] not in _FLOATS:
+            hint = "" if quantization else " (config.json has no quantization_config)"
+            raise ModelError(f"{name} is {checkpoint.dtypes[name]}; supported: {', '.join(_FLOATS)}, not quantised{hint}")
+    tied_twice = _HEAD in shapes and _HEAD not in wanted
+    wrong = [line for name, one in wanted.items() for line in _faults(name, one, checkpoint)]
+    wrong += [
+        f"{name}: unexpected"
+        for name in shapes
+        if name not in wanted
+        and not (tied_twice and name == _HEAD)
+        and not _ignorable(name)
+        and not _no_bias(name, wanted, checkpoint)
+    ]
+    if wrong:
+        shown = "".join(f"\n  {line}" for line in wrong[:12])
+        more = f"\n  and {len(wrong) - 12} more" if len(wrong) > 12 else ""
+        raise ModelError(f"config.json and the weights contradict each other, in {len(wrong)} tensors:{shown}{more}")
+    if tied_twice and not torch.equal(checkpoint.read(_HEAD), checkpoint.read(_EMBED)):
+        raise ModelError(f"config.json ties the word embeddings (tie_word_embeddings), but {_HEAD} differs from {_EMBED}")
+
+
+def _faults(name: str, wanted: Wanted, checkpoint: Checkpoint) -> Iterator[str]:
+    if name not in checkpoint.shapes:
+        if not wanted.optional:
+            yield f"{name}: missing" + ("" if wanted.dtypes == _FLOATS else ", of a quantised weight")
+        return
+    shape, dtype = checkpoint.shapes[name], checkpoint.dtypes[name]
+    if shape not in wanted.shapes:
+        yield f"{name}: got {list(shape)}, config.json wants {' or '.join(str(list(one)) for one in wanted.shapes)}"
+    if dtype not in wanted.dtypes:
+        yield f"{name}: is {dtype}, config.json wants {' or '.join(wanted.dtypes)}"
+
+
+def _no_bias(name: str, wanted: dict[str, Wanted], checkpoint: Checkpoint) -> bool:
+    """Some writers of GPTQ give every layer a bias of zeros."""
+    layer, _, last = name.rpartition(".")
+    return last == "bias" and f"{layer}.qweight" in wanted and not bool(checkpoint.read(name).any())
+
+
+# ---- filling
+
+
+def fill(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    *,
+    quantization: Quantization | None = None,
+    progress: Progress | None = None,
+    convert: Convert | None = None,
+) -> None:
+    """Move a model from "meta" to the device, with the tensors of a checkpoint that `check` accepted, in the model's dtype."""
+    sources = {id(source.parameter): source for source in _sources(model, quantization, checkpoint)}
+    total = sum(_bytes(source, checkpoint) for source in sources.values())
+    done = 0
+
+    def read(parameter: nn.Parameter) -> nn.Parameter | QuantizedWeight:
+        nonlocal done
+        source = sources[id(parameter)]
+        if source.layouts:
+            made = _read_codes(source, checkpoint, device)
+        else:
+            made = empty_parameter(*parameter.shape, device=device, dtype=parameter.dtype)
+            for name, rows in zip(source.names, made.split(source.rows), strict=True):
+                rows.copy_(checkpoint.read(name))
+                done += rows.nbytes
+                if progress:
+                    progress(done, total)
+        if source.layouts:
+            done += _bytes(source, checkpoint)
+            if progress:
+                progress(done, total)
+        return made
+
+    _allocate(model, device, read, convert)
+
+
+def _bytes(source: _Source, checkpoint: Checkpoint) -> int:
+    if not source.layouts:
+        return source.parameter.nbytes
+    found = [name for name in source.wanted() if name in checkpoint.shapes]
+    return sum(torch.Size(checkpoint.shapes[n]).numel() * _ITEM_BYTES.get(checkpoint.dtypes[n], 1) for n in found)
+
+
+def _read_codes(source: _Source, checkpoint: Checkpoint, device: torch.device) -> QuantizedWeight:
+    parts = []
+    for name, rows, layout in zip(source.names, source.rows, source.layouts, strict=True):
+        layer, cols = name.removesuffix(".weight"), source.parameter.shape[1]
+        names = {suffix: f"{layer}.{suffix}" for suffix in layout.tensors(rows, cols)}
+        tensors = {suffix: checkpoint.read(full).to(device) for suffix, full in names.items() if full in checkpoint.shapes}
+        try:
+            parts.append(layout.assemble(tensors, rows, cols, source.parameter.dtype))
+        except ValueError as error:
+            raise ModelError(f"{layer}: {error}") from error
+    return stack_rows(parts)
+
+
+def fill_random(model: nn.Module, device: torch.device, seed: int, convert: Convert | None = None) -> None:
+    """Move a model that is on "meta" to the device, with weights drawn there.
+
+    Matrices keep the variance of what they multiply, norms are 1, biases small.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def draw(parameter: nn.Parameter) -> nn.Parameter:
+        made = empty_parameter(*parameter.shape, device=device, dtype=parameter.dtype)
+        if made.dim() == 2:
+            made.normal_(0.0, made.shape[1] ** -0.5, generator=generator)
+        elif names[id(parameter)].endswith(".bias"):
+            made.normal_(0.0, 0.02, generator=generator)
+        else:
+            made.fill_(1.0)
+        return made
+
+    _allocate(model, device, draw, convert)
+
+
+def _allocate(
+    model: nn.Module,
+    device: torch.device,
+    make: Callable[[nn.Parameter], nn.Parameter | QuantizedWeight],
+    convert: Convert | None,
+) -> None:
+    """Replace every parameter, layer by layer, and compute the tables. A parameter that two layers share stays one."""
+    # Only what is shared is held here: a weight that `convert` replaces must go.
+    holders = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
+    shared: dict[int, nn.Parameter] = {}
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Rope):
+            module.materialise(device)
+        for name, old in list(module.named_parameters(recurse=False)):
+            new = shared[id(old)] if id(old) in shared else make(old)
+            if isinstance(new, QuantizedWeight):
+                assert isinstance(module, Linear)
+                module.replace_weight(new)
+            else:
+                setattr(module, name, new)
+                if holders[id(old)] > 1:
+                    shared[id(old)] = new
+        if convert is not None and isinstance(module, Linear):
+            convert(path, module)
+
+
+def replace_by_empty_codes(model: nn.Module, quantization: Quantization, device: torch.device) -> None:
+    """Give a model the quantised weights that its checkpoint would fill, uninitialised."""
+    for source in list(_sources(model, quantization)):
+        if not source.layouts:
+            continue
+        cols, parts = source.parameter.shape[1], []
+        for rows, layout in zip(source.rows, source.layouts, strict=True):
+            wanted = layout.tensors(rows, cols).items()
+            tensors = {suffix: torch.empty(one.shapes[0], dtype=_TORCH[one.dtypes[0]], device=device) for suffix, one in wanted}
+            parts.append(layout.assemble(tensors, rows, cols, source.parameter.dtype))
+        assert isinstance(source.module, Linear)
+        source.module.replace_weight(stack_rows(parts))
+
+
+_TORCH = {
+    "F32": torch.float32, "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip

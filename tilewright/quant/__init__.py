@@ -1,0 +1,6 @@
+"""Quantising models: `quantize(model, format)` replaces float weights by codes, layer by layer, and reports what it cost."""
+
+from tilewright.quant.convert import check_card, convert_layer, find_layers, quantize
+from tilewright.quant.report import LayerReport, Report
+
+__all__ = ["LayerReport", "Report", "check_card", "convert_layer", "find_layers", "quantize"]

@@ -1,0 +1,97 @@
+"""What linear layers see on calibration input: a sample of the rows, and the largest magnitude in each column.
+
+Every batch goes through the float model once. At most `MOST_ROWS` rows a layer are kept, on the CPU.
+"""
+
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MOST_ROWS", "Seen", "observe"]
+
+MOST_ROWS = 2048
+_ROWS_OF_A_BATCH = 128
+"""Kept of each batch where nobody knows how many there will be; else all batches share `MOST_ROWS`."""
+
+
+@dataclass
+class Seen:
+    """The input of one layer so far."""
+
+    most: int
+    """Rows to keep of a batch."""
+    rows: list[Tensor]
+    """Of the layer's input, on the CPU, in its dtype."""
+    amax: Tensor | None = None
+    """[K] float32, on the CPU, over all rows, not only the kept ones."""
+
+    @property
+    def sample(self) -> Tensor | None:
+        """The kept rows [R, K], or None where the layer was never called."""
+        return torch.cat(self.rows) if self.rows else None
+
+    def add(self, x: Tensor) -> None:
+        """Take note of an input [..., K]."""
+        flat = x.detach().reshape(-1, x.shape[-1])
+        if not flat.shape[0]:
+            return
+        amax = flat.abs().amax(0).float().cpu()
+        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        room = min(self.most, MOST_ROWS - sum(rows.shape[0] for rows in self.rows))
+        if room > 0:
+            # Spread over the batch: its first rows alone would be the beginnings of texts.
+            self.rows.append(flat[:: -(-flat.shape[0] // room)][:room].cpu())
+
+
+def observe(model: nn.Module, layers: Mapping[str, nn.Module], calibration: Iterable[Any]) -> dict[str, Seen]:
+    """Run the model on each batch, without gradients, and note what reaches the layers.
+
+    Args:
+        layers: name -> a module of the model.
+        calibration: batches; a tuple or list is the model's positional arguments, a mapping its keywords, anything else its
+            one argument.
+
+    Raises:
+        ValueError: there is no batch, or a layer's input is not finite.
+    """
+    most = max(1, MOST_ROWS // max(1, len(calibration))) if isinstance(calibration, Sized) else _ROWS_OF_A_BATCH
+    seen = {name: Seen(most, []) for name in layers}
+    handles = [module.register_forward_pre_hook(_noting(seen[name])) for name, module in layers.items()]
+    batches = 0
+    try:
+        with torch.no_grad():
+            for batch in calibration:
+                batches += 1
+                _call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not batches:
+        raise ValueError("quantize: calibration has no batches; give some inputs of the model, or leave it out")
+    for name, found in seen.items():
+        if found.amax is not None and not bool(found.amax.isfinite().all()):
+            raise ValueError(
+                f"quantize: the calibration input makes the input of {name} infinite or NaN, in "
+                f"{int((~found.amax.isfinite()).sum())} of {found.amax.numel()} columns; look for what is not finite in the "
+                "input or the weights, or calibrate in bfloat16 or float32 if the model overflows in float16"
+            )
+    return seen
+
+
+def _noting(seen: Seen) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.add(args[0])
+
+    return hook
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch)
+    else:
+        model(batch)

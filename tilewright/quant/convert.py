@@ -1,0 +1,296 @@
+"""`quantize`: float weights of linear layers become codes, in place, layer by layer.
+
+    report = tw.quantize(model, "int8")
+    print(report)
+
+Takes tilewright's models and any `torch.nn.Module` with `torch.nn.Linear` layers, which become `tilewright.nn.Linear`. At its
+peak it needs the memory of the model and of one layer. Everything is checked before the first layer is changed.
+
+Stays as it is, with the reason in the report: what `skip` names, a weight that two modules share (a tied head), subclasses of
+`torch.nn.Linear` (their owner may read the weight directly, as `torch.nn.MultiheadAttention` does).
+
+Not here: quantising embeddings, convolutions or the KV cache; static scales of activations; training through rounding.
+"""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.hw.device import Device, device_of
+from tilewright.nn import Linear
+from tilewright.ops import linear
+from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, quantize_weight
+from tilewright.quant.calibrate import Seen, observe
+from tilewright.quant.compensate import compensated
+from tilewright.quant.migrate import migrate_into_norms
+from tilewright.quant.report import LayerReport, Report
+
+__all__ = ["DEFAULT_SKIP", "check_card", "convert_layer", "find_layers", "quantize"]
+
+DEFAULT_SKIP = ("lm_head",)
+"""The head of a language model, whatever it is called; the only pattern that may match nothing."""
+_HEADS = {"lm_head": ("lm_head", "head")}
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Found(NamedTuple):
+    """The linear layers of a model."""
+
+    chosen: dict[str, nn.Module]
+    stays: dict[str, str]
+    """Name -> why it is not quantised."""
+
+
+def quantize(
+    model: nn.Module,
+    format: str,
+    skip: Sequence[str] = DEFAULT_SKIP,
+    calibration: Iterable[Any] | None = None,
+    *,
+    migrate: float | None = None,
+) -> Report:
+    """Quantise the linear layers of a model, in place.
+
+    Args:
+        model: with weights in bf16, fp16 or fp32, on its device.
+        format: int8, fp8, fp8-block, mxfp8, int4, int8-weight.
+        skip: names of layers that stay as they are: "lm_head", "blocks.0.*", "*.down"; a name without its front matches, too.
+        calibration: batches of input for the model; a tuple is its positional arguments, a mapping its keywords. Errors in the
+            report are then those of each layer's output, else of its weight; int4 codes are chosen to make up for each other's
+            errors on that input (GPTQ, Frantar et al., 2022).
+        migrate: 0 to 1, for int8 and fp8 with calibration: move outliers of the activations into the weights where a norm
+            stands before the layer that can absorb the factors (SmoothQuant, Xiao et al., 2022; 0.5 is their choice).
+
+    Returns:
+        One row a linear layer.
+
+    Raises:
+        ValueError: an unknown format or one that the card lacks, a K that the group does not divide, weights or calibration
+            input that are not finite, weights that are quantised already, a pattern that matches nothing.
+    """
+    _check_format(format)
+    found = find_layers(model, skip)
+    _check_migrate(format, migrate, calibration)
+    _check_layers(found.chosen, format)
+    seen: dict[str, Seen] = {} if calibration is None else observe(model, found.chosen, calibration)
+    notes = {} if migrate is None else migrate_into_norms(model, found.chosen, seen, migrate)
+    rows = []
+    stays, chosen = found.stays, set(found.chosen)
+    found.chosen.clear()  # a layer that is held here keeps its float weight when it is replaced
+    for name in [name for name, _ in model.named_modules()]:
+        if name in stays:
+            rows.append(_row_of_one_that_stays(name, model.get_submodule(name), stays[name]))
+        elif name in chosen:
+            module = model.get_submodule(name)
+            rows.append(_quantize_layer(model, name, module, format, seen.pop(name, None), notes.get(name, "")))
+    return Report(format=format, layers=tuple(rows), calibrated=calibration is not None)
+
+
+def _check_format(format: str) -> None:
+    """Raise ValueError unless `WEIGHT_FORMATS` has the format."""
+    if format not in WEIGHT_FORMATS:
+        near = get_close_matches(str(format), WEIGHT_FORMATS, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"quantize: no format {format!r}; {hint}There are {', '.join(WEIGHT_FORMATS)}")
+
+
+def find_layers(model: nn.Module, skip: Sequence[str] = DEFAULT_SKIP) -> Found:
+    """The linear layers to quantise, and those that stay.
+
+    Raises:
+        ValueError: a pattern matches no linear layer, or there is none to quantise.
+    """
+    if isinstance(skip, str):
+        skip = (skip,)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (Linear, nn.Linear))}
+    if "" in layers:
+        raise ValueError(
+            "quantize: the model is itself one linear layer, which cannot be replaced in place; put it into a Module"
+        )
+    unused = [p for p in skip if p not in DEFAULT_SKIP and not any(_matches(name, p) for name in layers)]
+    if unused:
+        some = ", ".join(list(layers)[:8]) + (", ..." if len(layers) > 8 else "")
+        raise ValueError(f"quantize: skip has {', '.join(map(repr, unused))}, which matches no linear layer; there are {some}")
+    owners = _owners(model)
+    found = Found({}, {})
+    for name, module in layers.items():
+        others = [other for other in owners.get(id(module.weight), ()) if other != name]
+        if others:
+            found.stays[name] = f"shares its weight with {', '.join(others)}"
+        elif any(_matches(name, pattern) for pattern in skip):
+            found.stays[name] = "named in skip"
+        elif type(module) is not Linear and type(module) is not nn.Linear:
+            found.stays[name] = f"is a {type(module).__name__}, whose owner may read the weight directly"
+        else:
+            found.chosen[name] = module
+    if not found.chosen:
+        why = "".join(f"\n  {name}: {reason}" for name, reason in found.stays.items())
+        raise ValueError(f"quantize: no linear layer to quantise in {type(model).__name__}{why and ':'}{why}")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return any(fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}") for p in _HEADS.get(pattern, (pattern,)))
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """id of a parameter -> names of the modules that hold it."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
+# ---- checks
+
+
+def _check_migrate(format: str, migrate: float | None, calibration: Iterable[Any] | None) -> None:
+    if migrate is None:
+        return
+    if format not in ("int8", "fp8"):
+        raise ValueError(f"quantize: migrate is for int8 and fp8, where each token has one scale; {format} has no use for it")
+    if calibration is None:
+        raise ValueError("quantize: migrate needs calibration input, to know which activations are large")
+    if not 0.0 <= migrate <= 1.0:
+        raise ValueError(f"quantize: migrate is {migrate}, wanted 0 (all stays in the activations) to 1 (all to the weights)")
+
+
+def _check_layers(layers: dict[str, nn.Module], format: str) -> None:
+    """All that could fail later, so that no model is left half quantised."""
+    for name, module in layers.items():
+        weight = _weight_of(module)
+        if isinstance(weight, QuantizedWeight):
+            raise ValueError(
+                f"quantize: {name} is quantised already, as {weight.format}; quantise the float model instead, or name the "
+                "layer in skip"
+            )
+        _check_weight(name, weight.shape, weight.dtype, format)
+        if weight.is_cuda:
+            check_card(format, device_of(weight.get_device()), weight.dtype)
+        if not weight.is_meta and not bool(weight.isfinite().all()):
+            raise ValueError(
+                f"quantize: the weight of {name} has {int((~weight.isfinite()).sum())} elements that are not finite, of "
+                f"{weight.numel()}; the checkpoint is damaged, or training diverged"
+            )
+
+
+def check_card(format: str, card: Device, dtype: torch.dtype) -> None:
+    """Raise ValueError unless layers of a format and a float dtype run on a device; on a CPU all do."""
+    form = WEIGHT_FORMATS[format]
+    if card.kind != "cuda":
+        return
+    if card.arch < form.min_arch:
+        raise ValueError(
+            f"quantize: {format} needs the float8 instructions of sm_{form.min_arch}, and {card.name} is sm_{card.arch}; take "
+            "int8, int8-weight or int4"
+        )
+    if dtype == torch.float32:
+        raise ValueError(
+            f"quantize: the model is float32, and on a GPU layers of {format} take bfloat16 or float16; give that dtype"
+        )
+
+
+def _check_weight(name: str, shape: Sequence[int], dtype: torch.dtype, format: str) -> None:
+    """Raise ValueError unless a weight of that shape and dtype can have the format."""
+    form = WEIGHT_FORMATS[format]
+    if dtype not in _FLOATS:
+        raise ValueError(f"quantize: the weight of {name} is {dtype}, wanted bfloat16, float16 or float32")
+    if form.block_for(shape[1]) is None:
+        groups = " or ".join(str(cols) for _, cols in form.blocks)
+        raise ValueError(
+            f"quantize: {name} has K = {shape[1]} inputs, which groups of {groups} do not divide, as {format} needs; name the "
+            "layer in skip, or take int8, fp8, fp8-block or int8-weight"
+        )
+
+
+# ---- one layer
+
+
+def convert_layer(name: str, layer: Linear, format: str) -> None:
+    """Replace the float weight of one layer by codes, without a report.
+
+    Raises:
+        ValueError: the weight is not finite, or cannot have the format.
+    """
+    _check_layers({name: layer}, format)
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    layer.replace_weight(quantize_weight(weight.detach(), format))
+
+
+def _quantize_layer(model: nn.Module, name: str, module: nn.Module, format: str, seen: Seen | None, note: str) -> LayerReport:
+    weight = _weight_of(module)
+    assert isinstance(weight, Tensor)
+    weight = weight.detach()
+    sample = None if seen is None else seen.sample
+    block = WEIGHT_FORMATS[format].block_for(weight.shape[1])
+    if format == "int4" and sample is not None and block is not None:
+        quantized, note = compensated(weight, sample, block), "compensated on the calibration input"
+    else:
+        quantized = quantize_weight(weight, format)
+    if seen is None:
+        error = None if weight.is_meta else _weight_error(weight, quantized)
+    elif sample is None:
+        error, note = None, note or "no calibration input reached it"
+    else:
+        error = _output_error(sample.to(weight.device), weight, quantized)
+    if isinstance(module, Linear):
+        module.replace_weight(quantized)
+    else:
+        _replace(model, module, _as_ours(module, quantized))
+    return LayerReport(
+        name=name, format=format, shape=(weight.shape[0], weight.shape[1]), error=error, bytes_before=weight.nbytes,
+        bytes_after=quantized.nbytes, note=note,
+    )  # fmt: skip
+
+
+def _row_of_one_that_stays(name: str, module: nn.Module, why: str) -> LayerReport:
+    weight = _weight_of(module)
+    rows, cols = weight.shape
+    return LayerReport(
+        name=name, format=None, shape=(rows, cols), error=None, bytes_before=weight.nbytes, bytes_after=weight.nbytes, note=why
+    )
+
+
+def _as_ours(module: nn.Module, weight: QuantizedWeight) -> Linear:
+    """The layer that stands in for a `torch.nn.Linear`; it keeps the bias."""
+    layer = Linear(weight.shape[1], weight.shape[0], device="meta", dtype=weight.dtype)
+    layer.replace_weight(weight)
+    layer.bias = module.bias  # pyright: ignore[reportAttributeAccessIssue]
+    return layer.train(module.training)
+
+
+def _weight_of(module: nn.Module) -> Tensor | QuantizedWeight:
+    return cast("Tensor | QuantizedWeight", module.weight)
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Wherever the model holds it: a layer may stand in two places."""
+    for parent in list(model.modules()):
+        for name in [name for name, child in parent._modules.items() if child is old]:
+            setattr(parent, name, new)
+
+
+def _weight_error(weight: Tensor, quantized: QuantizedWeight) -> float:
+    """Relative RMS, some rows at a time: all of a large weight in float32 would take gigabytes."""
+    parts = [rows.shape[0] for rows in weight.split(1024)]
+    wrong = right = 0.0
+    for rows, codes in zip(weight.split(parts), quantized.split_rows(parts), strict=True):
+        exact = rows.float()
+        wrong += (codes.dequantize(torch.float32) - exact).square().sum(dtype=torch.float64).item()
+        right += exact.square().sum(dtype=torch.float64).item()
+    return (wrong / right) ** 0.5 if right else 0.0
+
+
+def _output_error(sample: Tensor, weight: Tensor, quantized: QuantizedWeight) -> float:
+    """Relative RMS of what the layer gives for many rows at once: the activation is quantised where the format does that."""
+    with torch.no_grad():
+        exact = linear(sample, weight).double()
+        wrong = linear(sample, quantized).double() - exact
+    size = exact.square().mean().item()
+    return (wrong.square().mean().item() / size) ** 0.5 if size else 0.0

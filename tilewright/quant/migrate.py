@@ -1,0 +1,53 @@
+"""Moving outliers of activations into weights (SmoothQuant, Xiao et al., 2022).
+
+Column j of a layer's input is divided by s_j and column j of its weight multiplied by it: the product stays, and a token's
+largest activation, which decides its scale, becomes smaller.
+
+    s_j = amax |x_j| ^ strength / amax |w_j| ^ (1 - strength)
+
+The division costs nothing where the layer's input comes straight from a norm, whose weight takes it over. A module tells of
+such pairs by `norm_pairs()` -> [(norm, linear layer)] (`models.decoder.Block`: attention and feed-forward inputs). Elsewhere
+nothing is moved, and the report says so.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.quant.calibrate import Seen
+
+__all__ = ["migrate_into_norms"]
+
+
+def migrate_into_norms(
+    model: nn.Module, layers: Mapping[str, nn.Module], seen: Mapping[str, Seen], strength: float
+) -> dict[str, str]:
+    """Change weights, norms and the noted inputs of all layers that have a norm before them; name -> a note for the report."""
+    norms = {id(layer): norm for module in model.modules() for norm, layer in getattr(module, "norm_pairs", tuple)()}
+    notes = {}
+    for name, layer in layers.items():
+        norm, found = norms.get(id(layer)), seen[name]
+        if norm is None:
+            notes[name] = "nothing migrated: no norm before it"
+        elif found.amax is None:
+            notes[name] = "nothing migrated: no calibration input reached it"
+        else:
+            low, high = _move(norm, layer, found, strength)
+            notes[name] = f"migrated into the norm, factors {low:.2g} to {high:.2g}"
+    return notes
+
+
+def _move(norm: nn.Module, layer: nn.Module, found: Seen, strength: float) -> tuple[float, float]:
+    weight: Tensor = layer.weight.data  # pyright: ignore[reportAssignmentType]
+    gain: Tensor = norm.weight.data  # pyright: ignore[reportAssignmentType]
+    assert found.amax is not None
+    largest_x = found.amax.to(weight.device).clamp_min(1e-5)
+    largest_w = weight.abs().amax(0).float().clamp_min(1e-5)
+    # Powers of two move without a rounding: neither the norm's weight nor the layer's loses a bit.
+    factors = torch.exp2((largest_x.log2() * strength - largest_w.log2() * (1 - strength)).round())
+    weight.mul_(factors.to(weight.dtype))
+    gain.div_(factors.to(gain.dtype))
+    found.rows = [rows / factors.to(rows) for rows in found.rows]
+    found.amax = found.amax / factors.cpu()
+    return factors.min().item(), factors.max().item()

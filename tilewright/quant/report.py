@@ -1,0 +1,78 @@
+"""What quantising did to each layer: the error, the bytes, and why a layer stayed as it was."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["LayerReport", "Report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """One linear layer."""
+
+    name: str
+    format: str | None
+    """None: it stayed as it was, and `note` says why."""
+    shape: tuple[int, int]
+    """[outputs, inputs]."""
+    error: float | None
+    """RMS of the difference from the float layer, relative to the float layer's RMS: of the outputs (less the bias) on the
+    calibration input, without such input of the weight. None where nothing was measured."""
+    bytes_before: int
+    bytes_after: int
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All linear layers of a model, in its order. `str(report)` is a table."""
+
+    format: str
+    layers: tuple[LayerReport, ...]
+    calibrated: bool
+    """Whether errors are of outputs on calibration input; else they are of the weights."""
+
+    @property
+    def bytes_before(self) -> int:
+        """Of the weights of all linear layers."""
+        return sum(layer.bytes_before for layer in self.layers)
+
+    @property
+    def bytes_after(self) -> int:
+        """The same now."""
+        return sum(layer.bytes_after for layer in self.layers)
+
+    @property
+    def quantized(self) -> tuple[LayerReport, ...]:
+        """The layers that have codes now."""
+        return tuple(layer for layer in self.layers if layer.format is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings."""
+        totals = {"format": self.format, "calibrated": self.calibrated}
+        totals |= {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {**totals, "layers": [{**asdict(layer), "shape": list(layer.shape)} for layer in self.layers]}
+
+    def __str__(self) -> str:
+        head = ("layer", "format", "shape", "error", "bytes before", "after", "")
+        rows = [head, *(_row(layer) for layer in self.layers)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(_padded(row, widths)).rstrip() for row in rows]
+        what = "outputs on the calibration input" if self.calibrated else "weights"
+        saved = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+        total = (
+            f"{len(self.quantized)} of {len(self.layers)} linear layers are {self.format} now: "
+            f"{self.bytes_before:,} bytes before, {self.bytes_after:,} after ({saved:.2f} times less); errors are of the {what}"
+        )
+        return "\n".join([*lines, total])
+
+
+def _row(layer: LayerReport) -> tuple[str, ...]:
+    error = "" if layer.error is None else f"{100 * layer.error:.3f} %"
+    shape = "{} x {}".format(*layer.shape)
+    return (layer.name, layer.format or "-", shape, error, f"{layer.bytes_before:,}", f"{layer.bytes_after:,}", layer.note)
+
+
+def _padded(row: tuple[str, ...], widths: list[int]) -> list[str]:
+    """Names to the left, numbers to the right."""
+    return [cell.rjust(width) if 2 < i < 6 else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]
