@@ -22,7 +22,8 @@ def run(*words: str) -> Any:
 @needs_compiler
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_every_op_has_a_judgement(op: Op) -> None:
-    done = run(op.name, "--arch", "90", "--json")
+    arch = "100" if op.name == "mx_linear" else "90"  # on Hopper it launches the kernels of another op
+    done = run(op.name, "--arch", arch, "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [one["impl"] for one in found] == [impl.name for impl in op.impls]
