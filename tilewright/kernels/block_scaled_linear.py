@@ -29,10 +29,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
-from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import block_scaled_linear_arguments
 from tilewright.kernels.block_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.block_sm90_launch import BlockProblem, best_config, card_of, launch_block_sm90
+from tilewright.kernels.coded_product import FLOAT8, check_product, empty_product, product_cost
 from tilewright.kernels.matmul import linear_op
 from tilewright.kernels.matmul_common import ACTIVATIONS, LARGEST_BUCKET, finish, weight_rows
 from tilewright.kernels.matmul_tile import grouped
@@ -40,9 +40,8 @@ from tilewright.kernels.shapes import next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["block_scaled_linear", "block_scaled_linear_op", "check_product"]
+__all__ = ["block_scaled_linear", "block_scaled_linear_op"]
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # ---- reference
 
@@ -85,16 +84,6 @@ def _problem(
     )
 
 
-def _cost(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
-) -> Cost:  # fmt: skip
-    (m, k), n = x.shape, weight.shape[0]
-    out = m * (n // 2 if ACTIVATIONS[activation][1] else n) * dtype.itemsize
-    moved = m * k + n * k + sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
-    return Cost(flops=2 * m * n * k, bytes=moved + out)
-
-
 def _example(label: str, m: int, n: int, k: int, **more: object) -> Example:
     return Example(label, lambda inputs: block_scaled_linear_arguments(inputs, M=m, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
 
@@ -116,11 +105,6 @@ EXAMPLES = (
 # ---- sm90
 
 
-def _empty(x: Tensor, weight: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
-    n = weight.shape[0]
-    return torch.empty((x.shape[0], n // 2 if ACTIVATIONS[activation][1] else n), dtype=dtype, device=x.device)
-
-
 def _refuse_sm90(device: Device, problem: BlockProblem) -> str | None:
     if device.arch != 90:
         return f"is written for sm_90, this is sm_{device.arch}"
@@ -139,7 +123,7 @@ def _launch_sm90(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    y = _empty(x, weight, activation, dtype)
+    y = empty_product(x, weight, activation, dtype)
     return launch_block_sm90(config, y, x, weight, x_scales, w_scales, bias, activation, residual) if y.numel() else y
 
 
@@ -243,7 +227,7 @@ def _launch_triton(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    y = _empty(x, weight, activation, dtype)
+    y = empty_product(x, weight, activation, dtype)
     if not y.numel():
         return y
     (m, k), n = x.shape, weight.shape[0]
@@ -273,7 +257,7 @@ block_scaled_linear_op = Op(
     name="block_scaled_linear",
     reference=_reference,
     problem=_problem,
-    cost=_cost,
+    cost=product_cost,
     examples=EXAMPLES,
     make=block_scaled_linear_arguments,
     rows_in_problem=True,
@@ -317,7 +301,7 @@ def block_scaled_linear(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
-    check_product("block_scaled_linear", x, weight, bias, activation, residual, dtype)
+    check_product("block_scaled_linear", FLOAT8, x, weight, bias, activation, residual, dtype)
     (m, k), n = x.shape, weight.shape[0]
     blocks = -(-k // 128)
     for name, t, wanted in (
@@ -332,32 +316,3 @@ def block_scaled_linear(
     if residual is not None and residual.stride(-1) != 1:
         residual = residual.contiguous()
     return block_scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype)
-
-
-def check_product(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, dtype: torch.dtype
-) -> None:
-    """Raise ValueError unless float8 operands, epilogue and the output's dtype fit each other."""
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"{op}: x must be [M, K] and weight [N, K] with one K; got x {list(x.shape)} and weight {list(weight.shape)}"
-        )
-    if x.dtype not in _FLOAT8 or weight.dtype != x.dtype:
-        raise ValueError(
-            f"{op}: x and weight must be float8_e4m3fn or float8_e5m2, both the same; got {x.dtype} and {weight.dtype}"
-        )
-    if dtype not in (torch.bfloat16, torch.float16) and not (dtype == torch.float32 and x.device.type == "cpu"):
-        raise ValueError(f"{op}: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
-    for name, t in (("x", x), ("weight", weight)):
-        if t.shape[1] > 1 and t.stride(1) != 1:
-            raise ValueError(f"{op}: {name} must be dense along K; got strides {t.stride()}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    m, n, gated = x.shape[0], weight.shape[0], ACTIVATIONS[activation][1]
-    if gated and n % 2:
-        raise ValueError(f"{op}: {activation} needs a gate and an up half, an even number of rows; got {n}")
-    for name, t, wanted in (("bias", bias, (n,)), ("residual", residual, (m, n // 2 if gated else n))):
-        if t is not None and (t.shape != wanted or t.dtype != dtype or t.device != x.device):
-            raise ValueError(
-                f"{op}: {name} must be {list(wanted)} of {dtype} on {x.device}; got {list(t.shape)} of {t.dtype} on {t.device}"
-            )

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
-from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import mx_linear_arguments
-from tilewright.kernels.block_scaled_linear import block_scaled_linear_op, check_product
+from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
 from tilewright.kernels.block_sm90_launch import BlockProblem
+from tilewright.kernels.coded_product import FLOAT8, check_product, empty_product, product_cost
 from tilewright.kernels.matmul import linear_op
 from tilewright.kernels.matmul_common import ACTIVATIONS, LARGEST_BUCKET, finish, weight_rows
 from tilewright.kernels.matmul_tile import grouped
@@ -63,16 +63,6 @@ def _problem(
     aligned = (x.data_ptr() | weight.data_ptr() | x.stride(0) | weight.stride(0)) % 16 == 0
     bucket = min(next_pow2(m), LARGEST_BUCKET)
     return BlockProblem(x.dtype, bucket, weight.shape[0], k, activation, bias is not None, residual is not None, 1, aligned)
-
-
-def _cost(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
-) -> Cost:  # fmt: skip
-    (m, k), n = x.shape, weight.shape[0]
-    out = m * (n // 2 if ACTIVATIONS[activation][1] else n) * dtype.itemsize
-    moved = m * k + n * k + sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
-    return Cost(flops=2 * m * n * k, bytes=moved + out)
 
 
 def _example(label: str, m: int, n: int, k: int, **more: object) -> Example:
@@ -137,7 +127,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     (m, k), n = x.shape, weight.shape[0]
     function, gated = ACTIVATIONS[activation]
-    y = torch.empty((m, n // 2 if gated else n), dtype=dtype, device=x.device)
+    y = empty_product(x, weight, activation, dtype)
     if y.numel():
         _mx_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
             x, weight, x_scales.view(torch.uint8), w_scales.view(torch.uint8), bias, residual, y, m, n, k, x.stride(0),
@@ -170,7 +160,7 @@ mx_linear_op = Op(
     name="mx_linear",
     reference=_reference,
     problem=_problem,
-    cost=_cost,
+    cost=product_cost,
     examples=EXAMPLES,
     make=mx_linear_arguments,
     rows_in_problem=True,
@@ -209,7 +199,7 @@ def mx_linear(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
-    check_product("mx_linear", x, weight, bias, activation, residual, dtype)
+    check_product("mx_linear", FLOAT8, x, weight, bias, activation, residual, dtype)
     (m, k), n = x.shape, weight.shape[0]
     if k % 32:
         raise ValueError(f"mx_linear: K is {k} in x {list(x.shape)}, wanted a multiple of 32; pad x and the weight with zeros")

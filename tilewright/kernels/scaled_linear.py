@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
-from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import scaled_linear_arguments
+from tilewright.kernels.coded_product import FLOAT8, check_product, empty_product, product_cost
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, finish, problem_of, weight_rows
 from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_sm90_launch import launch_sm90
@@ -35,7 +35,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["scaled_linear", "scaled_linear_op"]
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LONGEST = 131072
 
 # ---- reference
@@ -76,16 +75,6 @@ def _problem(
     residual: Tensor | None, dtype: torch.dtype,
 ) -> Problem:  # fmt: skip
     return problem_of(x, weight, bias, activation, residual)
-
-
-def _cost(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
-) -> Cost:  # fmt: skip
-    (m, k), n = x.shape, weight.shape[0]
-    out = m * (n // 2 if ACTIVATIONS[activation][1] else n) * dtype.itemsize
-    moved = m * k + n * k + sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
-    return Cost(flops=2 * m * n * k, bytes=moved + out)
 
 
 def _example(label: str, m: int, n: int, k: int, dtype: torch.dtype = torch.int8, **more: object) -> Example:
@@ -131,16 +120,11 @@ SM90_8BIT_SPACE = Space(
 )
 
 
-def _empty(x: Tensor, weight: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
-    n = weight.shape[0]
-    return torch.empty((x.shape[0], n // 2 if ACTIVATIONS[activation][1] else n), dtype=dtype, device=x.device)
-
-
 def _launch_sm90(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    y = _empty(x, weight, activation, dtype)
+    y = empty_product(x, weight, activation, dtype)
     return launch_sm90(config, y, x, weight, bias, activation, residual, x_scales, w_scales) if y.numel() else y
 
 
@@ -157,7 +141,7 @@ _TILES = (
 
 
 def _refuse_triton(device: Device, problem: Problem) -> str | None:
-    if problem.dtype in _FLOAT8 and device.arch < 89 and device.kind != "interpret":
+    if problem.dtype in FLOAT8 and device.arch < 89 and device.kind != "interpret":
         return f"float8 products need sm_89, this is sm_{device.arch}"
     return None
 
@@ -228,7 +212,7 @@ def _launch_triton(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    y = _empty(x, weight, activation, dtype)
+    y = empty_product(x, weight, activation, dtype)
     if not y.numel():
         return y
     (m, k), n = x.shape, weight.shape[0]
@@ -257,7 +241,7 @@ def _launch_any_m(
 def _refuse_vendor(device: Device, problem: Problem) -> str | None:
     if problem.dtype == torch.float8_e5m2:
         return "torch multiplies no two float8_e5m2 matrices"
-    if problem.dtype in _FLOAT8 and device.arch < 89:
+    if problem.dtype in FLOAT8 and device.arch < 89:
         return f"float8 products need sm_89, this is sm_{device.arch}"
     if not problem.aligned or problem.k % 16 or problem.n % 16 or not problem.k or not problem.n:
         return "needs K and N that are multiples of 16"
@@ -271,7 +255,7 @@ def _launch_vendor(
     residual: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     if not x.shape[0]:
-        return _empty(x, weight, activation, dtype)
+        return empty_product(x, weight, activation, dtype)
     if x.dtype == torch.int8:
         y = torch._int_mm(x, weight.mT) * x_scales[:, None] * w_scales  # pyright: ignore[reportPrivateImportUsage]
     else:
@@ -286,7 +270,7 @@ scaled_linear_op = Op(
     name="scaled_linear",
     reference=_reference,
     problem=_problem,
-    cost=_cost,
+    cost=product_cost,
     examples=EXAMPLES,
     make=scaled_linear_arguments,
     rows_in_problem=True,
@@ -329,46 +313,15 @@ def scaled_linear(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
-    _check(x, weight, x_scales, w_scales, dtype)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"scaled_linear: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    m, n = x.shape[0], weight.shape[0]
-    gated = ACTIVATIONS[activation][1]
-    if gated and n % 2:
-        raise ValueError(f"scaled_linear: {activation} needs a gate and an up half, an even number of rows; got {n}")
-    for name, t, wanted in (("bias", bias, (n,)), ("residual", residual, (m, n // 2 if gated else n))):
-        if t is not None and (t.shape != wanted or t.dtype != dtype or t.device != x.device):
-            raise ValueError(
-                f"scaled_linear: {name} must be {list(wanted)} of {dtype} on {x.device}; "
-                f"got {list(t.shape)} of {t.dtype} on {t.device}"
-            )
-    if residual is not None and residual.stride(-1) != 1:
-        residual = residual.contiguous()
-    return scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype)
-
-
-def _check(x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError unless operands, scales and the output's dtype fit each other."""
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            "scaled_linear: x must be [M, K] and weight [N, K] with one K; "
-            f"got x {list(x.shape)} and weight {list(weight.shape)}"
-        )
-    if x.dtype not in (torch.int8, *_FLOAT8) or weight.dtype != x.dtype:
-        raise ValueError(
-            "scaled_linear: x and weight must be int8, float8_e4m3fn or float8_e5m2, both the same; "
-            f"got {x.dtype} and {weight.dtype}"
-        )
-    if x.dtype == torch.int8 and x.shape[1] > _LONGEST:
+    if x.dtype == torch.int8 and x.dim() == 2 and x.shape[1] > _LONGEST:
         raise ValueError(f"scaled_linear: K must be at most {_LONGEST}, or an int32 could overflow; got {x.shape[1]}")
-    if dtype not in (torch.bfloat16, torch.float16) and (dtype != torch.float32 or x.is_cuda):
-        raise ValueError(f"scaled_linear: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
-    for name, t in (("x", x), ("weight", weight)):
-        if t.shape[1] > 1 and t.stride(1) != 1:
-            raise ValueError(f"scaled_linear: {name} must be dense along K; got strides {t.stride()}")
+    check_product("scaled_linear", (torch.int8, *FLOAT8), x, weight, bias, activation, residual, dtype)
     for name, t, wanted in (("x_scales", x_scales, x.shape[:1]), ("w_scales", w_scales, weight.shape[:1])):
         if t.shape != wanted or t.dtype != torch.float32 or t.device != x.device or not t.is_contiguous():
             raise ValueError(
                 f"scaled_linear: {name} must be {list(wanted)}, contiguous float32 on {x.device}; "
                 f"got {list(t.shape)}, {t.dtype} on {t.device}"
             )
+    if residual is not None and residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    return scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype)

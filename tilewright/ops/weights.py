@@ -15,6 +15,7 @@ Not here: gradients of the weight, quantising a whole model (`tilewright.quant`)
     N outputs, K inputs, (r, c) rows and columns that share a scale
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -45,7 +46,7 @@ _CHUNK_ELEMENTS = 1 << 24
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8-e5m2", torch.uint8: "int4-zero"}
 
 
-class QuantizedWeight(nn.Module):
+class QuantizedWeight(nn.Module, ABC):
     """Codes and scales of a weight [N, K].
 
     Args:
@@ -89,9 +90,9 @@ class QuantizedWeight(nn.Module):
         return restore(self.stored, self._cols) if self.stored.dtype == torch.uint8 else self.operand
 
     @property
+    @abstractmethod
     def format(self) -> str:
         """The name in `WEIGHT_FORMATS`, or "fp8-e5m2" and the like for codes that only checkpoints have."""
-        raise NotImplementedError
 
     @property
     def shape(self) -> torch.Size:
