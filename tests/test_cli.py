@@ -57,7 +57,7 @@ OPTIONS = {
         ),
     },
     "bench layers": {"--shapes", "--activation", "--out", "--json"},
-    "bench op": {"--shapes", "--set", "--against", "--prefer", "--counters", "--out", "--json"},
+    "bench op": {"--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--out", "--json"},
     "bench ops": {"--out", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--device", "--json"},

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tilewright.bench.op import shapes_of
-from tilewright.bench.sets import SETS
+from tilewright.bench.sets import SETS, aligned
 from tilewright.cli.root import app
 from tilewright.kernels.matmul import linear_op
 
@@ -18,10 +18,24 @@ def test_the_awkward_are_forty() -> None:
     assert len(SETS["awkward"]) == 40
 
 
+NEXT = {
+    "M=2049 N=2049 K=2049": "M=2049 N=2056 K=2056",
+    "M=16 N=50257 K=4096": "M=16 N=50264 K=4096",
+    "M=16 N=4096 K=4096 offset=x": "M=16 N=4096 K=4096",
+    "M=4096 N=4096 K=1000": "M=4096 N=4096 K=1000",
+}
+
+
+@pytest.mark.parametrize("words", NEXT)
+def test_the_next_aligned_shape(words: str) -> None:
+    assert " ".join(aligned(words.split())) == NEXT[words]
+
+
 CASES = (
     (["linear", "--set", "awkwrad"], "awkward"),
     (["linear", "--set", "squares", "--shapes", "M=1,N=2,K=3"], "one of"),
     (["linear", "M=1", "N=2", "K=3", "offset=y"], "wanted none, x or weight"),
+    (["softmax", "--aligned"], "--aligned is for linear; got softmax"),
     (["layers", "int9"], "int8"),
     (["layers", "int8", "--activation", "tanh"], "silu_mul"),
     (["layers", "int8", "--shapes", "64x4096"], "ROWSxOUTPUTSxINPUTS"),

@@ -189,6 +189,30 @@ def test_default_config_is_one_of_the_space(name: str, smem_bytes: int) -> None:
             assert set(config) == set(impl.space.axes)
 
 
+# (rows, N, K, activation, the implementation that is asked first on an H100, None for the usual order)
+FIRST = (
+    (1, 4096, 4096, "none", None),
+    (1, 4096, 4095, "none", "vendor"),
+    (16, 4095, 4095, "none", None),
+    (64, 4096, 4096, "none", None),
+    (64, 4096, 4095, "none", "sm90"),
+    (2048, 50257, 4096, "none", "sm90"),
+    (2048, 4096, 4096, "none", None),
+    (2048, 4096, 4096, "gelu", "sm90"),
+    (64, 4096, 4096, "silu_mul", None),
+    (64, 4104, 4096, "silu_mul", "sm90"),
+    (256, 4096, 4096, "silu_mul", "sm90"),
+)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "activation", "name"), FIRST)
+def test_rows_that_start_anywhere_are_not_for_cublas(m: int, n: int, k: int, activation: str, name: str | None) -> None:
+    x, weight = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), torch.empty(n, k, dtype=torch.bfloat16, device="meta")
+    problem = linear_op.problem(x, weight, None, activation, None)
+    assert linear_op.first(CARD_OF_ARCH[90], problem) == name
+    assert linear_op.first(CARD_OF_ARCH[80], problem) is None
+
+
 def test_buckets_are_all_that_calls_fall_into() -> None:
     weight = torch.empty(8, 4, device="meta")
     found = {linear_op.problem(torch.empty(m, 4, device="meta"), weight, None, "none", None).m_bucket for m in range(1, 301)}

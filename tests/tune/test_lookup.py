@@ -192,7 +192,8 @@ def test_a_config_that_the_space_refuses_for_this_problem_is_ignored(places: Pla
 # (the measured problem, is it near HERE)
 NEAR = {
     "a half more": (HERE._replace(k=6144), True),
-    "a third less": (HERE._replace(k=2731), True),
+    "a third less": (HERE._replace(k=2736), True),
+    "one less, which is no multiple of 8": (HERE._replace(k=4095), False),
     "twice": (HERE._replace(k=8192), False),
     "the next bucket of rows": (HERE._replace(m=128), False),
     "a little in both": (HERE._replace(k=5120, m=80), True),
@@ -212,13 +213,13 @@ def test_what_is_near(places: Places, measured: Problem, near: bool, shipped: bo
 
 def test_the_nearest_that_can_run_here_decides(places: Places) -> None:
     small = HERE._replace(k=60)
-    places.measured(at(small._replace(k=64), block=64), at(small._replace(k=70), block=32), at(small._replace(k=75), block=16))
+    places.measured(at(small._replace(k=62), block=64), at(small._replace(k=70), block=32), at(small._replace(k=75), block=16))
     assert found(small) == ("triton", 32, "bucket"), "64 is wider than a row of 60"
     assert counters()["ignored"] == 1
 
 
 def test_an_exact_row_goes_before_a_faster_neighbour(places: Places) -> None:
-    places.measured(at(us=90.0, versions=OLD), at(HERE._replace(k=4097), us=1.0, block=32))
+    places.measured(at(us=90.0, versions=OLD), at(HERE._replace(k=4104), us=1.0, block=32))
     assert found() == TRITON
 
 

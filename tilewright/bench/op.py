@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tilewright.bench.dims import nearest, parse_dims
 from tilewright.bench.harness import interleaved_us, sets_for
-from tilewright.bench.peers import NoPeer, default_shapes, peer
-from tilewright.bench.sets import SETS
+from tilewright.bench.peers import NoPeer, default_shapes, inductor, peer
+from tilewright.bench.sets import SETS, aligned
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import device_of
 from tilewright.hw.roofline import roof
@@ -56,12 +56,16 @@ def checked(op: Op, words: Sequence[str]) -> dict[str, Any]:
     return dims
 
 
-def measure(op: Op, words: Sequence[str], against: str, preferred: str | None = None) -> dict[str, Any]:
+def measure(
+    op: Op, words: Sequence[str], against: str, preferred: str | None = None, beside: Sequence[str] | None = None
+) -> dict[str, Any]:
     """One row: the op at these dimensions on the first GPU.
 
     Args:
-        against: "torch" (what a user would call in PyTorch), "vendor" (the op's own implementation of that name) or "none".
+        against: "torch" (what a user would call in PyTorch), "inductor" (the library's product, then one kernel of Inductor's),
+            "vendor" (the op's own implementation of that name) or "none".
         preferred: measure this implementation rather than the one that is chosen.
+        beside: other dimensions, whose time the row gets too (`beside_us`), and the ratio to it.
     """
     dims = checked(op, words)
     assert op.make is not None
@@ -70,7 +74,7 @@ def measure(op: Op, words: Sequence[str], against: str, preferred: str | None = 
     sets = min(sets_for(cost.bytes), 16)
     args = [first, *(op.make(Inputs("cuda", seed=i, here=True), **dims) for i in range(1, sets))]
 
-    def run(name: str | None) -> Callable[[int], Any]:
+    def run(name: str | None, args: list[tuple[Any, ...]] = args) -> Callable[[int], Any]:
         def call(i: int) -> Any:
             if name is None:
                 return op.run(*args[i])
@@ -85,14 +89,24 @@ def measure(op: Op, words: Sequence[str], against: str, preferred: str | None = 
         opponent = "vendor"
     elif against != "none":
         try:
-            theirs = [peer(op.name, a) for a in args]
+            theirs = [(inductor if against == "inductor" else peer)(op.name, a) for a in args]
             calls.append(lambda i: theirs[i]())
-            opponent = "torch"
+            opponent = against
         except NoPeer as error:
             opponent = f"none: {error}"
+    if beside is not None:
+        others = checked(op, beside)
+        calls.append(run(preferred, [op.make(Inputs("cuda", seed=i, here=True), **others) for i in range(sets)]))
     with torch.inference_mode():
         times = interleaved_us(calls, sets=sets, rounds=6 if cost.flops > 1e12 else 20)
-    return _row(op, words, first, cost, times, opponent, preferred)
+    row = _row(op, words, first, cost, times, opponent, preferred)
+    if beside is not None:
+        row |= {
+            "beside": " ".join(beside),
+            "beside_us": round(times[-1][0], 2),
+            "of_beside": round(times[0][0] / times[-1][0], 3),
+        }
+    return row
 
 
 def _row(
@@ -117,7 +131,7 @@ def _row(
         "bound": best.bound,
         "against": opponent or "none",
     }
-    if len(times) > 1:
+    if opponent in ("vendor", "torch", "inductor"):
         row |= {"their_us": round(times[1][0], 2), "ratio": round(times[1][0] / us, 3)}
     return row
 
@@ -134,10 +148,16 @@ def geomean(rows: Sequence[dict[str, Any]]) -> float | None:
 
 
 def rows(
-    op: Op, shapes: Sequence[Sequence[str]], against: str, preferred: str | None, say: Callable[[str], None]
+    op: Op,
+    shapes: Sequence[Sequence[str]],
+    against: str,
+    preferred: str | None,
+    say: Callable[[str], None],
+    beside_aligned: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each set of dimensions."""
+    """A row for each set of dimensions; `beside_aligned`: and the time of the next one whose rows start at 16 bytes."""
     for words in shapes:
         say(f"{op.name} {' '.join(words)}")
-        yield measure(op, words, against, preferred)
+        beside = aligned(words) if beside_aligned else words
+        yield measure(op, words, against, preferred, None if beside == list(words) else beside)
         torch.cuda.empty_cache()

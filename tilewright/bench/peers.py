@@ -5,13 +5,14 @@ peer needs prepared outside of the timed call (a contiguous cache for SDPA) is p
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["NoPeer", "default_shapes", "peer"]
+__all__ = ["NoPeer", "default_shapes", "inductor", "peer"]
 
 Call = Callable[[], Any]
 
@@ -27,22 +28,49 @@ def peer(op_name: str, args: tuple[Any, ...]) -> Call:
     return _PEERS[op_name](*args)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Call:
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "none": lambda y: y,
-        "relu": F.relu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-        "silu": F.silu,
-        "silu_mul": lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
-        "gelu_mul": lambda y: F.gelu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
-    }
-    act = functions[activation]
+def inductor(op_name: str, args: tuple[Any, ...]) -> Call:
+    """The library's product, then all that follows it as one kernel by Inductor. Raises NoPeer for what is no `linear`."""
+    if op_name != "linear":
+        raise NoPeer(f"{op_name}: Inductor's kernel after cuBLAS is the peer of linear alone")
+    x, weight, bias, activation, residual = args
+    if activation == "none" and residual is None:
+        raise NoPeer("linear: nothing follows the product")
+    return _linear(x, weight, bias, activation, residual, _compiled)
 
+
+def _after(y: Tensor, activation: str, residual: Tensor | None) -> Tensor:
+    y = _ACTIVATIONS[activation](y)
+    return y if residual is None else y + residual
+
+
+@lru_cache(maxsize=1)
+def _compiler(shape: torch.Size) -> Callable[..., Tensor]:
+    torch.compiler.reset()  # it compiles one function for eight shapes, and then no more
+    return torch.compile(_after, dynamic=False)
+
+
+def _compiled(y: Tensor, activation: str, residual: Tensor | None) -> Tensor:
+    return _compiler(y.shape)(y, activation, residual)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "silu": F.silu,
+    "silu_mul": lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
+    "gelu_mul": lambda y: F.gelu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
+}
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    after: Callable[[Tensor, str, Tensor | None], Tensor] = _after,
+) -> Call:  # fmt: skip
     def call() -> Tensor:
         y = F.linear(x, weight, bias) if x.dim() == 2 else torch.matmul(x, weight.mT)
-        y = act(y)
-        return y if residual is None else y + residual
+        return after(y, activation, residual)
 
     return call
 

@@ -7,9 +7,9 @@ awkward       what a copy engine or a tile does not like: primes, one beside a r
               operands that start anywhere
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-__all__ = ["PROJECTIONS", "ROWS", "SETS"]
+__all__ = ["PROJECTIONS", "ROWS", "SETS", "aligned"]
 
 PROJECTIONS = (
     *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
@@ -49,3 +49,10 @@ SETS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Name -> dimensions as a command line spells them."""
+
+
+def aligned(words: Sequence[str]) -> list[str]:
+    """The next larger product whose rows start at multiples of 16 bytes, in 16-bit numbers; the same words if it is one."""
+    pairs = [word.partition("=") for word in words]
+    sizes = {key: -(-int(value) // 8) * 8 if key in ("N", "K") else value for key, _, value in pairs if key != "offset"}
+    return [f"{key}={value}" for key, value in sizes.items()]

@@ -49,9 +49,10 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*(rows[0] if rows else ["no rows"]))
+    columns = dict.fromkeys(name for row in rows for name in row)
+    table = Table(*(columns or ["no rows"]))
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+        table.add_row(*(str(row.get(name, "")) for name in columns))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
@@ -172,8 +173,9 @@ def bench_op(
     dims: Annotated[list[str] | None, typer.Argument(help="Dimensions, M=4096 N=4096 K=4096 dtype=bf16.")] = None,
     shapes: Annotated[str | None, typer.Option(help='Several: "M=1,N=4096,K=4096;M=64,N=4096,K=4096".')] = None,
     named: Annotated[str | None, typer.Option("--set", help="Products: decode, projections, squares or awkward.")] = None,
-    against: Annotated[str, typer.Option(help="torch, vendor or none.")] = "torch",
+    against: Annotated[str, typer.Option(help="torch, inductor, vendor or none.")] = "torch",
     prefer: Annotated[str | None, typer.Option(help="Measure this implementation, not the one that is chosen.")] = None,
+    aligned: Annotated[bool, typer.Option("--aligned", help="Products: time the next aligned shape too.")] = False,
     counters: Annotated[bool, typer.Option("--counters", help="Add hardware counters by Nsight Compute.")] = False,
     out: _Out = None,
     as_json: _Json = False,
@@ -190,13 +192,15 @@ def bench_op(
         wanted = shapes_of(found, dims or [], shapes, named)
         if against not in ("torch", "vendor", "none"):
             raise typer.BadParameter(f"--against is {against!r}, wanted torch, vendor or none")
+        if aligned and found.name != "linear":
+            raise ValueError(f"--aligned is for linear; got {found.name}")
         names = [impl.name for impl in found.impls]
         if prefer is not None and prefer not in names:
             raise ValueError(f"{found.name} has no implementation {prefer!r}: {nearest(prefer, names)}")
         _need_gpu(op)
         from tilewright.bench.harness import write_json
 
-        table = list(rows(found, wanted, against, prefer, say))
+        table = list(rows(found, wanted, against, prefer, say, aligned))
         if counters:
             from tilewright.bench.counters import counters_of
 

@@ -168,11 +168,20 @@ def _typical(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, str, Tens
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    """cuBLAS stores the product before an activation reads it again; from some rows on the Hopper kernel gains by not doing so.
+    """Where cuBLAS gives way to the Hopper kernel, and once the other way round; H100, ratios to cuBLAS.
 
-    H100, from 256 rows on: gated products 1.0 to 1.37 times as fast, with GELU 0.97 to 1.10; a residual alone cuBLAS adds.
+    cuBLAS stores the product before an activation reads it again: from 256 rows on gated products are 1.0 to 1.37 times as
+    fast, with GELU 0.97 to 1.10 (a residual alone cuBLAS adds). And rows that do not start at multiples of 16 bytes, the
+    result's among them, cost it a factor: 1.8 at 256 rows, 3 to 8 above. One such row alone it streams as fast as `gemv`.
     """
-    return "sm90" if device.arch == 90 and problem.activation != "none" and problem.m_bucket >= 256 else None
+    if device.arch != 90:
+        return None
+    uneven = not problem.aligned or problem.n % (16 if problem.gated else 8) != 0
+    if problem.m_bucket == 1:
+        return "vendor" if not problem.aligned else None
+    if problem.m_bucket > 16 and uneven:
+        return "sm90"
+    return "sm90" if problem.m_bucket >= 256 and problem.activation != "none" else None
 
 
 linear_op = Op(

@@ -5,7 +5,8 @@ is settled in `ranking`: rows of this process's versions before others, and of t
 counts only if its implementation takes the problem, in the scope in force, and its config is in today's space for it; the
 rest are passed over, and counted.
 
-Near means: the same op, the same words, bools and dtypes, and integers that differ by little in the logarithm (LIMIT).
+Near means: the same op, the same words, bools and dtypes, and integers that differ by little in the logarithm (LIMIT) and are
+both multiples of 8 or neither: rows of 4095 numbers do not start where a copy engine, or a library, wants them.
 
 Nothing is read before the first choice on a CUDA device. A process that has called `use_table` reads that table and nothing
 else: ranks that have one table with one hash choose alike. A database that cannot be read is a warning, once.
@@ -260,7 +261,7 @@ def _place(problem: Any) -> tuple[Any, tuple[float, ...]]:
     words, point = [], []
     for path, value in _leaves(problem, ()):
         size = isinstance(value, int) and not isinstance(value, bool)
-        words.append((path, type(value).__name__, None if size else value))
+        words.append((path, type(value).__name__, value % 8 == 0 if size else value))
         if size:
             point.append(math.log2(max(value, 0.5)))
     return tuple(words), tuple(point)
