@@ -190,23 +190,30 @@ def test_bad_input(call: Any, message: str) -> None:
         call()
 
 
-def test_gradients_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="forward only"):
-        ops.attention(Q.clone().to(WHERE).requires_grad_(), K.to(WHERE), K.to(WHERE))
-
-
 # ---- which implementation
 
 
 @pytest.mark.parametrize(
     ("dims", "card", "chosen"),
     [
-        ({"KV": 8192}, "h100", "vendor"),
-        ({"KV": 512, "packed": True}, "h100", "triton"),
-        ({"KV": 512, "lse": True}, "h100", "triton"),
+        ({"KV": 8192}, "h100", "sm90"),
+        ({"KV": 512}, "h100", "vendor"),
+        ({"KV": 1024}, "h100", "sm90"),
+        ({"KV": 1024, "D": 64}, "h100", "vendor"),
+        ({"KV": 1024, "D": 64, "causal": True}, "h100", "sm90"),
+        ({"KV": 8192, "D": 256, "causal": True}, "h100", "vendor"),
+        ({"KV": 16384, "D": 256, "causal": True}, "h100", "sm90"),
+        ({"KV": 512, "packed": True}, "h100", "sm90"),
+        ({"KV": 512, "lse": True}, "h100", "sm90"),
         ({"KV": 8192, "D": 80}, "h100", "vendor"),
-        ({"KV": 8192, "D": 256, "packed": True}, "h100", "triton"),
-        ({"KV": 8192, "Q": 100, "causal": True}, "h100", "triton"),
+        ({"KV": 8192, "D": 80, "packed": True}, "h100", "triton"),
+        ({"KV": 8192, "D": 192, "V": 128, "causal": True}, "h100", "sm90"),
+        ({"KV": 8192, "D": 192, "V": 128, "packed": True}, "h100", "sm90"),
+        ({"KV": 8192, "Q": 100, "causal": True}, "h100", "sm90"),
+        ({"KV": 8192, "causal": True, "window": 1024}, "h100", "sm90"),
+        ({"KV": 512, "causal": True, "window": 128}, "h100", "sm90"),
+        ({"KV": 512, "causal": True, "window": 128, "sinks": True}, "h100", "sm90"),
+        ({"KV": 512, "causal": True, "alibi": True}, "a100", "triton"),
         ({"KV": 8192, "Q": 100, "causal": True, "dtype": torch.float32}, "h100", "triton"),
         ({"KV": 8192, "Q": 1, "causal": True, "dtype": torch.float32}, "h100", "vendor"),
         ({"KV": 8192}, "a100", "vendor"),
@@ -221,7 +228,8 @@ def test_what_is_taken_unmeasured(dims: dict[str, Any], card: str, chosen: str) 
     args = attention_op.make(Inputs("meta"), B=2, **dims)
     device, problem = CARDS[card], attention_op.problem(*args)
     allowed = [impl for impl in attention_op.impls if impl.refusal(device, problem) is None]
-    assert allowed[0].name == chosen
+    first = attention_op.first(device, problem)
+    assert next((impl for impl in allowed if impl.name == first), allowed[0]).name == chosen
     for impl in allowed:
         assert impl.space.default(device, problem) in list(impl.space.configs(device, problem))
 
@@ -231,9 +239,22 @@ def test_what_is_taken_unmeasured(dims: dict[str, Any], card: str, chosen: str) 
     [
         ({"KV": 64}, "a100", "is written for sm_90, this is sm_80"),
         ({"KV": 64, "dtype": torch.float32}, "h100", "takes bf16 or fp16, not torch.float32"),
-        ({"KV": 64, "D": 96}, "h100", "takes head dims (64, 128, 256), not 96"),
+        (
+            {"KV": 64, "D": 96},
+            "h100",
+            "takes head dims of keys and values 64/64, 128/64, 128/128, 192/128, 256/128, 256/256, not 96/96",
+        ),
         ({"KV": 64}, "h100", None),
         ({"KV": 64, "D": 64, "packed": True, "lse": True}, "h100", None),
+        (
+            {"KV": 64, "V": 80},
+            "h100",
+            "takes head dims of keys and values 64/64, 128/64, 128/128, 192/128, 256/128, 256/256, not 128/80",
+        ),
+        ({"KV": 64, "D": 192, "V": 128, "causal": True}, "h100", None),
+        ({"KV": 64, "V": 64}, "h100", None),
+        ({"KV": 64, "window": 8}, "h100", None),
+        ({"KV": 64, "causal": True, "prefix": 8, "alibi": True}, "h100", "has no prefixes, ALiBi"),
     ],
     ids=str,
 )
@@ -265,8 +286,9 @@ SAME: dict[str, tuple[dict[str, Any], bool]] = {
     "negative scale": ({"scale": -0.3}, False),
     "heads first": ({"heads_first": True, "is_causal": True}, False),
     "float64": ({"dtype": torch.float64}, False),
-    "narrow values": ({"value_dim": 8}, False),
-    "gradient": ({"grad": True}, False),
+    "narrow values": ({"value_dim": 8}, True),
+    "narrow values, gradient": ({"value_dim": 8, "grad": True}, False),
+    "gradient": ({"grad": True}, True),
 }
 
 

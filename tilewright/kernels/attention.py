@@ -1,12 +1,21 @@
 """Attention: every query's average of the values, weighted by how well its key fits.
 
-    # B sequences, T query rows of all of them, S keys, H query heads, G key/value heads, D head dim
-    out[t, h] = sum_s p[s] v[s, g]      p = softmax_s(scale * q[t, h] . k[s, g])      g = h // (H / G)
-    lse[t, h] = log sum_s exp(scale * q[t, h] . k[s, g])
+    # B sequences, T query rows of all of them, S keys, H query heads, G key/value heads, D head dim, V value head dim
+    out[t, h] = sum_s p[s] v[s, g]      p = softmax_s(z[t, s])      z[t, s] = scale * q[t, h] . k[s, g]      g = h // (H / G)
+    lse[t, h] = log sum_s exp(z[t, s])
 
-q [B, S, H, D], k and v [B, SK, G, D]; or, for sequences of different lengths, packed: q [T, H, D], k and v [TK, G, D], sequence
-b in rows cu_q[b] .. cu_q[b + 1] of q and cu_k[b] .. cu_k[b + 1] of k and v. A causal mask aligns the last query with the last
-key: query i of Q sees the keys up to i + K - Q. A query that sees no key gives zeros, and -inf for lse.
+q [B, S, H, D], k [B, SK, G, D], v [B, SK, G, V]; or, for sequences of different lengths, packed: q [T, H, D], k [TK, G, D] and
+v [TK, G, V], sequence b in rows cu_q[b] .. cu_q[b + 1] of q and cu_k[b] .. cu_k[b + 1] of k and v. Query i of Q has a key of
+its own, i + K - Q: the last query's is the last key. What a query sees, and how its scores are bent:
+
+    causal      the keys up to its own
+    window      (left, right): the keys from own - left to own + right
+    prefix      under a causal mask also keys 0 .. P - 1, P one number or one a sequence; a window's left bound stays
+    softcap     z = cap tanh(scale q . k / cap)                                      (Gemma 2)
+    ALiBi       z - slope[h] |own - s|, after the cap                                (Press et al., "Train Short, Test Long")
+    sinks       one more score z = sink[h], of a key whose value is zero; lse has it (Xiao et al., 2023; gpt-oss)
+
+A query that sees no key gives zeros, and -inf for lse (with a sink: the sink).
 
 **Tiling.** Written down, the scores of one head are Q x K numbers: at 16384 tokens half a gigabyte in bf16, to be written and
 read several times, for an average of 4 MB. So nobody writes them down (Dao et al., "FlashAttention", 2022). A tile of M queries
@@ -29,29 +38,29 @@ all: the half of the work that a causal mask saves. Cards have exp2, not exp: wi
 alone, exp(s_j - m) = exp2(c q . k_j - c m), one multiply-add and one exp2 a score. So scale must be above 0.
 
 The products are accumulated in float32; the weights are rounded to the inputs' dtype for the second product, the result once at
-the end: two roundings. The implementations, in the order in which they are asked:
+the end: two roundings. The implementations, best first:
 
-    vendor    scaled_dot_product_attention: equal lengths, no lse
-    triton    sm_80 and up, any head dim up to 256, any layout (attention_tile.py); a row's bits do not depend on its batch
     sm90      Hopper, by hand in Gluon (attention_sm90.py): one warp fetches, two or three groups of warps multiply
+    vendor    scaled_dot_product_attention: equal lengths, no lse, no mask but a causal one
+    triton    sm_80 and up, any head dim up to 256, any layout and mask (attention_tile.py)
 
-sm90 stands last, so that only `prefer("sm90")` or a measured record takes it: its loops were rearranged after the version that
-docs/log.md#attention measured, and as it is now it compiles, but has not run on a card yet. Nor has triton, which Triton's
-interpreter checks.
-
-Not supported: backward, dropout, masks as tensors, windows, sinks, soft-cap, ALiBi, caches in pages (paged_attention.py has
-them), values narrower than keys. Cumulative lengths on a GPU are trusted.
+attention_backward.py has the gradients of what is plain or causal. Not supported: dropout, masks as tensors, caches in pages
+(paged_attention.py has them). Cumulative lengths and prefixes on a GPU are trusted.
 """
 
 import math
-from itertools import accumulate, pairwise
+from collections import Counter
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import dense_attention_arguments
-from tilewright.kernels.attention_common import DTYPES, LARGEST_HEAD_DIM, empty_outputs, problem_of
+from tilewright.kernels.attention_checks import check_bends, check_lengths, check_operands, window_bounds
+from tilewright.kernels.attention_common import Problem, empty_outputs, problem_of
 from tilewright.kernels.attention_sm90_launch import SM90
 from tilewright.kernels.attention_tile import TRITON
 from tilewright.kernels.attention_vendor import VENDOR
@@ -62,8 +71,23 @@ __all__ = ["attention", "attention_op"]
 # ---- reference
 
 
-def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out [Q, H, D], lse [H, Q]) of q [Q, H, D], k and v [K, G, D], in float32 or wider."""
+def _seen(rows: int, keys: int, left: int | None, right: int | None, prefix: int, device: torch.device) -> Tensor:
+    """bool [Q, K]: which key each query sees."""
+    own = torch.arange(keys - rows, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    if right is not None:
+        seen &= (key <= own + right) | (key < prefix)
+    if left is not None:
+        seen &= key >= own - left
+    return seen
+
+
+def _one_sequence(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None, prefix: int, softcap: float | None,
+    sinks: Tensor | None, slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [Q, H, V], lse [H, Q]) of q [Q, H, D], k [K, G, D], v [K, G, V], in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, heads, dim = q.shape
     keys, groups, _ = k.shape
@@ -71,27 +95,37 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -
     q = q.to(wide).transpose(0, 1).reshape(groups, heads // groups, rows, dim)
     k, v = (t.to(wide).transpose(0, 1)[:, None] for t in (k, v))
     scores = q @ k.mT * scale
-    if causal:
-        at = torch.arange(keys - rows, keys, device=q.device)[:, None]
-        scores = scores.masked_fill(torch.arange(keys, device=q.device) > at, -math.inf)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if slopes is not None:
+        distance = (torch.arange(keys - rows, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)).abs()
+        scores = scores - slopes.to(wide).view(groups, -1, 1, 1) * distance
+    scores = scores.masked_fill(~_seen(rows, keys, left, right, prefix, q.device), -math.inf)
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(wide).view(groups, -1, 1))
     weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-    return (weights @ v).reshape(heads, rows, dim).transpose(0, 1), lse.reshape(heads, rows)
+    return (weights @ v).reshape(heads, rows, v.shape[-1]).transpose(0, 1), lse.reshape(heads, rows)
 
 
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    causal: bool, want_lse: bool,
+    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if cu_q is None or cu_k is None:
         parts = list(zip(q.unbind(), k.unbind(), v.unbind(), strict=True))
     else:
         of_q, of_k = cu_q.diff().tolist(), cu_k.diff().tolist()
         parts = list(zip(q.split(of_q), k.split(of_k), v.split(of_k), strict=True))
-    results = [_one_sequence(*part, scale, causal) for part in parts]
-    out, lse = empty_outputs(q, want_lse)
+    behind = 0 if causal else right
+    of_each = [prefix] * len(parts) if prefixes is None else prefixes.tolist()
+    results = [
+        _one_sequence(*part, scale, left, behind, own, softcap, sinks, slopes) for part, own in zip(parts, of_each, strict=True)
+    ]
+    out, lse = empty_outputs(q, v, want_lse)
     if results:
-        out.copy_(torch.cat([r for r, _ in results]).view(q.shape))
+        out.copy_(torch.cat([r for r, _ in results]).view(out.shape))
         if want_lse:
             lse = torch.cat([s for _, s in results], 1).contiguous()
     return out, lse
@@ -99,37 +133,42 @@ def _reference(
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    causal: bool, want_lse: bool,
+    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return empty_outputs(q, want_lse)
+    return empty_outputs(q, v, want_lse)
 
 
 # ---- cost
 
 
-def _pairs(queries: int, keys: int, causal: bool) -> int:
+def _pairs(queries: int, keys: int, left: int | None, right: int | None, prefix: int) -> int:
     """Pairs of a query and a key that it sees."""
-    if not causal:
-        return queries * keys
-    seeing = min(queries, keys)  # the last query sees all keys, the one before it one less ...
-    return seeing * keys - seeing * (seeing - 1) // 2
+    own = np.arange(keys - queries, keys, dtype=np.int64)
+    end = np.full(queries, keys) if right is None else np.minimum(np.maximum(own + right + 1, prefix), keys)
+    begin = 0 if left is None else np.maximum(own - left, 0)
+    return int(np.maximum(end - begin, 0).sum())
 
 
 def _cost(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    causal: bool, want_lse: bool,
+    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Cost:  # fmt: skip
     """Waits for the device where lengths are there. On meta tensors every sequence counts as long as the longest."""
+    behind = 0 if causal else right
     if cu_q is None or cu_k is None:
-        pairs = q.shape[0] * _pairs(max_q, max_k, causal)
+        lengths = [(max_q, max_k)] * q.shape[0]
     elif cu_q.is_meta:
-        pairs = (cu_q.shape[0] - 1) * _pairs(max_q, max_k, causal)
+        lengths = [(max_q, max_k)] * (cu_q.shape[0] - 1)
     else:
-        lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
-        pairs = sum(_pairs(queries, keys, causal) for queries, keys in lengths)
-    heads, dim = q.shape[-2:]
-    lse_bytes = 4 * q.numel() // max(dim, 1) if want_lse else 0
-    return Cost(flops=4 * pairs * heads * dim, bytes=2 * q.nbytes + k.nbytes + v.nbytes + lse_bytes)
+        lengths = list(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True))
+    of_each = [prefix] * len(lengths) if prefixes is None or prefixes.is_meta else prefixes.tolist()
+    each = Counter((*length, own) for length, own in zip(lengths, of_each, strict=True))
+    pairs = sum(count * _pairs(queries, keys, left, behind, own) for (queries, keys, own), count in each.items())
+    heads, dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
+    out_bytes = q.shape[:-1].numel() * (value_dim * q.element_size() + 4 * want_lse)
+    return Cost(flops=2 * pairs * heads * (dim + value_dim), bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes)
 
 
 # ---- examples
@@ -138,7 +177,9 @@ def _cost(
 def _example(
     label: str, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (2, 2), dim: int = 64,
     dtype: torch.dtype = torch.bfloat16, *, packed: bool = False, causal: bool = False, lse: bool = False,
-    merged: bool = False, spoilt: int | None = None,
+    merged: bool = False, spoilt: int | None = None, value_dim: int | None = None, left: int | None = None,
+    right: int | None = None, prefix: int | tuple[int, ...] = 0, softcap: float | None = None, sinks: bool = False,
+    alibi: bool = False,
 ) -> Example:  # fmt: skip
     """`lengths`: (queries, keys) of each sequence; all alike unless `packed`.
 
@@ -152,7 +193,7 @@ def _example(
             q, k, v = both.split((heads[0], heads[1], heads[1]), 1)
         else:
             q = inputs.randn(ends[0][-1], heads[0], dim, dtype=dtype)
-            k, v = (inputs.randn(ends[1][-1], heads[1], dim, dtype=dtype) for _ in range(2))
+            k, v = (inputs.randn(ends[1][-1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
         if spoilt is not None:
             for t in (k, v):
                 t[ends[1][spoilt] : ends[1][spoilt + 1]] = math.nan
@@ -162,7 +203,11 @@ def _example(
         else:
             q, k, v = (t.unflatten(0, (len(lengths), -1)) for t in (q, k, v))
         longest = [max(one[i] for one in lengths) for i in (0, 1)]
-        return q, k, v, cu_q, cu_k, *longest, dim**-0.5, causal, lse
+        of_all, of_each = (prefix, None) if isinstance(prefix, int) else (0, inputs.tensor(prefix, torch.int32))
+        sink = inputs.randn(heads[0], dtype=dtype) if sinks else None
+        slopes = inputs.tensor([2.0 ** -(i + 1) for i in range(heads[0])], torch.float32) if alibi else None
+        factor = dim**-0.5
+        return q, k, v, cu_q, cu_k, *longest, factor, causal, lse, left, right, of_all, of_each, softcap, sink, slopes
 
     return Example(label, make)
 
@@ -180,11 +225,38 @@ EXAMPLES = (
     _example("dim 80", ((40, 70),), (2, 1), 80, torch.float16, causal=True),
     _example("dim 96", ((20, 20), (3, 40)), (2, 2), 96, packed=True),
     _example("dim 20 fp32", ((35, 50),) * 2, (2, 1), 20, torch.float32, causal=True, lse=True),
+    _example("window", ((200, 200),), (2, 1), causal=True, left=40, lse=True),
+    _example("window of both sides", ((130, 140),) * 2, left=20, right=30),
+    _example("window beyond the keys", ((90, 20), (5, 70)), (2, 1), packed=True, left=3, right=2, lse=True),
+    _example("right bound alone", ((70, 50),), right=5, dim=128),
+    _example("prefix", ((100, 100),) * 2, causal=True, prefix=37),
+    _example("prefix of each", ((60, 80), (33, 33)), (2, 1), packed=True, causal=True, prefix=(70, 0), left=50),
+    _example("sinks", ((66, 66),), (4, 2), causal=True, left=30, sinks=True, lse=True),
+    _example("sinks, no key seen", ((40, 10),), causal=True, sinks=True, lse=True),
+    _example("soft cap", ((65, 70),), (2, 1), softcap=5.0, dtype=torch.float16, lse=True),
+    _example("alibi", ((70, 100),), (4, 2), causal=True, alibi=True),
+    _example(
+        "all of it", ((50, 90), (64, 64)), (4, 2), 128, packed=True, causal=True, left=45, softcap=20.0, alibi=True, sinks=True
+    ),
+    _example("narrow values", ((70, 130),), (2, 2), 192, causal=True, value_dim=128, lse=True),
+    _example("narrow values fp16", ((20, 30),) * 2, (4, 1), 80, torch.float16, value_dim=64),
     _example("no rows", ((0, 5),)),
     _example("no keys", ((3, 0),) * 2, lse=True),
 )
 
 # ---- op
+
+
+# Keys up to which cuDNN is faster than sm90, by head dim and causal mask; 512 for others. H100, docs/log.md#attention: there
+# sm90 has 0.86 to 0.99 of cuDNN, for a tile begins and ends without products; above, 0.99 to 1.14.
+_VENDOR_UP_TO = {(64, False): 1024, (256, False): 1024, (256, True): 8192}
+
+
+def _first(device: Device, problem: Problem) -> str | None:
+    """The vendor's library where it was measured to be faster than sm90."""
+    if device.arch != 90:
+        return None
+    return "vendor" if problem.max_k <= _VENDOR_UP_TO.get((problem.head_dim, problem.causal), 512) else None
 
 
 attention_op = Op(
@@ -193,8 +265,9 @@ attention_op = Op(
     problem=problem_of,
     cost=_cost,
     examples=EXAMPLES,
-    impls=(VENDOR, TRITON, SM90),
+    impls=(SM90, VENDOR, TRITON),
     make=dense_attention_arguments,
+    first=_first,
     fake=_fake,
     rows_in_problem=True,
     roundings=2,  # the weights, then the result
@@ -203,63 +276,18 @@ attention_op = Op(
 # ---- public function
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() not in (3, 4) or k.dim() != q.dim() or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            "attention: wants q [B, S, H, D] and k, v [B, SK, G, D], or packed q [T, H, D] and k, v [TK, G, D], with one D; "
-            f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        )
-    if q.dim() == 4 and q.shape[0] != k.shape[0]:
-        raise ValueError(f"attention: q has {q.shape[0]} sequences, k and v have {k.shape[0]}: they must be equally many")
-    heads, groups, dim = q.shape[-2], k.shape[-2], q.shape[-1]
-    if not heads or not groups or heads % groups:
-        raise ValueError(f"attention: {heads} query heads are no multiple of {groups} key/value heads")
-    if not 1 <= dim <= LARGEST_HEAD_DIM:
-        raise ValueError(f"attention: head dim is {dim}, wanted 1 to {LARGEST_HEAD_DIM}")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"attention: q is {q.dtype}, wanted bfloat16, float16 or float32")
-    for name, t in (("k", k), ("v", v)):
-        if t.dtype != q.dtype or t.device != q.device:
-            raise ValueError(f"attention: {name} is {t.dtype} on {t.device}; it must be as q, {q.dtype} on {q.device}")
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.stride(-1) != 1 and dim > 1:
-            raise ValueError(f"attention: {name} has strides {t.stride()}; the last must be 1, call .contiguous()")
-
-
-def _check_lengths(name: str, cu: Tensor | None, longest: int | None, t: Tensor) -> tuple[Tensor, int]:
-    """The cumulative lengths of q or k, and the longest. Values are checked on the CPU alone: a GPU's would be waited for."""
-    if cu is None or longest is None:
-        raise ValueError(
-            f"attention: packed operands want cu_q, cu_k, max_q and max_k; cu_{name} or max_{name} is missing "
-            f"(max_{name} = int(cu_{name}.diff().max()) waits for the device: keep it)"
-        )
-    if cu.dim() != 1 or not cu.numel() or cu.dtype != torch.int32 or cu.device != t.device or not cu.is_contiguous():
-        raise ValueError(
-            f"attention: cu_{name} must be contiguous int32 [sequences + 1] on {t.device}; "
-            f"got {cu.dtype} {list(cu.shape)} with strides {cu.stride()} on {cu.device}"
-        )
-    if not 0 <= longest <= t.shape[0]:
-        raise ValueError(f"attention: max_{name} is {longest}, wanted 0 to {t.shape[0]}, the rows of all sequences")
-    if type(cu) is Tensor and cu.device.type == "cpu" and not torch.compiler.is_compiling():
-        bounds = cu.tolist()
-        lengths = [end - start for start, end in pairwise(bounds)]
-        if bounds[0] != 0 or bounds[-1] != t.shape[0] or min(lengths, default=0) < 0:
-            raise ValueError(f"attention: cu_{name} must rise from 0 to {t.shape[0]}, the rows of all sequences; got {bounds}")
-        if max(lengths, default=0) > longest:
-            raise ValueError(f"attention: max_{name} is {longest}, the longest sequence of cu_{name} has {max(lengths)}")
-    return cu, longest
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, cu_q: Tensor | None = None,
     cu_k: Tensor | None = None, max_q: int | None = None, max_k: int | None = None, return_lse: bool = False,
+    window: int | tuple[int | None, int | None] | None = None, prefix: int | Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v for each head, over sequences of equal length, or packed ones of any length.
 
     Args:
         q: [B, S, H, D] bf16, fp16 or fp32, D at most 256; or packed, [T, H, D]. The last dimension is dense.
         k: [B, SK, G, D], H a multiple of G; or packed, [TK, G, D].
-        v: like k.
+        v: [B, SK, G, V], V at most 256; or packed, [TK, G, V].
         causal: each query sees the keys up to its own; the last query's is the last key.
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
         cu_q: for packed operands: int32 [B + 1], sequence b has rows cu_q[b] .. cu_q[b + 1] of q. On a GPU it is trusted.
@@ -267,15 +295,21 @@ def attention(
         max_q: for packed operands: the longest sequence's queries, or more.
         max_k: the same for its keys.
         return_lse: also return the logarithms of the softmax's sums.
+        window: (left, right): a query sees the keys from `left` before its own to `right` behind it, None for all on that side.
+            One number w: its own and w - 1 before it, and as many behind it unless causal.
+        prefix: with causal: every query also sees the first `prefix` keys of its sequence; int32 [B] for one number each.
+        softcap: scores z become softcap * tanh(z / softcap); above 0.
+        sinks: [H], floating point: a score that joins each softmax of the head and whose value is zero.
+        alibi_slopes: float32 [H]: scores lose slope * |distance to the query's own key|.
 
     Returns:
-        The averages, in q's shape and dtype, contiguous. With `return_lse` also lse, float32, [B, H, S] or packed [H, T]
-        (natural logarithm). A query that sees no key gives zeros and -inf.
+        The averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32, [B, H, S]
+        or packed [H, T] (natural logarithm). A query that sees no key gives zeros and -inf, or its head's sink.
 
     Raises:
-        ValueError: shapes, dtypes, devices, strides, lengths or the scale do not fit.
+        ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit.
     """
-    _check_operands(q, k, v)
+    check_operands(q, k, v)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0.0 < factor < math.inf:
         raise ValueError(f"attention: scale is {factor}, wanted a finite number above 0 (for a negative one negate q)")
@@ -283,11 +317,20 @@ def attention(
         given = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
         if names := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"attention: {', '.join(names)} are for packed operands [T, H, D]; got q {list(q.shape)}")
-        out, lse = attention_op(q, k, v, None, None, q.shape[1], k.shape[1], factor, causal, return_lse)
-        return (out, lse.unflatten(1, q.shape[:2]).transpose(0, 1)) if return_lse else out
-    cu_q, max_q = _check_lengths("q", cu_q, max_q, q)
-    cu_k, max_k = _check_lengths("k", cu_k, max_k, k)
-    if cu_q.shape != cu_k.shape:
-        raise ValueError(f"attention: cu_q is for {cu_q.shape[0] - 1} sequences, cu_k for {cu_k.shape[0] - 1}")
-    result = attention_op(q, k, v, cu_q, cu_k, max_q, max_k, factor, causal, return_lse)
-    return result if return_lse else result[0]
+        batch, max_q, max_k = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        cu_q, max_q = check_lengths("q", cu_q, max_q, q)
+        cu_k, max_k = check_lengths("k", cu_k, max_k, k)
+        if cu_q.shape != cu_k.shape:
+            raise ValueError(f"attention: cu_q is for {cu_q.shape[0] - 1} sequences, cu_k for {cu_k.shape[0] - 1}")
+        batch = cu_q.shape[0] - 1
+    arguments = (q, k, v, cu_q, cu_k, max_q, max_k, factor, causal, return_lse)
+    if not (window is prefix is softcap is sinks is alibi_slopes is None):
+        left, right = window_bounds(window, causal)
+        check_bends(q, batch, causal, prefix, softcap, sinks, alibi_slopes)
+        of_all, of_each = (0, prefix) if isinstance(prefix, Tensor) else (prefix or 0, None)
+        arguments = (*arguments, left, right, of_all, of_each, softcap, sinks, alibi_slopes)
+    out, lse = attention_op(*arguments)
+    if not return_lse:
+        return out
+    return out, lse.unflatten(1, q.shape[:2]).transpose(0, 1) if q.dim() == 4 else lse

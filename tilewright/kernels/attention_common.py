@@ -1,6 +1,6 @@
 """What the implementations of `attention` share: the problem they choose by, and how their operands lie in memory."""
 
-# B sequences, T query rows of all, S keys of all, H query heads, G key/value heads, D head dim
+# B sequences, T query rows of all, S keys of all, H query heads, G key/value heads, D head dim, V value head dim
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewright.kernels.shapes import next_pow2
 
-__all__ = ["DTYPES", "LARGEST_HEAD_DIM", "LOG2_E", "Problem", "empty_outputs", "packed", "problem_of", "side_by_side"]
+__all__ = ["DTYPES", "LARGEST_HEAD_DIM", "LOG2_E", "Problem", "empty_outputs", "lacks", "packed", "problem_of", "side_by_side"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD_DIM = 256
@@ -34,6 +34,28 @@ class Problem(NamedTuple):
     has_keys: bool
     tma: bool
     """Whether q, k and v are matrices that the copy engine can address: heads beside each other, starts at 16 bytes."""
+    value_dim: int
+    left: bool
+    """Whether a query sees only so many keys before its own."""
+    right: bool
+    """Whether it sees only so many behind its own, without a causal mask."""
+    prefix: bool
+    softcap: bool
+    sinks: bool
+    alibi: bool
+
+
+def lacks(problem: Problem, *, window: bool = False, sinks: bool = False) -> str | None:
+    """What an implementation lacks that has neither masks beyond a causal one nor bent scores, but for those said."""
+    wanted = {
+        "windows": not window and (problem.left or problem.right),
+        "prefixes": problem.prefix,
+        "soft caps": problem.softcap,
+        "sinks": not sinks and problem.sinks,
+        "ALiBi": problem.alibi,
+    }
+    missing = [name for name, needed in wanted.items() if needed]
+    return f"has no {', '.join(missing)}" if missing else None
 
 
 def side_by_side(t: Tensor) -> bool:
@@ -52,7 +74,8 @@ def _addressable(t: Tensor) -> bool:
 
 def problem_of(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    causal: bool, lse: bool,
+    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of a call of the op."""
     heads, dim = q.shape[-2:]
@@ -66,10 +89,17 @@ def problem_of(
         next_pow2(max_k),
         causal,
         cu_q is not None,
-        lse,
+        want_lse,
         cu_q is None and max_q == max_k,
         max_k > 0,
         _addressable(q) and _addressable(k) and _addressable(v),
+        v.shape[-1],
+        left is not None,
+        right is not None and not causal,
+        prefix > 0 or prefixes is not None,
+        softcap is not None,
+        sinks is not None,
+        slopes is not None,
     )
 
 
@@ -81,8 +111,8 @@ def packed(t: Tensor) -> Tensor:
     return t.as_strided((t.shape[0] * t.shape[1], *t.shape[2:]), t.stride()[1:])
 
 
-def empty_outputs(q: Tensor, want_lse: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the result, contiguous, and for the log-sum-exp: float32 [H, T], or [0] where nobody wants it."""
+def empty_outputs(q: Tensor, v: Tensor, want_lse: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the result, contiguous, [.., H, V], and for the log-sum-exp: float32 [H, T], or [0] where nobody wants it."""
     rows = q.shape[:-2].numel()
     lse = torch.empty((q.shape[-2], rows) if want_lse else (0,), dtype=torch.float32, device=q.device)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+    return torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device), lse

@@ -1,7 +1,7 @@
 """The host side of attention_sm90.py: what it takes, its configs, its descriptors; exports the Impl `sm90`.
 
-Refuses: dtypes other than bf16 and fp16, head dims other than 64, 128 and 256, heads that are not beside each other in a row
-(a [heads, tokens, D] layout), and rows or heads that do not start at multiples of 16 bytes.
+Refuses: dtypes other than bf16 and fp16, head dims that are not in HEAD_DIMS, prefixes, soft caps and ALiBi, heads that are not
+beside each other in a row (a [heads, tokens, D] layout), and rows or heads that do not start at multiples of 16 bytes.
 """
 
 import torch
@@ -10,15 +10,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
-from tilewright.kernels.attention_common import LOG2_E, Problem, empty_outputs, packed
+from tilewright.kernels.attention_common import LOG2_E, Problem, empty_outputs, lacks, packed
 from tilewright.kernels.attention_sm90 import attention_sm90_kernel
+from tilewright.kernels.attention_sm90_tiles import SLOT
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
 __all__ = ["SM90"]
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (256, 128), (256, 256))  # of keys and of values
 _ROWS = 64  # of a consumer
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -28,8 +29,11 @@ def _refuse(device: Device, problem: Problem) -> str | None:
         return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in _DTYPES:
         return f"takes bf16 or fp16, not {problem.dtype}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"takes head dims {HEAD_DIMS}, not {problem.head_dim}"
+    if (problem.head_dim, problem.value_dim) not in HEAD_DIMS:
+        taken = ", ".join(f"{keys}/{values}" for keys, values in HEAD_DIMS)
+        return f"takes head dims of keys and values {taken}, not {problem.head_dim}/{problem.value_dim}"
+    if missing := lacks(problem, window=True, sinks=True):
+        return missing
     if not problem.tma:
         return "takes heads beside each other in a row, rows and heads at multiples of 16 bytes"
     return None
@@ -42,25 +46,28 @@ def _default(device: Device, problem: Problem) -> Config:
     # H100, docs/log.md#attention: three consumers share each block of keys; they have the registers only where D is 64, and
     # lose under a diagonal, which cuts more of a higher tile, and where tiles are few.
     wide = problem.head_dim == 64 and not problem.causal and problem.max_k >= 2048
-    # Overlapped products cost registers and bring nothing before a tile has about 16 blocks.
-    overlap = problem.head_dim != 128 or problem.max_k > 2048 or (problem.max_k == 2048 and not problem.causal)
+    # Overlapped products cost registers. They bring nothing before a tile has about 16 blocks, and nothing where D is 64 and
+    # most tiles under a diagonal are short.
+    overlap = problem.max_k >= 2048 if problem.head_dim == 128 else problem.head_dim != 64 or not problem.causal
     return {
         "CONSUMERS": 3 if wide else 2,
-        "BLOCK_N": 64 if problem.head_dim == 256 else 128,
+        "BLOCK_N": 64 if problem.head_dim > 128 else 128,
         "OVERLAP": int(overlap),
     }
 
 
-def _ring(device: Device, head_dim: int, config: Config) -> tuple[int, int, bool]:
+def _ring(device: Device, head_dim: int, value_dim: int, config: Config) -> tuple[int, int, bool]:
     """(stages, buffers for Q, whether the output goes through Q's memory).
 
     Two buffers of Q, so that the next tile's first scores do not wait, come before a third stage.
     """
-    tile = config["CONSUMERS"] * _ROWS * head_dim * 2
-    stage = 2 * config["BLOCK_N"] * head_dim * 2
+    rows = config["CONSUMERS"] * _ROWS
+    stage = 2 * config["BLOCK_N"] * (head_dim + value_dim)
     room = device.smem_bytes - 1024
     for buffers, share in ((2, False), (1, False), (1, True)):
-        stages = min(4, (room - tile * (buffers + (not share))) // stage)
+        if share and head_dim != value_dim:
+            break
+        stages = min(4, (room - 2 * rows * (buffers * head_dim + (not share) * value_dim)) // stage)
         if stages >= 2:
             return stages, buffers, share
     return 0, 1, True
@@ -68,23 +75,27 @@ def _ring(device: Device, head_dim: int, config: Config) -> tuple[int, int, bool
 
 def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
     # Registers of a thread: o, s and p of 64 rows.
-    accumulators = problem.head_dim // 2 + config["BLOCK_N"] // 2 + config["BLOCK_N"] // 4
+    accumulators = problem.value_dim // 2 + config["BLOCK_N"] // 2 + config["BLOCK_N"] // 4
     if accumulators > (184 if config["CONSUMERS"] == 2 else 128):
         return "more accumulators than the registers hold"
-    if _ring(device, problem.head_dim, config)[0] < 2:
+    if _ring(device, problem.head_dim, problem.value_dim, config)[0] < 2:
         return "two stages of keys and values do not fit shared memory"
     return None
 
 
-SPACE = Space(default=_default, axes={"CONSUMERS": (2, 3), "BLOCK_N": (64, 128), "OVERLAP": (1, 0)}, refusal=_config_refusal)
-"""OVERLAP: the next block's scores in flight under this one's softmax."""
+SPACE = Space(
+    default=_default,
+    axes={"CONSUMERS": (2, 3), "BLOCK_N": (64, 128), "OVERLAP": (1, 0)},
+    refusal=_config_refusal,
+)
+"""OVERLAP: this block's product with the values in flight under the next one's softmax."""
 
 # ---- launcher
 
 
-def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
-    """Of [T, H, D] as a matrix whose rows hold the heads beside each other; a box is `rows` of one head."""
-    box = [rows, t.shape[2]]
+def _descriptor(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Of [T, H, D] as a matrix whose rows hold the heads beside each other; a box is `rows` of `cols` columns of one head."""
+    box = [rows, cols]
     layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
     width = (t.shape[1] - 1) * t.stride(1) + t.shape[2]
     return TensorDescriptor(t, [t.shape[0], width], [t.stride(0), 1], box, layout)
@@ -92,9 +103,10 @@ def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
 
 def _launch(
     config: Config, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
-    scale: float, causal: bool, want_lse: bool,
+    scale: float, causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    result, lse = empty_outputs(q, want_lse)
+    result, lse = empty_outputs(q, v, want_lse)
     if not q.numel():
         return result, lse
     if not k.numel():  # the copy engine has no empty matrices
@@ -104,20 +116,28 @@ def _launch(
     # Meta tensors: compiled for a card that is not here.
     device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
     total_q, heads, d = q.shape
+    behind = 0 if causal else right
     consumers, block_n = config["CONSUMERS"], config["BLOCK_N"]
-    stages, q_buffers, share_q = _ring(device, d, config)
+    dv = v.shape[2]
+    main = 1 << d.bit_length() - 1  # tiles are powers of two wide: 192 columns are 128 and 64
+    tail = d - main
+    stages, q_buffers, share_q = _ring(device, d, dv, config)
     blocks = -(-max_q // (_ROWS * consumers))
     group = heads // k.shape[1]
-    # Half of L2 for keys and values; heads that share them go together.
-    section = max(1, device.l2_bytes // 2 // max(1, max_k * d * 4)) * group
+    # Heads at a time: as many as give each SM a tile (two under a mask, whose tiles differ), so that memory is read evenly and
+    # not in bursts, with at most half of L2 for their keys and values. Heads that share them go together.
+    wanted = -(-device.sms * (1 if behind is None else 2) // (blocks * group))
+    section = max(1, min(wanted, device.l2_bytes // 2 // max(1, max_k * 2 * (d + dv)))) * group
     programs = min(blocks * batch * heads, device.sms)
     attention_sm90_kernel[(programs,)](
-        _descriptor(q, _ROWS), _descriptor(k, block_n), _descriptor(v, block_n), _descriptor(out, _ROWS),
-        out, lse if want_lse else None, cu_q, cu_k,
-        tickets(q.device, 1), torch.empty(2 * programs, dtype=torch.int32, device=q.device),
-        blocks, batch * heads, min(section, batch * heads), heads, group, total_q, max_q, max_k,
+        _descriptor(q, _ROWS, main), _descriptor(k, block_n, main), _descriptor(v, block_n, dv), _descriptor(out, _ROWS, dv),
+        _descriptor(q, _ROWS, tail) if tail else None, _descriptor(k, block_n, tail) if tail else None,
+        out, lse if want_lse else None, cu_q, cu_k, sinks,
+        tickets(q.device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=q.device),
+        blocks, batch * heads, min(section, batch * heads), heads, group, total_q, max_q, max_k, left or 0, behind or 0,
         q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), scale * LOG2_E,
-        CONSUMERS=consumers, BLOCK_N=block_n, STAGES=stages, D=d, CAUSAL=causal,
+        CONSUMERS=consumers, BLOCK_N=block_n, STAGES=stages, D=main, DV=dv, TAIL=tail,
+        RIGHT=behind is not None, LEFT=left is not None,
         OVERLAP=bool(config["OVERLAP"]), Q_BUFS=q_buffers, SHARE_Q=share_q,
         num_warps=4,
     )  # fmt: skip

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.kernels.attention import attention
 from tilewright.kernels.attention_common import DTYPES, LARGEST_HEAD_DIM, side_by_side
+from tilewright.ops.attention import attention
 
 __all__ = ["sdpa"]
 
@@ -16,13 +16,16 @@ def _ours(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: flo
     if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype or t.device != query.device for t in tensors):
         return False
     (batch, heads, rows, dim), groups, keys = query.shape, key.shape[1], key.shape[2]
-    if key.shape != value.shape or key.shape[0] != batch or key.shape[3] != dim or dim > LARGEST_HEAD_DIM:
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != dim:
+        return False
+    if max(dim, value.shape[3]) > LARGEST_HEAD_DIM:
+        return False
+    # Gradients are of values as wide as keys.
+    if value.shape[3] != dim and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
     if heads % groups or (heads != groups and not enable_gqa) or (is_causal and rows != keys):
         return False
     if query.dtype not in DTYPES or (scale is not None and not 0.0 < scale < float("inf")):
-        return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
     return all(side_by_side(t.transpose(1, 2)) for t in tensors)
 
@@ -33,15 +36,16 @@ def sdpa(
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same meaning.
 
-    A call goes to `ops.attention` if it is [B, H, S, D] in bf16, fp16 or fp32 with one D of at most 256, has neither attn_mask
-    nor dropout, needs no gradient, has a scale above 0, and its tensors are transposed views of [B, S, H, D], as projections
-    give them. is_causal aligns the first query with the first key, as torch does; `ops.attention` aligns the last ones: with
-    is_causal only equal lengths go there. Every other call, and every one that is not valid, goes to torch's own function.
+    A call goes to `ops.attention` if it is [B, H, S, D] in bf16, fp16 or fp32 with head dims of at most 256, has neither
+    attn_mask nor dropout, has a scale above 0, and its tensors are transposed views of [B, S, H, D], as projections give them;
+    if it needs gradients its values must be as wide as its keys. is_causal aligns the first query with the first key, as torch
+    does; `ops.attention` aligns the last ones: with is_causal only equal lengths go there. Every other call, and every one that
+    is not valid, goes to torch's own function.
 
     Args:
         query: [B, H, S, D].
         key: [B, G, SK, D], G = H, or with enable_gqa a divisor of it.
-        value: like key.
+        value: [B, G, SK, V].
         attn_mask: as torch has it.
         dropout_p: as torch has it.
         is_causal: query i sees keys 0 .. i.
@@ -49,7 +53,7 @@ def sdpa(
         enable_gqa: whether query heads may share key heads.
 
     Returns:
-        [B, H, S, D], a transposed view of contiguous [B, S, H, D] where `ops.attention` computed it.
+        [B, H, S, V], a transposed view of contiguous [B, S, H, V] where `ops.attention` computed it.
 
     Raises:
         RuntimeError: torch's, for what it does not take.

@@ -1,0 +1,180 @@
+"""Which tile a program of `attention_sm90_kernel` computes, which keys its rows see, and the warp that fetches them.
+
+Tiles of a launch are numbered: the heads in sections that keep the SMs busy, inside of a section the longest tiles first.
+A program begins with its own number and then draws tickets from a counter, for tiles differ in length; the warp that draws
+hands the number, and what it found out of the tile, to the groups that multiply, through two slots guarded by barriers.
+"""
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+__all__ = ["ROWS", "SLOT", "load_tiles", "take"]
+
+_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
+
+ROWS = gl.constexpr(64)  # of a consumer: what the tensor cores take at once
+SLOT = gl.constexpr(16)  # numbers that describe a tile, with room to a power of two
+
+
+@gluon.jit
+def _span(b, cu_ptr, length):
+    """(start, length) of sequence b."""
+    start = b * length
+    if cu_ptr is not None:
+        start = gl.load(cu_ptr + b)
+        length = gl.load(cu_ptr + b + 1) - start
+    return start, length
+
+
+@gluon.jit
+def _tile_of(tile, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr):
+    """(first row, head, start and length of q, start and length of k, last block of keys, blocks, whole, cut) of a tile.
+
+    where: the grid (tiles a head, heads, section, H), lengths (cu_q_ptr, cu_k_ptr, max_q, max_k) and window (left, right).
+    RIGHT, LEFT: whether a row sees only so many keys behind or before its own (a causal mask: none behind). A tile visits the
+    `blocks` blocks of keys that end with `last`; those from `whole` on, and those before `cut`, have keys to mask.
+    """
+    grid, lengths, window = where
+    blocks, heads, section, H = grid
+    cu_q_ptr, cu_k_ptr, max_q, max_k = lengths
+    left, right = window
+    first = tile // (section * blocks) * section
+    within = tile % (section * blocks)
+    width = gl.minimum(section, heads - first)
+    block = within // width
+    if RIGHT:
+        block = blocks - 1 - block
+    head = first + within % width
+    b = head // H
+    q_start, q_len = _span(b, cu_q_ptr, max_q)
+    k_start, k_len = _span(b, cu_k_ptr, max_k)
+    row = block * BLOCK_M
+    own = row + k_len - q_len  # the key that is the first row's own
+    seen = k_len
+    whole = k_len // N
+    if RIGHT:
+        seen = gl.minimum(k_len, own + BLOCK_M + right)
+        whole = gl.minimum(whole, gl.maximum(own + 1 + right, 0) // N)
+    # A tile that sees no key goes through one block, all masked: its result is zero by the same formulae.
+    # So does one beyond the rows of its sequence, and stores nothing.
+    last = gl.where(row < q_len, gl.maximum(gl.cdiv(gl.maximum(seen, 0), N) - 1, 0), 0)
+    count = last + 1
+    cut = gl.cdiv(gl.maximum(own + BLOCK_M - 1 - left, 0), N)
+    if LEFT:
+        count -= gl.minimum(gl.maximum(own - left, 0) // N, last)
+    return row, head % H, q_start, q_len, k_start, k_len, last, count, whole, cut
+
+
+@gluon.jit
+def _next_tile(counter_ptr, total):
+    """The next tile, or one past the last. A launch draws `total` tickets in all: who draws the last one sets them back."""
+    ticket = gl.atomic_add(counter_ptr, 1)
+    if ticket == total - 1:
+        gl.store(counter_ptr, 0)
+    return gl.minimum(gl.num_programs(0) + ticket, total)
+
+
+@gluon.jit
+def _hand_out(tile, place, n, slots_ptr, tile_full, tile_empty):
+    """Tell the groups that multiply their n-th tile, with what `_tile_of` says of it: its divisions would delay them."""
+    mbarrier.wait(tile_empty.index(n & 1), n >> 1 & 1 ^ 1)
+    ptr = slots_ptr + (n & 1) * SLOT
+    gl.store(ptr, tile)
+    for i in gl.static_range(len(place)):
+        gl.store(ptr + 1 + i, place[i])
+    mbarrier.arrive(tile_full.index(n & 1))
+
+
+@gluon.jit
+def take(n, slots_ptr, tile_full, tile_empty):
+    """(tile, what `_tile_of` says of it): the n-th of this program."""
+    mbarrier.wait(tile_full.index(n & 1), n >> 1 & 1)
+    ptr = slots_ptr + (n & 1) * SLOT
+    tile = gl.load(ptr, volatile=True)
+    row = gl.load(ptr + 1, volatile=True)
+    head = gl.load(ptr + 2, volatile=True)
+    q_start = gl.load(ptr + 3, volatile=True)
+    q_len = gl.load(ptr + 4, volatile=True)
+    k_start = gl.load(ptr + 5, volatile=True)
+    k_len = gl.load(ptr + 6, volatile=True)
+    last = gl.load(ptr + 7, volatile=True)
+    count = gl.load(ptr + 8, volatile=True)
+    whole = gl.load(ptr + 9, volatile=True)
+    cut = gl.load(ptr + 10, volatile=True)
+    mbarrier.arrive(tile_empty.index(n & 1))
+    return tile, (row, head, q_start, q_len, k_start, k_len, last, count, whole, cut)
+
+
+# ---- the producer
+
+
+@gluon.jit
+def _load(desc, tail_desc, row, col, full, buf, tail):
+    """A box of 16-bit numbers; with `tail_desc` also the columns behind it."""
+    D: gl.constexpr = buf.shape[1]
+    if tail_desc is not None:
+        mbarrier.expect(full, buf.shape[0] * (D + tail.shape[1]) * 2)
+        _load_box(tail_desc, [row, col + D], full, tail)
+    else:
+        mbarrier.expect(full, buf.shape[0] * D * 2)
+    _load_box(desc, [row, col], full, buf)
+
+
+@gluon.jit
+def _fetch(descs, cols, bufs, bars, key, it):
+    """The it-th block of keys and values, from row `key` on, each when its stage is free."""
+    _, k_desc, v_desc, _, k_tail_desc = descs
+    _, k_bufs, v_bufs, _, _, k_tails = bufs
+    k_full, k_empty, v_full, v_empty = bars[2], bars[3], bars[4], bars[5]
+    STAGES: gl.constexpr = k_bufs.shape[0]
+    stage = it % STAGES
+    phase = it // STAGES & 1 ^ 1
+    mbarrier.wait(k_empty.index(stage), phase)
+    _load(k_desc, k_tail_desc, key, cols[0], k_full.index(stage), k_bufs.index(stage), k_tails.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase)
+    _load(v_desc, None, key, cols[1], v_full.index(stage), v_bufs.index(stage), v_bufs.index(stage))
+
+
+@gluon.jit
+def load_tiles(
+    descs, bufs, bars, counter_ptr, slots_ptr, where, GROUP, head_strides,
+    CONSUMERS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    q_desc, _, _, q_tail_desc, _ = descs
+    q_bufs, k_bufs, _, _, q_tails, _ = bufs
+    q_head_stride, k_head_stride, v_head_stride = head_strides
+    N: gl.constexpr = k_bufs.shape[1]
+    Q_BUFS: gl.constexpr = q_bufs.shape[0] // CONSUMERS
+    q_full, q_empty, tile_full, tile_empty = bars[0], bars[1], bars[6], bars[7]
+    total = where[0][0] * where[0][1]
+    it = 0
+    n = 0
+    tile = gl.program_id(0)
+    place = _tile_of(tile, where, CONSUMERS * ROWS, N, RIGHT, LEFT)
+    _hand_out(tile, place, n, slots_ptr, tile_full, tile_empty)
+    while tile < total:
+        row, head, q_start, _q_len, k_start, _k_len, last, count, _whole, _cut = place
+        slot = n % Q_BUFS * CONSUMERS
+        q_phase = n // Q_BUFS & 1
+        for wg in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(slot + wg), q_phase ^ 1)
+            first = q_start + row + wg * ROWS
+            full = q_full.index(slot + wg)
+            _load(q_desc, q_tail_desc, first, head * q_head_stride, full, q_bufs.index(slot + wg), q_tails.index(slot + wg))
+        key = k_start + last * N
+        cols = (head // GROUP * k_head_stride, head // GROUP * v_head_stride)
+        _fetch(descs, cols, bufs, bars, key, it)
+        if count > 1:
+            _fetch(descs, cols, bufs, bars, key - N, it + 1)
+        # A ticket is a trip to L2. Now, while the next blocks' stages are taken; the consumers ask at the end of this tile.
+        n += 1
+        after = _next_tile(counter_ptr, total)
+        place = _tile_of(gl.minimum(after, total - 1), where, CONSUMERS * ROWS, N, RIGHT, LEFT)
+        _hand_out(after, place, n, slots_ptr, tile_full, tile_empty)
+        for j in range(2, count):
+            _fetch(descs, cols, bufs, bars, key - j * N, it + j)
+        it += count
+        tile = after

@@ -1,0 +1,204 @@
+"""Attention without a cache: of a sequence over itself, as encoders and training have it, and of one over another.
+
+Weights are laid out as in `nn.Attention`: the projections of one input are one merged matmul. Sequences are [B, S, E] of equal
+length, or packed, [T, E], with cumulative lengths. Not here: dropout, masks as tensors, caches (`nn.Attention` has one).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.nn.rope import Rope
+
+__all__ = ["CrossAttention", "Lengths", "SelfAttention"]
+
+# B sequences, S tokens of each, T of all, E model features, H query heads, G key/value heads, D head dim, V value head dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Where packed sequences begin and end."""
+
+    cu: Tensor
+    """int32 [B + 1]: sequence b has rows cu[b] .. cu[b + 1]."""
+    longest: int
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, of_q: Lengths | None, of_k: Lengths | None, options: Mapping[str, Any]
+) -> Tensor:  # fmt: skip
+    """`ops.attention`, heads side by side: [..., H V]."""
+    if (of_q is None) != (of_k is None) or (of_q is None) != (q.dim() == 4):
+        raise ValueError(
+            f"attention layer: packed sequences [T, E] want their lengths, sequences [B, S, E] have none; "
+            f"got {list(q.shape[:-2])} tokens and lengths {of_q is not None}, over {list(k.shape[:-2])} and {of_k is not None}"
+        )
+    lengths = {}
+    if of_q is not None and of_k is not None:
+        lengths = {"cu_q": of_q.cu, "max_q": of_q.longest, "cu_k": of_k.cu, "max_k": of_k.longest}
+    out = ops.attention(q, k, v, **lengths, **options)
+    assert isinstance(out, Tensor), "without return_lse there is one result"
+    return out.flatten(-2)
+
+
+class SelfAttention(nn.Module):
+    """Project to q, k, v; rotate q and k (optional); every token attends over its sequence; project back.
+
+    Args:
+        features: E.
+        heads: H, a multiple of kv_heads.
+        kv_heads: G; None for H.
+        head_dim: D; None for E / H.
+        value_dim: V; None for D.
+        causal: a token sees itself and what is before it.
+        window: as `ops.attention` has it: a number, (left, right), or None for all.
+        softcap: as `ops.attention` has it.
+        sinks: whether each head has a learned score that joins its softmax, with the value zero.
+        alibi_slopes: [H] numbers; None for none.
+        rope: the angles; None for no rotation.
+        qkv_bias: whether q, k and v have biases.
+        out_bias: whether the output projection has one.
+
+    Raises:
+        ValueError: heads are no multiple of kv_heads, or features no multiple of heads where no head_dim is given.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        causal: bool = False,
+        window: int | tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi_slopes: Tensor | None = None,
+        rope: Rope | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        kv_heads, head_dim = _checked(features, heads, kv_heads, head_dim)
+        self.heads = (heads, kv_heads, kv_heads)
+        self.widths = (head_dim, head_dim, value_dim or head_dim)
+        self.rope = rope
+        self.options = {"causal": causal, "window": window, "softcap": softcap}
+        parts = [n * width for n, width in zip(self.heads, self.widths, strict=True)]
+        self.qkv = Linear(features, parts, bias=qkv_bias, device=device, dtype=dtype)
+        self.out = Linear(heads * self.widths[2], features, bias=out_bias, device=device, dtype=dtype)
+        self.sinks = empty_parameter(heads, device=device, dtype=dtype) if sinks else None
+        self.alibi_slopes: Tensor | None
+        slopes = None if alibi_slopes is None else alibi_slopes.to(device=device, dtype=torch.float32)
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+
+    def forward(
+        self, x: Tensor, lengths: Lengths | None = None, positions: Tensor | None = None, prefix: int | Tensor | None = None
+    ) -> Tensor:
+        """[B, S, E] -> [B, S, E]; or packed, [T, E] with `lengths` -> [T, E].
+
+        Args:
+            x: the tokens.
+            lengths: of packed sequences.
+            positions: int64, of every token, for the rotation; None for 0, 1, 2 .. in each sequence of equal length.
+            prefix: with causal: keys that every token of a sequence sees.
+
+        Raises:
+            ValueError: lengths do not fit x, or a packed x is to be rotated without positions.
+        """
+        q, k, v = (
+            part.unflatten(-1, (n, -1)) for part, n in zip(self.qkv(x).split(self.qkv.parts, -1), self.heads, strict=True)
+        )
+        if self.rope is not None:
+            q, k = self._rotated(q, k, positions, self.rope)
+        bent = {"prefix": prefix, "sinks": self.sinks, "alibi_slopes": self.alibi_slopes, **self.options}
+        return self.out(_attended(q, k, v, lengths, lengths, bent))
+
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, rope: Rope) -> tuple[Tensor, Tensor]:
+        if positions is None:
+            if q.dim() == 3:
+                raise ValueError("SelfAttention: packed tokens are rotated by their positions: pass positions, int64 [T]")
+            positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
+        shapes = q.shape, k.shape
+        turned = ops.rope(q.flatten(0, -3), k.flatten(0, -3), positions.reshape(-1), rope.cos_sin, rope.interleaved)
+        return turned[0].view(shapes[0]), turned[1].view(shapes[1])
+
+    def extra_repr(self) -> str:
+        return f"{self.heads[0]} heads, {self.heads[1]} kv heads of {self.widths[0]}, {self.options}"
+
+
+class CrossAttention(nn.Module):
+    """Project x to q and a memory to k and v; every token of x attends over all of its memory; project back.
+
+    Args:
+        features: E.
+        heads: H, a multiple of kv_heads.
+        memory_features: of a memory's tokens; None for E.
+        kv_heads: G; None for H.
+        head_dim: D; None for E / H.
+        bias: whether the projections to q, k and v have biases.
+        out_bias: whether the output projection has one.
+
+    Raises:
+        ValueError: heads are no multiple of kv_heads, or features no multiple of heads where no head_dim is given.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        heads: int,
+        memory_features: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        kv_heads, head_dim = _checked(features, heads, kv_heads, head_dim)
+        self.heads = (heads, kv_heads)
+        self.head_dim = head_dim
+        self.q = Linear(features, heads * head_dim, bias=bias, device=device, dtype=dtype)
+        of_memory = features if memory_features is None else memory_features
+        self.kv = Linear(of_memory, [kv_heads * head_dim] * 2, bias=bias, device=device, dtype=dtype)
+        self.out = Linear(heads * head_dim, features, bias=out_bias, device=device, dtype=dtype)
+
+    def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [..., G, D] of a memory [..., M]: constant while x changes, so a decoder keeps them."""
+        k, v = self.kv(memory).unflatten(-1, (2, self.heads[1], self.head_dim)).unbind(-3)
+        return k, v
+
+    def forward(
+        self, x: Tensor, kv: tuple[Tensor, Tensor], lengths: Lengths | None = None, memory_lengths: Lengths | None = None
+    ) -> Tensor:
+        """[B, S, E] over `kv`, what `keys_and_values` made of [B, SM, M] -> [B, S, E]; or packed, both with their lengths.
+
+        Raises:
+            ValueError: lengths do not fit x and kv.
+        """
+        q = self.q(x).unflatten(-1, (self.heads[0], self.head_dim))
+        return self.out(_attended(q, *kv, lengths, memory_lengths, {}))
+
+    def extra_repr(self) -> str:
+        return f"{self.heads[0]} heads, {self.heads[1]} kv heads of {self.head_dim}"
+
+
+def _checked(features: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """(kv_heads, head_dim) with what stands for None put in."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"attention layer: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+    if head_dim is None and features % heads:
+        raise ValueError(f"attention layer: {features} features are no multiple of {heads} heads: pass head_dim")
+    return kv_heads, features // heads if head_dim is None else head_dim
