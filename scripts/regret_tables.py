@@ -37,6 +37,7 @@ def _intro(environment: Mapping[str, Any], counts: Mapping[str, int], study: Stu
 
 Every valid config of {len(study.keys)} problems, as far as the time went: {len(study.us)} candidates measured ({facts}).
 Not measured: {failed}. *Regret* of a choice is its time over the least of all measured candidates of that problem, less 1.
+What was measured of implementations that are no more (`split_kv`, decoding before `stream`) is left out.
 
 - *default*: what an untuned program runs, as the spaces are today.
 - *model, top 1*: the first in the analytical model's order (`tilewright/tune/model.py`), nothing measured.

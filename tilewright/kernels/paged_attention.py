@@ -12,18 +12,21 @@ The incremental softmax (Milakov and Gimelshein, "Online normalizer calculation 
 exp2(s - m) and the weighted sum of values acc. A new tile with maximum m' rescales l and acc by exp2(m - m'). Scores are
 scaled by log2(e) once, so that the hardware's exp2 serves.
 
-Two schedules:
-- `split_kv`, one query a sequence (decode), limited by the bytes of the cache: a program takes one key/value head of one
-  sequence and a range of its keys; the H / G query heads of that head share the tile. Several programs share a sequence;
-  the last to finish combines their (m, l, acc), in the order of the ranges. How many there are follows from the batch and
-  the card; how long a range is, from the length on the device: no host sync, one launch, safe in a CUDA graph.
+The caches have q's dtype, or hold codes of 8 bits, int8 or float8 e4m3, with a float32 scale for each token and head,
+k = code * k_scale; values are then stored by columns, [P, G, D, S]. Attention sinks are a logit for each head that takes weight
+in the softmax and has no value.
+
+Three schedules:
+- `stream` (paged_stream.py), few queries a sequence (decode), limited by the bytes of the cache: all programs get equal shares
+  of all keys, whatever the lengths; the last to finish a sequence combines what its programs found.
 - `varlen`, any lengths: a program takes one key/value head and a tile of queries x shared heads, walks the keys from the
   first, and masks only where the diagonal or the window passes.
-
 - `invariant` is `varlen` with one tile for every batch, so that a row's bits are the same in prefill, in a chunk and in decode.
 
-Not supported: backward, dropout, biases, non-causal masks, caches in 8 bits. Block table entries are trusted on a GPU.
+Not supported: backward, dropout, biases, non-causal masks, soft caps. Lengths and block tables are trusted on a GPU.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +34,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewright.formats import encode
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import attention_arguments
-from tilewright.kernels.paged_space import INVARIANT_SPACE, SPLIT_SPACE, VARLEN_SPACE, problem_of
-from tilewright.kernels.paged_walk import walk
+from tilewright.kernels.paged_space import CODES, INVARIANT_SPACE, VARLEN_SPACE, codes_of, misfit, problem_of, value_shape
+from tilewright.kernels.paged_stream import STREAM
+from tilewright.kernels.paged_walk import normalise, walk
 from tilewright.kernels.shapes import next_pow2
-from tilewright.kernels.work import split_work, varlen_work
-from tilewright.kernels.workspace import tickets
+from tilewright.kernels.work import varlen_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
@@ -53,13 +57,35 @@ def _gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     return held.transpose(0, 1).reshape(heads, -1, dim)[:, :length]
 
 
+def _decoded(cache: Tensor, scale: Tensor | None, by_columns: bool, dtype: torch.dtype) -> Tensor:
+    """A cache as numbers [P, G, S, D]."""
+    if scale is None:
+        return cache
+    numbers = cache.to(dtype)
+    return (numbers.mT if by_columns else numbers) * scale[..., None].to(dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+    """q [1, G, rows, D], k and v [1, G, n, D], sinks [G, rows]: logits that take weight and have no value."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = scale * (q.to(wide) @ k.to(wide).mT)
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    weights = torch.cat((scores, sinks.to(wide)[None, :, :, None]), -1).softmax(-1)[..., :-1]
+    return (weights @ v.to(wide)).to(q.dtype)
+
+
 def _reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     kv_heads, dim = k_cache.shape[1], q.shape[2]
     group = q.shape[1] // kv_heads
+    wide = q.dtype if k_scale is None else torch.promote_types(q.dtype, torch.float32)
     bounds, lengths = cu_q.tolist(), kv_lens.tolist()
+    keys, values = _decoded(k_cache, k_scale, False, wide), _decoded(v_cache, v_scale, True, wide)
     outputs = []
     for b, length in enumerate(lengths):
         rows = q[bounds[b] : bounds[b + 1]] if len(lengths) > 1 else q
@@ -67,16 +93,18 @@ def _reference(
         if count == 0 or length == 0:
             outputs.append(torch.zeros_like(rows))
             continue
-        k, v = (_gather(cache, block_table[b], length) for cache in (k_cache, v_cache))
+        k, v = (_gather(cache, block_table[b], length) for cache in (keys, values))
         mask = None
         if count > 1 or window is not None:
             at = torch.arange(length - count, length, device=q.device).repeat_interleave(group)[:, None]
-            keys = torch.arange(length, device=q.device)[None, :]
-            mask = (keys <= at) if window is None else (keys <= at) & (keys > at - window)
+            others = torch.arange(length, device=q.device)[None, :]
+            mask = (others <= at) if window is None else (others <= at) & (others > at - window)
         # The heads that share keys become rows of one head: query 0's heads, then query 1's ...
         rows = rows.view(-1, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-        out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)
-        outputs.append(out.view(kv_heads, -1, group, dim).transpose(0, 1).reshape(count, -1, dim))
+        out = _attend(
+            rows.to(wide), k[None], v[None], mask, scale, None if sinks is None else sinks.view(-1, group).repeat(1, count)
+        )
+        outputs.append(out.to(q.dtype).view(kv_heads, -1, group, dim).transpose(0, 1).reshape(count, -1, dim))
     return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -85,7 +113,7 @@ def _reference(
 
 def _cost(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
 ) -> Cost:  # fmt: skip
     """Waits for the device: the work depends on the lengths."""
     heads, dim = q.shape[1:]
@@ -94,7 +122,8 @@ def _cost(
         span = length if window is None else min(length, window + max(queries - 1, 0))
         keys += span
         pairs += sum(min(length - i, window or length) for i in range(min(queries, length)))
-    kv_bytes = 2 * keys * k_cache.shape[1] * dim * k_cache.element_size()
+    scale_bytes = 0 if k_scale is None else k_scale.element_size()
+    kv_bytes = 2 * keys * k_cache.shape[1] * (dim * k_cache.element_size() + scale_bytes)
     return Cost(flops=4 * pairs * heads * dim, bytes=2 * q.nbytes + kv_bytes)
 
 
@@ -104,6 +133,7 @@ def _cost(
 def _example(
     label: str, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (4, 2), dim: int = 32,
     page_size: int = 16, window: int | None = None, dtype: torch.dtype = torch.bfloat16,
+    format: str = "", sinks: bool = False,
 ) -> Example:  # fmt: skip
     """`lengths`: (query length, total length) of each sequence. Pages are scattered; what lies past a length is NaN."""
 
@@ -122,13 +152,19 @@ def _example(
             at += count
         for cache in caches:
             cache[order[at:]] = float("nan")
+        scales: Sequence[Tensor | None] = (None, None)
+        if format:
+            # The scale of what is not there is NaN, and so is all that is read of it.
+            coded = [encode(cache, format) for cache in caches]
+            caches, scales = [coded[0][0], coded[1][0].mT.contiguous()], [scale.squeeze(-1) for _, scale, _ in coded]
         ends = [0]
         for queries, _ in lengths:
             ends.append(ends[-1] + queries)
         q = inputs.randn(ends[-1], heads[0], dim, dtype=dtype)
         kv_lens = inputs.tensor([kv for _, kv in lengths], torch.int32)
         longest = max(queries for queries, _ in lengths)
-        return q, *caches, table, kv_lens, inputs.tensor(ends, torch.int32), longest, dim**-0.5, window
+        ends, sink = inputs.tensor(ends, torch.int32), inputs.randn(heads[0]) if sinks else None
+        return q, *caches, table, kv_lens, ends, longest, dim**-0.5, window, *scales, sink
 
     return Example(label, make)
 
@@ -141,88 +177,23 @@ EXAMPLES = (
     _example("mixed", ((1, 40), (5, 69), (0, 16), (1, 1), (17, 17))),
     _example("window", ((20, 70), (3, 3)), window=9),
     _example("ragged-heads", ((5, 21),), heads=(6, 2), dim=24, page_size=4, dtype=torch.float16),
+    _example("few", ((3, 300), (16, 16), (0, 40), (1, 77)), page_size=32),
+    _example("few-window", ((16, 130), (2, 9)), heads=(2, 2), page_size=64, window=30, sinks=True),
+    _example("sinks", ((1, 200), (1, 0), (1, 1)), dim=64, page_size=128, sinks=True, dtype=torch.float32),
+    _example("int8", ((1, 150), (1, 1), (1, 300)), format="int8"),
+    _example("fp8", ((2, 150), (1, 17)), dim=64, format="fp8", dtype=torch.float16),
+    _example("int8-prefill", ((40, 150), (1, 17)), format="int8", page_size=64, sinks=True),
 )
 
 # ---- kernels
 
 
-@triton.jit
-def _combine(part_ptr, used, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(acc, l) over the first `used` partial results [SPLITS, BLOCK_M, BLOCK_D + 2]: acc, m, l in each row."""
-    rows = tl.arange(0, BLOCK_M)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    for i in range(used):
-        part = part_ptr + (i * BLOCK_M + rows) * (BLOCK_D + 2)
-        # .cg: another SM wrote these, so this SM's L1 must not answer.
-        m_i = tl.load(part + BLOCK_D, cache_modifier=".cg")
-        l_i = tl.load(part + BLOCK_D + 1, cache_modifier=".cg")
-        acc_i = tl.load(part[:, None] + tl.arange(0, BLOCK_D)[None, :], cache_modifier=".cg")
-        m_new = tl.maximum(m, m_i)
-        old, new = tl.exp2(m - m_new), tl.exp2(m_i - m_new)
-        acc = acc * old[:, None] + acc_i * new[:, None]
-        l = l * old + l_i * new
-        m = m_new
-    return acc, l
-
-
-@triton.jit(do_not_specialize=["table_row_stride", "window"])
-def _split_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, kv_lens_ptr, o_ptr, part_ptr, ticket_ptr,
-    q_row_stride, table_row_stride, scale_log2, window,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    split = tl.program_id(0)
-    g = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    heads = g * GROUP + rows
-    live = (rows < GROUP)[:, None] & (dims < D)[None, :]
-    o_ptrs = o_ptr + (b * G * GROUP + heads)[:, None] * D + dims[None, :]
-    kv_len = tl.load(kv_lens_ptr + b)
-    at = tl.full([BLOCK_M], kv_len - 1, tl.int32)
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(0, kv_len - window) // BLOCK_N * BLOCK_N
-    # Every range but the last is full; `used` ranges hold keys, and at least one program answers for a row without keys.
-    span = tl.cdiv(tl.cdiv(kv_len - begin, SPLITS), BLOCK_N) * BLOCK_N
-    used = tl.maximum(1, tl.cdiv(kv_len - begin, tl.maximum(span, 1)))
-    if split >= used:
-        return
-    first = begin + split * span
-    last = tl.minimum(first + span, kv_len)
-    q = tl.load(q_ptr + b * q_row_stride + heads[:, None] * D + dims[None, :], mask=live, other=0.0)
-    PAGE_STRIDE: tl.constexpr = G * S * D
-    acc, m, l = walk(
-        q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, table_ptr + b * table_row_stride, first, last, kv_len, at,
-        kv_len - 1, scale_log2, window, PAGE_STRIDE, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW,
-    )  # fmt: skip
-    out = o_ptr.dtype.element_ty
-    if used == 1:
-        tl.store(o_ptrs, (acc / tl.where(l == 0.0, 1.0, l)[:, None]).to(out), mask=live)
-        return
-    ROW: tl.constexpr = BLOCK_D + 2
-    base = part_ptr + (b * G + g) * SPLITS * BLOCK_M * ROW
-    mine = base + split * BLOCK_M * ROW + rows * ROW
-    tl.store(mine[:, None] + dims[None, :], acc)
-    tl.store(mine + BLOCK_D, m)
-    tl.store(mine + BLOCK_D + 1, l)
-    tl.debug_barrier()
-    ticket = tl.atomic_add(ticket_ptr + b * G + g, 1, sem="acq_rel", scope="gpu")
-    if ticket == used - 1:
-        tl.store(ticket_ptr + b * G + g, 0)
-        acc, l = _combine(base, used, BLOCK_M, BLOCK_D)
-        tl.store(o_ptrs, (acc / l[:, None]).to(out), mask=live)
-
-
 @triton.jit(do_not_specialize=["batch", "table_row_stride", "window"])
 def _varlen_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
     batch, q_row_stride, table_row_stride, scale_log2, window,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, HEAD_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -248,7 +219,8 @@ def _varlen_kernel(
     dims = tl.arange(0, BLOCK_D)
     queries = q_first + rows // GROUP
     heads = g * GROUP + rows % GROUP
-    live = ((queries < q_len) & (rows < BLOCK_Q * GROUP))[:, None] & (dims < D)[None, :]
+    live_rows = (queries < q_len) & (rows < BLOCK_Q * GROUP)
+    live = live_rows[:, None] & (dims < D)[None, :]
     tokens = (q_begin + queries).to(tl.int64)
     q = tl.load(q_ptr + (tokens * q_row_stride + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
     at = kv_len - q_len + queries
@@ -259,11 +231,12 @@ def _varlen_kernel(
     last = tl.minimum(kv_len, first_at + BLOCK_Q)
     PAGE_STRIDE: tl.constexpr = G * S * D
     table_ptr += b.to(tl.int64) * table_row_stride
-    acc, _, l = walk(  # pyright: ignore[reportGeneralTypeIssues] (it follows the literal first = 0 into no return)
-        q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, table_ptr, first, last, kv_len, at, first_at, scale_log2,
-        window, PAGE_STRIDE, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW,
+    acc, m, l = walk(  # pyright: ignore[reportGeneralTypeIssues] (it follows the literal first = 0 into no return)
+        q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, k_scale_ptr + g * HEAD_SCALES, v_scale_ptr + g * HEAD_SCALES,
+        table_ptr, first, last, kv_len, at, first_at, scale_log2, window,
+        PAGE_STRIDE, G * HEAD_SCALES, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, CODED, True,
     )  # fmt: skip
-    o = (acc / tl.where(l == 0.0, 1.0, l)[:, None]).to(o_ptr.dtype.element_ty)
+    o = normalise(acc, m, l, sink_ptr, heads, live_rows, HAS_SINKS).to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + (tokens * G * GROUP * D + heads * D)[:, None] + dims[None, :], o, mask=live)
 
 
@@ -272,31 +245,9 @@ def _varlen_kernel(
 _LOG2_E = 1.4426950408889634
 
 
-def _split_launch(
-    config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
-    (_, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
-    o = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device)
-    group, block_d, splits = heads // kv_heads, max(16, next_pow2(dim)), config["SPLITS"]
-    block_m = max(16, next_pow2(group))
-    if not batch:
-        return o
-    part, ticket = o, o
-    if splits > 1:
-        part = torch.empty(batch * kv_heads * splits * block_m * (block_d + 2), dtype=torch.float32, device=q.device)
-        ticket = tickets(q.device, batch * kv_heads)
-    _split_kernel[(splits, kv_heads, batch)](
-        q, k_cache, v_cache, block_table, kv_lens, o, part, ticket,
-        q.stride(0), block_table.stride(0), scale * _LOG2_E, window or 0,
-        G=kv_heads, GROUP=group, D=dim, S=page_size, HAS_WINDOW=window is not None, BLOCK_M=block_m, BLOCK_D=block_d, **config,
-    )  # fmt: skip
-    return o
-
-
 def _varlen_launch(
     config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (tokens, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
     o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
@@ -304,9 +255,12 @@ def _varlen_launch(
     tiles = tokens // (config["BLOCK_M"] // group) + batch
     if tokens:
         _varlen_kernel[(tiles, kv_heads)](
-            q, k_cache, v_cache, block_table, kv_lens, cu_q, o,
+            q, codes_of(k_cache), codes_of(v_cache), q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+            q if sinks is None else sinks, block_table, kv_lens, cu_q, o,
             batch, q.stride(0), block_table.stride(0), scale * _LOG2_E, window or 0,
-            G=kv_heads, GROUP=group, D=dim, S=page_size, HAS_WINDOW=window is not None, BLOCK_D=block_d, **config,
+            G=kv_heads, GROUP=group, D=dim, S=page_size, HAS_WINDOW=window is not None, CODED=k_scale is not None,
+            HEAD_SCALES=0 if k_scale is None else k_scale.stride(1),
+            HAS_SINKS=sinks is not None, BLOCK_D=block_d, **config,
         )  # fmt: skip
     return o
 
@@ -322,13 +276,7 @@ paged_attention_op = Op(
     rows_in_problem=True,
     roundings=2,  # the softmax's weights, then the result
     impls=(
-        Impl(
-            name="split_kv",
-            launch=_split_launch,
-            space=SPLIT_SPACE,
-            refuse=lambda device, problem: None if problem.decode else "takes one query a sequence",
-            work=split_work,
-        ),
+        STREAM,
         Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
         Impl(name="invariant", launch=_varlen_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),
     ),
@@ -337,22 +285,37 @@ paged_attention_op = Op(
 # ---- public function
 
 
+def _check_codes(q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    if (k_cache.dtype in CODES) != (k_scale is not None) or (k_scale is None) != (v_scale is None):
+        raise ValueError(
+            f"paged_attention: caches of {k_cache.dtype} with k_scale {'absent' if k_scale is None else 'given'} and v_scale "
+            f"{'absent' if v_scale is None else 'given'}: int8 and float8_e4m3fn want both, {q.dtype} wants none"
+        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and (why := misfit(scale, k_cache, k_scale)):
+            raise ValueError(f"paged_attention: {name} {why}")
+
+
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
     max_q_len: int, scale: float, window: int | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of packed queries over a paged cache that already holds their own keys and values.
 
     Args:
         q: [T, H, D] bf16, fp16 or fp32, heads dense; H a multiple of G.
-        k_cache: [P, G, S, D] of q's dtype, contiguous.
-        v_cache: like k_cache.
+        k_cache: [P, G, S, D] of q's dtype, contiguous; or codes of int8 or float8_e4m3fn.
+        v_cache: like k_cache; codes by columns, [P, G, D, S].
         block_table: [B, max_pages] int32, the page of each S tokens of a sequence.
         kv_lens: [B] int32, tokens of each sequence in the cache, this call's included.
         cu_q: [B + 1] int32, where each sequence's queries start in q.
         max_q_len: the longest query length; 1 means that every sequence brings exactly one query (decode).
         scale: factor on q . k.
         window: each query sees at most this many keys, its own included; None for all.
+        k_scale: [P, G, S] float32, what a key's codes are multiplied by; for caches of codes only.
+        v_scale: likewise for values, with the same strides: both may be views of one [P, G, 2, S].
+        sinks: [H], a logit for each head that takes part in the softmax and has no value; None for none.
 
     Returns:
         [T, H, D] of q's dtype, contiguous. Sequences with kv_lens 0 give zeros.
@@ -360,22 +323,35 @@ def paged_attention(
     Raises:
         ValueError: shapes, dtypes or layouts do not fit.
     """
-    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
+    if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or v_cache.shape != value_shape(k_cache):
         raise ValueError(
-            "paged_attention: wants q [T, H, D] and caches [P, G, S, D] with one D; "
+            "paged_attention: wants q [T, H, D] and caches [P, G, S, D] with one D, values in codes [P, G, D, S]; "
             f"got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         )
     if q.shape[1] % k_cache.shape[1]:
         raise ValueError(f"paged_attention: {q.shape[1]} query heads are no multiple of {k_cache.shape[1]} key/value heads")
-    if not (q.dtype == k_cache.dtype == v_cache.dtype):
-        raise ValueError(f"paged_attention: dtypes differ: q {q.dtype}, caches {k_cache.dtype}, {v_cache.dtype}")
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *CODES):
+        raise ValueError(
+            f"paged_attention: dtypes differ: q {q.dtype}, caches {k_cache.dtype}, {v_cache.dtype}; wanted caches of q's "
+            "dtype, or both of int8 or float8_e4m3fn with scales"
+        )
+    _check_codes(q, k_cache, k_scale, v_scale)
+    if q.stride(2) != 1 or q.stride(1) != q.shape[2] or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError(
+            f"paged_attention: wants q with dense heads and contiguous caches; got strides {q.stride()}, {k_cache.stride()}, "
+            f"{v_cache.stride()}: call .contiguous() first"
+        )
     if cu_q.shape[0] != kv_lens.shape[0] + 1 or block_table.shape[0] != kv_lens.shape[0]:
         raise ValueError(
             f"paged_attention: for kv_lens [{kv_lens.shape[0]}] wants cu_q one longer and as many rows in block_table; "
             f"got {tuple(cu_q.shape)} and {tuple(block_table.shape)}"
         )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"paged_attention: sinks must be [{q.shape[1]}], one a query head; got {tuple(sinks.shape)}")
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1, or None for all keys; got {window}")
     if max_q_len == 1 and q.shape[0] != kv_lens.shape[0]:
         raise ValueError(f"paged_attention: max_q_len 1 wants one query a sequence; got {q.shape[0]} for {kv_lens.shape[0]}")
-    return paged_attention_op(q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window)
+    return paged_attention_op(
+        q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks
+    )

@@ -9,64 +9,127 @@ from tilewright.hw.device import Device
 from tilewright.kernels.shapes import next_pow2
 from tilewright.tune.space import Config, Space
 
-__all__ = ["INVARIANT_SPACE", "SPLIT_SPACE", "VARLEN_SPACE", "Problem", "problem_of"]
+__all__ = [
+    "CODES",
+    "FEW_QUERIES",
+    "INVARIANT_SPACE",
+    "STREAM_SPACE",
+    "VARLEN_SPACE",
+    "Problem",
+    "codes_of",
+    "misfit",
+    "problem_of",
+    "stream_refusal",
+    "value_shape",
+]
+
+CODES = (torch.int8, torch.float8_e4m3fn)
+"""What caches of 8 bits hold."""
+FEW_QUERIES = 16
+"""As many queries a sequence as speculative and multi-token decoding bring."""
 
 
 class Problem(NamedTuple):
-    """What a schedule depends on. `batch` is rounded up to a power of two."""
+    """What a schedule depends on. `batch` is rounded up to a power of two.
+
+    cache: the caches' dtype, the queries' or one of codes.
+    queries: of a sequence at most, 1 (decode), FEW_QUERIES or 0 for more.
+    """
 
     dtype: torch.dtype
+    cache: torch.dtype
     heads: int
     kv_heads: int
     head_dim: int
     page_size: int
     batch: int
-    decode: bool
+    queries: int
 
     @property
     def group(self) -> int:
         """Query heads that share a key/value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def row_bytes(self) -> int:
+        """A key of one head in the cache."""
+        return self.cache.itemsize * self.head_dim
+
 
 def problem_of(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None,
+    max_q_len: int, *rest: object,
 ) -> Problem:  # fmt: skip
     _, kv_heads, page_size, dim = k_cache.shape
-    return Problem(q.dtype, q.shape[1], kv_heads, dim, page_size, next_pow2(kv_lens.shape[0]), max_q_len == 1)
+    queries = 1 if max_q_len == 1 else FEW_QUERIES if max_q_len <= FEW_QUERIES else 0
+    return Problem(q.dtype, k_cache.dtype, q.shape[1], kv_heads, dim, page_size, next_pow2(kv_lens.shape[0]), queries)
+
+
+def value_shape(k_cache: Tensor) -> torch.Size:
+    """Of the values that go with keys [P, G, S, D]: codes are stored by columns (paged_walk.py says why)."""
+    return k_cache.mT.shape if k_cache.dtype in CODES else k_cache.shape
+
+
+def misfit(scale: Tensor, k_cache: Tensor, other: Tensor | None) -> str | None:
+    """Why a scale does not go with a cache of codes [P, G, S, D] and the other scale, or None when it does."""
+    want, step = k_cache.shape[:3], scale.stride(1) if scale.dim() == 3 else 0
+    strides = (want[1] * step, step, 1)
+    if scale.shape != want or scale.dtype != torch.float32:
+        return f"must be {tuple(want)} float32; got {tuple(scale.shape)} {scale.dtype}"
+    if scale.stride() != strides or (other is not None and other.stride() != strides):
+        got = scale.stride() if other is None else (scale.stride(), other.stride())
+        return f"must have strides ({want[1]} n, n, 1), and both scales the same; got {got}"
+    return None
+
+
+def codes_of(cache: Tensor) -> Tensor:
+    """A cache as kernels take it: float8 as bytes, which every card can read."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _smem_refusal(device: Device, problem: Problem, config: Config) -> str | None:
-    tile_bytes = config["BLOCK_N"] * next_pow2(problem.head_dim) * problem.dtype.itemsize
+    tile_bytes = config["BLOCK_N"] * next_pow2(problem.head_dim) * problem.cache.itemsize
     used = 2 * config["num_stages"] * tile_bytes
     return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
 
 
-def _split_default(device: Device, problem: Problem) -> Config:
-    # Measured on an H100 (docs/log.md#paged-decode): one program a (sequence, head) once they fill the card about four
-    # times; below, more than 16 ranges cost more in the combination than they bring.
-    splits = next_pow2(4 * device.sms // (problem.batch * problem.kv_heads) + 1) // 2
-    splits = max(1, min(16, splits))
-    row_bytes = problem.dtype.itemsize * problem.head_dim
-    # Tiles of 128 keys where one program walks them all, and where rows are short: 64 of 128 bytes are too little under way
-    # (H100, 32 sequences of 500 to 4000 tokens, 16 heads of 64: 73 us, with 128 keys and 4 stages 66).
-    wide = {"SPLITS": splits, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3 if splits == 1 else 4}
-    if (row_bytes <= 128 or (splits == 1 and row_bytes <= 256)) and _smem_refusal(device, problem, wide) is None:
-        return wide
-    return {"SPLITS": splits, "BLOCK_N": 64 if row_bytes <= 256 else 32, "num_warps": 4, "num_stages": 2}
+_MOST_ROWS = 128
 
 
-SPLIT_SPACE = Space(
-    default=_split_default,
-    axes={"SPLITS": (1, 2, 4, 8, 16, 32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)},
+def stream_refusal(device: Device, problem: Problem) -> str | None:
+    """Rows that are too many for one tile."""
+    if not problem.queries:
+        return f"takes at most {FEW_QUERIES} queries a sequence"
+    rows = problem.queries * problem.group
+    return f"{rows} rows, queries times heads that share keys, are more than {_MOST_ROWS}" if rows > _MOST_ROWS else None
+
+
+def _stream_default(device: Device, problem: Problem) -> Config:
+    tall = problem.queries * problem.group > 16  # 64 rows and more: a warpgroup's registers and shared memory hold the tile
+    if tall:
+        return {"PER_SM": 2, "BLOCK_N": 64 if problem.row_bytes <= 256 else 32, "num_warps": 4, "num_stages": 2, "maxnreg": 240}
+    # H100, 32/8 heads of 128 (docs/log.md#paged-decode): without a limit ptxas takes 168 to 250 registers, and with them the
+    # room for a further block; more blocks an SM mean more parts to combine. Codes are half as many bytes a key: wider tiles.
+    block_n = 128 if problem.row_bytes <= 128 else 64 if problem.row_bytes <= 256 else 32
+    return {"PER_SM": 2, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+
+
+STREAM_SPACE = Space(
+    default=_stream_default,
+    axes={
+        "PER_SM": (1, 2, 4, 8),
+        "BLOCK_N": (32, 64, 128),
+        "num_warps": (4,),
+        "num_stages": (2, 3),
+        "maxnreg": (128, 168, 240),
+    },
     refusal=_smem_refusal,
 )
 
 
 def _varlen_default(device: Device, problem: Problem) -> Config:
     small = problem.dtype.itemsize > 2 or problem.head_dim > 128
-    if problem.decode:
+    if problem.queries == 1:
         return {"BLOCK_M": max(16, next_pow2(problem.group)), "BLOCK_N": 32 if small else 64, "num_warps": 4, "num_stages": 2}
     # The config of `invariant`. H100, mixtures of prefill, chunks and decoding: at most 15 % from the best of all, with 128
     # rows and 8 warps up to 49 % (docs/regret.md). Where the accumulators are a warp's own it spills.

@@ -1,0 +1,183 @@
+"""What conformance cannot say of paged attention: every split, page size, number of queries, codes, bad input, invariance."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+
+from tests import conformance
+from tilewright import ops
+from tilewright.formats import encode
+from tilewright.hw.device import CARD_OF_ARCH, device_of
+from tilewright.kernels import paged_stream
+from tilewright.kernels.paged_attention import _example, paged_attention_op
+from tilewright.kernels.paged_stream import STREAM
+from tilewright.op import Inputs, invariant
+
+DEVICE = device_of(0 if torch.cuda.is_available() else -1)
+WHERE = "cuda" if DEVICE.kind == "cuda" else "cpu"
+needs_triton = pytest.mark.skipif(not DEVICE.runs_triton, reason="no GPU here: run with TRITON_INTERPRET=1")
+FEW_SMS = replace(DEVICE, sms=3)
+IMPLS = {impl.name: impl for impl in paged_attention_op.impls}
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ranges, and three programs for each of PER_SM: an H100's 132 SMs would take the interpreter minutes."""
+    monkeypatch.setattr(paged_stream, "device_of", lambda index: FEW_SMS)
+    monkeypatch.setattr(paged_stream, "LEAST", 32)
+
+
+def small(**more: Any) -> dict[str, Any]:
+    """A config of `stream` with tiles that short sequences have several of."""
+    return {"PER_SM": 1, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168} | more
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("lengths", "more"),
+    [
+        (((1, 96), (1, 1), (1, 32), (1, 0), (1, 33)), {}),  # ranges end at, before and behind a sequence's end
+        (((1, 330), (1, 3)), {"PER_SM": 3}),  # one sequence for all programs, a hundred times the other
+        (((1, 100),) * 4, {"PER_SM": 2}),  # every range begins inside a sequence
+        (((1, 64), (1, 40)), {"BLOCK_N": 128}),  # no sequence is cut
+    ],
+)
+def test_every_way_to_cut(lengths: Any, more: dict[str, int]) -> None:
+    example = _example("", lengths, heads=(2, 1), dim=16)
+    conformance.check(paged_attention_op, STREAM, small(**more), example.make(Inputs(WHERE, seed=1)))
+
+
+@needs_triton
+def test_more_sequences_than_a_program_counts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 260
+    if DEVICE.kind == "interpret":  # where a kernel may be changed, and 260 sequences take a minute
+        monkeypatch.setattr(paged_stream, "_COUNTED", tl.constexpr(8))
+        count = 21
+    example = _example("", tuple((1, i * 37 % 50) for i in range(count)), heads=(1, 1), dim=16)
+    conformance.check(paged_attention_op, STREAM, small(), example.make(Inputs(WHERE, seed=2)))
+
+
+@needs_triton
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("format", ["", "int8", "fp8"])
+def test_page_sizes(page_size: int, format: str) -> None:
+    example = _example("", ((1, page_size + 1), (1, 2 * page_size), (1, page_size - 1)), (2, 1), 32, page_size, format=format)
+    conformance.check(paged_attention_op, STREAM, small(), example.make(Inputs(WHERE, seed=3)))
+
+
+@needs_triton
+@pytest.mark.parametrize("queries", [2, 5, 16])
+@pytest.mark.parametrize(("window", "sinks", "format"), [(None, False, ""), (7, True, ""), (40, False, "int8")])
+def test_few_queries(queries: int, window: int | None, sinks: bool, format: str) -> None:
+    lengths = ((queries, 90), (1, 1), (0, 20), (queries - 1, queries - 1))
+    example = _example("", lengths, (4, 2), 16, 16, window, torch.float32, format, sinks)
+    conformance.check(paged_attention_op, STREAM, small(), example.make(Inputs(WHERE, seed=4)))
+
+
+@needs_triton
+@pytest.mark.parametrize("format", ["", "int8", "fp8"])
+def test_a_row_does_not_depend_on_its_batch(format: str) -> None:
+    """Alone, beside others, prefilled in chunks, and as the last token decoded: the same bits."""
+    q, k, v, table, lens, cu, _, scale, window, k_scale, v_scale, sinks = _example(
+        "", ((40, 100), (3, 9), (1, 70)), (2, 1), 16, format=format
+    ).make(Inputs(WHERE, seed=5))
+
+    def attend(rows: Tensor, sequence: Any, lengths: list[int], counts: list[int]) -> Tensor:
+        ends = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=WHERE)
+        held = torch.tensor(lengths, dtype=torch.int32, device=WHERE)
+        longest = max(counts)
+        with invariant():
+            return ops.paged_attention(rows, k, v, table[sequence], held, ends, longest, scale, window, k_scale, v_scale, sinks)
+
+    together = attend(q, slice(None), lens.tolist(), cu.diff().tolist())
+    assert torch.equal(attend(q[:40], slice(0, 1), [100], [40]), together[:40])
+    chunks = [attend(q[:25], slice(0, 1), [85], [25]), attend(q[25:40], slice(0, 1), [100], [15])]
+    assert torch.equal(torch.cat(chunks), together[:40])
+    assert torch.equal(attend(q[39:40], slice(0, 1), [100], [1]), together[39:40])
+
+
+@pytest.mark.parametrize(("format", "least_cosine", "most_error"), [("int8", 0.9999, 0.05), ("fp8", 0.999, 0.2)])
+def test_codes_cost_little_accuracy(format: str, least_cosine: float, most_error: float) -> None:
+    """Against a cache of bf16: the cosine of all results, and the largest error in units of their RMS."""
+    make = _example("", ((1, 300), (1, 100)), (2, 1), 64).make
+    q, k, v, *rest = make(Inputs("cpu", seed=6))
+    k, v = (torch.nan_to_num(cache) for cache in (k, v))
+    plain = ops.paged_attention(q, k, v, *rest[:6]).float()
+    (k_codes, k_scale, _), (v_codes, v_scale, _) = encode(k, format), encode(v, format)
+    coded = ops.paged_attention(
+        q, k_codes, v_codes.mT.contiguous(), *rest[:6], k_scale=k_scale.squeeze(-1), v_scale=v_scale.squeeze(-1)
+    ).float()
+    assert F.cosine_similarity(plain.flatten(), coded.flatten(), 0) > least_cosine
+    assert (plain - coded).abs().max() / plain.square().mean().sqrt() < most_error
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_what_is_written_is_read(format: str) -> None:
+    """Tokens written to a cache of codes, one by one and many at once, are attended to as their numbers are."""
+    x = Inputs("cpu", seed=7)
+    k, v = (x.randn(20, 2, 32) for _ in range(2))
+    dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[format]
+    k_cache, v_cache = torch.zeros(3, 2, 16, 32).to(dtype), torch.zeros(3, 2, 32, 16).to(dtype)
+    k_scale, v_scale = torch.full((3, 2, 16), torch.nan), torch.full((3, 2, 16), torch.nan)
+    slots = torch.arange(32, 52) % 48  # page 2, then page 0
+    for part in (slice(0, 19), slice(19, 20)):
+        ops.kv_cache_write(k[part], v[part], k_cache, v_cache, slots[part], k_scale, v_scale)
+    table, lens, cu = (torch.tensor(t, dtype=torch.int32) for t in ([[2, 0]], [20], [0, 1]))
+    q = x.randn(1, 4, 32)
+    got = ops.paged_attention(q, k_cache, v_cache, table, lens, cu, 1, 0.2, None, k_scale, v_scale)
+    want = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=0.2, enable_gqa=True
+    )[0].transpose(0, 1)
+    assert (got - want).abs().max() < (0.02 if format == "int8" else 0.1) * want.abs().max()
+
+
+# ---- bad input
+
+GOOD = _example("", ((1, 20), (1, 3)), (4, 2), 16).make(Inputs("cpu"))
+CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "words"),
+    [
+        (GOOD, {0: GOOD[0][..., :8]}, "caches [P, G, S, D] with one D"),
+        (GOOD, {0: GOOD[0][:, :3]}, "3 query heads are no multiple of 2"),
+        (GOOD, {1: GOOD[1].half()}, "dtypes differ"),
+        (GOOD, {0: GOOD[0].mT.contiguous().mT}, "dense heads and contiguous caches"),
+        (GOOD, {8: 0}, "window must be at least 1"),
+        (GOOD, {5: GOOD[5][:-1]}, "cu_q one longer"),
+        (GOOD, {11: torch.zeros(3)}, "sinks must be [4]"),
+        (GOOD, {9: torch.zeros(3)}, "with k_scale given and v_scale absent"),
+        (CODED, {10: None}, "int8 and float8_e4m3fn want both"),
+        (CODED, {9: CODED[9].half()}, "k_scale must be"),
+        (CODED, {2: CODED[2].mT.contiguous()}, "values in codes [P, G, D, S]"),
+    ],
+)
+def test_bad_input(args: Any, changes: dict[int, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ops.paged_attention(*(changes.get(i, a) for i, a in enumerate(args)))
+
+
+def test_refusals() -> None:
+    make: Any = paged_attention_op.make
+    for dims, words in (({"Q": 17}, "at most 16 queries"), ({"Q": 9, "G": 1, "H": 64}, "1024 rows")):
+        problem = paged_attention_op.problem(*make(Inputs("meta"), B=1, KV=64, **dims))
+        reason = STREAM.refusal(CARD_OF_ARCH[90], problem)
+        assert reason is not None
+        assert words in reason
+        assert IMPLS["varlen"].refusal(CARD_OF_ARCH[90], problem) is None
+
+
+@pytest.mark.parametrize(("cache", "words"), [(torch.int8, "want k_scale"), (torch.float16, "must have the caches' dtypes")])
+def test_writes_that_do_not_fit(cache: torch.dtype, words: str) -> None:
+    k = torch.zeros(2, 2, 32)
+    k_cache = torch.zeros(3, 2, 16, 32, dtype=cache)
+    v_cache = k_cache.mT.contiguous() if cache == torch.int8 else k_cache
+    with pytest.raises(ValueError, match=words):
+        ops.kv_cache_write(k, k, k_cache, v_cache, torch.zeros(2, dtype=torch.int64))
