@@ -6,21 +6,12 @@ import torch
 from torch import Tensor
 
 from tilewright.models import Model
-from tilewright.nn import Batch, KVCache
+from tilewright.nn import Batch, KVCache, LatentCache
 
 
-def make_cache(model: Model, pages: int, page_size: int) -> KVCache:
+def make_cache(model: Model, pages: int, page_size: int) -> KVCache | LatentCache:
     """An empty cache of the model's dtype and device."""
-    config, weight = model.config, model.embed.weight
-    return KVCache.zeros(
-        layers=config.num_hidden_layers,
-        pages=pages,
-        kv_heads=config.num_key_value_heads,
-        page_size=page_size,
-        head_dim=config.head_dim,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
+    return model.empty_cache(pages, page_size)
 
 
 def make_batch(

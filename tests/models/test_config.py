@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_tensors(architecture: str, tied: bool, dtype: to
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert weight_bytes(config, dtype) == sum(storages.values())
     cache = make_cache(model, 3, 4)
-    assert kv_bytes_per_token(config, dtype) * 3 * 4 == sum(t.nbytes for t in (*cache.k, *cache.v))
+    assert kv_bytes_per_token(config, dtype) * 3 * 4 == sum(t.nbytes for layer in cache.layers for t in layer)
 
 
 # Parameter counts as their publishers give them.

@@ -10,6 +10,7 @@ import torch
 
 from tilewright.models.config import SHAPES, ModelConfig, ModelError, architecture_of
 from tilewright.models.decoder import Decoder
+from tilewright.models.deepseek import deepseek
 from tilewright.models.dense import llama, mistral, qwen2, qwen3
 from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_codes
 from tilewright.models.prompt import prompt_inputs
@@ -41,6 +42,8 @@ Model = Decoder
 """What `load_model` returns: called with (token_ids, batch, cache), and `.logits`, `.config`."""
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, torch.device, torch.dtype], Model]] = {
+    "DeepseekV2ForCausalLM": deepseek,
+    "DeepseekV3ForCausalLM": deepseek,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
@@ -137,5 +140,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the cache, all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    """Bytes that one token takes in a cache of `dtype`, all layers; codes of 8 bits have float32 scales."""
+    numbers = 2 * config.num_key_value_heads * config.head_dim if config.latent is None else config.latent.cached
+    scales = 2 * config.num_key_value_heads * 4 if dtype.itemsize == 1 else 0
+    return config.num_hidden_layers * (numbers * dtype.itemsize + scales)

@@ -15,6 +15,7 @@ import torch
 
 from tilewright.kernels.rope import rope_frequencies
 from tilewright.models.errors import ModelError
+from tilewright.models.latent import LATENT, LATENT_DEFAULTS, Experts, Latent
 from tilewright.models.quantization import Quantization
 
 __all__ = ["ACTIVATIONS", "SHAPES", "ModelConfig", "ModelError", "architecture_of"]
@@ -26,6 +27,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 # What the config classes of transformers fill in and other families do not share.
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    **LATENT_DEFAULTS,
     "LlamaForCausalLM": {"use_sliding_window": False},
     "MistralForCausalLM": {"sliding_window": 4096},
     "Qwen2ForCausalLM": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
@@ -42,6 +44,8 @@ class ModelConfig:
     dtype: of the weights on disk.
     eos_token_ids: each of them ends a sequence; from generation_config.json where it has any.
     quantization: which weights are codes, and in which layout; None for floats.
+    latent: sizes of latent attention; None for heads of keys and values. `head_dim` is then that of queries and keys.
+    experts: sizes of the mixtures of experts; None for dense layers alone.
     """
 
     architecture: str
@@ -65,6 +69,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
+    latent: Latent | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_act not in ACTIVATIONS:
@@ -75,11 +81,16 @@ class ModelConfig:
                 f"got {self.num_attention_heads} and {self.num_key_value_heads}"
             )
         try:
-            rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+            rope_frequencies(self.rotated_dim, self.rope_theta, self.rope_scaling)
         except ValueError as error:
             raise ModelError(f"config.json asks for a rotation that is not supported: {error}") from error
         if len(self.windows) != self.num_hidden_layers:
             raise ModelError(f"one window a layer is needed, {self.num_hidden_layers} in all; got {len(self.windows)}")
+
+    @property
+    def rotated_dim(self) -> int:
+        """Dims of a head that are rotated by position."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def activation(self) -> str:
@@ -97,6 +108,7 @@ class ModelConfig:
         raw = {**_FAMILY_DEFAULTS.get(architecture, {}), **raw}
         theta, scaling = _rope(raw)
         heads = _integer(raw, "num_attention_heads")
+        latent = Latent.from_hf(raw, scaling) if architecture in LATENT else None
         return cls(
             architecture=architecture,
             vocab_size=_integer(raw, "vocab_size"),
@@ -105,7 +117,7 @@ class ModelConfig:
             num_hidden_layers=_integer(raw, "num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=_integer(raw, "num_key_value_heads", default=heads),
-            head_dim=_head_dim(raw, heads),
+            head_dim=_head_dim(raw, heads) if latent is None else latent.nope_dim + latent.rope_dim,
             max_position_embeddings=_integer(raw, "max_position_embeddings"),
             windows=_windows(raw),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
@@ -119,6 +131,8 @@ class ModelConfig:
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=_eos(raw, generation or {}),
             quantization=_quantization(raw),
+            latent=latent,
+            experts=Experts.from_hf(raw) if architecture in LATENT else None,
         )
 
 

@@ -8,10 +8,11 @@ of two. The last sum is formed by the final norm.
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from tilewright.models.config import ModelConfig
-from tilewright.nn import Attention, Batch, Embedding, GatedMLP, KVCache, Linear, RMSNorm
+from tilewright.nn import MLA, Attention, Batch, Embedding, GatedMLP, KVCache, LatentCache, Linear, MoE, RMSNorm
 
 __all__ = ["Block", "Decoder"]
 
@@ -19,25 +20,28 @@ __all__ = ["Block", "Decoder"]
 class Block(nn.Module):
     """Norm, attention, norm, feed-forward."""
 
-    def __init__(self, *, attn_norm: RMSNorm, attn: Attention, ffn_norm: RMSNorm, ffn: GatedMLP):
+    def __init__(self, *, attn_norm: RMSNorm, attn: Attention | MLA, ffn_norm: RMSNorm, ffn: GatedMLP | MoE):
         super().__init__()
         self.attn_norm = attn_norm
         self.attn = attn
         self.ffn_norm = ffn_norm
         self.ffn = ffn
 
-    def forward(
-        self, h: Tensor, residual: Tensor | None, batch: Batch, k_cache: Tensor, v_cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(h [T, E], residual [T, E] or None before the first block) -> (h, residual); their sum is the stream."""
-        normed, residual = self.attn_norm.add_for(self.attn.qkv, h, residual)
-        h = self.attn(normed, batch, k_cache, v_cache)
-        normed, residual = self.ffn_norm.add_for(self.ffn.gate_up, h, residual)
+    def forward(self, h: Tensor, residual: Tensor | None, batch: Batch, *cache: Tensor) -> tuple[Tensor, Tensor]:
+        """(h [T, E], residual [T, E] or None before the first block) -> (h, residual); their sum is the stream.
+
+        cache: this layer's tensors, as its attention takes them.
+        """
+        normed, residual = self.attn_norm.add_for(self.attn.reader, h, residual)
+        h = self.attn(normed, batch, *cache)
+        reader = self.ffn.reader
+        normed, residual = self.ffn_norm.add(h, residual) if reader is None else self.ffn_norm.add_for(reader, h, residual)
         return self.ffn(normed), residual
 
     def norm_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        """(norm, the one linear layer that reads its output)."""
-        return [(self.attn_norm, self.attn.qkv), (self.ffn_norm, self.ffn.gate_up)]
+        """(norm, the one linear layer that reads its output), where it is one."""
+        pairs = [(self.attn_norm, self.attn.reader), (self.ffn_norm, self.ffn.reader)]
+        return [(norm, reader) for norm, reader in pairs if reader is not None]
 
 
 class Decoder(nn.Module):
@@ -51,14 +55,23 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = head
 
-    def forward(self, token_ids: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+    def empty_cache(self, pages: int, page_size: int, dtype: torch.dtype | None = None) -> KVCache | LatentCache:
+        """A cache for this model on its device, of the embedding's dtype or of codes, int8 or float8_e4m3fn."""
+        config, weight = self.config, self.embed.weight
+        sizes = {"layers": config.num_hidden_layers, "pages": pages, "page_size": page_size}
+        place = {"dtype": dtype or weight.dtype, "device": weight.device}
+        if config.latent is not None:
+            return LatentCache.zeros(width=config.latent.cached, **sizes, **place)
+        return KVCache.zeros(kv_heads=config.num_key_value_heads, head_dim=config.head_dim, **sizes, **place)
+
+    def forward(self, token_ids: Tensor, batch: Batch, cache: KVCache | LatentCache) -> Tensor:
         """token_ids [T] int64 -> hidden [T, E] after the final norm. Writes the tokens' keys and values to the cache.
 
         Waits for nothing and allocates only by shape: may be captured in a CUDA graph.
         """
         h, residual = self.embed(token_ids), None
-        for block, k_cache, v_cache in zip(self.blocks, cache.k, cache.v, strict=True):
-            h, residual = block(h, residual, batch, k_cache, v_cache)
+        for block, tensors in zip(self.blocks, cache.layers, strict=True):
+            h, residual = block(h, residual, batch, *tensors)
         return self.norm.add(h, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

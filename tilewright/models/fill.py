@@ -42,6 +42,13 @@ _BLOCK_NAMES = {
     "attn.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "attn.qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
     "attn.q_norm": ("self_attn.q_norm.weight",),
+    "attn.q_norm.weight": ("self_attn.q_a_layernorm.weight",),
+    "attn.down.weight": ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    "attn.down.bias": ("self_attn.q_a_proj.bias", "self_attn.kv_a_proj_with_mqa.bias"),
+    "attn.q_and_down.weight": ("self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    "attn.q_up.weight": ("self_attn.q_b_proj.weight",),
+    "attn.kv_norm.weight": ("self_attn.kv_a_layernorm.weight",),
+    "attn.kv_up": ("self_attn.kv_b_proj.weight",),
     "attn.k_norm": ("self_attn.k_norm.weight",),
     "attn.out.weight": ("self_attn.o_proj.weight",),
     "attn.out.bias": ("self_attn.o_proj.bias",),
@@ -50,6 +57,13 @@ _BLOCK_NAMES = {
     "ffn.gate_up.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
     "ffn.down.weight": ("mlp.down_proj.weight",),
     "ffn.down.bias": ("mlp.down_proj.bias",),
+    "ffn.router.weight": ("mlp.gate.weight",),
+    "ffn.router.bias": ("mlp.gate.e_score_correction_bias",),
+    "ffn.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "ffn.shared.down.weight": ("mlp.shared_experts.down_proj.weight",),
+    # Of every expert, one after the other.
+    "ffn.experts_gate_up.weight": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "ffn.experts_down.weight": ("mlp.experts.{}.down_proj.weight",),
 }
 _EMBED, _HEAD = _OUTER_NAMES["embed.weight"], _OUTER_NAMES["head.weight"]
 
@@ -80,12 +94,15 @@ class _Source(NamedTuple):
         return found
 
 
-def part_names(parameter: str) -> tuple[str, ...]:
+def part_names(parameter: str, parts: int) -> tuple[str, ...]:
     """What the parts of a parameter of the model are called in a Hugging Face checkpoint, in the order of their rows."""
     if parameter in _OUTER_NAMES:
         return (_OUTER_NAMES[parameter],)
     _, layer, inner = parameter.split(".", 2)
-    return tuple(f"model.layers.{layer}.{name}" for name in _BLOCK_NAMES[inner])
+    names = _BLOCK_NAMES[inner]
+    if "{}" in names[0]:
+        names = tuple(name.format(expert) for expert in range(parts // len(names)) for name in names)
+    return tuple(f"model.layers.{layer}.{name}" for name in names)
 
 
 def _sources(model: nn.Module, quantization: Quantization | None, checkpoint: Checkpoint | None = None) -> Iterator[_Source]:
@@ -102,8 +119,8 @@ def _sources(model: nn.Module, quantization: Quantization | None, checkpoint: Ch
     )
     for path, parameter in parameters.items():
         module = model.get_submodule(path.rpartition(".")[0])
-        names = (_HEAD,) if under_head and path == "embed.weight" else part_names(path)
         rows = tuple(getattr(module, "parts", parameter.shape[:1]))
+        names = (_HEAD,) if under_head and path == "embed.weight" else part_names(path, len(rows))
         layouts: tuple[Layout, ...] = ()
         if quantization is not None and isinstance(module, Linear) and path.endswith(".weight"):
             layouts = _layouts(quantization, names)
@@ -120,9 +137,18 @@ def _layouts(quantization: Quantization, names: Sequence[str]) -> tuple[Layout, 
     return tuple(layout for layout in found if layout is not None)
 
 
-def _ignorable(name: str) -> bool:
+def _ignorable(name: str, second_token: str) -> bool:
     """Old checkpoints of Llama store the rotation's frequencies, which the config already gives."""
-    return name.endswith(".rotary_emb.inv_freq")
+    return name.endswith(".rotary_emb.inv_freq") or bool(second_token and name.startswith(second_token))
+
+
+def _second_token(model: nn.Module, checkpoint: Checkpoint) -> str:
+    """The prefix of the layer behind the last that predicts a second token (DeepSeek-V3), "" where there is none.
+
+    It is known by its norm of an embedding; a layer too many is something else.
+    """
+    prefix = f"model.layers.{len(list(model.get_submodule('blocks').children()))}."
+    return prefix if f"{prefix}enorm.weight" in checkpoint.shapes else ""
 
 
 # ---- checks
@@ -143,13 +169,14 @@ def check(model: nn.Module, checkpoint: Checkpoint, quantization: Quantization |
             hint = "" if quantization else " (config.json has no quantization_config)"
             raise ModelError(f"{name} is {checkpoint.dtypes[name]}; supported: {', '.join(_FLOATS)}, not quantised{hint}")
     tied_twice = _HEAD in shapes and _HEAD not in wanted
+    second_token = _second_token(model, checkpoint)
     wrong = [line for name, one in wanted.items() for line in _faults(name, one, checkpoint)]
     wrong += [
         f"{name}: unexpected"
         for name in shapes
         if name not in wanted
         and not (tied_twice and name == _HEAD)
-        and not _ignorable(name)
+        and not _ignorable(name, second_token)
         and not _no_bias(name, wanted, checkpoint)
     ]
     if wrong:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from tilewright.models.decoder import Decoder
-from tilewright.nn import Batch, KVCache
+from tilewright.nn import Batch, KVCache, LatentCache
 
 __all__ = ["prompt_inputs"]
 
 _PAGE_SIZE = 16
 
 
-def prompt_inputs(model: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Batch, KVCache]:
+def prompt_inputs(model: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Batch, KVCache | LatentCache]:
     """(token ids, batch, cache) for `model(...)`: the whole prompt in one pass, over a cache of its own.
 
     A list of such tuples is what `tw.quantize(model, format, calibration=...)` takes.
@@ -21,19 +21,11 @@ def prompt_inputs(model: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Bat
     Raises:
         ValueError: there are no tokens, or more than the model has positions for.
     """
-    count, config, weight = len(token_ids), model.config, model.embed.weight
+    count, config, device = len(token_ids), model.config, model.embed.weight.device
     if not 0 < count <= config.max_position_embeddings:
         raise ValueError(f"prompt_inputs: {count} tokens, wanted 1 to {config.max_position_embeddings}, the model's positions")
-    device, pages = weight.device, -(-count // _PAGE_SIZE)
-    cache = KVCache.zeros(
-        layers=config.num_hidden_layers,
-        pages=pages,
-        kv_heads=config.num_key_value_heads,
-        page_size=_PAGE_SIZE,
-        head_dim=config.head_dim,
-        dtype=weight.dtype,
-        device=device,
-    )
+    pages = -(-count // _PAGE_SIZE)
+    cache = model.empty_cache(pages, _PAGE_SIZE)
     positions = torch.arange(count, device=device)
     batch = Batch(
         positions=positions,

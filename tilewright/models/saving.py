@@ -67,10 +67,10 @@ def _taken_apart(model: Decoder) -> tuple[dict[str, Tensor], dict[str, Own]]:
     for path, parameter in model.named_parameters():
         module = model.get_submodule(path.rpartition(".")[0])
         rows = list(getattr(module, "parts", parameter.shape[:1]))
-        for name, part in zip(part_names(path), parameter.detach().split(rows), strict=True):
+        for name, part in zip(part_names(path, len(rows)), parameter.detach().split(rows), strict=True):
             tensors[name] = part.contiguous().cpu()
     for layer, path, weight in _quantized(model):
-        for name, part in zip(part_names(f"{path}.weight"), weight.split_rows(layer.parts), strict=True):
+        for name, part in zip(part_names(f"{path}.weight", len(layer.parts)), weight.split_rows(layer.parts), strict=True):
             own, base = Own.of(part), name.removesuffix(".weight")
             layers[base] = own
             tensors |= {f"{base}.{suffix}": tensor for suffix, tensor in own.take(part).items()}

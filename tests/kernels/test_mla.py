@@ -1,0 +1,131 @@
+"""Latent attention: every tile and every number of ranges against the definition, rows alone and in a batch, and its errors."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests import conformance
+from tilewright import ops
+from tilewright.hw.device import device_named, device_of
+from tilewright.kernels.mla import EXAMPLES, mla_attention_op
+from tilewright.kernels.mla_common import Problem
+from tilewright.kernels.mla_sm90_launch import SM90
+from tilewright.kernels.mla_tile import INVARIANT, SPACE, TRITON
+from tilewright.kernels.mla_write import EXAMPLES as WRITES
+from tilewright.op import Inputs
+
+DEVICE = device_of(-1)
+INTERPRETED = pytest.mark.skipif(DEVICE.kind != "interpret", reason="runs kernels: TRITON_INTERPRET=1, or test_ops.py on a GPU")
+BY_LABEL = {example.label: example for example in EXAMPLES}
+CONFIGS = [
+    {"BLOCK_M": m, "BLOCK_N": n, "SPLITS": splits, "num_warps": 4, "num_stages": 2}
+    for m, n, splits in ((16, 16, 1), (16, 32, 2), (32, 16, 5), (64, 64, 1), (64, 16, 6), (32, 32, 4))
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("label", ["decode", "mixed"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "{BLOCK_M}x{BLOCK_N} in {SPLITS}".format(**c))
+def test_every_tile(label: str, config: dict[str, int]) -> None:
+    """Lengths of 0 and 1, tiles that end inside a page, ranges without keys, NaN behind every sequence's end."""
+    conformance.check(mla_attention_op, TRITON, config, BY_LABEL[label].make(Inputs()))
+
+
+@INTERPRETED
+def test_invariant_rows_do_not_depend_on_the_batch() -> None:
+    """Each sequence alone, and a prompt's last token as a step of its own, give the bits of the batch."""
+    q, cache, table, lens, cu_q, longest, rank, scale = BY_LABEL["mixed"].make(Inputs())
+    config = INVARIANT.space.default(DEVICE, mla_attention_op.problem(q, cache, table, lens, cu_q, longest, rank, scale))
+    whole = INVARIANT.launch(config, q, cache, table, lens, cu_q, longest, rank, scale)
+    for b, (first, end) in enumerate(pairwise(cu_q.tolist())):
+        for start in {first, max(first, end - 1)}:
+            count = end - start
+            alone = (q[start:end], cache, table[b : b + 1], lens[b : b + 1], torch.tensor([0, count], dtype=torch.int32))
+            got = INVARIANT.launch(config, *alone, count, rank, scale)
+            assert torch.equal(got, whole[start:end]), (b, start)
+
+
+def problem(**changes: Any) -> Problem:
+    sizes = {"dtype": torch.bfloat16, "heads": 128, "rank": 512, "rotated": 64, "page_size": 64}
+    return Problem(**{**sizes, "batch": 8, "queries": 1, "keys": 4096, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": torch.float32}, "takes bf16 or fp16, not torch.float32"),
+        ({"rank": 256}, "takes latents of 512 + 64 numbers, not 256 + 64"),
+        ({"page_size": 16}, "takes pages of multiples of 64 tokens, not 16"),
+        ({"page_size": 128, "heads": 20}, None),
+    ],
+)
+def test_what_sm90_takes(changes: dict[str, Any], reason: str | None) -> None:
+    assert SM90.refusal(device_named("h100"), problem(**changes)) == reason
+
+
+def test_ranges_fill_the_card() -> None:
+    """Few sequences are split, many are not, and none below a tile of keys."""
+    card = device_named("h100")
+    splits = {b: SM90.space.default(card, problem(batch=b))["SPLITS"] for b in (1, 16, 64, 256)}
+    assert splits[1] >= 16
+    assert 2 * 16 * splits[16] >= 0.9 * card.sms
+    assert splits[256] <= 2
+    assert SM90.space.default(card, problem(batch=1, keys=64)) == {"SPLITS": 1}
+    assert SM90.space.default(card, problem(batch=1, queries=0)) == {"SPLITS": 1}
+
+
+@pytest.mark.parametrize("card", ["a100-80gb", "h100", "rtx-4090"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_default_tiles_fit_the_card(card: str, dtype: torch.dtype) -> None:
+    device = device_named(card)
+    config = SPACE.default(device, problem(dtype=dtype))
+    assert SPACE.refusal(device, problem(dtype=dtype), config) is None
+
+
+def arguments() -> dict[str, Any]:
+    q, cache, table, lens, cu_q, longest, rank, scale = BY_LABEL["few"].make(Inputs())
+    return {
+        "q": q, "cache": cache, "block_table": table, "kv_lens": lens, "cu_q": cu_q, "max_q_len": longest, "rank": rank,
+        "scale": scale,
+    }  # fmt: skip
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "dims": (lambda a: {"q": a["q"][0]}, r"wants q \[T, H, R \+ E\] and cache"),
+    "width": (lambda a: {"q": a["q"][..., :40]}, r"got \(5, 16, 40\), \(\d+, 64, 48\) and rank 32"),
+    "rank": (lambda a: {"rank": 48}, "and rank 48"),
+    "dtype": (lambda a: {"q": a["q"].float()}, "q is torch.float32 on cpu, the cache torch.bfloat16 on cpu"),
+    "strides": (lambda a: {"q": a["q"].transpose(0, 1).contiguous().transpose(0, 1)}, "wants contiguous q and cache"),
+    "cu_q": (lambda a: {"cu_q": a["cu_q"][:2]}, r"for kv_lens \[2\] wants cu_q one longer"),
+    "table": (lambda a: {"block_table": a["block_table"][:1]}, "as many rows in block_table"),
+    "one query": (lambda a: {"max_q_len": 1}, "max_q_len 1 wants one query a sequence; got 5 for 2"),
+    "room": (lambda a: {"block_table": a["block_table"][:, :1].contiguous()}, "a sequence has 100 tokens, .* pages for 64"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_attention_refuses(change: Any, message: str) -> None:
+    given = arguments()
+    with pytest.raises(ValueError, match=message):
+        ops.mla_attention(**{**given, **change(given)})
+
+
+WRITE_REFUSED: dict[str, tuple[int, Any, str]] = {
+    "heads": (1, lambda t: t[:, :1], r"wants lead \[T, H, L\] and turned \[T, H, E\]"),
+    "kv": (2, lambda t: t[:, 1:], r"wants kv \[T, R \+ E\] and cache"),
+    "slots": (7, lambda t: t[1:], "wants a position and a slot for each of 5 tokens"),
+    "angles": (5, lambda t: t[..., 1:], "cos_sin must be contiguous"),
+    "dtype": (6, lambda t: t.float(), "must have one dtype"),
+    "strides": (0, lambda t: t.mT.contiguous().mT, "dense last dims"),
+}
+
+
+@pytest.mark.parametrize(("place", "change", "message"), WRITE_REFUSED.values(), ids=list(WRITE_REFUSED))
+def test_write_refuses(place: int, change: Any, message: str) -> None:
+    args = list(next(example for example in WRITES if example.label == "padded").make(Inputs()))
+    args[place] = change(args[place])
+    with pytest.raises(ValueError, match=message):
+        ops.mla_rope_write(*args[:8], eps=args[8], interleaved=args[9])

@@ -1,0 +1,172 @@
+"""Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024) over a paged cache of latents.
+
+    # T tokens, E model features, H heads, N plain dims of a query, R rank of the latent, D rotated dims, V value dim, P pages,
+    # S tokens a page
+    latent c = norm(W_dkv x)  [R],   key' = rotated(W_kr x)  [D], one for all heads: the cache holds these R + D numbers a token
+    k_h = (W_uk,h c, key'),   v_h = W_uv,h c,   q_h = (W_uq,h x', rotated(W_qr,h x')),   x' = x or norm(W_dq x)
+
+Two forms of the same attention. Absorbed: q_h goes into the latent space, W_uk,h^T q_h, attends over the cache itself, and
+W_uv,h follows: a cached number is read once for all heads. Expanded: k_h and v_h of all keys are made first; a pair of query
+and key then costs N + D + V products a head instead of 2 R + D, the expansion R (N + V) a key: with DeepSeek's sizes it pays
+where a key meets 170 queries, the average of a prompt of 340. So it is taken for steps whose sequences bring `expand_from`
+tokens each on average, and whose tables have room for at most twice the step's tokens: both are known on the host, and bound
+the memory of the expanded keys. Never in the invariant scope: there prefill and decode are one arithmetic.
+
+Not here: tensor parallelism, quantised W_uk and W_uv, caches of 8 bits.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+from tilewright.nn.batch import Batch
+from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.nn.norm import RMSNorm
+from tilewright.nn.rope import Rope
+from tilewright.op import scope
+from tilewright.ops.linear import Codes
+
+__all__ = ["MLA"]
+
+EXPAND_FROM = 384
+"""Tokens of a sequence from which expanded keys are the cheaper form, by the count of products above."""
+
+
+class MLA(nn.Module):
+    """Project down, norm and rotate, write the latent to the cache, attend absorbed or expanded, project back.
+
+    Args:
+        features: E.
+        heads: H.
+        nope_dim: N, dims of a query and a key head that are not rotated.
+        rope_dim: D, even.
+        value_dim: V.
+        kv_rank: R.
+        q_rank: of the queries' own down-projection; None for one projection.
+        rope: the angles of D dims, shared by all layers.
+        scale: factor on scores; None for 1 / sqrt(N + D).
+        bias: whether the down-projections and the output projection have one.
+        norm_eps: of the norms of the latents.
+        expand_from: average tokens of a sequence from which a step expands its keys.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        heads: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        kv_rank: int,
+        q_rank: int | None,
+        rope: Rope,
+        scale: float | None = None,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        expand_from: int = EXPAND_FROM,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.heads, self.nope_dim, self.rope_dim, self.value_dim, self.kv_rank = heads, nope_dim, rope_dim, value_dim, kv_rank
+        self.scale = (nope_dim + rope_dim) ** -0.5 if scale is None else scale
+        self.rope, self.expand_from = rope, expand_from
+        place = {"device": device, "dtype": dtype}
+        query = heads * (nope_dim + rope_dim)
+        self.down_sizes = (query if q_rank is None else q_rank, kv_rank + rope_dim)
+        # A query's projection has no bias, its down-projection may: one layer holds both only where they agree.
+        if q_rank is None and bias:
+            raise ValueError("MLA: bias without q_rank is not supported: the queries' projection has none, the latent's would")
+        down = Linear(features, self.down_sizes, bias=bias, **place)
+        self.down = self.q_norm = self.q_up = self.q_and_down = None
+        if q_rank is None:
+            self.q_and_down = down
+        else:
+            self.down = down
+            self.q_norm = RMSNorm(q_rank, eps=norm_eps, **place)
+            self.q_up = Linear(q_rank, query, **place)
+        self.kv_norm = RMSNorm(kv_rank, eps=norm_eps, **place)
+        # Not a Linear: it is applied from both sides, as W_uk and W_uv of each head.
+        self.kv_up = empty_parameter(heads * (nope_dim + value_dim), kv_rank, **place)
+        self.out = Linear(heads * value_dim, features, bias=bias, **place)
+
+    @property
+    def reader(self) -> Linear:
+        """The one layer that reads the input."""
+        reader = self.q_and_down if self.down is None else self.down
+        assert reader is not None
+        return reader
+
+    def forward(self, x_TE: Tensor | Codes, batch: Batch, cache: Tensor) -> Tensor:
+        """[T, E], or its codes -> [T, E]. cache [P, S, R + D] is this layer's, and is written."""
+        q, kv = self.reader(x_TE).split_with_sizes(self.down_sizes, 1)
+        if self.q_up is not None and self.q_norm is not None:
+            q = self.q_up(self.q_norm(q))
+        q_THD = q.unflatten(1, (self.heads, -1))
+        plain, turned = q_THD.split_with_sizes((self.nope_dim, self.rope_dim), 2)
+        attend = self._expanded if self._expands(batch, cache) else self._absorbed
+        o_THV = attend(plain, turned, kv, batch, cache)
+        return self.out(o_THV.flatten(1))
+
+    def _expands(self, batch: Batch, cache: Tensor) -> bool:
+        tokens, (seqs, pages) = batch.positions.shape[0], batch.block_table.shape
+        room = seqs * pages * cache.shape[1]
+        return tokens >= self.expand_from * seqs and room <= 2 * tokens and not scope().invariant
+
+    def _up(self) -> tuple[Tensor, Tensor]:
+        """(W_uk [H, N, R], W_uv [H, V, R])."""
+        k_up, v_up = self.kv_up.unflatten(0, (self.heads, -1)).split_with_sizes((self.nope_dim, self.value_dim), 1)
+        return k_up, v_up
+
+    def _write(self, lead: Tensor, turned: Tensor, kv: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        return ops.mla_rope_write(
+            lead, turned, kv, self.kv_norm.weight, batch.positions, self.rope.cos_sin, cache, batch.slots,
+            eps=self.kv_norm.eps, interleaved=self.rope.interleaved,
+        )  # fmt: skip
+
+    def _absorbed(self, plain: Tensor, turned: Tensor, kv: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        k_up, v_up = self._up()
+        lead = ops.matmul(plain.transpose(0, 1), k_up).transpose(0, 1)
+        o_THR = ops.mla_attention(
+            self._write(lead, turned, kv, batch, cache), cache, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len,
+            rank=self.kv_rank, scale=self.scale,
+        )  # fmt: skip
+        return ops.matmul(o_THR.transpose(0, 1), v_up.mT).transpose(0, 1)
+
+    def _expanded(self, plain: Tensor, turned: Tensor, kv: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        q_THD = self._write(plain, turned, kv, batch, cache)
+        held, cu_k = self._held(batch, cache)
+        latent, key = held.split_with_sizes((self.kv_rank, self.rope_dim), 1)
+        up = ops.linear(latent.contiguous(), self.kv_up).unflatten(1, (self.heads, -1))
+        k, v = up.split_with_sizes((self.nope_dim, self.value_dim), 2)
+        k = torch.cat((k, key[:, None].expand(-1, self.heads, -1)), 2)
+        longest = min(batch.block_table.shape[1] * cache.shape[1], held.shape[0])
+        o = ops.attention(
+            q_THD, k, v, causal=True, scale=self.scale, cu_q=batch.cu_q, cu_k=cu_k, max_q=batch.max_q_len, max_k=longest
+        )
+        assert isinstance(o, Tensor)
+        return o
+
+    def _held(self, batch: Batch, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """(the rows of all sequences packed, [room, R + D], where each sequence's start): as many as the table has room for.
+
+        What a table's room leaves over is some other row, which no query sees. Waits for nothing: the count is the table's.
+        """
+        seqs, pages = batch.block_table.shape
+        page_size = cache.shape[1]
+        cu_k = torch.zeros_like(batch.cu_q)
+        cu_k[1:] = batch.kv_lens.cumsum(0)
+        # A CPU has the values at hand, and `ops.attention` wants no row too many there.
+        count = int(cu_k[-1]) if cache.device.type == "cpu" else seqs * pages * page_size
+        room = torch.arange(count, device=cache.device)
+        # A padding sequence has no tokens, so a place belongs to the last sequence that starts at or before it and has some.
+        seq = (torch.searchsorted(cu_k, room, right=True) - 1).clamp(0, seqs - 1)
+        at = (room - cu_k[seq]).clamp(max=pages * page_size - 1)
+        used = room < cu_k[-1]
+        page = torch.where(used, batch.block_table[seq, at // page_size], 0)
+        rows = cache.view(-1, cache.shape[2])[page * page_size + torch.where(used, at % page_size, 0)]
+        return rows, cu_k
+
+    def extra_repr(self) -> str:
+        return f"{self.heads} heads of {self.nope_dim} + {self.rope_dim}, values {self.value_dim}, latent {self.kv_rank}"
