@@ -29,8 +29,8 @@ def test_order_of_int4(k: int) -> None:
     assert prepared.is_contiguous()
     words = prepared.view(torch.int32)
     for column in range(-(-k // 128) * 128):
-        c, t, e = column % 128 // 32, column % 32 // 8, column % 8
-        stored = words[:, column // 128 * 16 + 4 * t + c] >> (4 * (e // 2) + 16 * (e % 2)) & 15
+        c, i, t, j = column % 128 // 32, column % 32 // 8, column % 8 // 2, column % 2
+        stored = words[:, column // 128 * 16 + 4 * t + c] >> (4 * i + 16 * j) & 15
         assert torch.equal(stored, codes[:, column].int() if column < k else torch.full_like(stored, 8))
     assert torch.equal(unpack_int4(restore(prepared, k)), codes)
 

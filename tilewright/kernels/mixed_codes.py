@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 
-__all__ = ["minus", "pairs", "widen"]
+__all__ = ["minus", "pairs", "widen", "widen_pairs"]
 
 # Lines of PTX over an input word i; each of d0, d1 (to d3 for int4) is a pair of results. prmt's selector 4140 takes byte 0 of
 # its first and of its second operand, then byte 1 and again one of the second: a pair.
@@ -58,27 +58,34 @@ def _int4(kind: str, known: str, one: str) -> str:
     return text
 
 
-def _program(body: str, registers: int) -> str:
+def _program(body: str, registers: int, halves: bool = False) -> str:
+    first = 2 * registers
+    word = f"{{${first}, ${first + 1}}}" if halves else f"${first}"
     moves = "".join(f"mov.b32 {{${2 * n}, ${2 * n + 1}}}, d{n}; " for n in range(registers))
     names = ", ".join(f"d{n}" for n in range(registers))
-    return "{ .reg .b32 i, k, m, o, p, q, t, " + names + f"; mov.b32 i, ${2 * registers}; {body}{moves}" + "}"
+    return "{ .reg .b32 i, k, m, o, p, q, t, " + names + f"; mov.b32 i, {word}; {body}{moves}" + "}"
 
 
-_WIDEN = {
-    ("int8", "bf16"): _program(_int8_bf16(), 2),
-    ("int8", "fp16"): _program(_int8_fp16(), 2),
-    ("e4m3", "bf16"): _program(_float8(4, "0x07F007F0", "0x7B807B80", "bf16x2"), 2),
-    ("e4m3", "fp16"): _program(_float8(1, "0x3F803F80", "0x5C005C00", "f16x2"), 2),
-    ("e5m2", "bf16"): _program(_float8(3, "0x0FE00FE0", "0x77807780", "bf16x2"), 2),
-    ("e5m2", "fp16"): _program(_UPPER + "mov.b32 d0, p; mov.b32 d1, q; ", 2),
-    ("int4", "bf16"): _program(_int4("bf16x2", "0x43004300", "0x3F803F80"), 4),
-    ("int4", "fp16"): _program(_int4("f16x2", "0x64006400", "0x3C003C00"), 4),
+_BODIES = {
+    ("int8", "bf16"): _int8_bf16(),
+    ("int8", "fp16"): _int8_fp16(),
+    ("e4m3", "bf16"): _float8(4, "0x07F007F0", "0x7B807B80", "bf16x2"),
+    ("e4m3", "fp16"): _float8(1, "0x3F803F80", "0x5C005C00", "f16x2"),
+    ("e5m2", "bf16"): _float8(3, "0x0FE00FE0", "0x77807780", "bf16x2"),
+    ("e5m2", "fp16"): _UPPER + "mov.b32 d0, p; mov.b32 d1, q; ",
+    ("int4", "bf16"): _int4("bf16x2", "0x43004300", "0x3F803F80"),
+    ("int4", "fp16"): _int4("f16x2", "0x64006400", "0x3C003C00"),
 }
 
 
+# Of a word, or of two halves of one.
+_WIDEN = {(*key, False): _program(body, 4 if key[0] == "int4" else 2) for key, body in _BODIES.items()}
+_WIDEN |= {(*key, True): _program(body, 2, True) for key, body in _BODIES.items() if key[0] != "int4"}
+
+
 @constexpr_function
-def _widening(format: str, dtype: str) -> str:
-    return _WIDEN[format, dtype]
+def _widening(format: str, dtype: str, halves: bool) -> str:
+    return _WIDEN[format, dtype, halves]
 
 
 @gluon.jit
@@ -96,7 +103,7 @@ def widen(words, less, FORMAT: gl.constexpr, x):
 
     less: for int4 what `minus` gives, of words' rank; anything for others.
     """
-    PROGRAM: gl.constexpr = _widening(FORMAT, x.dtype.name)
+    PROGRAM: gl.constexpr = _widening(FORMAT, x.dtype.name, False)
     RANK: gl.constexpr = len(words.shape)
     if FORMAT == "int4":
         x0, x1, x2, x3, x4, x5, x6, x7 = gl.inline_asm_elementwise(
@@ -118,6 +125,17 @@ def widen(words, less, FORMAT: gl.constexpr, x):
             return both.permute([0, 1, 2, 4, 3]).reshape([words.shape[0], words.shape[1], words.shape[2], 4])
         else:
             return both.permute([0, 1, 3, 2]).reshape([words.shape[0], words.shape[1], 4])
+
+
+@gluon.jit
+def widen_pairs(low, high, FORMAT: gl.constexpr, x):
+    """int16s of two 8-bit codes each, two tensors of one shape, in x's dtype: [..., which of the two, code]."""
+    PROGRAM: gl.constexpr = _widening(FORMAT, x.dtype.name, True)
+    x0, x1, x2, x3 = gl.inline_asm_elementwise(
+        PROGRAM, "=h,=h,=h,=h,h,h", [low, high], dtype=(x.dtype, x.dtype, x.dtype, x.dtype), is_pure=True, pack=1
+    )
+    both = gl.join(gl.join(x0, x1), gl.join(x2, x3))  # [..., code, which]
+    return both.permute([0, 1, 2, 4, 3])
 
 
 @gluon.jit

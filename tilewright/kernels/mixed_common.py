@@ -18,7 +18,6 @@ __all__ = [
     "MixedProblem",
     "as_units",
     "block_k",
-    "columns",
     "empty_result",
     "load_blocks",
     "load_codes",
@@ -116,19 +115,14 @@ def _code_values(codes, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def columns(FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The columns of a step in the order of its tile of codes: int4's words are not in the order of their columns."""
-    at = tl.arange(0, BLOCK_K)
-    return at // 8 % 4 * 32 + at // 32 * 8 + at % 8 if FORMAT == "int4" else at
-
-
-@triton.jit
 def load_codes(w_ptrs, live, k, K, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """float32 [BLOCK_N, BLOCK_K] of codes without their zero points; outside of the matrix any number, and nothing is read."""
     if FORMAT == "int4":
         words = tl.load(w_ptrs + k // 8, mask=live, other=0)
         e = tl.arange(0, 8)[None, None, :]
         codes = (words[:, :, None] >> (e // 2 * 4 + e % 2 * 16)) & 15
+        # Words 4 t + c hold columns 32 c + 8 i + 2 t + j; here to the columns' order.
+        codes = tl.permute(tl.reshape(codes, [BLOCK_N, 4, 4, 4, 2]), [0, 2, 3, 1, 4])
         return tl.reshape(codes, [BLOCK_N, BLOCK_K]).to(tl.float32)
     else:
         inside = tl.arange(0, BLOCK_K)[None, :] < K - k
@@ -152,4 +146,4 @@ def load_blocks(
     else:
         first = k + tl.arange(0, 4)[None, :] * 32
         each = tl.load(ptr + blocks + first // BLOCK_COLS, mask=live & (first < K), other=other)
-        return tl.reshape(tl.broadcast_to(each[:, None, :, None], [BLOCK_N, 4, 4, 8]), [BLOCK_N, BLOCK_K])
+        return tl.reshape(tl.broadcast_to(each[:, :, None], [BLOCK_N, 4, 32]), [BLOCK_N, BLOCK_K])

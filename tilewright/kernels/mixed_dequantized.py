@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.mixed_common import FORMATS, MixedProblem, as_units, block_k, columns, load_blocks, load_codes
+from tilewright.kernels.mixed_common import FORMATS, MixedProblem, as_units, block_k, load_blocks, load_codes
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
@@ -43,7 +43,7 @@ def _dequantize_kernel(
     if FORMAT == "int4":
         w -= load_blocks(zeros_ptr, blocks, live, k, K, 8, BLOCK_COLS, BLOCK_N, BLOCK_K).to(tl.float32)
     w *= load_blocks(scales_ptr, blocks, live, k, K, 1.0, BLOCK_COLS, BLOCK_N, BLOCK_K)
-    cols = k + columns(FORMAT, BLOCK_K)[None, :]
+    cols = k + tl.arange(0, BLOCK_K)[None, :]
     tl.store(y_ptr + rows.to(tl.int64) * K + cols, w.to(y_ptr.dtype.element_ty), mask=live & (cols < K))
 
 

@@ -13,13 +13,13 @@ at the rate of x's dtype. A code becomes a bf16 or fp16 without rounding, and pr
 float32, with one rounding at the end; activations are those of `linear`. The implementations, best first:
 
     skinny        at most 32 rows: codes go straight into the registers that the tensor core reads; scales multiply sums
-    sm90          Hopper, more rows: Gluon, groups of warps that fetch, convert and multiply. Scales of groups multiply the
-                  weight, which is rounded to x's dtype; those of rows multiply sums
+    registers     Hopper, any rows: codes become wgmma's register operand, the product is transposed. Scales multiply sums, but
+                  from 65 rows on those of groups multiply the weight, which is then rounded to x's dtype
     dequantized   512 rows and more: W is written out in x's dtype, rounded once, and multiplied by `linear`
-    triton        any shape, any alignment, from sm_80 on; int4's groups of 32 and 64 as sm90, anything else as skinny
+    triton        any shape, any alignment, from sm_80 on; scales of int4's groups of 32 and 64 multiply the weight
     invariant     `triton` with one config for all: a row's bits do not depend on its batch
 
-Codes of float8 that are no numbers (no quantiser here makes them) are numbers to skinny and sm90 (mixed_codes.py).
+Codes of float8 that are no numbers (no quantiser here makes them) are numbers to skinny and registers (mixed_codes.py).
 
 Not supported: gradients, fp32 x on a GPU (the CPU's reference takes it), columns in activation order (GPTQ's desc_act).
 """
@@ -41,7 +41,6 @@ from tilewright.kernels.mixed_common import (
     MixedProblem,
     as_units,
     block_k,
-    columns,
     empty_result,
     load_blocks,
     load_codes,
@@ -49,8 +48,8 @@ from tilewright.kernels.mixed_common import (
 )
 from tilewright.kernels.mixed_dequantized import DEQUANTIZED
 from tilewright.kernels.mixed_layout import CHUNK, restore
+from tilewright.kernels.mixed_registers_launch import MIXED_REGISTERS
 from tilewright.kernels.mixed_skinny import MIXED_SKINNY
-from tilewright.kernels.mixed_sm90 import MIXED_SM90
 from tilewright.kernels.reduce import dot
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
@@ -163,7 +162,7 @@ def _mixed_kernel(
     row, col = grouped(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     rows = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = (col * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    ks = columns(FORMAT, BLOCK_K)[None, :]
+    ks = tl.arange(0, BLOCK_K)[None, :]
     weights = weight_rows(cols, N, GATED)
     live = cols < N
     x_ptrs = x_ptr + rows.to(tl.int64) * x_stride + ks
@@ -219,11 +218,15 @@ INVARIANT = Impl(
 
 
 def _first(device: Device, problem: MixedProblem) -> str | None:
-    """Writing the weight out once beats converting it for each tile from some rows on.
+    """Few rows: skinny has no parts of tiles to add. Many: on some cards the weight is written out once, not once a tile.
 
-    H100, its time over that of sm90: int4 at 2048 rows 0.84 to 0.88, at 4096 0.78 to 0.80; int8 1.02, then 0.95 to 0.98.
+    H100, speed over cuBLAS in bf16: one row of int4 skinny 2.0 to 2.9, registers 1.6 to 2.5, 8 rows 1.6 to 1.7 and 1.7 to 2.5;
+    2048 rows of int8 dequantized 0.82 to 0.85, registers 0.92 to 0.95, of int4 0.84 to 0.87 and 0.89.
     """
-    return "dequantized" if problem.m_bucket >= (2048 if problem.block_cols else 4096) else None
+    m = problem.m_bucket
+    if device.arch == 90:
+        return "registers" if m > (4 if problem.format == "int4" else 16) else None
+    return "dequantized" if m >= (2048 if problem.block_cols else 4096) else None
 
 
 mixed_linear_op = Op(
@@ -235,7 +238,7 @@ mixed_linear_op = Op(
     make=mixed_linear_arguments,
     first=_first,
     rows_in_problem=True,
-    impls=(MIXED_SKINNY, MIXED_SM90, DEQUANTIZED, TRITON, INVARIANT),
+    impls=(MIXED_SKINNY, MIXED_REGISTERS, DEQUANTIZED, TRITON, INVARIANT),
 )
 
 

@@ -1,11 +1,11 @@
 """`mixed_linear` for at most 32 rows of x: codes are streamed once, straight into the registers that the tensor core reads.
 
 A program owns BLOCK_N rows of the weight and all of K; its warps take chunks of K in turn and meet once, at the end. The
-product is transposed, the weight as the tensor core's tall operand, x as the narrow one. Within a chunk the order of K is free
-as long as both operands agree on it: a thread takes the 16 bytes of a row that one load brings, and those columns of x. Of int4
-they are 8 neighbours of every 32 columns (mixed_layout.py), 16 bytes of x each; of 8-bit codes 16 neighbours. So no operand
-passes through shared memory; x comes from L1, which the programs of an SM fill for each other. Codes of the next DEPTH chunks
-are under way in registers.
+product is transposed, the weight as the tensor core's tall operand, x as the narrow one. int4 codes lie in the order of that
+operand (mixed_layout.py), and a thread loads pairs of x. Of 8-bit codes it takes the 16 neighbours that one load brings, and
+those columns of x: within a chunk the order of K is free as long as both operands agree on it. So no operand passes through
+shared memory; x comes from L1, which the programs of an SM fill for each other. Codes of the next DEPTH chunks are under way in
+registers.
 
 Limited by the codes' bytes; with 16 rows and BLOCK_N 16 by x, of which four times as many bytes pass as of int4.
 
@@ -117,15 +117,15 @@ def _spread_layout(slices: int, rows: int, cols: int, own: int, step: int) -> gl
 
 @gluon.jit
 def _operand(x, INDEX: gl.constexpr, FORMAT: gl.constexpr, ACC: gl.constexpr):
-    """[S, R, C], of which a thread has C / 4 columns, 8 neighbours of every 32 for int4, as an operand of the tensor core.
+    """[S, R, C], of which a thread has C / 4 columns, as an operand of the tensor core.
 
-    What a thread has of a row decides the order of K, the same for both operands.
+    Those of 8-bit codes are neighbours, which decides the order of K, the same for both operands.
     """
     S: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1]
     C: gl.constexpr = x.shape[2]
-    layout: gl.constexpr = gl.DotOperandLayout(INDEX, ACC, 8 if C >= 64 else 4)
-    if FORMAT != "int4" or C < 64:
+    layout: gl.constexpr = gl.DotOperandLayout(INDEX, ACC, 2 if FORMAT == "int4" else 8 if C >= 64 else 4)
+    if FORMAT != "int4":
         x = x.reshape([S, R, 4, 2, C // 8]).permute([0, 1, 3, 2, 4]).reshape([S, R, C])
     if INDEX == 1:
         x = x.permute([0, 2, 1])
@@ -162,8 +162,8 @@ def _widened(words, zeros, FORMAT: gl.constexpr, x):
         LAYOUT: gl.constexpr = words.type.layout
         less = gl.expand_dims(gl.convert_layout(minus(zeros, x), gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
         w = widen(words, less, FORMAT, x)
-        w = w.reshape([w.shape[0], w.shape[1], 4, w.shape[2] // 4, 8]).permute([0, 1, 3, 2, 4])
-        return w.reshape([w.shape[0], w.shape[1], 32 * w.shape[2]])
+        w = w.reshape([w.shape[0], w.shape[1], 4, w.shape[2] // 4, 4, 2]).permute([0, 1, 3, 4, 2, 5])
+        return w.reshape([w.shape[0], w.shape[1], 8 * words.shape[2]])
     else:
         w = widen(words, 0, FORMAT, x)
         return w.reshape([w.shape[0], w.shape[1], 4 * w.shape[2]])
@@ -328,7 +328,7 @@ def mixed_skinny_kernel(
     SLICES: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = 128 if FORMAT == "int4" else 64
     WORDS: gl.constexpr = _spread_layout(SLICES, BLOCK_N, 16, 4, 16)
-    OWN: gl.constexpr = 4 if FORMAT == "int4" else 8
+    OWN: gl.constexpr = 1 if FORMAT == "int4" else 8
     X: gl.constexpr = _spread_layout(SLICES, BLOCK_M, COLS // 2, OWN, 4 * OWN)
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SLICES, 1, 1], instr_shape=[1, 16, 8])

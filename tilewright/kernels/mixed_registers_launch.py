@@ -1,0 +1,164 @@
+"""The host's side of mixed_registers.py: what it takes, its tiles, how work is dealt out, the launch.
+
+A tile is 128 rows of the weight by BLOCK_M rows of x. Two programs an SM hide each other's latencies where tiles are low.
+
+Refuses: cards other than sm_90, groups of 32 columns, zero points of whole rows, rows that do not start at 16 bytes, an odd K.
+"""
+
+# M rows of x, N rows of the weight, K shared
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.matmul_common import ACTIVATIONS
+from tilewright.kernels.mixed_common import FORMATS, MixedProblem, empty_result
+from tilewright.kernels.mixed_registers import mixed_registers_kernel
+from tilewright.kernels.workspace import tickets
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config, Space
+
+__all__ = ["MIXED_REGISTERS"]
+
+_BLOCK_N = 128
+_BLOCK_K = 128
+_REGISTERS = {1: 168, 2: 80}  # of a thread, for twelve warps a program; the consumers take the producer's
+_ON_SUMS = 64  # rows of x up to which a group's scale multiplies sums; above, the weight's elements are fewer
+
+
+def _refuse(device: Device, problem: MixedProblem) -> str | None:
+    if device.arch != 90:
+        return f"is written for sm_90, this is sm_{device.arch}"
+    if problem.dtype.itemsize != 2:
+        return f"does not take {problem.dtype}"
+    if not problem.aligned:
+        return "needs rows of x and of codes that start at multiples of 16 bytes"
+    if not problem.k or not problem.n:
+        return "the copy engine has no empty matrices: N or K is 0"
+    if problem.k % 2:
+        return "reads 8-bit codes in pairs: K is odd"
+    if problem.block_cols == 32:
+        return "takes groups of 64 columns and more"
+    if problem.zeros and not problem.block_cols:
+        return "takes zero points of groups, not of whole rows"
+    return None
+
+
+# ---- space
+
+
+def _span(config: Config, format: str) -> int:
+    """How many times 64 columns a stage holds: int4 comes in chunks of 128; high tiles of 8-bit codes want more stages."""
+    return 1 if format != "int4" and config["BLOCK_M"] >= 128 else 2
+
+
+def _ring(device: Device, config: Config, format: str) -> int:
+    """Stages, as many as fit, up to twelve."""
+    block_m = config["BLOCK_M"]
+    columns = 64 * _span(config, format)
+    stage = block_m * 2 * columns + _BLOCK_N * columns // (2 if format == "int4" else 1)
+    room = device.smem_bytes // config["PER_SM"] - 1024
+    # What the epilogue turns round, and barriers.
+    return min(12, (room - _BLOCK_N * min(block_m, 16) * 4 - 512) // stage)
+
+
+def _default(device: Device, problem: MixedProblem) -> Config:
+    """The highest tile, whole or cut along K: what the busiest program takes, in cycles (H100)."""
+    block_m = min(256, max(8, problem.m_bucket))
+    steps, tiles = -(-problem.k // _BLOCK_K), -(-problem.m_bucket // block_m) * -(-problem.n // _BLOCK_N)
+    # 8-bit codes take their time in HBM; int4's is what lies between two steps of a program.
+    per_sm = 2 if problem.format == "int4" and block_m <= 16 else 1
+    _, waves, share, parts = _shares(tiles, steps, device.sms * per_sm, block_m, 0)
+    step = max(900, block_m * 8.4)
+    # Whoever adds parts has them from L2, some 40 bytes a cycle.
+    cut = (waves * steps + share) * step + (2000 + parts * block_m * 13 if parts > 1 else 0)
+    whole = -(-tiles // (device.sms * per_sm)) * steps * step
+    # Tiles that are not the highest were only ever seen to win by being cut.
+    return {"BLOCK_M": block_m, "SPLIT_K": int(block_m == 256 and whole < 1.05 * cut), "PER_SM": per_sm}
+
+
+def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | None:
+    block_m, m = c["BLOCK_M"], problem.m_bucket
+    if block_m > 8 and block_m >= 2 * m:
+        return "BLOCK_M is twice as high as x"
+    if block_m < min(m, 128):
+        return "codes are converted for each tile of x anew: low tiles are for few rows"
+    if c["PER_SM"] == 2 and block_m > 16:
+        return "more sums and stages than two programs have room for on an SM"
+    return None
+
+
+SPACE = Space(
+    default=_default,
+    axes={"BLOCK_M": (8, 16, 32, 64, 128, 256), "SPLIT_K": (1, 0), "PER_SM": (1, 2)},
+    refusal=_config_refusal,
+)
+"""SPLIT_K: 1 none; 0 cuts the tiles that are left when no more fill the card along K. PER_SM: programs an SM."""
+
+
+def _shares(tiles: int, steps: int, programs: int, block_m: int, split_k: int) -> tuple[int, int, int, int]:
+    """(programs, whole tiles a program, steps in its share of the tiles left, most programs that share a tile)."""
+    if split_k == 1:
+        return min(tiles, programs), 0, 0, 1
+    waves, left = divmod(tiles, programs)
+    # One program adds the parts of a tile, which takes long if they are many and large.
+    share = max(2, -(-left * steps // programs), -(-steps * block_m // 1024))
+    parts = max(((t * steps + steps - 1) // share - t * steps // share + 1 for t in range(left)), default=1)
+    return programs if waves else -(-left * steps // share), waves, share, parts
+
+
+# ---- launcher
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, torch.int16: gl.int16}
+
+
+def _layout(box: list[int], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(box, _DTYPES[dtype])
+
+
+def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], box, _layout(box, t.dtype))
+
+
+def _launch(
+    config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
+    residual: Tensor | None, block_rows: int, block_cols: int,
+) -> Tensor:  # fmt: skip
+    y = empty_result(x, codes, activation)
+    if not y.numel():
+        return y
+    function, gated = ACTIVATIONS[activation]
+    (m, k), n, format = x.shape, codes.shape[0], FORMATS[codes.dtype]
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    units = codes.view(torch.int32 if format == "int4" else torch.int16)
+    box = [_BLOCK_N // (1 + gated), 64 // units.itemsize]
+    block_m = config["BLOCK_M"]
+    steps, tiles = triton.cdiv(k, _BLOCK_K), triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK_N)
+    programs, waves, share, parts = _shares(tiles, steps, device.sms * config["PER_SM"], block_m, config["SPLIT_K"])
+    stream = config["SPLIT_K"] != 1
+    scratch = counters = None
+    if stream:
+        left = tiles - waves * programs
+        scratch = torch.empty(max(1, left * (parts - 1) * block_m * _BLOCK_N), dtype=torch.float32, device=x.device)
+        counters = tickets(x.device, left)
+    mixed_registers_kernel[(programs,)](
+        _descriptor(x, [block_m, 64]), _descriptor(units, box), y, scales, zeros, bias, residual, scratch, counters,
+        m, y.shape[1], k, steps, waves, share, parts - 1, scales.stride(0), 0 if residual is None else residual.stride(0),
+        FORMAT=format, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, HALVES=1 + gated, BLOCK_M=block_m,
+        SPAN=_span(config, format), STAGES=_ring(device, config, format), GROUP_M=8, STREAM=stream,
+        ON_SUMS=bool(block_cols) and block_m <= _ON_SUMS,
+        ACTIVATION=function, CODE_LAYOUT=_layout([_BLOCK_N, box[1]], units.dtype), num_warps=8,
+        maxnreg=_REGISTERS[config["PER_SM"]],
+    )  # fmt: skip
+    return y
+
+
+MIXED_REGISTERS = Impl(
+    name="registers", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, extra_roundings=1
+)
