@@ -206,6 +206,8 @@ class Op:
     could get two configs, and with them other bits for a row that is in both.
     `roundings`: how often a value is rounded to the arguments' dtype on its way to a result; the limits of conformance grow
     with it (attention rounds the weights of its average, then the average).
+    `codes_may_move`: it quantises what it has computed, so a last bit may move a code to its neighbour. Conformance compares it
+    with the reference in the arguments' own dtypes, whose rounding before the codes is part of the definition.
     `tolerance` may tighten the conformance limits: dtype -> (max error, RMS error), both relative to the RMS of the oracle.
     """
 
@@ -222,6 +224,7 @@ class Op:
     mutates: tuple[str, ...] = ()
     rows_in_problem: bool = False
     roundings: int = 1
+    codes_may_move: bool = False
     tolerance: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from tilewright.kernels.quantize_tensor import quantize_static_op, quantize_tens
 from tilewright.kernels.rms_norm import add_rms_norm, rms_norm
 from tilewright.kernels.scaled_linear import scaled_linear
 from tilewright.op import Example, Impl, Inputs, Op, Refused, on_card, prefer
+from tilewright.tune.tolerance import codes_apart
 
 INDEX = 0 if torch.cuda.is_available() else -1
 DEVICE, WHERE = device_of(INDEX), "cuda" if INDEX == 0 else "cpu"
@@ -61,6 +62,21 @@ def check_neighbours(got: list[Tensor], want: list[Tensor]) -> None:
     assert float(apart.float().mean()) < 0.02
     for g, w in zip(got[2:], want[2:], strict=True):
         assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "got", "want", "apart"),
+    [
+        (torch.int8, [1, -128, 5], [2, -127, 5], (1, 2 / 3)),
+        (torch.int8, [127, 0], [-127, 0], (254, 0.5)),
+        (torch.float8_e4m3fn, [1.0, -1.0, 2.0, 0.0], [1.125, -1.125, 2.0, 0.0], (1, 0.5)),
+        (torch.float8_e4m3fn, [0.001953125, 0.0], [-0.001953125, -0.0], (2, 0.5)),
+        (torch.float8_e4m3fn, [448.0], [NAN], (1, 1.0)),
+    ],
+)
+def test_how_far_codes_are_apart(dtype: torch.dtype, got: list[float], want: list[float], apart: tuple[int, float]) -> None:
+    steps, share = codes_apart(torch.tensor(got).to(dtype), torch.tensor(want).to(dtype))
+    assert (steps, share) == (apart[0], pytest.approx(apart[1]))
 
 
 def cases(ops: tuple[Op, ...]) -> list[Any]:

@@ -73,6 +73,21 @@ def test_a_given_scale(format: str, dtype: torch.dtype, cols: int) -> None:
     torch.testing.assert_close(scales.cpu(), want_scales, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("zero", [-128, 0, 37, 127])
+@pytest.mark.parametrize("cols", [40, 20000])
+def test_a_given_zero_point(zero: int, dtype: torch.dtype, cols: int) -> None:
+    """Ties go to the even number before the zero point is added; what is beyond the codes saturates; NaN rows read NaN."""
+    x = (randn(4, cols) * 4).to(dtype)
+    x[1, :6] = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -126.5], device=WHERE) * 0.0625
+    x[2, 3], x[3] = NAN, 0.0
+    codes, scales = quantize_static(x, torch.tensor(0.0625, device=WHERE), "int8", torch.tensor(float(zero), device=WHERE))
+    want = ((x.double() / 0.0625).nan_to_num().round() + zero).clamp(-128, 127)
+    want[2] = zero
+    assert torch.equal(codes.double(), want)
+    assert scales.isnan().tolist() == [False, False, True, False]
+
+
 ONE = torch.tensor(0.1, device=WHERE)
 
 

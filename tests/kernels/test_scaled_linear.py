@@ -1,4 +1,4 @@
-"""What conformance cannot say of 8-bit products: exact sums, whole tuning spaces on a GPU, bad input."""
+"""What conformance cannot say of 8-bit products: exact sums, whole tuning spaces on a GPU, launches that overlap, bad input."""
 
 from typing import Any
 
@@ -7,9 +7,15 @@ import torch
 
 from tests import conformance
 from tilewright import ops
-from tilewright.hw.device import device_of
+from tilewright.asm.compile import record
+from tilewright.hw import env
+from tilewright.hw.device import device_named, device_of
+from tilewright.kernels.dependent import waits
+from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.quantize import quantize_rows_op
 from tilewright.kernels.scaled_linear import scaled_linear_op
 from tilewright.op import Inputs, invariant, prefer
+from tilewright.ops.weights import quantize_weight
 
 GPU = torch.cuda.is_available()
 WHERE = "cuda" if GPU else "cpu"
@@ -50,6 +56,84 @@ def test_every_config_matches_the_definition(shape: tuple[int, int, int], dtype:
                 conformance.check(scaled_linear_op, impl, config, args)
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [
+        (512, 6144, 4096, (128, 192, "m")),
+        (256, 6144, 4096, (128, 96, "m")),
+        (64, 4096, 4096, (64, 32, "n")),
+        (512, 28672, 4096, (128, 128, "tiles")),
+        (2048, 6144, 4096, (128, 256, "m")),
+    ],
+)
+def test_tiles_between_others_where_they_fill_the_card_in_one_wave(m: int, n: int, k: int, tile: tuple[int, int, str]) -> None:
+    card = device_named("h100")
+    space = next(impl.space for impl in scaled_linear_op.impls if impl.name == "sm90")
+    problem = scaled_linear_op.problem(*make(Inputs("meta"), M=m, N=n, K=k, dtype=INT8))
+    config = space.default(card, problem)
+    assert (config["BLOCK_M"], config["BLOCK_N"], config["CONSUMERS"]) == tile
+    assert space.refusal(card, problem, config) is None
+    gated = scaled_linear_op.problem(*make(Inputs("meta"), M=m, N=n, K=k, dtype=INT8, activation="silu_mul"))
+    assert space.default(card, gated)["BLOCK_N"] in (64, 128, 256)
+    sixteen = next(impl.space for impl in linear_op.impls if impl.name == "sm90")
+    wide: Any = linear_op.make
+    assert sixteen.default(card, linear_op.problem(*wide(Inputs("meta"), M=m, N=n, K=2 * k)))["BLOCK_N"] in (64, 128, 256)
+
+
+@pytest.mark.parametrize(
+    ("chained", "rows", "cols", "wanted"),
+    [
+        (True, 1, 99999, True),
+        (True, 128, 14336, True),
+        (True, 129, 4096, True),
+        (True, 256, 4097, False),
+        (True, 257, 128, False),
+        (False, 64, 4096, False),
+    ],
+)
+def test_which_products_wait_for_the_quantiser(chained: bool, rows: int, cols: int, wanted: bool) -> None:
+    assert waits(chained, rows, cols) == wanted
+
+
+@pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")
+def test_who_waits_and_who_lets_others_start() -> None:
+    """In the kernels' own instructions: every group of warps of a chained product waits, a quantiser never does."""
+    sm90 = next(impl for impl in scaled_linear_op.impls if impl.name == "sm90")
+    args = make(Inputs("meta"), M=64, N=256, K=512, dtype=INT8)
+    config = sm90.space.default(device_named("h100"), scaled_linear_op.problem(*args))
+    waiting, alone = (record(sm90, config, (*args, chained), 90)[0].ptx for chained in (True, False))
+    assert (waiting.count("griddepcontrol.wait"), alone.count("griddepcontrol")) == (3, 0)
+    rows: Any = quantize_rows_op.make
+    given = rows(Inputs("meta"), M=4, N=256)
+    for card, arch, count in (("h100", 90, 1), ("a100", 80, 0)):
+        impl = quantize_rows_op.impls[0]
+        found = record(impl, impl.space.default(device_named(card), quantize_rows_op.problem(*given)), given, arch)[0].ptx
+        assert (found.count("griddepcontrol.launch_dependents"), found.count("griddepcontrol.wait")) == (count, 0)
+
+
+@pytest.mark.skipif(not GPU, reason="launches that overlap: no GPU here")
+@pytest.mark.parametrize("format", ["int8", "fp8", "fp8-block", "mxfp8"])
+@pytest.mark.parametrize("rows", [64, 128, 256, 512])
+def test_a_product_never_reads_what_its_quantiser_has_not_written(rows: int, format: str) -> None:
+    """One after another in the same memory, eagerly and in a graph, as with a pause after each."""
+    weight = quantize_weight(Inputs(WHERE).randn(1024, 4096, dtype=torch.bfloat16), format)
+    xs = [Inputs(WHERE, seed=i).randn(rows, 4096, dtype=torch.bfloat16, scale=1.0 + i) for i in range(8)]
+    with torch.inference_mode():
+        want = []
+        for x in xs:
+            want.append(ops.linear(x, weight))
+            torch.cuda.synchronize()
+        eager = [ops.linear(x, weight) for x in xs]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [ops.linear(x, weight) for x in xs]
+        graph.replay()
+        torch.cuda.synchronize()
+    for w, e, c in zip(want, eager, captured, strict=True):
+        assert torch.equal(w, e)
+        assert torch.equal(w, c)
+
+
 @pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     """In the invariant scope."""
@@ -77,7 +161,10 @@ X, W, XS, WS = torch.ones(2, 16, dtype=INT8), torch.ones(4, 16, dtype=INT8), tor
         (lambda: ops.scaled_linear(X, W.T.contiguous().T, XS, WS), "weight must be dense along K"),
         (lambda: ops.scaled_linear(X, W, XS, WS, activation="swish"), "activation must be one of none, relu"),
         (lambda: ops.scaled_linear(X, W[:3], XS, WS[:3], activation="silu_mul"), "an even number of rows; got 3"),
-        (lambda: ops.scaled_linear(X, W, XS, WS, bias=torch.ones(4)), r"bias must be \[4\] of torch.bfloat16"),
+        (
+            lambda: ops.scaled_linear(X, W, XS, WS, bias=torch.ones(4).half()),
+            r"bias must be \[4\] of torch.bfloat16 or torch.float32",
+        ),
         (lambda: ops.scaled_linear(X, W, XS, WS, residual=torch.ones(2, 3)), r"residual must be \[2, 4\]"),
         (lambda: ops.scaled_linear(X, W, XS, WS, dtype=torch.float64), "dtype must be bfloat16 or float16"),
         (lambda: ops.scaled_linear(X[:, :1].expand(2, 131073), W[:, :1].expand(4, 131073), XS, WS), "K must be at most 131072"),

@@ -13,7 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilewright import formats, invariant, nn, ops
 from tilewright.ops import weights as weights_module
 from tilewright.ops.linear import FEW_ROWS, Codes
-from tilewright.ops.weights import WEIGHT_FORMATS, MixedWeight, QuantizedWeight, ScaledWeight, quantize_weight, stack_rows
+from tilewright.ops.weights import (
+    WEIGHT_FORMATS,
+    MixedWeight,
+    QuantizedWeight,
+    ScaledWeight,
+    StaticWeight,
+    quantize_weight,
+    stack_rows,
+)
 
 N, K = 160, 256
 ALL = list(WEIGHT_FORMATS)
@@ -55,6 +63,31 @@ def test_linear_is_the_product_with_what_the_codes_mean(format: str, activation:
     residual = randn(*want.shape, seed=3)
     got = ops.linear(x, weight, bias, activation, residual)
     torch.testing.assert_close(got, (want + residual).float(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, MANY])
+@pytest.mark.parametrize("activation", FINISH)
+@pytest.mark.parametrize(("format", "zero", "with_bias"), [("int8", None, True), ("fp8", None, False), ("int8", -37.0, True)])
+def test_static_scales(format: str, zero: float | None, with_bias: bool, activation: str, rows: int) -> None:
+    """In float64: (q - zero) * scale is the activation, saturated; the sum of a weight's codes makes up for the zero point."""
+    _, dynamic = quantized(format)
+    largest = formats.FORMATS[format].largest
+    scale, point = torch.tensor(2.0 / largest), None if zero is None else torch.tensor(zero)
+    weight = StaticWeight(dynamic.codes, dynamic.scales, block=dynamic.block, dtype=torch.float32, x_scale=scale, x_zero=point)
+    assert weight.format == f"{format}-static"
+    x, bias = randn(rows, K, seed=1), randn(N, seed=2) if with_bias else None
+    seen = x.double()
+    if rows > FEW_ROWS:
+        low, high = (-largest, largest) if zero is None else (-128 - zero, 127 - zero)
+        scaled = (x * (torch.ones(()) / scale)).clamp(low, high)
+        seen = (scaled.round() if format == "int8" else scaled.to(torch.float8_e4m3fn)).double() * scale.double()
+    want = F.linear(seen, weight.dequantize(torch.float64), None if bias is None else bias.double())
+    got = ops.linear(x, weight, bias, activation)
+    torch.testing.assert_close(got, FINISH[activation](want).float(), rtol=2e-5, atol=2e-5)
+    parts = weight.split_rows([64, N - 64])
+    assert torch.equal(torch.cat([ops.linear(x, part, None) for part in parts], 1), ops.linear(x, weight, None))
+    with pytest.raises(ValueError, match=r"stack_rows: .* not merged"):
+        stack_rows(parts)
 
 
 # Relative RMS that rounding to so many bits costs normal numbers, with some room.

@@ -17,7 +17,7 @@ from tilewright import nn
 from tilewright.engine.config import QUANTIZE
 from tilewright.hw.device import device_named
 from tilewright.models import ModelConfig, prompt_inputs, random_model
-from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight
+from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, StaticWeight
 from tilewright.quant import check_card
 from tilewright.quant import convert as convert_module
 
@@ -152,6 +152,35 @@ def test_calibration_of_our_models() -> None:
     report = tw.quantize(model, "fp8", calibration=[prompt_inputs(model, range(40)), prompt_inputs(model, [3])])
     assert all(0.01 < layer.error < 0.06 for layer in report.quantized if layer.error is not None)
     assert all(layer.error is not None for layer in report.quantized)
+
+
+@pytest.mark.parametrize(("activation", "format"), [("static", "int8"), ("static", "fp8"), ("static-zero", "int8")])
+def test_static_scales_come_from_the_calibration_input(activation: str, format: str) -> None:
+    """Bounds of all rows; a zero point halves the step of what has one sign, and the error with it."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(128, 64))
+    exact, x = copy.deepcopy(net), randn(3000, 128).abs()
+    x[2999, 5] = 8.0
+    report = tw.quantize(net, format, calibration=[x], activation=activation)
+    weight = net[0].weight
+    assert isinstance(weight, StaticWeight)
+    steps = {"int8": 127.0, "fp8": 448.0}[format] if activation == "static" else 255.0
+    assert float(weight.x_scale) == pytest.approx(8.0 / steps)
+    assert (weight.x_zero is None) == (activation == "static")
+    assert weight.x_zero is None or float(weight.x_zero) == -128
+    layer = report.layers[0]
+    assert (layer.note, layer.error is not None) == (f"{activation} scale", True)
+    rows = x[:200]
+    error = ((net(rows) - exact(rows)).norm() / (exact(rows) - exact[0].bias).norm()).item()
+    assert error < {"static int8": 0.035, "static fp8": 0.042, "static-zero int8": 0.02}[f"{activation} {format}"]
+
+
+def test_static_scales_of_our_models() -> None:
+    """Migration moves the bounds along; a layer of few rows keeps its activation in 16 bits."""
+    model = decoder()
+    batches = [prompt_inputs(model, range(40))]
+    report = tw.quantize(model, "int8", calibration=batches, activation="static-zero", migrate=0.5)
+    assert all(layer.error is not None and 0.003 < layer.error < 0.05 for layer in report.quantized)
 
 
 def test_a_layer_that_calibration_does_not_reach_says_so() -> None:
@@ -293,6 +322,10 @@ BAD = {
         lambda: torch.nn.Sequential(torch.nn.Linear(16, 16)), "int8", {"calibration": [torch.full((2, 16), math.nan)]},
         "makes the input of 0 infinite or NaN, in 16 of 16 columns",
     ),
+    "activation": (decoder, "int8", {"activation": "fixed"}, "activation is 'fixed', wanted dynamic, static, static-zero"),
+    "static what": (decoder, "int4", {"activation": "static"}, "static scales of activations are for int8 and fp8; with int4"),
+    "zero point of what": (decoder, "fp8", {"activation": "static-zero"}, "static-zero scales of activations are for int8"),
+    "static from what": (decoder, "int8", {"activation": "static"}, "static scales need calibration input"),
     "migrate what": (decoder, "int4", {"migrate": 0.5}, "migrate is for int8 and fp8"),
     "migrate from what": (decoder, "int8", {"migrate": 0.5}, "migrate needs calibration input"),
     "migrate how far": (decoder, "int8", {"migrate": 2.0, "calibration": [1]}, "migrate is 2.0, wanted 0"),

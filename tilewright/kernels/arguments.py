@@ -243,11 +243,29 @@ def _caches(inputs: Inputs, pages: int, G: int, S: int, D: int, dtype: torch.dty
     return inputs.randn(pages, G, S, D, dtype=dtype), inputs.randn(pages, G, S, D, dtype=dtype)
 
 
-def kv_write_arguments(inputs: Inputs, *, T: int, G: int = 8, D: int = 128, S: int = 16, dtype: torch.dtype = _BF16) -> Args:
-    """k and v [T, G, D] to scattered slots of a cache with twice the room."""
+def _coded_caches(inputs: Inputs, pages: int, G: int, S: int, D: int, cache: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of keys, of values by columns, and scales with which they are about 1."""
+    if cache not in ("int8", "fp8"):
+        raise ValueError(f"cache is {cache!r}, wanted none, int8 or fp8")
+    k_scale, v_scale = (inputs.randn(pages, G, S).abs().add(0.1).div(73.0 if cache == "int8" else 60.0) for _ in range(2))
+    if cache == "int8":
+        k, v = (inputs.randint(-127, 128, pages, G, *tile, dtype=torch.int8) for tile in ((S, D), (D, S)))
+    else:
+        k, v = (inputs.randn(pages, G, *tile, scale=60.0).clamp(-448, 448).to(torch.float8_e4m3fn) for tile in ((S, D), (D, S)))
+    return k, v, k_scale, v_scale
+
+
+def kv_write_arguments(
+    inputs: Inputs, *, T: int, G: int = 8, D: int = 128, S: int = 16, cache: str = "none", dtype: torch.dtype = _BF16
+) -> Args:
+    """k and v [T, G, D] to scattered slots of a cache with twice the room; `cache`: "int8" or "fp8" for codes."""
     k, v = (inputs.randn(T, G, D, dtype=dtype) for _ in range(2))
     pages = 1 + 2 * T // S
-    return k, v, *_caches(inputs, pages, G, S, D, dtype), inputs.permutation(pages * S)[:T]
+    slots = inputs.permutation(pages * S)[:T]
+    if cache == "none":
+        return k, v, *_caches(inputs, pages, G, S, D, dtype), slots, None, None
+    k_cache, v_cache, k_scale, v_scale = _coded_caches(inputs, pages, G, S, D, cache)
+    return k, v, k_cache, v_cache, slots, k_scale, v_scale
 
 
 def rope_write_arguments(
@@ -261,25 +279,24 @@ def rope_write_arguments(
     dtype: torch.dtype = _BF16,
     norm: bool = False,
     interleaved: bool = False,
+    cache: str = "none",
 ) -> Args:
-    """q [T, H, D], k and v [T, G, D] as views of one merged projection; `norm`: with norms of the heads."""
+    """q [T, H, D], k and v [T, G, D] as views of one merged projection.
+
+    norm: with norms of the heads. cache: "int8" or "fp8" for codes.
+    """
     q, k, v = inputs.randn(T, H + 2 * G, D, dtype=dtype).split((H, G, G), 1)
     pages = 1 + 2 * T // S
     norms = (inputs.randn(D, dtype=dtype), inputs.randn(D, dtype=dtype)) if norm else (None, None)
     table = inputs.randn(max(T, 1), 2, D // 2)
     slots = inputs.permutation(pages * S)[:T]
-    return (
-        q,
-        k,
-        v,
-        inputs.randint(0, max(T, 1), T),
-        table,
-        *_caches(inputs, pages, G, S, D, dtype),
-        slots,
-        *norms,
-        1e-6,
-        interleaved,
-    )
+    places = inputs.randint(0, max(T, 1), T)
+    if cache == "none":
+        caches, scales = _caches(inputs, pages, G, S, D, dtype), (None, None)
+    else:
+        k_cache, v_cache, *scales = _coded_caches(inputs, pages, G, S, D, cache)
+        caches = k_cache, v_cache
+    return q, k, v, places, table, *caches, slots, *norms, 1e-6, interleaved, *scales
 
 
 def attention_arguments(
@@ -293,38 +310,59 @@ def attention_arguments(
     D: int = 128,
     S: int = 16,
     window: int | None = None,
+    cache: str = "none",
+    ragged: bool = False,
+    sinks: bool = False,
     dtype: torch.dtype = _BF16,
 ) -> Args:
     """B sequences of KV tokens in scattered pages; the last Q of each are the queries (1: decode).
 
+    cache: "int8" or "fp8" for codes with a scale for each token and head. ragged: lengths from KV / 200 to KV in equal steps.
+
     Raises:
-        ValueError: more queries than tokens.
+        ValueError: more queries than tokens, or an unknown cache.
     """
     if not 1 <= Q <= KV:
         raise ValueError(
             f"paged_attention: Q is {Q} and KV {KV}, wanted 1 <= Q <= KV: queries are the last tokens of a sequence"
         )
+    least = max(Q, KV // 200) if ragged else KV
+    lengths = [least + (KV - least) * i // max(B - 1, 1) for i in range(B)] if ragged else [KV] * B
     per = -(-KV // S)
     table = inputs.permutation(B * per).to(torch.int32).view(B, per)
     q = inputs.randn(B * Q, H, D, dtype=dtype)
-    lens = inputs.tensor([KV] * B, torch.int32)
+    lens = inputs.tensor(lengths, torch.int32)
     cu_q = inputs.tensor([i * Q for i in range(B + 1)], torch.int32)
-    return q, *_caches(inputs, B * per, G, S, D, dtype), table, lens, cu_q, Q, D**-0.5, window
+    if cache == "none":
+        caches, scales = _caches(inputs, B * per, G, S, D, dtype), (None, None)
+    else:
+        k_cache, v_cache, *scales = _coded_caches(inputs, B * per, G, S, D, cache)
+        caches = k_cache, v_cache
+    return q, *caches, table, lens, cu_q, Q, D**-0.5, window, *scales, inputs.randn(H) if sinks else None
 
 
 def dense_attention_arguments(
-    inputs: Inputs, *, B: int, KV: int, Q: int | None = None, H: int = 32, G: int = 8, D: int = 128, causal: bool = False,
-    packed: bool = False, lse: bool = False, dtype: torch.dtype = _BF16,
+    inputs: Inputs, *, B: int, KV: int, Q: int | None = None, H: int = 32, G: int = 8, D: int = 128, V: int | None = None,
+    causal: bool = False, packed: bool = False, lse: bool = False, window: int | None = None, prefix: int = 0,
+    sinks: bool = False, alibi: bool = False, dtype: torch.dtype = _BF16,
 ) -> Args:  # fmt: skip
-    """B sequences of KV keys and Q queries (KV of them unless given), in a row; `packed`: with cumulative lengths."""
+    """B sequences of KV keys and Q queries (KV of them unless given), in a row; `packed`: with cumulative lengths.
+
+    V: of the values' heads, D unless given. window: a query sees its own key and window - 1 before it, and behind it unless
+    causal. prefix: keys that every query sees.
+    """
     queries = KV if Q is None else Q
     q = inputs.randn(B, queries, H, D, dtype=dtype)
-    k, v = (inputs.randn(B, KV, G, D, dtype=dtype) for _ in range(2))
-    if not packed:
-        return q, k, v, None, None, queries, KV, D**-0.5, causal, lse
-    cu_q, cu_k = (inputs.tensor([i * rows for i in range(B + 1)], torch.int32) for rows in (queries, KV))
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    return q, k, v, cu_q, cu_k, queries, KV, D**-0.5, causal, lse
+    k, v = (inputs.randn(B, KV, G, width, dtype=dtype) for width in (D, V or D))
+    cu_q = cu_k = None
+    if packed:
+        cu_q, cu_k = (inputs.tensor([i * rows for i in range(B + 1)], torch.int32) for rows in (queries, KV))
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    left = None if window is None else window - 1
+    sink = inputs.randn(H, dtype=dtype) if sinks else None
+    slopes = inputs.tensor([2.0 ** (-8.0 * (i + 1) / H) for i in range(H)], torch.float32) if alibi else None
+    right = None if causal else left
+    return q, k, v, cu_q, cu_k, queries, KV, D**-0.5, causal, lse, left, right, prefix, None, None, sink, slopes
 
 
 def sample_arguments(

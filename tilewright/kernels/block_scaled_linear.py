@@ -33,6 +33,7 @@ from tilewright.kernels.arguments import block_scaled_linear_arguments
 from tilewright.kernels.block_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.block_sm90_launch import BlockProblem, best_config, card_of, launch_block_sm90
 from tilewright.kernels.coded_product import FLOAT8, check_product, empty_product, product_cost
+from tilewright.kernels.dependent import waits
 from tilewright.kernels.matmul import linear_op
 from tilewright.kernels.matmul_common import ACTIVATIONS, LARGEST_BUCKET, finish, weight_rows
 from tilewright.kernels.matmul_tile import grouped
@@ -48,7 +49,7 @@ __all__ = ["block_scaled_linear", "block_scaled_linear_op"]
 
 def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
     wide, n = x_scales.dtype, weight.shape[0]
     if w_scales.shape[0] != n:
@@ -67,7 +68,7 @@ def _reference(
 
 def _problem(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> BlockProblem:  # fmt: skip
     # Runs at every call: no keywords, no slices.
     (m, k), n = x.shape, weight.shape[0]
@@ -121,10 +122,10 @@ def _refuse_sm90(device: Device, problem: BlockProblem) -> str | None:
 
 def _launch_sm90(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
-    y = empty_product(x, weight, activation, dtype)
-    return launch_block_sm90(config, y, x, weight, x_scales, w_scales, bias, activation, residual) if y.numel() else y
+    y, pdl = empty_product(x, weight, activation, dtype), waits(chained, *x.shape)
+    return launch_block_sm90(config, y, x, weight, x_scales, w_scales, bias, activation, residual, pdl) if y.numel() else y
 
 
 @lru_cache
@@ -134,9 +135,9 @@ def _unshared(device: Device, problem: BlockProblem) -> Config:
 
 def _launch_sm90_invariant(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
-    args = (x, weight, x_scales, w_scales, bias, activation, residual, dtype)
+    args = (x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained)
     return _launch_sm90(_unshared(card_of(x), _problem(*args)), *args)
 
 
@@ -225,7 +226,7 @@ def _block_kernel(
 
 def _launch_triton(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
     y = empty_product(x, weight, activation, dtype)
     if not y.numel():
@@ -246,7 +247,7 @@ _ANY_M = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
 def _launch_any_m(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
     return _launch_triton(_ANY_M, x, weight, x_scales, w_scales, bias, activation, residual, dtype)
 
@@ -282,6 +283,7 @@ def block_scaled_linear(
     activation: str = "none",
     residual: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    chained: bool = False,
 ) -> Tensor:
     """activation((x * x_scales) @ (weight * w_scales)^T + bias) + residual, a scale for each 128 columns.
 
@@ -290,10 +292,11 @@ def block_scaled_linear(
         weight: [N, K] of the same dtype, dense along K.
         x_scales: [M, K / 128 rounded up], float32, any strides; a step of 1 from row to row reads best.
         w_scales: [N / 128, K / 128] rounded up, or [N, K / 128], float32, any strides.
-        bias: [N] of `dtype`.
+        bias: [N] of `dtype` or float32.
         activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
         residual: the shape of the output, of `dtype`; added last.
         dtype: of the output, bf16 or fp16; on a CPU float32 too.
+        chained: a hint that the launch before this one is the quantiser that wrote x; it changes no result.
 
     Returns:
         [M, N] ([M, F] with silu_mul and gelu_mul), contiguous.
@@ -315,4 +318,4 @@ def block_scaled_linear(
             )
     if residual is not None and residual.stride(-1) != 1:
         residual = residual.contiguous()
-    return block_scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype)
+    return block_scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained)

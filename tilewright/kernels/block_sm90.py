@@ -23,6 +23,7 @@ registers, which asks less of shared memory, was 2 % slower.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
 
 from tilewright.kernels.matmul_sm90 import joined_boxes, load_tiles, piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part
@@ -145,7 +146,7 @@ def multiply_tiles(
     M, F, tiles_m, tiles_n, steps, waves, share, PARTS, x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr,
-    STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
@@ -156,6 +157,8 @@ def multiply_tiles(
     C_PARTS: gl.constexpr = COLS // PART_N
     COUNT: gl.constexpr = ROWS // 64 * C_PARTS
     F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    if PDL:
+        gdc_wait()  # before the scales of x are read, and anything is written
     passed = steps * 0
     for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
@@ -205,7 +208,7 @@ def block_sm90_kernel(
     CONSUMERS: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr,
     EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
-    STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
 
@@ -238,17 +241,17 @@ def block_sm90_kernel(
             tickets_ptr, M, F, tiles_m, tiles_n, steps, waves, share, PARTS,
             x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
             0, CONSUMERS, HALVES, BLOCK_M, BLOCK_N, STAGES, GROUP_M, PART_N, OVERLAP, STREAM,
-            ACTIVATION, VECTOR,
+            ACTIVATION, VECTOR, PDL,
         )),
         (multiply_tiles, (
             x_bufs, w_bufs, tile_bufs, full, empty, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr,
             tickets_ptr, M, F, tiles_m, tiles_n, steps, waves, share, PARTS,
             x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
             1, CONSUMERS, HALVES, BLOCK_M, BLOCK_N, STAGES, GROUP_M, PART_N, OVERLAP, STREAM,
-            ACTIVATION, VECTOR,
+            ACTIVATION, VECTOR, PDL,
         )),
         (load_tiles, (
             x_desc, None, w_desc, x_bufs, w_boxes, full, empty, M, F, tiles_m, tiles_n, steps, waves, share, 0, 0,
-            "k", "k", HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0,
+            "k", "k", HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0, PDL,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

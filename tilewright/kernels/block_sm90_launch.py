@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.block_sm90 import block_sm90_kernel
+from tilewright.kernels.dependent import launch_options
 from tilewright.kernels.matmul_common import ACTIVATIONS
 from tilewright.kernels.matmul_sm90_launch import shares
 from tilewright.kernels.workspace import tickets
@@ -138,6 +139,7 @@ def launch_block_sm90(
     bias: Tensor | None,
     activation: str,
     residual: Tensor | None,
+    pdl: bool = False,
 ) -> Tensor:
     """Fill y [M, F], which is not empty, and return it. x_scales [M, K / 128], w_scales [N / 128, K / 128]; K is not 0."""
     function, gated = ACTIVATIONS[activation]
@@ -166,5 +168,6 @@ def launch_block_sm90(
         PART_N=part_n, OVERLAP=part_n == 64 and count % 2 == 0, EPILOGUE_N=_EPILOGUE_N, EPILOGUE_BUFS=buffers,
         TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
         STREAM=stream, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0), num_warps=4,
+        **launch_options(pdl),
     )  # fmt: skip
     return y

@@ -1,6 +1,7 @@
 """What the products of two coded matrices share on the host: cost, checks, memory for the result.
 
-Their arguments begin with x [M, K], weight [N, K], their scales, bias, activation, residual, and the dtype of the output.
+Their arguments begin with x [M, K], weight [N, K], their scales, bias, activation, residual, the dtype of the output, and
+`chained`, a hint for the launch (dependent.py).
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def product_cost(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Cost:  # fmt: skip
     """Codes are a byte each."""
     (m, k), n = x.shape, weight.shape[0]
@@ -57,8 +58,12 @@ def check_product(
     m, n, gated = x.shape[0], weight.shape[0], ACTIVATIONS[activation][1]
     if gated and n % 2:
         raise ValueError(f"{op}: {activation} needs a gate and an up half, an even number of rows; got {n}")
-    for name, t, wanted in (("bias", bias, (n,)), ("residual", residual, (m, n // 2 if gated else n))):
-        if t is not None and (t.shape != wanted or t.dtype != dtype or t.device != x.device):
+    for name, t, wanted, kinds in (
+        ("bias", bias, (n,), (dtype, torch.float32)),
+        ("residual", residual, (m, n // 2 if gated else n), (dtype,)),
+    ):
+        if t is not None and (t.shape != wanted or t.dtype not in kinds or t.device != x.device):
             raise ValueError(
-                f"{op}: {name} must be {list(wanted)} of {dtype} on {x.device}; got {list(t.shape)} of {t.dtype} on {t.device}"
+                f"{op}: {name} must be {list(wanted)} of {' or '.join(str(kind) for kind in dict.fromkeys(kinds))} on "
+                f"{x.device}; got {list(t.shape)} of {t.dtype} on {t.device}"
             )

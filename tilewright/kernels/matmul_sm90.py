@@ -11,6 +11,9 @@ A persistent block an SM, of twelve warps in three groups that talk through barr
     two consumers a warpgroup each: wgmma on the stages as they fill, then the epilogue. They take the upper and the lower half
                   of every tile ("m"), its left and right half ("n"), or turns, a whole tile each ("tiles")
 
+Tiles of 192 or 96 columns (operands of 8 bits) are three boxes of the weight, and three sums of a consumer: tensors have powers
+of two as shapes. They fill the card in one wave where 128 or 256 columns take one and a half.
+
 Consumers that take turns run the epilogue of one under the products of the other; halves of one tile end together, and their
 epilogue is hidden only as far as the stages ahead reach: a short K with a large tile pays for it. Limited by the tensor cores
 (128x256 tiles ask L2 for 48 bytes a cycle an SM).
@@ -41,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part
 
@@ -134,11 +138,13 @@ def load_tiles(
     x_desc, x_low_desc, w_desc, x_bufs, w_bufs, full, empty, M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
     X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr, N_BOXES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    STREAM: gl.constexpr, CLASSES: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     BOX_M: gl.constexpr = BLOCK_M // M_BOXES
     BOX_N: gl.constexpr = BLOCK_N // (N_BOXES * HALVES)
+    if PDL:
+        gdc_wait()
     stage = 0
     phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
     for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
@@ -202,36 +208,50 @@ def _before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _waited(pendings: gl.constexpr, accs):
+    """The tuple, when no more than so many products are in flight."""
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(pendings, deps=accs),)
+    else:
+        return warpgroup_mma_wait(pendings, deps=accs)
+
+
+@gluon.jit
 def _sum_steps(
     x_bufs, w_bufs, full, empty, turns, stage, phase, first, end, shift, K,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
 ):  # fmt: skip
-    """One consumer's product over the steps of a piece; gives the stages back as it goes."""
+    """One consumer's product over the steps of a piece, a tuple of [ROWS, COLS]; gives the stages back as it goes."""
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
+    OWN: gl.constexpr = 1 if CONSUMERS == "n" else N_BOXES  # boxes of the weight that this consumer multiplies by
     # An instruction takes 32 bytes of K. Triton knows those of int8 up to 224 columns.
     INTEGERS: gl.constexpr = x_bufs.dtype == gl.int8
     N: gl.constexpr = 128 if INTEGERS and COLS > 128 else COLS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 256 // x_bufs.dtype.primitive_bitwidth]
     )
-    acc = gl.zeros([ROWS, COLS], gl.int32 if INTEGERS else gl.float32, layout)
+    accs = ()
+    for _ in gl.static_range(OWN):
+        accs += (gl.zeros([ROWS, COLS], gl.int32 if INTEGERS else gl.float32, layout),)
     for step in range(first, end):
         mbarrier.wait(full.index(stage), phase)
         x = x_bufs.index(stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
-        w = w_bufs.index(stage * N_BOXES + (wg if CONSUMERS == "n" else 0))
         if CLASSES:
             k = step * BLOCK_K - shift
             if (k < 0) | (k + BLOCK_K > K):
                 _clear_outside(x, k, K)
         if X_MAJOR != "k":
             x = x.permute((1, 0))
-        if W_MAJOR == "k":
-            w = w.permute((1, 0))
-        acc = warpgroup_mma(x, w, acc, use_acc=step > first, is_async=True)
-        # One product stays in flight. The one before is over: the producer may overwrite what it read.
-        acc = warpgroup_mma_wait(1, deps=(acc,))
+        started = ()
+        for b in gl.static_range(OWN):
+            w = w_bufs.index(stage * N_BOXES + (wg if CONSUMERS == "n" else b))
+            if W_MAJOR == "k":
+                w = w.permute((1, 0))
+            started += (warpgroup_mma(x, w, accs[b], use_acc=step > first, is_async=True),)
+        # One step's products stay in flight. Those before are over: the producer may overwrite what they read.
+        accs = _waited(OWN, started)
         mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > first)
         stage += 1
         if stage == STAGES:
@@ -239,9 +259,18 @@ def _sum_steps(
             phase ^= 1
     if CONSUMERS == "tiles":
         mbarrier.arrive(turns.index(1 - wg))
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    accs = _waited(0, accs)
     mbarrier.arrive(empty.index(_before(stage, STAGES)))
-    return acc
+    return accs
+
+
+@gluon.jit
+def _all_blocks(accs, COUNT: gl.constexpr):
+    """COUNT blocks of columns of each sum."""
+    blocks = ()
+    for b in gl.static_range(len(accs)):
+        blocks += column_blocks(accs[b], COUNT)
+    return blocks
 
 
 @gluon.jit
@@ -251,7 +280,7 @@ def multiply_tiles(
     M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
@@ -263,6 +292,8 @@ def multiply_tiles(
     FIRST: gl.constexpr = wg if CONSUMERS == "tiles" else 0
     ROW_STEP: gl.constexpr = CLASSES if CLASSES else 1
     F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    if PDL:
+        gdc_wait()  # in every group of warps that reads what the kernel before wrote, or writes: the scales, y, parts, tickets
     passed = steps * FIRST  # stages that the producer filled before this piece, those of the other consumer's tiles included
     for i in range(FIRST, piece_count(tiles_m * tiles_n, waves, share, steps, STREAM), TURNS):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
@@ -273,17 +304,15 @@ def multiply_tiles(
             kind, m, _ = _class_of(row, M, BLOCK_M, CLASSES)
             shift = (lead + kind * x_stride) % 8
             first_row = (m + M_BOX * ROWS) * CLASSES + kind
-        stage = passed % STAGES
-        phase = passed // STAGES & 1
         if TURNS == 2:
             # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
-        acc = _sum_steps(
-            x_bufs, w_bufs, full, empty, turns, stage, phase, first, end, shift, K,
+        accs = _sum_steps(
+            x_bufs, w_bufs, full, empty, turns, passed % STAGES, passed // STAGES & 1, first, end, shift, K,
             wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES,
         )  # fmt: skip
         passed += (end - first) * TURNS
-        blocks = column_blocks(acc, COLS // tile_bufs.shape[2])
+        blocks = _all_blocks(accs, COLS // tile_bufs.shape[2])
         if STREAM:
             if end - first < steps:
                 left = tile - waves * gl.num_programs(0)
@@ -325,7 +354,7 @@ def sm90_kernel(
     CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
-    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
 
@@ -336,7 +365,7 @@ def sm90_kernel(
     """
     dtype: gl.constexpr = x_desc.dtype
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
-    N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 1
+    N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 3 if BLOCK_N % 3 == 0 else 1
     ROWS: gl.constexpr = BLOCK_M // M_BOXES
     COLS: gl.constexpr = BLOCK_N // N_BOXES
     x_bufs = gl.allocate_shared_memory(dtype, [STAGES * M_BOXES] + x_desc.block_type.shape, x_desc.layout)
@@ -363,18 +392,18 @@ def sm90_kernel(
             y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
             0, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-            STREAM, CLASSES, ACTIVATION, VECTOR,
+            STREAM, CLASSES, ACTIVATION, VECTOR, PDL,
         )),
         (multiply_tiles, (
             x_bufs, w_bufs, tile_bufs, full, empty, turns,
             y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
             1, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-            STREAM, CLASSES, ACTIVATION, VECTOR,
+            STREAM, CLASSES, ACTIVATION, VECTOR, PDL,
         )),
         (load_tiles, (
             x_desc, x_low_desc, w_desc, x_bufs, w_boxes, full, empty,
             M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
-            X_MAJOR, W_MAJOR, HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, CLASSES,
+            X_MAJOR, W_MAJOR, HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, CLASSES, PDL,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.dependent import launch_options
 from tilewright.kernels.matmul_align import align, is_aligned
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output
 from tilewright.kernels.matmul_sm90 import sm90_kernel
@@ -58,6 +59,9 @@ _TILES = (
     (64, 64, "n"),
     (64, 256, "n"),
 )
+_MOST_BETWEEN = 512
+# For up to so many rows of 8 bits: shapes between the others, which fill the card in one wave where those take one and a half.
+_BETWEEN = ((128, 192, "m"), (128, 96, "m"), (64, 32, "n"))
 
 
 def _config(tile: tuple[int, int, str], split_k: int, unaligned: str) -> Config:
@@ -71,11 +75,13 @@ def _default(device: Device, problem: Problem) -> Config:
     The constants, in cycles, fit 190 measured problems on an H100 (docs/log.md): the choice costs 1.2 % beside the best one.
     """
     best, best_split, best_cycles = _TILES[0], 1, float("inf")
-    for tile in _TILES:
+    for tile in _TILES + _BETWEEN:
         block_m, block_n, consumers = tile
         if _shape_refusal(problem, *tile):
             continue
         tiles = -(-problem.m_bucket // block_m) * -(-problem.n // block_n)
+        if tile in _BETWEEN and tiles > device.sms:
+            continue  # in one wave they win 10 to 15 % (docs/log.md), in several they lose
         waves, left = divmod(tiles, device.sms)
         turns = consumers == "tiles"
         # A column of x and of the weight: their product, or their way from L2; as measured, not as promised.
@@ -85,7 +91,7 @@ def _default(device: Device, problem: Problem) -> Config:
         end = 1800 + block_m * block_n * per_number / (1 + problem.gated)
         # Consumers that take turns at tiles hide the end of all but the last one.
         ways = {1: (waves + (left > 0)) * (whole + (360 if turns else end)) + (end if turns else 0)}
-        if not turns and 2 * left <= device.sms and problem.k >= (4096 if waves else 8192):
+        if tile in _TILES and not turns and 2 * left <= device.sms and problem.k >= (4096 if waves else 8192):
             parts = min(4, device.sms // max(left, 1))
             ways[0 if waves else 2] = waves * (whole + end) + whole / (parts if waves else 2) + (7700 if waves else 14800)
         for split, cycles in ways.items():
@@ -100,17 +106,27 @@ def _consumer_tile(c: Config) -> tuple[int, int]:
     return c["BLOCK_M"] // (1 + (c["CONSUMERS"] == "m")), c["BLOCK_N"] // (1 + (c["CONSUMERS"] == "n"))
 
 
+def _epilogue_n(cols: int) -> int:
+    """Columns of a block of a consumer's epilogue."""
+    return min(_EPILOGUE_N, cols & -cols)
+
+
 def _ring(device: Device, c: Config) -> tuple[int, int]:
     """(stages, buffers of a consumer's epilogue): as many stages as fit, up to eight."""
     rows, cols = _consumer_tile(c)
     buffers = 2 if c["CONSUMERS"] == "tiles" else 1
-    staging = 2 * rows * min(cols, _EPILOGUE_N) * 2 * buffers
+    staging = 2 * rows * _epilogue_n(cols) * 2 * buffers
     stage = (c["BLOCK_M"] + c["BLOCK_N"]) * BLOCK_K_BYTES
     return min(8, (device.smem_bytes - staging - 1024) // stage), buffers
 
 
 def _shape_refusal(problem: Problem, block_m: int, block_n: int, consumers: str) -> str | None:
     rows, cols = _consumer_tile({"BLOCK_M": block_m, "BLOCK_N": block_n, "CONSUMERS": consumers})
+    if block_n in (32, 96, 192):
+        if (block_m, block_n, consumers) not in _BETWEEN:
+            return "of the tiles between others these are the ones that fit the groups of warps"
+        if problem.dtype.itemsize > 1 or problem.gated or problem.m_bucket > _MOST_BETWEEN:
+            return f"tiles between others are for 8 bits, up to {_MOST_BETWEEN} rows, without a gate"
     if consumers == "tiles" and (block_m, block_n) != (128, 128):
         return "consumers take turns at tiles of 128x128: smaller ones end too soon, larger ones fill the registers"
     if consumers == "m" and rows < 64:
@@ -130,8 +146,8 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     block_m, block_n, consumers = c["BLOCK_M"], c["BLOCK_N"], c["CONSUMERS"]
     if reason := _shape_refusal(problem, block_m, block_n, consumers):
         return reason
-    if c["SPLIT_K"] != 1 and consumers == "tiles":
-        return "consumers that take turns do not share tiles with other programs"
+    if c["SPLIT_K"] != 1 and (consumers == "tiles" or (block_m, block_n, consumers) in _BETWEEN):
+        return "consumers that take turns, or have a tile between others, do not share tiles with other programs"
     if block_m > 64 and block_m >= 2 * problem.m_bucket:
         return "BLOCK_M is twice as high as x"
     if c["UNALIGNED"] == "classes" and (problem.aligned or problem.x_major != "k" or consumers != "m"):
@@ -212,7 +228,7 @@ class _Operands(NamedTuple):
 
 
 def _operands(config: Config, x: Tensor, weight: Tensor, rows: int, cols: int, halves: int, width: int) -> _Operands:
-    """Descriptors of x and the weight for a consumer's tile, or of copies where the copy engine cannot address them."""
+    """Descriptors of x and the weight for boxes of rows and columns, or of copies where the copy engine cannot address them."""
     (m, k), block_k = x.shape, BLOCK_K_BYTES // x.element_size()
     x_major, x_matrix = ("k", x) if x.stride(1) == 1 else ("m", x.mT)
     w_major, w_matrix = ("k", weight) if weight.stride(1) == 1 else ("n", weight.mT)
@@ -254,6 +270,7 @@ def launch_sm90(
     residual: Tensor | None,
     x_scales: Tensor | None = None,
     w_scales: Tensor | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """Fill y [M, F], which is not empty, and return it. Scales, float32 [M] and [N], multiply the product; K is not 0.
 
@@ -267,8 +284,8 @@ def launch_sm90(
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     rows, cols = _consumer_tile(config)
     stages, buffers = _ring(device, config)
-    ready = _operands(config, x, weight, rows, cols, halves, width)
-    y_box = [rows, min(cols, _EPILOGUE_N)]
+    ready = _operands(config, x, weight, rows, cols // (3 if cols % 3 == 0 else 1), halves, width)
+    y_box = [rows, _epilogue_n(cols)]
     y_desc = _descriptor(y, y_box) if width % 8 == 0 and not ready.classes else None
     tiles = ready.tiles_m * triton.cdiv(width * halves, block_n)
     programs, waves, share, parts = shares(tiles, ready.steps, device.sms, config["SPLIT_K"])
@@ -287,7 +304,7 @@ def launch_sm90(
         EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
         TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
         STREAM=stream, CLASSES=ready.classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
-        num_warps=4,
+        num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return y
 

@@ -188,7 +188,7 @@ def mx_linear(
         weight: [N, K] of the same dtype, dense along K.
         x_scales: [M, K / 32], float8_e8m0fnu, dense along K.
         w_scales: [N, K / 32], float8_e8m0fnu, dense along K.
-        bias: [N] of `dtype`.
+        bias: [N] of `dtype` or float32.
         activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
         residual: the shape of the output, of `dtype`; added last.
         dtype: of the output, bf16 or fp16; on a CPU float32 too.

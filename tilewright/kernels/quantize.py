@@ -27,6 +27,7 @@ from tilewright.formats import FORMATS, encode
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import quantize_rows_arguments
+from tilewright.kernels.dependent import release
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block
 from tilewright.op import Example, Impl, Inputs, Op
@@ -211,10 +212,16 @@ def _scales(bits, given_ptr, GIVEN: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def encode_tile(x, inverse, dtype: tl.constexpr):
-    """The codes of x * inverse; zeros where inverse is 0, whatever x holds. Launch with `enable_fp_fusion=False`."""
+def encode_tile(x, inverse, dtype: tl.constexpr, zero=None):
+    """The codes of x * inverse; zeros where inverse is 0, whatever x holds. Launch with `enable_fp_fusion=False`.
+
+    zero: int8 only, what the code of 0 is, a whole float32.
+    """
     y = tl.where(inverse > 0.0, x.to(tl.float32) * inverse, 0.0)
-    if dtype == tl.int8:
+    if zero is not None:
+        y = tl.minimum(tl.maximum(y, -128.0 - zero), 127.0 - zero)
+        return ((y + 12582912.0).to(tl.int32, bitcast=True) + zero.to(tl.int32)).to(tl.int8)
+    elif dtype == tl.int8:
         # Beyond the largest only where the scale was given. fp8 conversions saturate by themselves.
         y = tl.minimum(tl.maximum(y, -127.0), 127.0)
         # From 2^23 to 2^24 a float32 counts in ones: the addition rounds, ties to even, and leaves the integer in the low bits.
@@ -225,7 +232,7 @@ def encode_tile(x, inverse, dtype: tl.constexpr):
 
 @triton.jit
 def _wide_row(
-    x_ptr, q_ptr, scale_ptr, given_ptr,
+    x_ptr, q_ptr, scale_ptr, given_ptr, zero,
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, GIVEN: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
@@ -245,33 +252,42 @@ def _wide_row(
     scale, inverse = _scales(tl.max(largest, axis=0), given_ptr, GIVEN, LARGEST)
     tl.store(scale_ptr, scale)
     for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
-        q = encode_tile(held[block - FIRST_HELD], inverse, dtype)
+        q = encode_tile(held[block - FIRST_HELD], inverse, dtype, zero)
         store_block(q_ptr, block, q, W, BLOCK_D, RAGGED and block == LAST)
     for i in range(FIRST_HELD):
         j = FIRST_HELD - 1 - i
         x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
-        store_block(q_ptr, j, encode_tile(x, inverse, dtype), W, BLOCK_D, False)
+        store_block(q_ptr, j, encode_tile(x, inverse, dtype, zero), W, BLOCK_D, False)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def rows_kernel(
-    x_ptr, q_ptr, scale_ptr, given_ptr, n_rows, x_row_stride,
+    x_ptr, q_ptr, scale_ptr, given_ptr, zero_ptr, n_rows, x_row_stride,
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Codes in rows of W, and scales. GIVEN: how many numbers given_ptr has, 0, a scale, or a scale and its inverse."""
+    """Codes in rows of W, and scales. GIVEN: how many numbers given_ptr has, 0, a scale, or a scale and its inverse.
+
+    zero_ptr: the code of 0, or None.
+    """
+    release()
+    zero = None
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr)
     if W <= BLOCK_D:
         row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
         rows = row[:, None]
         cols = tl.arange(0, BLOCK_D)[None, :]
         x = tl.load(x_ptr + rows * x_row_stride + cols, mask=(rows < n_rows) & (cols < D), other=0.0)
         scale, inverse = _scales(tl.max(magnitude(x), axis=1), given_ptr, GIVEN, LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
-        q = encode_tile(x, inverse[:, None], q_ptr.dtype.element_ty)
+        q = encode_tile(x, inverse[:, None], q_ptr.dtype.element_ty, zero)
         tl.store(q_ptr + rows * W + cols, q, mask=(rows < n_rows) & (cols < W))
         tl.store(scale_ptr + row, scale, mask=row < n_rows)
     else:
         row = tl.program_id(0).to(tl.int64)
-        _wide_row(x_ptr + row * x_row_stride, q_ptr + row * W, scale_ptr + row, given_ptr, D, W, LARGEST, GIVEN, BLOCK_D, HELD)
+        _wide_row(
+            x_ptr + row * x_row_stride, q_ptr + row * W, scale_ptr + row, given_ptr, zero, D, W, LARGEST, GIVEN, BLOCK_D, HELD
+        )
 
 
 # ---- launchers and ops
@@ -281,16 +297,19 @@ def _rows_launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor
     return launch_rows(config, x, format)
 
 
-def launch_rows(config: Config, x: Tensor, format: str, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes in padded rows, scales by rows); given: one scale for all rows, or that and its inverse."""
+def launch_rows(
+    config: Config, x: Tensor, format: str, given: Tensor | None = None, zero: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(codes in padded rows, scales by rows); given: one scale for all rows, or that and its inverse; zero: the code of 0."""
     form, cols = FORMATS[format], x.shape[-1]
     width, rows = padded_width(cols), x.shape[:-1].numel()
     q = torch.empty((*x.shape[:-1], width), dtype=form.dtype, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if rows:
         rows_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
-            x, q, scale, given, rows, rows_of(x)[1],
-            D=cols, W=width, LARGEST=form.largest, GIVEN=0 if given is None else given.numel(), **UNFUSED, **config,
+            x, q, scale, given, zero, rows, rows_of(x)[1],
+            D=cols, W=width, LARGEST=form.largest, GIVEN=0 if given is None else given.numel(),
+            **UNFUSED, **config,
         )  # fmt: skip
     return q[..., :cols], scale
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewright.formats import FORMATS, encode
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import quantize_blocks_arguments, quantize_mx_arguments
+from tilewright.kernels.dependent import release
 from tilewright.kernels.quantize import (
     UNFUSED,
     check_format,
@@ -112,6 +113,7 @@ def _groups_kernel(
     D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """A tile is BLOCK_G groups of GROUP columns, counted through all rows: their scales stand one after another."""
+    release()
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
     group = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
     row = (group // GROUPS).to(tl.int64)

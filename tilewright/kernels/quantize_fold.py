@@ -27,6 +27,7 @@ from torch import Tensor
 from tilewright.formats import FORMATS, encode
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import quantize_mx_arguments
+from tilewright.kernels.dependent import release
 from tilewright.kernels.quantize import (
     UNFUSED,
     check_format,
@@ -160,6 +161,7 @@ def _fold_kernel(
     D: tl.constexpr, EXPONENT: tl.constexpr, FURTHEST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """A tile is BLOCK_T rows of BLOCK_G groups of four blocks of 32 columns."""
+    release()
     GROUPS: tl.constexpr = (D + 127) // 128
     PER_ROW: tl.constexpr = (GROUPS + BLOCK_G - 1) // BLOCK_G
     row = tl.program_id(0) // PER_ROW * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -26,6 +26,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.activation import silu, silu_mul_op
 from tilewright.kernels.arguments import add_norm_quantize_arguments, gated_quantize_arguments, norm_quantize_arguments
+from tilewright.kernels.dependent import release
 from tilewright.kernels.quantize import (
     ROW_FORMATS,
     UNFUSED,
@@ -220,6 +221,7 @@ def _norm_kernel(
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    release()
     row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     rows = row[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
@@ -250,6 +252,7 @@ def _silu_kernel(
     gate_ptr, up_ptr, q_ptr, scale_ptr, n_rows, gate_row_stride, up_row_stride,
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    release()
     PARTS: tl.constexpr = (W + BLOCK_D - 1) // BLOCK_D
     row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     rows = row[:, None, None]
@@ -333,6 +336,7 @@ rms_norm_quantize_op = Op(
     cost=_norm_cost,
     examples=_examples(True, 1),
     make=norm_quantize_arguments,
+    codes_may_move=True,
     impls=(
         Impl(name="triton", launch=_norm_launch, space=NORM_SPACE, refuse=_refuse_norm, batch_invariant=True),
         Impl(name="separate", launch=_norm_separate, refuse=refuse_format, batch_invariant=True),
@@ -346,6 +350,7 @@ add_rms_norm_quantize_op = Op(
     cost=_add_norm_cost,
     examples=_examples(True, 2),
     make=add_norm_quantize_arguments,
+    codes_may_move=True,
     impls=(
         Impl(name="triton", launch=_add_norm_launch, space=NORM_SPACE, refuse=_refuse_norm, batch_invariant=True),
         Impl(name="separate", launch=_add_norm_separate, refuse=refuse_format, batch_invariant=True),
@@ -359,6 +364,7 @@ silu_mul_quantize_op = Op(
     cost=_silu_cost,
     examples=_examples(False, 2),
     make=gated_quantize_arguments,
+    codes_may_move=True,
     impls=(
         Impl(name="triton", launch=_silu_launch, space=SILU_SPACE, refuse=_refuse_silu, batch_invariant=True),
         Impl(name="separate", launch=_silu_separate, refuse=refuse_format, batch_invariant=True),

@@ -1,18 +1,19 @@
 """Quantising activations with one scale for all rows: found in the tensor, or given.
 
     quantize_tensor   scale = amax / largest, amax = max |x| over all of x: two launches, no answer to the host
-    quantize_static   the scale is given (calibrated): q = round(x * (1 / scale)), saturating
+    quantize_static   the scale is given (calibrated): q = round(x * (1 / scale)), saturating; for int8 a zero point may be
+                      given, too: q = round(x * (1 / scale)) + zero, and x is about (q - zero) * scale
 
     x: [..., K] of bf16, fp16 or fp32; q: [..., K] of int8, fp8 e4m3fn or e5m2; returned scale: [...] fp32, one a row, as
-    `scaled_linear` takes them: all the same, except that a row that is not finite has the scale NaN and zero codes.
+    `scaled_linear` takes them: all the same, except that a row that is not finite has the scale NaN and codes of 0.
 
 quantize_tensor is bit by bit `tilewright.formats.encode(x, format, "tensor")`: there a NaN or an infinity makes all of x NaN.
 Its first launch leaves the largest magnitude; maxima may come in any order, so two runs give the same bits. Padding of rows is
 that of `quantize.py`, whose kernel runs here too.
 
 Limited by bytes: quantize_static K elements in, K bytes out; quantize_tensor reads x twice, what L2 kept aside.
-Not supported: a given scale that is not positive and finite (it is not looked at), a last dimension with a stride other than 1
-(the public functions copy it first), fp8 before sm_89.
+Not supported: zero points that are found here, a given scale that is not positive and finite (it is not looked at), a last
+dimension with a stride other than 1 (the public functions copy it first), fp8 before sm_89.
 """
 
 import torch
@@ -56,12 +57,16 @@ def _tensor_reference(x: Tensor, format: str) -> Coded:
     return padded_codes(codes, x), scales.flatten()[:1].expand(rows.numel()).clone().view(rows)
 
 
-def _static_reference(x: Tensor, scale: Tensor, format: str) -> Coded:
+def _static_reference(x: Tensor, scale: Tensor, format: str, zero: Tensor | None = None) -> Coded:
     form, wide, scale = FORMATS[format], x.to(torch.float32), scale.to(torch.float32)
     finite = wide.isfinite().all(-1, keepdim=True)
     # A tensor divided by a tensor: a Python number would be multiplied with a reciprocal on CUDA.
     inverse = torch.ones_like(scale) / scale
-    scaled = (torch.where(finite, wide, 0.0) * inverse).clamp(-form.largest, form.largest)
+    scaled = torch.where(finite, wide, 0.0) * inverse
+    if zero is not None:
+        codes = (scaled.clamp(-128 - zero, 127 - zero).round() + zero).to(form.dtype)
+        return padded_codes(codes, x), torch.where(finite[..., 0], scale, torch.nan)
+    scaled = scaled.clamp(-form.largest, form.largest)
     codes = (scaled if form.dtype.is_floating_point else scaled.round()).to(form.dtype)
     return padded_codes(codes, x), torch.where(finite[..., 0], scale, torch.nan)
 
@@ -73,14 +78,14 @@ def _tensor_cost(x: Tensor, format: str) -> Cost:
     return Cost(flops=5 * x.numel(), bytes=2 * x.nbytes + x.numel() + 4 * x.shape[:-1].numel())
 
 
-def _static_cost(x: Tensor, scale: Tensor, format: str) -> Cost:
+def _static_cost(x: Tensor, scale: Tensor, format: str, zero: Tensor | None = None) -> Cost:
     return Cost(flops=3 * x.numel(), bytes=x.nbytes + x.numel() + 4 * (1 + x.shape[:-1].numel()))
 
 
 # ---- problem and examples
 
 
-def _static_problem(x: Tensor, scale: Tensor, format: str) -> Problem:
+def _static_problem(x: Tensor, scale: Tensor, format: str, zero: Tensor | None = None) -> Problem:
     return format_problem(x, format)
 
 
@@ -94,14 +99,15 @@ _TENSOR_EXAMPLES = (
 )
 
 
-def _given(example: Example) -> Example:
-    """Arguments (x, scale, format): the scale is too small for some numbers."""
+def _given(example: Example, zero: int | None = None) -> Example:
+    """Arguments (x, scale, format, zero point): the scale is too small for some numbers."""
 
     def make(inputs: Inputs) -> tuple[object, ...]:
         x, format = example.make(inputs)
-        return x, inputs.tensor(2.0 / FORMATS[format].largest, torch.float32), format
+        point = None if zero is None else inputs.tensor(float(zero), torch.float32)
+        return x, inputs.tensor(2.0 / FORMATS[format].largest, torch.float32), format, point
 
-    return Example(example.label, make)
+    return Example(example.label if zero is None else f"{example.label}, zero {zero}", make)
 
 
 # ---- kernel
@@ -147,8 +153,8 @@ def _tensor_launch(config: Config, x: Tensor, format: str) -> Coded:
     return launch_rows(config, x, format, given)
 
 
-def _static_launch(config: Config, x: Tensor, scale: Tensor, format: str) -> Coded:
-    return launch_rows(config, x, format, scale)
+def _static_launch(config: Config, x: Tensor, scale: Tensor, format: str, zero: Tensor | None = None) -> Coded:
+    return launch_rows(config, x, format, scale, zero)
 
 
 quantize_tensor_op = Op(
@@ -166,7 +172,11 @@ quantize_static_op = Op(
     reference=_static_reference,
     problem=_static_problem,
     cost=_static_cost,
-    examples=tuple(_given(example) for example in _TENSOR_EXAMPLES),
+    examples=(
+        *(_given(example) for example in _TENSOR_EXAMPLES),
+        *(_given(example, zero) for example, zero in zip(_TENSOR_EXAMPLES[:2], (-128, 37), strict=True)),
+        _given(_TENSOR_EXAMPLES[4], 5),
+    ),
     make=quantize_static_arguments,
     impls=(Impl(name="triton", launch=_static_launch, space=ROWS_SPACE, refuse=refuse_format, batch_invariant=True),),
 )
@@ -192,25 +202,30 @@ def quantize_tensor(x: Tensor, format: str = "int8") -> Coded:
     return quantize_tensor_op(rows_ready(x), format)
 
 
-def quantize_static(x: Tensor, scale: Tensor, format: str = "int8") -> Coded:
+def quantize_static(x: Tensor, scale: Tensor, format: str = "int8", zero: Tensor | None = None) -> Coded:
     """Quantise x with a scale that is known before; what it cannot hold becomes the largest code of its sign.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
         scale: one float32, positive and finite, on x's device: what a code of 1 means.
         format: int8, fp8 or fp8-e5m2.
+        zero: for int8, the code of 0: one whole float32 from -128 to 127 on x's device. Codes then reach from -128 to 127.
 
     Returns:
-        (codes, scale) as `quantize_tensor`; rows that are not finite have the scale NaN and zero codes.
+        (codes, scale) as `quantize_tensor`, padding as the codes of 0; rows that are not finite have the scale NaN and codes
+        of 0.
 
     Raises:
-        ValueError: another format or dtype, a scalar x, or a scale that is not one float32 there.
+        ValueError: another format or dtype, a scalar x, a scale or zero point that is not one float32 there, or a zero point
+            for a format other than int8.
         Refused: fp8 on a card before sm_89.
     """
     check_format("quantize_static", x, format, ROW_FORMATS)
-    if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device:
-        raise ValueError(
-            f"quantize_static: scale must be one float32 on {x.device}; "
-            f"got {tuple(scale.shape)} {scale.dtype} on {scale.device}"
-        )
-    return quantize_static_op(rows_ready(x), scale.reshape(()), format)
+    for name, t in (("scale", scale), ("zero", zero)):
+        if t is not None and (t.numel() != 1 or t.dtype != torch.float32 or t.device != x.device):
+            raise ValueError(
+                f"quantize_static: {name} must be one float32 on {x.device}; got {tuple(t.shape)} {t.dtype} on {t.device}"
+            )
+    if zero is not None and format != "int8":
+        raise ValueError(f"quantize_static: a zero point is for int8, {format} has its own zero; leave it out")
+    return quantize_static_op(rows_ready(x), scale.reshape(()), format, None if zero is None else zero.reshape(()))

@@ -26,6 +26,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.arguments import scaled_linear_arguments
 from tilewright.kernels.coded_product import FLOAT8, check_product, empty_product, product_cost
+from tilewright.kernels.dependent import waits
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, finish, problem_of, weight_rows
 from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_sm90_launch import launch_sm90
@@ -42,7 +43,7 @@ _LONGEST = 131072
 
 def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
     wide = x_scales.dtype
     y = (x.to(wide) @ weight.to(wide).mT) * x_scales[:, None] * w_scales
@@ -72,7 +73,7 @@ def _finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor 
 
 def _problem(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Problem:  # fmt: skip
     return problem_of(x, weight, bias, activation, residual)
 
@@ -115,17 +116,17 @@ def _halved(problem: Problem) -> Problem:
 
 SM90_8BIT_SPACE = Space(
     default=lambda device, problem: SM90_SPACE.default(device, _halved(problem)),
-    axes={name: values for name, values in SM90_SPACE.axes.items() if name != "UNALIGNED"} | {"UNALIGNED": ("copy",)},
+    axes={**SM90_SPACE.axes, "BLOCK_N": (32, 64, 96, 128, 192, 256), "UNALIGNED": ("copy",)},
     refusal=lambda device, problem, config: SM90_SPACE.refusal(device, _halved(problem), config),
 )
 
 
 def _launch_sm90(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
-    y = empty_product(x, weight, activation, dtype)
-    return launch_sm90(config, y, x, weight, bias, activation, residual, x_scales, w_scales) if y.numel() else y
+    y, pdl = empty_product(x, weight, activation, dtype), waits(chained, *x.shape)
+    return launch_sm90(config, y, x, weight, bias, activation, residual, x_scales, w_scales, pdl) if y.numel() else y
 
 
 # ---- triton
@@ -210,7 +211,7 @@ def _scaled_kernel(
 
 def _launch_triton(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
     y = empty_product(x, weight, activation, dtype)
     if not y.numel():
@@ -230,7 +231,7 @@ _ONE_CONFIG: Config = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps
 
 def _launch_any_m(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
     return _launch_triton(_ONE_CONFIG, x, weight, x_scales, w_scales, bias, activation, residual, dtype)
 
@@ -252,7 +253,7 @@ def _refuse_vendor(device: Device, problem: Problem) -> str | None:
 
 def _launch_vendor(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
     if not x.shape[0]:
         return empty_product(x, weight, activation, dtype)
@@ -294,6 +295,7 @@ def scaled_linear(
     activation: str = "none",
     residual: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    chained: bool = False,
 ) -> Tensor:
     """activation((x @ weight^T) * x_scales * w_scales + bias) + residual.
 
@@ -302,10 +304,11 @@ def scaled_linear(
         weight: [N, K] of the same dtype, dense along K.
         x_scales: [M], float32.
         w_scales: [N], float32.
-        bias: [N] of `dtype`.
+        bias: [N] of `dtype` or float32.
         activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
         residual: the shape of the output, of `dtype`; added last.
         dtype: of the output, bf16 or fp16; on a CPU, where the reference runs, also fp32.
+        chained: a hint that the launch before this one is the quantiser that wrote x; it changes no result.
 
     Returns:
         [M, N] ([M, F] with silu_mul and gelu_mul), contiguous.
@@ -324,4 +327,4 @@ def scaled_linear(
             )
     if residual is not None and residual.stride(-1) != 1:
         residual = residual.contiguous()
-    return scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype)
+    return scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained)

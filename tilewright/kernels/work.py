@@ -26,7 +26,7 @@ __all__ = [
     "skinny_work",
     "sm90_work",
     "softmax_work",
-    "split_work",
+    "stream_work",
     "tile_work",
     "tma_work",
     "varlen_work",
@@ -289,7 +289,7 @@ def softmax_work(device: Device, config: Config, x: Tensor) -> Work:
 
 # ---- paged_attention
 
-# Arguments: q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window
+# Arguments: q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks
 
 
 def _lengths(q: Tensor, block_table: Tensor, page: int, kv_lens: Tensor, cu_q: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -304,39 +304,37 @@ def _lengths(q: Tensor, block_table: Tensor, page: int, kv_lens: Tensor, cu_q: T
 
 
 def _attention_bytes(q: Tensor, k_cache: Tensor, keys: np.ndarray) -> float:
-    return float(2 * q.numel() * q.element_size() + 2 * keys.sum() * k_cache.shape[1] * q.shape[2] * q.element_size())
+    return float(2 * q.numel() * q.element_size() + 2 * keys.sum() * k_cache.shape[1] * q.shape[2] * k_cache.element_size())
 
 
-def split_work(
+def stream_work(
     device: Device, config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor,
-    cu_q: Tensor, max_q_len: int, scale: float, window: int | None,
+    cu_q: Tensor, max_q_len: int, scale: float, window: int | None, *codes: object,
 ) -> Work:  # fmt: skip
-    """Ranges of keys that hold none end at once; what is combined is read by one program of a sequence."""
+    """Equal shares of all tiles for a fixed number of programs; what is combined is read by one program of a sequence."""
     (_, heads, d), (_, kv_heads, page, _) = q.shape, k_cache.shape
-    keys, _ = _lengths(q, block_table, page, kv_lens, cu_q)
-    keys = keys if window is None else np.minimum(keys, window)
-    group, block_d, size = heads // kv_heads, max(16, next_pow2(d)), q.element_size()
-    block_m = max(16, next_pow2(group))
-    splits, block_n = config["SPLITS"], config["BLOCK_N"]
-    span = np.maximum(_cdiv(_cdiv(keys, splits), block_n) * block_n, block_n)
-    used = np.maximum(1, _cdiv(keys, span))
-    steps = _cdiv(keys, block_n)
-    ranges, all_steps = np.maximum(used.sum(0), 1), np.maximum(steps.sum(0), 1)
-    parts = used.max(0)
-    row = block_m * (block_d + 2) * 4
+    keys, queries = _lengths(q, block_table, page, kv_lens, cu_q)
+    keys = keys if window is None else np.minimum(keys, window + queries - 1)
+    block_d, block_n = max(16, next_pow2(d)), config["BLOCK_N"]
+    rows = heads // kv_heads * (1 if max_q_len == 1 else 16)
+    block_m = max(16, next_pow2(rows))
+    steps = kv_heads * np.maximum(_cdiv(keys, block_n).sum(0), 1)
+    share = _cdiv(steps, config["PER_SM"] * device.sms)
+    blocks = _cdiv(steps, share)
+    parts = _cdiv(steps, share * kv_heads * len(keys))
     return Work(
-        blocks=kv_heads * ranges,
-        flops=4.0 * kv_heads * all_steps * block_n * block_m * block_d,
+        blocks=blocks,
+        flops=4.0 * steps * block_n * block_m * block_d,
         unit=_unit(q.dtype),
         dram_bytes=_attention_bytes(q, k_cache, keys),
-        l2_bytes=2.0 * kv_heads * keys.sum() * d * size + 2 * q.numel() * size,
-        steps=all_steps / ranges,
-        longest=np.minimum(span, keys).max(0) / block_n,
+        l2_bytes=2.0 * kv_heads * keys.sum() * d * k_cache.element_size() + 2 * q.numel() * q.element_size(),
+        steps=steps / blocks,
+        longest=share,
         depth=config["num_stages"],
-        operations=1.0 * kv_heads * all_steps * block_m * (block_n * _ATTENTION_OPERATIONS + block_d * 2),
+        operations=1.0 * steps * block_m * (block_n * _ATTENTION_OPERATIONS + block_d * 2),
         chain=4 + 3 * (config["num_warps"] * 16 > block_m),
-        end_bytes=np.where(parts > 1, row * 2, 0),
-        rounds=np.where(parts > 1, 3 + 3 * parts, 1),
+        end_bytes=np.where(parts > 1, rows * (block_d + 2) * 8, 0),
+        rounds=np.where(parts > 1, 3 + parts, 1),
         tile_m=block_m,
         tile_n=block_n,
     )
@@ -344,7 +342,7 @@ def split_work(
 
 def varlen_work(
     device: Device, config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor,
-    cu_q: Tensor, max_q_len: int, scale: float, window: int | None,
+    cu_q: Tensor, max_q_len: int, scale: float, window: int | None, *codes: object,
 ) -> Work:  # fmt: skip
     """A tile of queries walks the keys up to its diagonal; the longest walk may outlast the rest of the grid."""
     (_, heads, d), (_, kv_heads, page, _) = q.shape, k_cache.shape

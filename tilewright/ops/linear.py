@@ -25,10 +25,11 @@ from tilewright.kernels.mixed_linear import mixed_linear_op
 from tilewright.kernels.quantize import quantize_rows_op
 from tilewright.kernels.quantize_blocks import quantize_blocks_op
 from tilewright.kernels.quantize_fold import quantize_fold_op
+from tilewright.kernels.quantize_tensor import quantize_static_op
 from tilewright.kernels.scaled_linear import scaled_linear, scaled_linear_op
 from tilewright.kernels.shapes import rows_ready
 from tilewright.op import scope
-from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight
+from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
 __all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "linear"]
 
@@ -60,7 +61,16 @@ def _scaled(x: Tensor, weight: ScaledWeight, bias: Tensor | None, activation: st
     if _few(x):
         return _mixed(x, weight, bias, activation, residual)
     codes, scales = quantize_rows_op(rows_ready(x), weight.format)
-    return scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype)
+    return scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
+
+
+def _static(x: Tensor, weight: StaticWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    if _few(x):
+        return _mixed(x, weight, bias, activation, residual)
+    if weight.offset is not None:
+        bias = weight.offset if bias is None else weight.offset + bias
+    codes, scales = quantize_static_op(rows_ready(x), weight.x_scale, weight.codes_format, weight.x_zero)
+    return scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
 def codes_for(weight: Tensor | QuantizedWeight, x: Tensor) -> str | None:
@@ -79,7 +89,7 @@ def _from_codes(x: Codes, weight: Weight, bias: Tensor | None, activation: str, 
             f"linear: x is quantised to {x.codes.dtype} {list(x.codes.shape)}, which only a `ScaledWeight` of these codes with "
             f"the same K takes; got a weight of type {type(weight).__name__}, {list(weight.shape)}"
         )
-    return scaled_linear(x.codes, weight.operand, x.scales, weight.scales, bias, activation, residual, x.dtype)
+    return scaled_linear(x.codes, weight.operand, x.scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
 def _block_scaled(
@@ -88,14 +98,14 @@ def _block_scaled(
     if _few(x):
         return _mixed(x, weight, bias, activation, residual)
     codes, scales = quantize_blocks_op(rows_ready(x), "fp8")
-    return block_scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype)
+    return block_scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
 def _mx(x: Tensor, weight: MXWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     if _few(x):
         return _mixed(x, weight, bias, activation, residual)
     codes, scales = quantize_fold_op(rows_ready(x), "mxfp8")
-    return block_scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype)
+    return block_scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
 def _few(x: Tensor) -> bool:
@@ -116,6 +126,7 @@ LINEAR_OPS: dict[type, LinearOp] = {
     Tensor: linear_op,
     Parameter: linear_op,
     ScaledWeight: _scaled,
+    StaticWeight: _static,
     BlockScaledWeight: _block_scaled,
     MXWeight: _mx,
     MixedWeight: _mixed,

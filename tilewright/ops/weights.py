@@ -6,6 +6,7 @@ A quantised weight is a module of buffers, so that it moves, saves and loads wit
 | type                | formats           | product                                                        |
 |---------------------|-------------------|----------------------------------------------------------------|
 | `ScaledWeight`      | int8, fp8         | 8 bits x 8 bits, one scale for each token and for each output  |
+| `StaticWeight`      | the same, static  | the same with one scale for every token, found by calibration  |
 | `BlockScaledWeight` | fp8-block         | fp8 x fp8, a scale for each 128 of K                           |
 | `MXWeight`          | mxfp8             | the same; the activation is quantised to mxfp8 first           |
 | `MixedWeight`       | int8-weight, int4 | 16 bits x codes: the activation is not quantised               |
@@ -18,7 +19,7 @@ Not here: gradients of the weight, quantising a whole model (`tilewright.quant`)
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ __all__ = [
     "MixedWeight",
     "QuantizedWeight",
     "ScaledWeight",
+    "StaticWeight",
     "WeightFormat",
     "quantize_weight",
     "stack_rows",
@@ -133,7 +135,11 @@ class QuantizedWeight(nn.Module, ABC):
         if rows == 1:
             return self
         scales = self.scales.repeat_interleave(rows, 0)[: self.shape[0]]
-        return type(self)(self.codes, scales, block=(1, self.block[1]), dtype=self.dtype)
+        return self._like(self.codes, scales, None, (1, self.block[1]))
+
+    def _like(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int]) -> Self:
+        """Other rows of the same kind."""
+        return type(self)(codes, scales, zeros, block=block, dtype=self.dtype)
 
     def split_rows(self, parts: Sequence[int]) -> list[Self]:
         """The rows as several weights; where a part begins inside of a block, all get scales of single rows."""
@@ -142,7 +148,7 @@ class QuantizedWeight(nn.Module, ABC):
         scale_rows = [-(-part // self.block[0]) for part in parts]
         zeros = [None] * len(parts) if self.zeros is None else self.zeros.split(scale_rows)
         return [
-            type(self)(codes, scales, zero, block=self.block, dtype=self.dtype)
+            self._like(codes, scales, zero, self.block)
             for codes, scales, zero in zip(self.codes.split(list(parts)), self.scales.split(scale_rows), zeros, strict=True)
         ]
 
@@ -166,9 +172,49 @@ class ScaledWeight(QuantizedWeight):
     """int8 or float8 with one scale for each row; the activation is quantised to the same codes, row by row."""
 
     @property
+    def codes_format(self) -> str:
+        """int8, fp8, fp8-e5m2: of the weight's codes, and of the activation's."""
+        return _STORED[self.stored.dtype]
+
+    @property
     def format(self) -> str:
         """int8, fp8, fp8-e5m2."""
-        return _STORED[self.stored.dtype]
+        return self.codes_format
+
+
+class StaticWeight(ScaledWeight):
+    """A `ScaledWeight` whose activation is quantised with a scale, for int8 also a zero point, that calibration has found.
+
+    Args (beside those of `QuantizedWeight`):
+        x_scale: one float32: what a step of the activation's codes means.
+        x_zero: the activation's code of 0, one whole float32 from -128 to 127; None: 0.
+    """
+
+    x_scale: Tensor
+    x_zero: Tensor | None
+    offset: Tensor | None
+    """What the zero point adds to the product, to be taken off: [N] float32, a bias."""
+
+    def __init__(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, block: tuple[int, int], dtype: torch.dtype,
+        x_scale: Tensor, x_zero: Tensor | None = None,
+    ):  # fmt: skip
+        super().__init__(codes, scales, zeros, block=block, dtype=dtype)
+        offset = None
+        if x_zero is not None:
+            # (q - zero) @ w = q @ w - zero * sum of w.
+            offset = -x_scale.double() * x_zero * scales * codes.sum(1, dtype=torch.int64)
+        self.register_buffer("x_scale", x_scale.to(torch.float32).reshape(()))
+        self.register_buffer("x_zero", None if x_zero is None else x_zero.to(torch.float32).reshape(()))
+        self.register_buffer("offset", None if offset is None else offset.to(torch.float32))
+
+    @property
+    def format(self) -> str:
+        """int8-static, fp8-static: not in `WEIGHT_FORMATS`, whose weights need no calibration."""
+        return f"{self.codes_format}-static"
+
+    def _like(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int]) -> Self:
+        return type(self)(codes, scales, zeros, block=block, dtype=self.dtype, x_scale=self.x_scale, x_zero=self.x_zero)
 
 
 class BlockScaledWeight(QuantizedWeight):
@@ -297,9 +343,8 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         blocks = {weight.block for weight in weights}
     if len(blocks) > 1 or len({type(weight) for weight in weights}) > 1 or len({w.zeros is None for w in weights}) > 1:
         raise ValueError(f"stack_rows: wanted weights of one type and block, got {[(w.format, w.block) for w in weights]}")
-    buffers: dict[str, Any] = {
-        "codes": torch.cat([weight.codes for weight in weights]),
-        "scales": torch.cat([weight.scales for weight in weights]),
-        "zeros": None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None]),
-    }
-    return type(first)(**buffers, block=weights[0].block, dtype=first.dtype)
+    if isinstance(first, StaticWeight):
+        raise ValueError("stack_rows: weights with a static scale of the activation are not merged; quantise the merged layer")
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
+    codes, scales = torch.cat([weight.codes for weight in weights]), torch.cat([weight.scales for weight in weights])
+    return type(first)(codes, scales, zeros, block=weights[0].block, dtype=first.dtype)

@@ -1,4 +1,4 @@
-"""What linear layers see on calibration input: a sample of the rows, and the largest magnitude in each column.
+"""What linear layers see on calibration input: a sample of the rows, and the bounds of each column.
 
 Every batch goes through the float model once. At most `MOST_ROWS` rows a layer are kept, on the CPU.
 """
@@ -25,8 +25,15 @@ class Seen:
     """Rows to keep of a batch."""
     rows: list[Tensor]
     """Of the layer's input, on the CPU, in its dtype."""
-    amax: Tensor | None = None
-    """[K] float32, on the CPU, over all rows, not only the kept ones."""
+    low: Tensor | None = None
+    """The least number of each column, [K] float32, on the CPU, over all rows, not only the kept ones."""
+    high: Tensor | None = None
+    """The largest, likewise."""
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The largest magnitude of each column, [K], or None where the layer was never called."""
+        return None if self.low is None or self.high is None else torch.maximum(-self.low, self.high)
 
     @property
     def sample(self) -> Tensor | None:
@@ -38,8 +45,9 @@ class Seen:
         flat = x.detach().reshape(-1, x.shape[-1])
         if not flat.shape[0]:
             return
-        amax = flat.abs().amax(0).float().cpu()
-        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        low, high = (bound.float().cpu() for bound in flat.aminmax(dim=0))
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
         room = min(self.most, MOST_ROWS - sum(rows.shape[0] for rows in self.rows))
         if room > 0:
             # Spread over the batch: its first rows alone would be the beginnings of texts.

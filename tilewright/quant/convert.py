@@ -9,7 +9,8 @@ peak it needs the memory of the model and of one layer. Everything is checked be
 Stays as it is, with the reason in the report: what `skip` names, a weight that two modules share (a tied head), subclasses of
 `torch.nn.Linear` (their owner may read the weight directly, as `torch.nn.MultiheadAttention` does).
 
-Not here: quantising embeddings, convolutions or the KV cache; static scales of activations; training through rounding.
+Not here: quantising embeddings, convolutions or the KV cache; saving static scales of activations; training through
+rounding.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,10 +21,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from tilewright.formats import FORMATS, SMALLEST_AMAX
 from tilewright.hw.device import Device, device_of
 from tilewright.nn import Linear
 from tilewright.ops import linear
-from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, quantize_weight
+from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, ScaledWeight, StaticWeight, quantize_weight
 from tilewright.quant.calibrate import Seen, observe
 from tilewright.quant.compensate import compensated
 from tilewright.quant.migrate import migrate_into_norms
@@ -34,6 +36,8 @@ __all__ = ["DEFAULT_SKIP", "check_card", "convert_layer", "find_layers", "quanti
 DEFAULT_SKIP = ("lm_head",)
 """The head of a language model, whatever it is called; the only pattern that may match nothing."""
 _HEADS = {"lm_head": ("lm_head", "head")}
+_ACTIVATIONS = {"dynamic": tuple(WEIGHT_FORMATS), "static": ("int8", "fp8"), "static-zero": ("int8",)}
+"""Kind of activation scale -> the formats that can have it."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,6 +56,7 @@ def quantize(
     calibration: Iterable[Any] | None = None,
     *,
     migrate: float | None = None,
+    activation: str = "dynamic",
 ) -> Report:
     """Quantise the linear layers of a model, in place.
 
@@ -64,17 +69,22 @@ def quantize(
             errors on that input (GPTQ, Frantar et al., 2022).
         migrate: 0 to 1, for int8 and fp8 with calibration: move outliers of the activations into the weights where a norm
             stands before the layer that can absorb the factors (SmoothQuant, Xiao et al., 2022; 0.5 is their choice).
+        activation: how int8 and fp8 quantise activations: "dynamic", a scale for each token, found as it comes; "static", one
+            scale a layer, of the largest number in its calibration input; "static-zero", for int8, with a zero point as well,
+            for inputs that are mostly of one sign. What exceeds the calibration input saturates.
 
     Returns:
         One row a linear layer.
 
     Raises:
-        ValueError: an unknown format or one that the card lacks, a K that the group does not divide, weights or calibration
-            input that are not finite, weights that are quantised already, a pattern that matches nothing.
+        ValueError: an unknown format or kind of activation, or one that the card lacks, a K that the group does not divide,
+            weights or calibration input that are not finite, weights that are quantised already, a pattern that matches
+            nothing.
     """
     _check_format(format)
     found = find_layers(model, skip)
     _check_migrate(format, migrate, calibration)
+    _check_activation(format, activation, calibration)
     _check_layers(found.chosen, format)
     seen: dict[str, Seen] = {} if calibration is None else observe(model, found.chosen, calibration)
     notes = {} if migrate is None else migrate_into_norms(model, found.chosen, seen, migrate)
@@ -86,7 +96,8 @@ def quantize(
             rows.append(_row_of_one_that_stays(name, model.get_submodule(name), stays[name]))
         elif name in chosen:
             module = model.get_submodule(name)
-            rows.append(_quantize_layer(model, name, module, format, seen.pop(name, None), notes.get(name, "")))
+            note = notes.get(name, "")
+            rows.append(_quantize_layer(model, name, module, format, seen.pop(name, None), note, activation))
     return Report(format=format, layers=tuple(rows), calibrated=calibration is not None)
 
 
@@ -160,6 +171,16 @@ def _check_migrate(format: str, migrate: float | None, calibration: Iterable[Any
         raise ValueError(f"quantize: migrate is {migrate}, wanted 0 (all stays in the activations) to 1 (all to the weights)")
 
 
+def _check_activation(format: str, activation: str, calibration: Iterable[Any] | None) -> None:
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"quantize: activation is {activation!r}, wanted {', '.join(_ACTIVATIONS)}")
+    if format not in _ACTIVATIONS[activation]:
+        formats = " and ".join(_ACTIVATIONS[activation])
+        raise ValueError(f"quantize: {activation} scales of activations are for {formats}; with {format} leave activation out")
+    if activation != "dynamic" and calibration is None:
+        raise ValueError(f"quantize: {activation} scales need calibration input, to know how large the activations are")
+
+
 def _check_layers(layers: dict[str, nn.Module], format: str) -> None:
     """All that could fail later, so that no model is left half quantised."""
     for name, module in layers.items():
@@ -223,7 +244,9 @@ def convert_layer(name: str, layer: Linear, format: str) -> None:
     layer.replace_weight(quantize_weight(weight.detach(), format))
 
 
-def _quantize_layer(model: nn.Module, name: str, module: nn.Module, format: str, seen: Seen | None, note: str) -> LayerReport:
+def _quantize_layer(
+    model: nn.Module, name: str, module: nn.Module, format: str, seen: Seen | None, note: str, activation: str
+) -> LayerReport:
     weight = _weight_of(module)
     assert isinstance(weight, Tensor)
     weight = weight.detach()
@@ -233,6 +256,8 @@ def _quantize_layer(model: nn.Module, name: str, module: nn.Module, format: str,
         quantized, note = compensated(weight, sample, block), "compensated on the calibration input"
     else:
         quantized = quantize_weight(weight, format)
+    if activation != "dynamic" and seen is not None and sample is not None:
+        quantized, note = _with_static_scale(quantized, seen, zero=activation == "static-zero"), note or f"{activation} scale"
     if seen is None:
         error = None if weight.is_meta else _weight_error(weight, quantized)
     elif sample is None:
@@ -247,6 +272,20 @@ def _quantize_layer(model: nn.Module, name: str, module: nn.Module, format: str,
         name=name, format=format, shape=(weight.shape[0], weight.shape[1]), error=error, bytes_before=weight.nbytes,
         bytes_after=quantized.nbytes, note=note,
     )  # fmt: skip
+
+
+def _with_static_scale(weight: QuantizedWeight, seen: Seen, *, zero: bool) -> StaticWeight:
+    """The same codes of the weight, and the scale and zero point that cover the calibration input."""
+    assert isinstance(weight, ScaledWeight)
+    assert seen.low is not None
+    assert seen.high is not None
+    # A code of 0 there must be: what is beside the matrix counts as 0.
+    low, high = seen.low.min().clamp_max(0.0), seen.high.max().clamp_min(0.0)
+    largest = FORMATS[weight.codes_format].largest
+    scale = ((high - low) / 255 if zero else torch.maximum(-low, high) / largest).clamp_min(SMALLEST_AMAX / largest)
+    point = (-128 - low / scale).round().clamp(-128, 127).to(weight.device) if zero else None
+    scales = {"x_scale": scale.to(weight.device), "x_zero": point}
+    return StaticWeight(weight.codes, weight.scales, block=weight.block, dtype=weight.dtype, **scales)
 
 
 def _row_of_one_that_stays(name: str, module: nn.Module, why: str) -> LayerReport:

@@ -42,6 +42,8 @@ def _move(norm: nn.Module, layer: nn.Module, found: Seen, strength: float) -> tu
     weight: Tensor = layer.weight.data  # pyright: ignore[reportAssignmentType]
     gain: Tensor = norm.weight.data  # pyright: ignore[reportAssignmentType]
     assert found.amax is not None
+    assert found.low is not None
+    assert found.high is not None
     largest_x = found.amax.to(weight.device).clamp_min(1e-5)
     largest_w = weight.abs().amax(0).float().clamp_min(1e-5)
     # Powers of two move without a rounding: neither the norm's weight nor the layer's loses a bit.
@@ -49,5 +51,5 @@ def _move(norm: nn.Module, layer: nn.Module, found: Seen, strength: float) -> tu
     weight.mul_(factors.to(weight.dtype))
     gain.div_(factors.to(gain.dtype))
     found.rows = [rows / factors.to(rows) for rows in found.rows]
-    found.amax = found.amax / factors.cpu()
+    found.low, found.high = found.low / factors.cpu(), found.high / factors.cpu()
     return factors.min().item(), factors.max().item()
