@@ -21,7 +21,16 @@ from tilewright import __version__
 from tilewright.cli import app
 
 ENGINE_OPTIONS = {
-    *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache-gib", "--memory-fraction"),
+    *(
+        "--device",
+        "--dtype",
+        "--quantize",
+        "--max-model-len",
+        "--page-size",
+        "--kv-cache",
+        "--kv-cache-gib",
+        "--memory-fraction",
+    ),
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk"),
 }
@@ -39,7 +48,7 @@ OPTIONS = {
     },
     "warmup": {
         *("--out", "--arch", "--card", "--jobs", "--json"),
-        *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--max-tokens-per-step"),
+        *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
         *("--invariant", "--no-invariant"),
     },
     "bench engine": {
@@ -49,6 +58,7 @@ OPTIONS = {
             "--runs",
             "--dtype",
             "--quantize",
+            "--kv-cache",
             "--max-model-len",
             "--page-size",
             "--max-tokens-per-step",

@@ -18,9 +18,13 @@ from tilewright.ops import ALL
 
 LINEAR = find_op("matmul")
 PEERLESS = {
+    "add_rms_norm_quantize",
+    "attention_backward",
     "block_scaled_linear",
     "kv_cache_write",
     "mixed_linear",
+    "mla_attention",
+    "mla_rope_write",
     "mx_linear",
     "quantize_blocks",
     "quantize_fold",
@@ -28,9 +32,11 @@ PEERLESS = {
     "quantize_rows",
     "quantize_static",
     "quantize_tensor",
+    "rms_norm_quantize",
     "rope",
     "rope_kv_write",
     "sample",
+    "silu_mul_quantize",
 }
 SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16}
 

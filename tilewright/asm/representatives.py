@@ -31,6 +31,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "sample": ({"M": 2, "N": 128256},),
     "token_logprobs": ({"M": 2, "N": 128256},),
     "attention": ({"B": 2, "KV": 4096, "causal": True}, {"B": 2, "KV": 4096, "D": 64, "causal": True}),
+    "attention_backward": ({"B": 2, "KV": 512, "causal": True}, {"B": 2, "KV": 512, "D": 64, "causal": True}),
     # D = 64 for the tiles that shared memory holds at no wider head.
     "paged_attention": ({"B": 2, "KV": 256}, {"B": 2, "KV": 256, "D": 64}),
     "scaled_linear": (
@@ -41,6 +42,9 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "quantize_rows": (*_ROWS, {"M": 2, "N": 28672}),
     "quantize_static": (*_ROWS, {"M": 2, "N": 28672}),
     "quantize_tensor": (*_ROWS, {"M": 2, "N": 28672}),
+    "rms_norm_quantize": _ROWS[:-1],
+    "add_rms_norm_quantize": _ROWS[:-1],
+    "silu_mul_quantize": (*_ROWS[:-1], {"M": 2, "N": 28672}),
     "quantize_blocks": ({"M": 4, "N": 4096},),
     "quantize_mx": ({"M": 4, "N": 4096},),
     "quantize_fold": ({"M": 4, "N": 4096},),

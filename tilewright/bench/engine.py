@@ -93,6 +93,7 @@ def run_engine(
                 {
                     "shape": shape,
                     "weights": config.quantize or config.dtype,
+                    "kv_cache": config.kv_cache or config.dtype,
                     "workload": name,
                     "run": run,
                     "start_to_ready_s": round(ready_s, 2),

@@ -100,8 +100,10 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ca
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    causal: bool, want_lse: bool,
+    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0, *bends: object,
 ) -> Call:  # fmt: skip
+    if left is not None or right is not None or prefix or any(bend is not None for bend in bends):
+        raise NoPeer("attention: SDPA has no windows, prefixes, soft caps, sinks or ALiBi without a mask tensor")
     if cu_q is not None:
         raise NoPeer("attention: SDPA takes sequences of one length only")
     if want_lse:
@@ -119,10 +121,14 @@ def _attention(
 
 def _paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, cu_q: Tensor,
-    max_q: int, scale: float, window: int | None,
+    max_q: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
 ) -> Call:  # fmt: skip
     if window is not None:
         raise NoPeer("paged_attention: SDPA has no sliding window without a mask tensor")
+    if sinks is not None:
+        raise NoPeer("paged_attention: SDPA has no sinks")
+    if k_scale is not None or v_scale is not None:
+        raise NoPeer("paged_attention: SDPA takes no codes of 8 bits")
     batch, length = lens.shape[0], int(lens[0])
     if bool((lens != length).any()) or q.shape[0] != batch * max_q:
         raise NoPeer("paged_attention: SDPA takes sequences of one length only")
@@ -150,18 +156,20 @@ _PEERS: dict[str, Callable[..., Call]] = {
 
 _ROWS = ("M=4096 N=1024", "M=8192 N=4096", "M=8192 N=16384", "M=4096 N=131072", "M=64 N=4096")
 _PRODUCTS = ("M=64 N=4096 K=4096", "M=4096 N=4096 K=4096", "M=4096 N=14336 K=4096", "M=8192 N=8192 K=8192")
+# 16k tokens, 2048 = heads x head dim; then grouped heads, as in models of 8B.
+_ATTENTION = tuple(
+    f"{shape} causal={causal}"
+    for causal in ("false", "true")
+    for shape in (
+        *(f"B={16384 // s} KV={s} H=16 G=16 D=128" for s in (512, 1024, 2048, 4096, 8192, 16384)),
+        *(f"B={16384 // s} KV={s} H=32 G=32 D=64" for s in (512, 1024, 2048, 4096, 8192, 16384)),
+        *(f"B={16384 // s} KV={s} H=8 G=8 D=256" for s in (2048, 8192, 16384)),
+        *("B=4 KV=4096", "B=4 KV=4095"),
+    )
+)
 _SHAPES: dict[str, tuple[str, ...]] = {
-    # 16k tokens, 2048 = heads x head dim; then grouped heads, as in models of 8B.
-    "attention": tuple(
-        f"{shape} causal={causal}"
-        for causal in ("false", "true")
-        for shape in (
-            *(f"B={16384 // s} KV={s} H=16 G=16 D=128" for s in (512, 1024, 2048, 4096, 8192, 16384)),
-            *(f"B={16384 // s} KV={s} H=32 G=32 D=64" for s in (512, 1024, 2048, 4096, 8192, 16384)),
-            *(f"B={16384 // s} KV={s} H=8 G=8 D=256" for s in (2048, 8192, 16384)),
-            *("B=4 KV=4096", "B=4 KV=4095"),
-        )
-    ),
+    "attention": _ATTENTION,
+    "attention_backward": _ATTENTION,
     "block_scaled_linear": _PRODUCTS,
     "kv_cache_write": ("T=1", "T=256", "T=8192"),
     "linear": (
@@ -175,9 +183,17 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         for coded in ("format=int8", "format=int4 group=128 zeros=true")
         for shape in (*(f"M={m} N=4096 K=4096" for m in (1, 16, 64, 512, 4096)), "M=1 N=28672 K=4096", "M=1 N=4096 K=14336")
     ),
+    # Limited by the tensor cores, by the cache's bytes, by latency; then what a prompt asks of the absorbed form.
+    "mla_attention": (
+        *("B=64 KV=4096", "B=128 KV=4096", "B=128 KV=8192", "B=16 KV=8192", "B=1 KV=65536", "B=64 KV=4096 Q=2"),
+        *("B=128 KV=4096 H=16", "B=128 KV=4096 H=64", "B=64 KV=20000 H=16 ragged=true", "B=1 KV=8192", "B=2 KV=2048 Q=1024"),
+    ),
+    "mla_rope_write": ("T=1", "T=128", "T=8192"),
     "mx_linear": _PRODUCTS,
     "paged_attention": (
         *("B=1 KV=8192", "B=16 KV=8192", "B=64 KV=8192", "B=256 KV=1024", "B=256 KV=1024 H=16"),
+        *("B=1 KV=131072", "B=64 KV=1000", "B=256 KV=300", "B=64 KV=20000 ragged=true", "B=64 KV=4096 Q=4"),
+        *(f"B=64 KV=4096 S={page}{codes}" for page in (16, 64) for codes in ("", " cache=int8", " cache=fp8")),
         *("B=1 KV=2048 Q=2048", "B=8 KV=2048 Q=2048"),
     ),
     "rope": ("T=1", "T=256", "T=16384"),

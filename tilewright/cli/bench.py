@@ -92,6 +92,7 @@ def bench_engine(
     max_model_len: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together.")] = 4096,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens in a page of the KV cache.")] = 16,
     quantize: Annotated[str | None, typer.Option(help="Format of the weights: int8, fp8, int4 ...; default: dtype.")] = None,
+    kv_cache: Annotated[str | None, typer.Option(help="Codes of keys and values: int8 or fp8; default: dtype.")] = None,
     max_tokens_per_step: Annotated[int, typer.Option(min=256, help="Tokens of one pass of the model.")] = 8192,
     out: _Out = None,
     as_json: _Json = False,
@@ -119,6 +120,7 @@ def bench_engine(
         page_size=page_size,
         max_tokens_per_step=max_tokens_per_step,
         quantize=quantize,
+        kv_cache=kv_cache,
     )
     rows = run_engine(shape, workload or ["W1", "B1"], runs=runs, config=config, progress=say)
     if out:
@@ -190,8 +192,8 @@ def bench_op(
 
         found = find_op(op)
         wanted = shapes_of(found, dims or [], shapes, named)
-        if against not in ("torch", "vendor", "none"):
-            raise typer.BadParameter(f"--against is {against!r}, wanted torch, vendor or none")
+        if against not in ("torch", "inductor", "vendor", "none"):
+            raise typer.BadParameter(f"--against is {against!r}, wanted torch, inductor, vendor or none")
         if aligned and found.name != "linear":
             raise ValueError(f"--aligned is for linear; got {found.name}")
         names = [impl.name for impl in found.impls]

@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["QUANTIZE", "EngineConfig", "option"]
+__all__ = ["KV_CACHE", "QUANTIZE", "EngineConfig", "option"]
 
 QUANTIZE = ("int8", "fp8", "fp8-block", "mxfp8", "int4", "int8-weight")
 """The formats of `quantize`. A test compares them with those of `tilewright.ops.weights`, which imports torch."""
+
+KV_CACHE = ("int8", "fp8")
+"""What a cache of codes may hold."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -30,6 +33,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "tokens of prompt and answer together; default: what the model was made for")
     max_seqs: int = option(256, "requests that run at once")
     page_size: int = option(16, "tokens in a page of the KV cache")
+    kv_cache: str | None = option(None, f"store keys and values as {' or '.join(KV_CACHE)}; default: in the model's dtype")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from memory_fraction")
     memory_fraction: float = option(0.9, "share of the device's memory for weights, workspace and KV cache together")
     max_tokens_per_step: int = option(8192, "tokens of one pass of the model, at least max_seqs")
@@ -50,5 +54,7 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}, wanted {low}{also} or more")
         if self.quantize is not None and self.quantize not in QUANTIZE:
             raise ValueError(f"quantize is {self.quantize!r}, wanted one of {', '.join(QUANTIZE)}")
+        if self.kv_cache is not None and self.kv_cache not in KV_CACHE:
+            raise ValueError(f"kv_cache is {self.kv_cache!r}, wanted one of {', '.join(KV_CACHE)}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {self.memory_fraction}, wanted above 0 and at most 1")

@@ -3,7 +3,7 @@ can launch, or take those from a bundle that was made without a GPU.
 """
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tilewright.asm import bundle
 from tilewright.asm.compile import compile_only
 from tilewright.asm.jit import CompileCounter, Compiled, log_late, raise_late
 from tilewright.engine.config import EngineConfig
-from tilewright.engine.plan import MemoryPlan, plan_memory
+from tilewright.engine.plan import MemoryPlan, cache_dtype, plan_memory
 from tilewright.engine.runner import ModelRunner, Progress, on_device
 from tilewright.hw.device import Device, cuda_count, default_device, device_of
 from tilewright.models import Convert, Model, empty_model, load_config, load_model, random_model, resolve
@@ -153,6 +153,7 @@ def runner_of(model: Model, num_pages: int, max_model_len: int, options: EngineC
         max_model_len=max_model_len,
         max_tokens_per_step=options.max_tokens_per_step,
         batch_invariant=options.invariant,
+        cache_dtype=cache_dtype(model, options),
     )
 
 
@@ -167,7 +168,10 @@ def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> 
     """All that decides which kernels serving a model can launch, as a bundle records it."""
     shape = {name: getattr(config, name) for name in _SHAPE_FIELDS}
     shape["windows"] = sorted({str(window) for window in config.windows})
-    engine = {name: getattr(options, name) for name in ("max_seqs", "page_size", "max_tokens_per_step", "invariant")}
+    shape |= {name: asdict(part) for name, part in (("latent", config.latent), ("experts", config.experts)) if part is not None}
+    engine = {
+        name: getattr(options, name) for name in ("max_seqs", "page_size", "max_tokens_per_step", "invariant", "kv_cache")
+    }
     stored = options.quantize or (config.quantization and config.quantization.format)
     return {"model": shape, "dtype": str(dtype).removeprefix("torch."), "quantize": stored, **engine}
 

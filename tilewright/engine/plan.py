@@ -10,11 +10,12 @@ import torch
 
 from tilewright.engine.config import EngineConfig
 from tilewright.hw.device import free_bytes, memory_bytes
-from tilewright.models import Model, kv_bytes_per_token, weight_bytes_of
+from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
 from tilewright.nn import Linear, Rope
+from tilewright.nn.moe import DENSE_TOKENS
 from tilewright.ops.weights import MixedWeight, QuantizedWeight
 
-__all__ = ["MemoryPlan", "NoMemory", "plan_memory", "weights_format"]
+__all__ = ["MemoryPlan", "NoMemory", "cache_dtype", "plan_memory", "weights_format"]
 
 _CPU_CACHE_BYTES = 1 << 30
 _CUDA_RESERVE_BYTES = 3 << 29  # 1.5 GiB: context 0.5, graphs of 36 batch sizes 0.5, cuBLAS workspaces and slack 0.5
@@ -82,17 +83,50 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
 
     Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
     model's dtype with a float32 copy beside them. Of quantised layers the codes of one's input with a scale for each 128, or
-    one's weight, widened for a product of many rows.
+    one's weight, widened for a product of many rows. Expanded latents are of up to twice the step's tokens, the experts that
+    multiply every token all there are, up to DENSE_TOKENS tokens.
     """
     config = model.config
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    widest = max(heads * config.head_dim + config.num_attention_heads * config.head_dim, 3 * config.intermediate_size)
+    widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
     tokens = max_tokens_per_step * (4 * config.hidden_size + widest) * dtype.itemsize
     quantised = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
     coded = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
     widened = max((weight.shape.numel() for weight in quantised if isinstance(weight, MixedWeight)), default=0)
     extra = max(max_tokens_per_step * coded * 33 // 32, widened * dtype.itemsize)
+    if config.experts is not None:
+        every = config.experts.routing.experts * (3 * config.experts.inner + config.hidden_size)
+        extra += min(DENSE_TOKENS, max_tokens_per_step) * every * dtype.itemsize
     return tokens + extra + max_seqs * config.vocab_size * (dtype.itemsize + 8)
+
+
+def _attention_numbers(config: ModelConfig) -> int:
+    """Numbers a token that an attention layer has in work at once."""
+    heads, latent = config.num_attention_heads, config.latent
+    if latent is None:
+        return (heads + 2 * config.num_key_value_heads) * config.head_dim + heads * config.head_dim
+    absorbed = heads * (config.head_dim + 2 * latent.cached + latent.kv_rank)
+    return max(absorbed, heads * (2 * config.head_dim + 2 * (2 * config.head_dim + 2 * latent.value_dim)))
+
+
+def _expert_numbers(config: ModelConfig) -> int:
+    """Numbers a token that a mixture of experts has in work at once, where each chosen expert has its own."""
+    if config.experts is None:
+        return 0
+    each = 3 * config.experts.inner + 3 * config.hidden_size
+    return config.experts.routing.chosen * each + 3 * config.experts.shared
+
+
+def cache_dtype(model: Model, options: EngineConfig) -> torch.dtype | None:
+    """Of a cache of codes; None for the model's own dtype.
+
+    Raises:
+        ValueError: the model's cache holds no keys and values.
+    """
+    if options.kv_cache is None:
+        return None
+    if model.config.latent is not None:
+        raise ValueError(f"kv_cache is {options.kv_cache!r}, but latent attention stores no keys and values; leave it out")
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[options.kv_cache]
 
 
 def plan_memory(model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
@@ -109,7 +143,7 @@ def plan_memory(model: Model, options: EngineConfig, *, device: torch.device, dt
     longest, wanted, page_size = config.max_position_embeddings, options.max_model_len, options.page_size
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {longest}")
-    page_bytes = page_size * kv_bytes_per_token(config, dtype)
+    page_bytes = page_size * kv_bytes_per_token(config, cache_dtype(model, options) or dtype)
     weights, tables = weight_bytes_of(model), _tables_bytes(model)
     working = _working_bytes(model, dtype, options.max_tokens_per_step, options.max_seqs)
     limit, reserve = None, 0

@@ -24,8 +24,8 @@ from tilewright.engine.graphs import DecodeGraphs, rehearse
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogprobTensors, edit_logits, likelihoods
 from tilewright.engine.step import Row, Step, StepResult
+from tilewright.kernels.paged_space import FEW_QUERIES
 from tilewright.models import Model
-from tilewright.nn import KVCache
 from tilewright.op import invariant
 
 __all__ = ["ModelRunner", "Progress", "on_device"]
@@ -59,9 +59,8 @@ class ModelRunner:
 
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
-        batch_invariant: bool = False,
+        batch_invariant: bool = False, cache_dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        config = model.config
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
@@ -70,15 +69,7 @@ class ModelRunner:
         self.asynchronous = self.device.type == "cuda"
         self.launching = False
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
-        self.cache = KVCache.zeros(
-            layers=config.num_hidden_layers,
-            pages=num_pages,
-            kv_heads=config.num_key_value_heads,
-            page_size=page_size,
-            head_dim=config.head_dim,
-            dtype=model.embed.weight.dtype,
-            device=self.device,
-        )
+        self.cache = model.empty_cache(num_pages, page_size, cache_dtype)
         self._max_pages = -(-max_model_len // page_size)
         self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages)
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
@@ -240,7 +231,8 @@ class ModelRunner:
         sizes = _powers(self.max_tokens_per_step)
         for i, tokens in enumerate(reversed(sizes)):
             progress(f"warming up kernels {i + 1}/{len(sizes)}")
-            self._warm_prefill(tokens)
+            for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
+                self._warm_prefill(tokens, longest)
         if self.device.type == "meta":
             rehearse(self._forward, max_seqs=self.max_seqs, max_pages=self._max_pages)
             return
@@ -249,20 +241,20 @@ class ModelRunner:
         )
         torch.cuda.synchronize(self.device)
 
-    def _warm_prefill(self, tokens: int) -> None:
+    def _warm_prefill(self, tokens: int, longest: int) -> None:
         """One eager step of so many tokens, all padding: it reads and writes no page that counts."""
         seqs = min(tokens, self.max_seqs)
         layout = Layout(tokens, seqs, seqs)
         inputs = layout.device(
             torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device),
             torch.zeros(seqs, 1, dtype=torch.int32, device=self.device),
-            2,
+            longest,
         )
         inputs.feed.fill_(-1)
         inputs.batch.slots.fill_(-1)
         inputs.batch.cu_q[1:] = tokens
         _, ids = self._forward(inputs)
-        logits = torch.zeros(seqs, self.model.config.vocab_size, dtype=self.cache.k[0].dtype, device=self.device)
+        logits = torch.zeros(seqs, self.model.config.vocab_size, dtype=self.model.embed.weight.dtype, device=self.device)
         likelihoods(logits, ids, 1)
         self._sample(logits.float(), inputs)
 

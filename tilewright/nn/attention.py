@@ -1,6 +1,6 @@
 """Causal grouped-query attention over a paged cache (Ainslie et al., "GQA", 2023): two matmuls and two kernels.
 
-Not here: cross attention, attention without a cache, soft caps, sinks.
+Not here: attention without a cache and over another sequence (multi_head.py), soft caps, sinks.
 """
 
 import torch
@@ -63,16 +63,25 @@ class Attention(nn.Module):
             self.q_norm = empty_parameter(head_dim, device=device, dtype=dtype)
             self.k_norm = empty_parameter(head_dim, device=device, dtype=dtype)
 
-    def forward(self, x_TE: Tensor | Codes, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """[T, E], or its codes -> [T, E]. k_cache and v_cache [P, G, S, D] are this layer's, and are written."""
+    @property
+    def reader(self) -> Linear:
+        """The one layer that reads the input."""
+        return self.qkv
+
+    def forward(
+        self, x_TE: Tensor | Codes, batch: Batch, k_cache: Tensor, v_cache: Tensor,
+        k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[T, E], or its codes -> [T, E]. The cache's tensors (`KVCache`) are this layer's, and are written."""
         q, k, v = self.qkv(x_TE).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
         q_THD = ops.rope_kv_write(
             q, k, v, batch.positions, self.rope.cos_sin, k_cache, v_cache, batch.slots,
-            self.q_norm, self.k_norm, self.head_norm_eps, self.rope.interleaved,
+            self.q_norm, self.k_norm, self.head_norm_eps, self.rope.interleaved, k_scale, v_scale,
         )  # fmt: skip
         o_THD = ops.paged_attention(
-            q_THD, k_cache, v_cache, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, self.scale, self.window
-        )
+            q_THD, k_cache, v_cache, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, self.scale, self.window,
+            k_scale, v_scale,
+        )  # fmt: skip
         return self.out(o_THD.flatten(1))
 
     def extra_repr(self) -> str:

@@ -34,6 +34,11 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner, features, bias=bias, device=device, dtype=dtype)
         self.activation = activation
 
+    @property
+    def reader(self) -> Linear:
+        """The one layer that reads the input."""
+        return self.gate_up
+
     def forward(self, x: Tensor | Codes) -> Tensor:
         """[..., features], or its codes -> [..., features]."""
         return self.down(self.gate_up(x, self.activation))
