@@ -45,7 +45,7 @@ def _own_manager() -> Iterator[None]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "llama"
     found = make_bundle(folder, CONFIG, OPTIONS, card=H100, jobs=2, progress=lambda words: None)
-    assert {"_gemv_kernel", "_rms_norm_kernel", "_split_kernel", "_varlen_kernel"} <= set(found.kernels)
+    assert {"_gemv_kernel", "_rms_norm_kernel", "_stream_kernel", "_varlen_kernel"} <= set(found.kernels)
     return folder
 
 

@@ -59,6 +59,8 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"M": 8, "N": 4096, "K": 4096, "group": 128, "zeros": True},  # taller tiles
         {"M": 512, "N": 4096, "K": 4096, "group": 128, "zeros": True},
         {"M": 512, "N": 4096, "K": 4096, "format": "int8"},  # what has no room for int4
+        {"M": 64, "N": 4096, "K": 4096, "group": 128, "zeros": True},
+        {"M": 32, "N": 4096, "K": 4096, "group": 128, "zeros": True},
     ),
     "linear": (
         {"M": 512, "N": 4096, "K": 4096},
