@@ -48,6 +48,11 @@ class Device:
         """Whether a Triton kernel can be launched here."""
         return self.kind != "cpu"
 
+    @property
+    def multiplies_by_warpgroup(self) -> bool:
+        """Whether the tensor cores read operands from shared memory, so that a kernel's registers are its accumulators'."""
+        return self.arch in (90, 100, 103)
+
 
 CPU = Device(kind="cpu", name="cpu")
 # The interpreter imposes no hardware limit; shared memory is that of an H100. Few SMs: a default grid is sized by them.

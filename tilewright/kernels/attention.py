@@ -52,7 +52,6 @@ import math
 from collections import Counter
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,7 +59,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import dense_attention_arguments
 from tilewright.kernels.attention_checks import check_bends, check_lengths, check_operands, window_bounds
-from tilewright.kernels.attention_common import Problem, empty_outputs, problem_of
+from tilewright.kernels.attention_common import Problem, empty_outputs, lengths_of, pairs_seen, problem_of
 from tilewright.kernels.attention_sm90_launch import SM90
 from tilewright.kernels.attention_tile import TRITON
 from tilewright.kernels.attention_vendor import VENDOR
@@ -142,14 +141,6 @@ def _fake(
 # ---- cost
 
 
-def _pairs(queries: int, keys: int, left: int | None, right: int | None, prefix: int) -> int:
-    """Pairs of a query and a key that it sees."""
-    own = np.arange(keys - queries, keys, dtype=np.int64)
-    end = np.full(queries, keys) if right is None else np.minimum(np.maximum(own + right + 1, prefix), keys)
-    begin = 0 if left is None else np.maximum(own - left, 0)
-    return int(np.maximum(end - begin, 0).sum())
-
-
 def _cost(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
     causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
@@ -157,15 +148,10 @@ def _cost(
 ) -> Cost:  # fmt: skip
     """Waits for the device where lengths are there. On meta tensors every sequence counts as long as the longest."""
     behind = 0 if causal else right
-    if cu_q is None or cu_k is None:
-        lengths = [(max_q, max_k)] * q.shape[0]
-    elif cu_q.is_meta:
-        lengths = [(max_q, max_k)] * (cu_q.shape[0] - 1)
-    else:
-        lengths = list(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True))
+    lengths = lengths_of(q, cu_q, cu_k, max_q, max_k)
     of_each = [prefix] * len(lengths) if prefixes is None or prefixes.is_meta else prefixes.tolist()
     each = Counter((*length, own) for length, own in zip(lengths, of_each, strict=True))
-    pairs = sum(count * _pairs(queries, keys, left, behind, own) for (queries, keys, own), count in each.items())
+    pairs = sum(count * pairs_seen(queries, keys, left, behind, own) for (queries, keys, own), count in each.items())
     heads, dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
     out_bytes = q.shape[:-1].numel() * (value_dim * q.element_size() + 4 * want_lse)
     return Cost(flops=2 * pairs * heads * (dim + value_dim), bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes)
@@ -282,29 +268,7 @@ def attention(
     window: int | tuple[int | None, int | None] | None = None, prefix: int | Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale * q k^T) v for each head, over sequences of equal length, or packed ones of any length.
-
-    Args:
-        q: [B, S, H, D] bf16, fp16 or fp32, D at most 256; or packed, [T, H, D]. The last dimension is dense.
-        k: [B, SK, G, D], H a multiple of G; or packed, [TK, G, D].
-        v: [B, SK, G, V], V at most 256; or packed, [TK, G, V].
-        causal: each query sees the keys up to its own; the last query's is the last key.
-        scale: factor on q . k, above 0; None for 1 / sqrt(D).
-        cu_q: for packed operands: int32 [B + 1], sequence b has rows cu_q[b] .. cu_q[b + 1] of q. On a GPU it is trusted.
-        cu_k: the same for k and v.
-        max_q: for packed operands: the longest sequence's queries, or more.
-        max_k: the same for its keys.
-        return_lse: also return the logarithms of the softmax's sums.
-        window: (left, right): a query sees the keys from `left` before its own to `right` behind it, None for all on that side.
-            One number w: its own and w - 1 before it, and as many behind it unless causal.
-        prefix: with causal: every query also sees the first `prefix` keys of its sequence; int32 [B] for one number each.
-        softcap: scores z become softcap * tanh(z / softcap); above 0.
-        sinks: [H], floating point: a score that joins each softmax of the head and whose value is zero.
-        alibi_slopes: float32 [H]: scores lose slope * |distance to the query's own key|.
-
-    Returns:
-        The averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32, [B, H, S]
-        or packed [H, T] (natural logarithm). A query that sees no key gives zeros and -inf, or its head's sink.
+    """The forward pass of `ops.attention`, which says what goes in and what comes out; nothing is kept for gradients.
 
     Raises:
         ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit.

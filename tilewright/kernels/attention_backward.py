@@ -34,6 +34,7 @@ Not supported: what attention.py does not support, and gradients of lse.
 """
 
 import math
+from collections import Counter
 from itertools import accumulate
 
 import torch
@@ -43,6 +44,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention_backward_common import Gradients, arguments_of, empty_gradients, inverted, problem_of
 from tilewright.kernels.attention_backward_sm90_launch import SM90
 from tilewright.kernels.attention_backward_tile import TRITON
+from tilewright.kernels.attention_common import lengths_of, pairs_seen
 from tilewright.op import Example, Inputs, Op
 
 __all__ = ["attention_backward_op"]
@@ -113,26 +115,13 @@ def _fake(
 # ---- cost
 
 
-def _pairs(queries: int, keys: int, causal: bool) -> int:
-    """Pairs of a query and a key that it sees."""
-    if not causal:
-        return queries * keys
-    seeing = min(queries, keys)  # the last query sees all keys, the one before it one less ...
-    return seeing * keys - seeing * (seeing - 1) // 2
-
-
 def _cost(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
     max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool,
 ) -> Cost:  # fmt: skip
     """Waits for the device where lengths are there. On meta tensors every sequence counts as long as the longest."""
-    if cu_q is None or cu_k is None:
-        pairs = q.shape[0] * _pairs(max_q, max_k, causal)
-    elif cu_q.is_meta:
-        pairs = (cu_q.shape[0] - 1) * _pairs(max_q, max_k, causal)
-    else:
-        lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
-        pairs = sum(_pairs(queries, keys, causal) for queries, keys in lengths)
+    each = Counter(lengths_of(q, cu_q, cu_k, max_q, max_k))
+    pairs = sum(count * pairs_seen(*length, None, 0 if causal else None) for length, count in each.items())
     heads, dim = q.shape[-2:]
     return Cost(flops=10 * pairs * heads * dim, bytes=4 * q.nbytes + 2 * k.nbytes + 2 * v.nbytes + lse.nbytes)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.kernels.attention_common import side_by_side
+from tilewright.kernels.attention_common import addressable
 from tilewright.kernels.shapes import next_pow2
 from tilewright.op import Inputs
 
@@ -38,11 +38,6 @@ class Problem(NamedTuple):
     """Whether do, q, k and v are matrices that the copy engine can address: heads beside each other, starts at 16 bytes."""
 
 
-def _addressable(t: Tensor) -> bool:
-    rows, heads, _ = t.stride()[-3:]
-    return (rows | heads) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and side_by_side(t)
-
-
 def problem_of(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
     max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool,
@@ -61,7 +56,7 @@ def problem_of(
         cu_q is not None,
         deterministic,
         not q.numel() or not k.numel(),
-        all(_addressable(t) for t in (do, q, k, v)),
+        all(addressable(t) for t in (do, q, k, v)),
     )
 
 

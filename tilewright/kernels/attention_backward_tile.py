@@ -45,15 +45,10 @@ def _width(problem: Problem) -> int:
     return max(16, next_pow2(problem.head_dim))
 
 
-def _by_warpgroup(device: Device) -> bool:
-    """Whether the tensor cores read operands from shared memory, so that the registers are the accumulators'."""
-    return device.arch in (90, 100, 103)
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # Compiled for sm_80 and 90: nothing spills on sm_80 in 16 bits. On Hopper 128 dims spill 1 KB a thread where keys stay, and
     # run at 260 to 280 TFLOP/s nevertheless (docs/log.md#attention-backward).
-    width, shared = _width(problem), _by_warpgroup(device)
+    width, shared = _width(problem), device.multiplies_by_warpgroup
     if problem.dtype.itemsize == 4:
         return {"TILE": 32, "STEP": 32, "num_warps": 8 if width > 64 else 4, "num_stages": 1}
     if width > 128:
@@ -70,7 +65,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "more shared memory than the device has"
     # Of a thread: two gradients, the scores and their gradients.
     registers = c["TILE"] * 2 * (width + c["STEP"]) // (32 * c["num_warps"])
-    if not _by_warpgroup(device):
+    if not device.multiplies_by_warpgroup:
         registers += c["TILE"] * width // (32 * c["num_warps"])  # the two operands that stay
     if registers > 200:
         return "more accumulators than the registers hold"

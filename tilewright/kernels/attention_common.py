@@ -4,12 +4,26 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.kernels.shapes import next_pow2
 
-__all__ = ["DTYPES", "LARGEST_HEAD_DIM", "LOG2_E", "Problem", "empty_outputs", "lacks", "packed", "problem_of", "side_by_side"]
+__all__ = [
+    "DTYPES",
+    "LARGEST_HEAD_DIM",
+    "LOG2_E",
+    "Problem",
+    "addressable",
+    "empty_outputs",
+    "lacks",
+    "lengths_of",
+    "packed",
+    "pairs_seen",
+    "problem_of",
+    "side_by_side",
+]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD_DIM = 256
@@ -67,7 +81,8 @@ def side_by_side(t: Tensor) -> bool:
     return dense == 1 and (t.shape[-2] == 1 or heads <= rows)
 
 
-def _addressable(t: Tensor) -> bool:
+def addressable(t: Tensor) -> bool:
+    """Whether t is a matrix that the copy engine can address: heads beside each other, starts at 16 bytes."""
     rows, heads, _ = t.stride()[-3:]
     return (rows | heads) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and side_by_side(t)
 
@@ -92,7 +107,7 @@ def problem_of(
         want_lse,
         cu_q is None and max_q == max_k,
         max_k > 0,
-        _addressable(q) and _addressable(k) and _addressable(v),
+        addressable(q) and addressable(k) and addressable(v),
         v.shape[-1],
         left is not None,
         right is not None and not causal,
@@ -116,3 +131,20 @@ def empty_outputs(q: Tensor, v: Tensor, want_lse: bool) -> tuple[Tensor, Tensor]
     rows = q.shape[:-2].numel()
     lse = torch.empty((q.shape[-2], rows) if want_lse else (0,), dtype=torch.float32, device=q.device)
     return torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device), lse
+
+
+def lengths_of(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int) -> list[tuple[int, int]]:
+    """(queries, keys) of every sequence. Waits for the device; on meta tensors every one counts as long as the longest."""
+    if cu_q is None or cu_k is None:
+        return [(max_q, max_k)] * q.shape[0]
+    if cu_q.is_meta:
+        return [(max_q, max_k)] * (cu_q.shape[0] - 1)
+    return list(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True))
+
+
+def pairs_seen(queries: int, keys: int, left: int | None, right: int | None, prefix: int = 0) -> int:
+    """Pairs of a query and a key that it sees."""
+    own = np.arange(keys - queries, keys, dtype=np.int64)
+    end = np.full(queries, keys) if right is None else np.minimum(np.maximum(own + right + 1, prefix), keys)
+    begin = 0 if left is None else np.maximum(own - left, 0)
+    return int(np.maximum(end - begin, 0).sum())

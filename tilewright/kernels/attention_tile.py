@@ -42,11 +42,6 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 # ---- space
 
 
-def _by_warpgroup(device: Device) -> bool:
-    """Whether the tensor cores read operands from shared memory, so that the registers are the accumulators'."""
-    return device.arch in (90, 100, 103)
-
-
 def _widths(problem: Problem) -> tuple[int, int]:
     """Columns of a tile of queries or keys, and of a tile of values."""
     return max(16, next_pow2(problem.head_dim)), max(16, next_pow2(problem.value_dim))
@@ -54,7 +49,7 @@ def _widths(problem: Problem) -> tuple[int, int]:
 
 def _default(device: Device, problem: Problem) -> Config:
     # Compiled, not measured: the largest tiles that do not spill (a few registers at head dim 256 on sm_90 and 100).
-    width, shared = max(_widths(problem)), _by_warpgroup(device)
+    width, shared = max(_widths(problem)), device.multiplies_by_warpgroup
     if problem.dtype.itemsize == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if width > 128:
@@ -78,7 +73,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "a warp has at least 16 rows: a row that two warps share costs a trip through shared memory"
     # Of a thread: the average, the scores, and the weights in 16 bits.
     registers = c["BLOCK_M"] * (2 * of_values + 3 * c["BLOCK_N"]) // (64 * c["num_warps"])
-    if not _by_warpgroup(device):
+    if not device.multiplies_by_warpgroup:
         registers += c["BLOCK_M"] * width // (64 * c["num_warps"])  # the queries too
     if registers > 200:
         return "more accumulators than the registers hold"

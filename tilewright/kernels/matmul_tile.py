@@ -117,7 +117,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if _smem_bytes(c, itemsize) > device.smem_bytes:
         return "more shared memory than the device has"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
-    if accumulators > (128 if device.arch in (90, 100, 103) and itemsize == 2 else 64):
+    if accumulators > (128 if device.multiplies_by_warpgroup and itemsize == 2 else 64):
         return "more accumulators than the registers hold beside the operands"
     if accumulators < (8 if c["num_warps"] == 4 else 16 if itemsize == 4 else 32):
         return "too many warps for so small a tile"

@@ -133,7 +133,7 @@ def _varlen_default(device: Device, problem: Problem) -> Config:
         return {"BLOCK_M": max(16, next_pow2(problem.group)), "BLOCK_N": 32 if small else 64, "num_warps": 4, "num_stages": 2}
     # The config of `invariant`. H100, mixtures of prefill, chunks and decoding: at most 15 % from the best of all, with 128
     # rows and 8 warps up to 49 % (docs/regret.md). Where the accumulators are a warp's own it spills.
-    by_warpgroup = device.arch in (90, 100, 103)
+    by_warpgroup = device.multiplies_by_warpgroup
     block_m = max(64 if small or by_warpgroup else 128, next_pow2(problem.group))
     warps = 8 if block_m > 64 and not small else 4
     return {"BLOCK_M": block_m, "BLOCK_N": 32 if small else 64, "num_warps": warps, "num_stages": 2}

@@ -148,7 +148,7 @@ def _refuse_triton(device: Device, problem: Problem) -> str | None:
 
 
 def _default_triton(device: Device, problem: Problem) -> Config:
-    tiles = tuple(t for t in _TILES if _fits(device, t[0], t[1], t[2], t[4]) and (t[1] < 256 or device.arch in (90, 100, 103)))
+    tiles = tuple(t for t in _TILES if _fits(device, t[0], t[1], t[2], t[4]) and (t[1] < 256 or device.multiplies_by_warpgroup))
     block_m, block_n, block_k, warps, stages = best_tile(tiles, (1,), device.sms, _halved(problem))[:5]
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
 
@@ -161,7 +161,7 @@ def _triton_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if not _fits(device, c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], c["num_stages"]):
         return "more shared memory than the device has"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
-    if not 8 <= accumulators <= (128 if device.arch in (90, 100, 103) else 64):
+    if not 8 <= accumulators <= (128 if device.multiplies_by_warpgroup else 64):
         return "too many accumulators for the registers, or too few for so many warps"
     if c["BLOCK_M"] > max(64, problem.m_bucket):
         return "BLOCK_M is higher than x"
