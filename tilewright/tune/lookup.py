@@ -247,8 +247,15 @@ def _nearby(op: str, problem: str, device: Device, invariant: bool) -> list[str]
             cells.setdefault((words, *_cell(point)), []).append((point, known))
     words, here = _place(json.loads(problem))
     cells, near = _RECORDS.near[key], []
-    for cell in product(*((i - 1, i, i + 1) for i in _cell(here))):
-        near += [(math.dist(point, here), known) for point, known in cells.get((words, *cell), ())]
+    home = _cell(here)
+    if 3 ** len(home) <= len(cells):
+        beside = [(words, *cell) for cell in product(*((i - 1, i, i + 1) for i in home))]
+    else:  # a problem of many integers has more neighbours than there are cells
+        beside = [
+            cell for cell in cells if cell[0] == words and all(abs(a - b) < 2 for a, b in zip(cell[1:], home, strict=True))
+        ]
+    for cell in beside:
+        near += [(math.dist(point, here), known) for point, known in cells.get(cell, ())]
     return [known for distance, known in sorted(near) if distance <= LIMIT and known != problem]
 
 

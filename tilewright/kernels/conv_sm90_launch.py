@@ -1,0 +1,80 @@
+"""The host side of `conv` on Hopper: exports the Impl `sm90`.
+
+Refuses: groups, float32, three spatial dims, strides other than 1, 2 and 4 (unless a filter is as wide as its stride), output
+channels that are no multiple of 16 bytes. One spatial dim is two with one row.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.kernels.conv_common import Problem, empty_output, sizes_of
+from tilewright.kernels.conv_sm90_boxes import AXES, Launch, Shape, best_tile, launch_boxes, phases_of, tile_refusal
+from tilewright.kernels.conv_sm90_fold import fold_of, folded
+from tilewright.op import Impl
+from tilewright.tune.space import Config, Space
+
+__all__ = ["SM90"]
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if device.arch != 90:
+        return f"is written for sm_90, this is sm_{device.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16, torch.int8):
+        return f"does not take {problem.dtype}"
+    if problem.groups != 1:
+        return "does not take groups"
+    if problem.empty:
+        return "the copy engine has no empty tensors"
+    if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
+        return "does not take three spatial dims"
+    if not problem.aligned or problem.o * problem.out.itemsize % 16:
+        return "needs tensors that start at multiples of 16 bytes, and output channels that are a multiple of them"
+    if problem.kernel[2] > 1 and problem.dilation[2] > 1 and problem.c * problem.dtype.itemsize % 16:
+        return "channels that are no multiple of 16 bytes are copied to windows, which a dilated filter has not"
+    fold = fold_of(problem, problem.dtype)
+    if any(stride not in (1, 2, 4) for stride in fold.stride):
+        return "takes strides of 1, 2 and 4"
+    if len(phases_of(fold.kernel, fold.stride, fold.padding, fold.dilation)) > 4:
+        return "takes at most four phases of strided pixels"
+    if fold.way != "windows" and (problem.x[1] < fold.stride[0] or problem.x[2] < fold.stride[1]):
+        return "an x smaller than the stride has empty phases"
+    return None
+
+
+def _shape(problem: Problem) -> Shape:
+    fold = fold_of(problem, problem.dtype)
+    slow = problem.activation not in ("none", "relu")
+    return Shape(
+        problem.n_bucket, *problem.y[1:], problem.o, fold.kernel, fold.stride, fold.dilation, fold.c, problem.dtype.itemsize,
+        problem.residual, slow,
+    )  # fmt: skip
+
+
+SPACE = Space(
+    default=lambda device, problem: best_tile(device, _shape(problem)),
+    axes=AXES,
+    refusal=lambda device, problem, config: tile_refusal(device, _shape(problem), config),
+)
+
+
+def _launch(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
+    w_scales: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    s = sizes_of(x, weight, stride, padding, dilation, groups, size)
+    y = empty_output(x, weight, size, dtype)
+    if y.numel():
+        fold, plane = fold_of(s, x.dtype), (s.n, *s.y[1:], s.o)
+        view = folded(fold, x, weight, s)
+        rest = None if residual is None else residual.view(plane)
+        work = Launch(
+            view.x, view.weight, y.view(plane), fold.stride, fold.padding, fold.dilation, activation, bias, rest, x_scales,
+            w_scales,
+        )  # fmt: skip
+        launch_boxes(config, work)
+    return y
+
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)

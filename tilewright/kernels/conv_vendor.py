@@ -1,0 +1,81 @@
+"""`conv` through torch, which means cuDNN: the implementation `vendor`.
+
+Its tensors are channels-last already, so cuDNN takes them as they are. It tries its kernels on the first call of a shape, as
+with `torch.backends.cudnn.benchmark`: that call waits for the device, and may not be the one that a CUDA graph records.
+float32 is multiplied as such, without TF32. Low and high sides that differ are padded in memory first.
+
+With a relu at the end cuDNN runs bias, residual and activation in its epilogue. Otherwise the product is rounded before bias,
+residual and activation, each of which rounds again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.kernels.conv_common import Problem, activated
+from tilewright.kernels.conv_reference import convolved, plain_padding
+from tilewright.op import Impl
+from tilewright.tune.space import Config
+
+__all__ = ["VENDOR", "cudnn_choosing"]
+
+_FLAGS: tuple[tuple[Any, Any], ...] = (
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+)
+
+
+@contextmanager
+def cudnn_choosing(*, deterministic: bool) -> Iterator[None]:
+    """The scope in which cuDNN tries its kernels on a shape's first call and multiplies float32 as such.
+
+    deterministic: it takes only kernels that give the same bits every time, as gradients want it.
+    """
+    # torch.backends.cudnn.flags does the same in 20 microseconds: as long as a convolution.
+    before = [get() for get, _ in _FLAGS]
+    for (_, put), flag in zip(_FLAGS, (True, deterministic, False), strict=True):
+        put(flag)
+    try:
+        yield
+    finally:
+        for (_, put), flag in zip(_FLAGS, before, strict=True):
+            put(flag)
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if problem.dtype == torch.int8:
+        return "torch has no int8 convolution on a GPU"
+    return "cuDNN has no empty tensors" if problem.empty else None
+
+
+def _launch(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    weight = weight.contiguous()  # a depthwise one may stand with dense channels
+    with cudnn_choosing(deterministic=False):
+        plain = x.dim() == 4 and plain_padding(x, weight, stride, padding, dilation, size)
+        if activation == "relu" and plain and x.is_cuda:  # torch knows no shapes of the fused call without a GPU
+            return _with_relu(x, weight, bias, residual, stride, padding, dilation, groups)
+        y = convolved(x, weight, bias, stride, padding, dilation, groups, size)
+    if residual is not None:
+        y = y.add_(residual)
+    return activated(y, activation).contiguous()
+
+
+def _with_relu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any) -> Tensor:
+    x, weight = x.movedim(-1, 1), weight.movedim(-1, 1)
+    if residual is None:
+        y = torch.cudnn_convolution_relu(x, weight, bias, *options)
+    else:
+        y = torch.cudnn_convolution_add_relu(x, weight, residual.movedim(-1, 1), 1.0, bias, *options)
+    return y.movedim(1, -1).contiguous()
+
+
+VENDOR = Impl(name="vendor", launch=_launch, refuse=_refuse, interpretable=False, extra_roundings=2)

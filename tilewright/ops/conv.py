@@ -1,0 +1,313 @@
+"""Convolutions under torch's names and shapes, with gradients and with what usually follows in the same launch.
+
+Tensors have torch's shapes, [N, C, *S], in any memory format. Channels-last is the one that kernels read: such tensors are
+used as they are, others converted first, and results are channels-last. Weights likewise; depthwise ones with dense channels.
+
+Gradients are ops of their own: of x a transposed convolution, of the weight a sum over pixels in a fixed order. Where one is
+asked for, an activation is a launch of its own, and what is kept for the backward pass is x and the weight. A gradient of a
+gradient is refused: the ops are forward only.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright.kernels.conv import conv_op
+from tilewright.kernels.conv_checks import (
+    PADDING_MODES,
+    Int,
+    Padding,
+    Window,
+    check_operands,
+    check_scales,
+    transposed_window,
+    window_of,
+)
+from tilewright.kernels.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.ops.pointwise import activation as activate
+
+__all__ = [
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "fold_batch_norm",
+]
+
+
+def _last(x: Tensor) -> Tensor:
+    """[N, C, *S] -> [N, *S, C], contiguous."""
+    return x.movedim(1, -1).contiguous()
+
+
+def _weight_last(weight: Tensor, depthwise: bool) -> Tensor:
+    """[O, C, *K] -> [O, *K, C], contiguous; a depthwise one may also stand with dense O."""
+    moved = weight.movedim(1, -1)
+    return moved if depthwise and moved.stride(0) == 1 else moved.contiguous()
+
+
+class _Conv(torch.autograd.Function):
+    """conv(x, weight) + bias + residual of channels-last tensors, differentiable in all four."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, window: Window, groups: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = (window.stride, window.low, window.dilation, groups)
+        stride, low, dilation, groups = ctx.options
+        return conv_op(x, weight, bias, residual, "none", stride, low, dilation, groups, window.size, None, None, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = conv_transpose_op(dy, weight, None, "none", *ctx.options, list(x.shape[1:-1]))
+        if ctx.needs_input_grad[1]:
+            dw = conv_weight_gradient_op(dy, x, *ctx.options, list(weight.shape[1:-1]))
+        if ctx.needs_input_grad[2]:
+            db = dy.flatten(0, -2).sum(0)
+        return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None
+
+
+class _Transposed(torch.autograd.Function):
+    """conv_transpose(x, weight) + bias of channels-last tensors, differentiable in all three."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, groups: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = (window.stride, window.low, window.dilation, groups)
+        return conv_transpose_op(x, weight, bias, "none", *ctx.options, window.size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            size = list(x.shape[1:-1])
+            dx = conv_op(dy, weight, None, None, "none", *ctx.options, size, None, None, x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = conv_weight_gradient_op(x, dy, *ctx.options, list(weight.shape[1:-1]))
+        if ctx.needs_input_grad[2]:
+            db = dy.flatten(0, -2).sum(0)
+        return dx, dw, db, None, None
+
+
+def _padded(op: str, x: Tensor, window: Window, mode: str) -> tuple[Tensor, Window]:
+    """x with its border filled, and the window that is left, for modes other than zeros."""
+    if mode not in PADDING_MODES:
+        raise ValueError(f"{op}: padding_mode must be one of {', '.join(PADDING_MODES)}; got {mode!r}")
+    if mode == "zeros" or not any(window.low + window.high):
+        return x, window
+    sides = [side for pair in zip(reversed(window.low), reversed(window.high), strict=True) for side in pair]
+    none = [0] * len(window.low)
+    return F.pad(x, sides, mode=mode), window._replace(low=none, high=none)
+
+
+def _conv(
+    op: str, dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Int, padding: Padding, dilation: Int,
+    groups: int, padding_mode: str, activation: str, residual: Tensor | None, x_scales: Tensor | None, w_scales: Tensor | None,
+    dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    single = x.dim() == dims + 1
+    if single:
+        x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
+    check_operands(op, dims, x, weight, bias, groups, activation)
+    out = check_scales(op, x, weight, x_scales, w_scales, dtype)
+    x, window = _padded(op, x, window_of(op, x, weight, stride, padding, dilation), padding_mode)
+    shape = (x.shape[0], weight.shape[0], *window.size)
+    if residual is not None:
+        if residual.shape != shape or residual.dtype != out or residual.device != x.device:
+            raise ValueError(
+                f"{op}: residual must be {list(shape)} {out} on {x.device}; "
+                f"got {list(residual.shape)} {residual.dtype} on {residual.device}"
+            )
+        residual = _last(residual)
+    x, weight = _last(x), _weight_last(weight, groups == x.shape[1] > 1)
+    if wants_gradient(x, weight, bias, residual):
+        if x.dtype == torch.int8:
+            raise ValueError(f"{op}: int8 has no gradient; call it under torch.no_grad()")
+        y: Any = _Conv.apply(x, weight, bias, residual, window, groups)
+        y = y if activation == "none" else activate(y, activation)
+    else:
+        if x_scales is not None:
+            x_scales = x_scales.expand(x.shape[0]).contiguous()
+        y = conv_op(
+            x, weight, bias, residual, activation, window.stride, window.low, window.dilation, groups, window.size,
+            x_scales, w_scales, out,
+        )  # fmt: skip
+    y = y.movedim(-1, 1)
+    return y.squeeze(0) if single else y
+
+
+def conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Int = 1, padding: Padding = 0, dilation: Int = 1,
+    groups: int = 1, *, padding_mode: str = "zeros", activation: str = "none", residual: Tensor | None = None,
+    x_scales: Tensor | None = None, w_scales: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """`conv2d` in one spatial dim: x [N, C, L], weight [O, C / groups, K] -> [N, O, P]. Memory is [N, L, C] at its best."""
+    return _conv(
+        "conv1d", 1, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual,
+        x_scales, w_scales, dtype,
+    )  # fmt: skip
+
+
+def conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Int = 1, padding: Padding = 0, dilation: Int = 1,
+    groups: int = 1, *, padding_mode: str = "zeros", activation: str = "none", residual: Tensor | None = None,
+    x_scales: Tensor | None = None, w_scales: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """activation(conv(x, weight) + bias + residual), differentiable in x, weight, bias and residual.
+
+    Args:
+        x: [N, C, H, W] or [C, H, W]; bf16, fp16, fp32, or int8 with scales. channels_last is read as it is.
+        weight: [O, C / groups, KH, KW] of x's dtype; channels_last is read as it is.
+        bias: [O] of x's dtype (int8: of the result's, or float32).
+        stride: one number or one for each spatial dim.
+        padding: the same; or (low, high) for each spatial dim; or "valid", or "same" (stride 1).
+        dilation: one number or one for each spatial dim.
+        groups: C and O are multiples of it.
+        padding_mode: zeros; or reflect, replicate, circular, which write a padded copy of x first.
+        activation: none, relu, gelu, gelu_tanh or silu.
+        residual: the shape and dtype of the result; added before the activation.
+        x_scales: for int8: float32, one for each image, or one.
+        w_scales: for int8: float32 [O].
+        dtype: of the result of int8: bfloat16 (the default) or float16.
+
+    Returns:
+        [N, O, P, Q] in torch.channels_last.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, scales or options do not fit, or there is no output pixel.
+    """
+    return _conv(
+        "conv2d", 2, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual,
+        x_scales, w_scales, dtype,
+    )  # fmt: skip
+
+
+def conv3d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Int = 1, padding: Padding = 0, dilation: Int = 1,
+    groups: int = 1, *, padding_mode: str = "zeros", activation: str = "none", residual: Tensor | None = None,
+    x_scales: Tensor | None = None, w_scales: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """`conv2d` in three spatial dims: x [N, C, D, H, W], weight [O, C / groups, KD, KH, KW]; in torch.channels_last_3d."""
+    return _conv(
+        "conv3d", 3, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual,
+        x_scales, w_scales, dtype,
+    )  # fmt: skip
+
+
+# ---- transposed
+
+
+def _transposed(
+    op: str, dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Int, padding: Int, output_padding: Int,
+    groups: int, dilation: Int, activation: str,
+) -> Tensor:  # fmt: skip
+    single = x.dim() == dims + 1
+    x = x.unsqueeze(0) if single else x
+    check_operands(op, dims, x, weight, bias, groups, activation, transposed=True)
+    window = transposed_window(op, x, weight, stride, padding, output_padding, dilation)
+    x, weight = _last(x), _weight_last(weight, weight.shape[1] == 1 and groups == x.shape[1] > 1)
+    if wants_gradient(x, weight, bias):
+        y: Any = _Transposed.apply(x, weight, bias, window, groups)
+        y = y if activation == "none" else activate(y, activation)
+    else:
+        y = conv_transpose_op(
+            x, weight, bias, activation, window.stride, window.low, window.dilation, groups, window.size
+        )  # fmt: skip
+    y = y.movedim(-1, 1)
+    return y.squeeze(0) if single else y
+
+
+def conv_transpose1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Int = 1, padding: Int = 0, output_padding: Int = 0,
+    groups: int = 1, dilation: Int = 1, *, activation: str = "none",
+) -> Tensor:  # fmt: skip
+    """`conv_transpose2d` in one spatial dim: x [N, C, L], weight [C, O / groups, K]."""
+    return _transposed(
+        "conv_transpose1d", 1, x, weight, bias, stride, padding, output_padding, groups, dilation, activation
+    )  # fmt: skip
+
+
+def conv_transpose2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Int = 1, padding: Int = 0, output_padding: Int = 0,
+    groups: int = 1, dilation: Int = 1, *, activation: str = "none",
+) -> Tensor:  # fmt: skip
+    """activation(transposed conv(x, weight) + bias), differentiable in x, weight and bias.
+
+    Args:
+        x: [N, C, H, W] or [C, H, W], bf16, fp16 or fp32. channels_last is read as it is.
+        weight: [C, O / groups, KH, KW] of x's dtype; channels_last is read as it is.
+        bias: [O] of x's dtype.
+        stride: one number or one for each spatial dim: how far apart x's pixels are in the result.
+        padding: the same: pixels that the result lacks at each side.
+        output_padding: the same: pixels more at the high side; less than stride or dilation.
+        groups: C and O are multiples of it.
+        dilation: one number or one for each spatial dim.
+        activation: none, relu, gelu, gelu_tanh or silu.
+
+    Returns:
+        [N, O, (H - 1) stride - 2 padding + dilation (KH - 1) + output_padding + 1, the same of W] in torch.channels_last.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options do not fit, or there is no output pixel.
+    """
+    return _transposed(
+        "conv_transpose2d", 2, x, weight, bias, stride, padding, output_padding, groups, dilation, activation
+    )  # fmt: skip
+
+
+def conv_transpose3d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Int = 1, padding: Int = 0, output_padding: Int = 0,
+    groups: int = 1, dilation: Int = 1, *, activation: str = "none",
+) -> Tensor:  # fmt: skip
+    """`conv_transpose2d` in three spatial dims: x [N, C, D, H, W], weight [C, O / groups, KD, KH, KW]."""
+    return _transposed(
+        "conv_transpose3d", 3, x, weight, bias, stride, padding, output_padding, groups, dilation, activation
+    )  # fmt: skip
+
+
+# ---- batch norm
+
+
+def fold_batch_norm(
+    weight: Tensor, bias: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor | None = None,
+    shift: Tensor | None = None, eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(weight, bias) of the convolution that does what one and a batch norm behind it do in evaluation.
+
+    Args:
+        weight: [O, C / groups, *K].
+        bias: [O] of the convolution.
+        mean: [O], of the norm's running statistics.
+        variance: [O], of the same.
+        scale: [O], the norm's weight.
+        shift: [O], the norm's bias.
+        eps: added to the variance.
+
+    Returns:
+        In the dtype and memory format of `weight`, computed in float32.
+
+    Raises:
+        ValueError: something is not [O].
+    """
+    given = {"bias": bias, "mean": mean, "variance": variance, "scale": scale, "shift": shift}
+    for name, t in given.items():
+        if t is not None and t.shape != weight.shape[:1]:
+            raise ValueError(f"fold_batch_norm: {name} must be [{weight.shape[0]}]; got {list(t.shape)}")
+    factor = torch.rsqrt(variance.float() + eps)
+    factor = factor if scale is None else factor * scale.float()
+    moved = (-mean.float() if bias is None else bias.float() - mean.float()) * factor
+    moved = moved if shift is None else moved + shift.float()
+    return (weight.float() * factor.view(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype), moved.to(weight.dtype)
