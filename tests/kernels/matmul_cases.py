@@ -50,6 +50,7 @@ def arguments(
 _LARGE = {
     "gemv": ((1, 1001, 4104, torch.bfloat16, "gelu"), (4, 1002, 4104, torch.float16, "silu_mul")),
     "skinny": ((5, 1002, 2056, torch.bfloat16, "silu_mul"), (11, 1001, 2056, torch.float16, "none")),
+    "uneven": ((5, 1002, 2049, torch.bfloat16, "gelu"), (60, 1001, 2050, torch.float16, "none")),
     "sm90": (
         (300, 1002, 2056, torch.bfloat16, "silu_mul"),
         (600, 1000, 8200, torch.float16, "none"),
@@ -67,6 +68,7 @@ _LARGE = {
 _SMALL = {
     "gemv": ((3, 12, 520, torch.bfloat16, "silu_mul"),),
     "skinny": ((3, 22, 520, torch.bfloat16, "silu_mul"), (11, 22, 520, torch.float16, "none")),
+    "uneven": ((5, 22, 521, torch.bfloat16, "gelu"), (18, 9, 266, torch.float16, "none")),
     "triton_tma": ((70, 70, 136, torch.bfloat16, "gelu_mul"),),
     "triton": ((40, 70, 520, torch.float16, "silu_mul"),),
 }

@@ -12,7 +12,16 @@ import tilewright as tw
 from tests.models.layouts import LAYOUTS, SIZES, write_layout
 from tests.models.running import run_logits
 from tilewright import nn
-from tilewright.models import Model, ModelError, empty_model, load_config, load_model, weight_bytes, weight_bytes_of
+from tilewright.models import (
+    Model,
+    ModelError,
+    empty_model,
+    load_config,
+    load_model,
+    prompt_inputs,
+    weight_bytes,
+    weight_bytes_of,
+)
 from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight
 
 TOKENS = [(7 * i + 3) % 48 for i in range(40)]
@@ -84,6 +93,26 @@ def test_a_saved_model_is_the_same_model(format: str, tmp_path: Path) -> None:
     assert again.embed.weight.dtype == torch.bfloat16
     assert torch.equal(run_logits(again, TOKENS, 7), run_logits(model, TOKENS, 7))
     assert torch.equal(run_logits(again, TOKENS, 40), run_logits(model, TOKENS, 40))
+
+
+@pytest.mark.parametrize(("format", "activation"), [("int8", "static"), ("fp8", "static"), ("int8", "static-zero")])
+def test_static_scales_of_activations_are_saved(format: str, activation: str, tmp_path: Path) -> None:
+    _, source = write_layout(tmp_path, "awq")
+    model = load_model(source, device="cpu", dtype=torch.bfloat16)
+    tw.quantize(model, format, calibration=[prompt_inputs(model, TOKENS)], activation=activation)
+    tw.save_quantized(model, tmp_path / "saved", source)
+    again = load_model(tmp_path / "saved", device="cpu")
+    assert formats_of(again) == {f"{format}-static"}
+    for name, buffer in model.named_buffers():
+        assert torch.equal(again.get_buffer(name), buffer), name
+    assert torch.equal(run_logits(again, TOKENS, 40), run_logits(model, TOKENS, 40))
+    config = load_config(tmp_path / "saved")
+    assert weight_bytes(config, config.dtype) == weight_bytes_of(again)
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    del tensors[f"{DOWN}.input_scale"]
+    save_file(tensors, tmp_path / "saved" / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{DOWN}\.input_scale: missing"):
+        load_model(tmp_path / "saved", device="cpu")
 
 
 def test_a_model_of_two_formats_and_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

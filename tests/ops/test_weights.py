@@ -86,7 +86,9 @@ def test_static_scales(format: str, zero: float | None, with_bias: bool, activat
     torch.testing.assert_close(got, FINISH[activation](want).float(), rtol=2e-5, atol=2e-5)
     parts = weight.split_rows([64, N - 64])
     assert torch.equal(torch.cat([ops.linear(x, part, None) for part in parts], 1), ops.linear(x, weight, None))
-    with pytest.raises(ValueError, match=r"stack_rows: .* not merged"):
+    assert torch.equal(ops.linear(x, stack_rows(parts), bias, activation), got)
+    parts[1].x_scale = scale * 2
+    with pytest.raises(ValueError, match=r"stack_rows: .* read one activation, with one static scale and zero point"):
         stack_rows(parts)
 
 

@@ -37,6 +37,9 @@ def quantize(
     migrate: Annotated[
         float | None, typer.Option(help="int8 and fp8 with --calibrate: move outliers into the weights; 0.5 is usual")
     ] = None,
+    activation: Annotated[
+        str, typer.Option(help="dynamic; with --calibrate static (int8, fp8) or static-zero (int8): one scale for all tokens")
+    ] = "dynamic",
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, else the CPU")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON instead of a table")] = False,
 ) -> None:
@@ -63,7 +66,8 @@ def quantize(
         finally:
             progress.end()
         prompts = None if calibrate is None else _prompts(model, loaded, calibrate.read_text(encoding="utf-8"))
-        report = quantize_model(loaded, format, ("lm_head",) if skip is None else skip, prompts, migrate=migrate)
+        stay = ("lm_head",) if skip is None else skip
+        report = quantize_model(loaded, format, stay, prompts, migrate=migrate, activation=activation)
         save_quantized(loaded, out, model)
         print(json.dumps(report.to_json()) if as_json else report)
         say(f"Saved to {out}; use it: tilewright serve {out}")

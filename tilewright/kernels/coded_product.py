@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.matmul_common import ACTIVATIONS
 
-__all__ = ["FLOAT8", "check_product", "empty_product", "product_cost"]
+__all__ = ["FLOAT8", "check_operands", "check_product", "empty_product", "product_cost"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -39,6 +39,16 @@ def check_product(
     residual: Tensor | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Raise ValueError unless operands of one of `dtypes`, the epilogue and the output's dtype fit each other."""
+    if dtype not in (torch.bfloat16, torch.float16) and not (dtype == torch.float32 and x.device.type == "cpu"):
+        raise ValueError(f"{op}: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
+    check_operands(op, dtypes, x, weight, bias, activation, residual, (dtype, torch.float32), (dtype,))
+
+
+def check_operands(
+    op: str, dtypes: Sequence[torch.dtype], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, bias_dtypes: Sequence[torch.dtype], residual_dtypes: Sequence[torch.dtype],
+) -> None:  # fmt: skip
+    """Raise ValueError unless operands of one of `dtypes` and the epilogue fit each other."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"{op}: x must be [M, K] and weight [N, K] with one K; got x {list(x.shape)} and weight {list(weight.shape)}"
@@ -48,8 +58,6 @@ def check_product(
         raise ValueError(
             f"{op}: x and weight must be {', '.join(names)} or {last}, both the same; got {x.dtype} and {weight.dtype}"
         )
-    if dtype not in (torch.bfloat16, torch.float16) and not (dtype == torch.float32 and x.device.type == "cpu"):
-        raise ValueError(f"{op}: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
     for name, t in (("x", x), ("weight", weight)):
         if t.shape[1] > 1 and t.stride(1) != 1:
             raise ValueError(f"{op}: {name} must be dense along K; got strides {t.stride()}")
@@ -59,8 +67,8 @@ def check_product(
     if gated and n % 2:
         raise ValueError(f"{op}: {activation} needs a gate and an up half, an even number of rows; got {n}")
     for name, t, wanted, kinds in (
-        ("bias", bias, (n,), (dtype, torch.float32)),
-        ("residual", residual, (m, n // 2 if gated else n), (dtype,)),
+        ("bias", bias, (n,), bias_dtypes),
+        ("residual", residual, (m, n // 2 if gated else n), residual_dtypes),
     ):
         if t is not None and (t.shape != wanted or t.dtype not in kinds or t.device != x.device):
             raise ValueError(

@@ -16,6 +16,7 @@ file and its own reasons to refuse:
     sm90         many rows, Hopper: Gluon, a warp that fetches and two groups of warps that multiply; any alignment
     triton_tma   many rows, sm_90 and up: persistent, tiles fetched by the copy engine
     triton       any shape and any layout
+    uneven       at most 64 rows, operands that start anywhere: the weight is read in place, by classes of its rows
     invariant    `triton` with one config for all: a row's bits do not depend on its batch. The only one that can say so: the
                  others hold for some numbers of rows, and a row moves from one to the next as its batch grows
 
@@ -36,6 +37,8 @@ from tilewright.kernels.matmul_skinny import SKINNY
 from tilewright.kernels.matmul_sm90_launch import SM90
 from tilewright.kernels.matmul_tile import INVARIANT, TRITON
 from tilewright.kernels.matmul_tma import TRITON_TMA
+from tilewright.kernels.matmul_uneven import MOST_ROWS as UNEVEN_ROWS
+from tilewright.kernels.matmul_uneven import UNEVEN
 from tilewright.kernels.matmul_vendor import VENDOR
 from tilewright.kernels.shapes import rows_ready
 from tilewright.op import Example, Inputs, Op
@@ -167,6 +170,10 @@ def _typical(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, str, Tens
     return empty(m, k), empty(n, k) if w_dense else empty(k, n).mT, None, problem.activation, residual
 
 
+_CUBLAS_OF_16_ROWS = frozenset({(8192, 8192), (10240, 5120)})
+"""(N, K) at which, of the projections measured, cuBLAS is 2 to 3 % before every config of `skinny` (H100, docs/log.md)."""
+
+
 def _first(device: Device, problem: Problem) -> str | None:
     """Where cuBLAS gives way to the Hopper kernel, and once the other way round; H100, ratios to cuBLAS.
 
@@ -179,6 +186,10 @@ def _first(device: Device, problem: Problem) -> str | None:
     uneven = not problem.aligned or problem.n % (16 if problem.gated else 8) != 0
     if problem.m_bucket == 1:
         return "vendor" if not problem.aligned else None
+    if problem.m_bucket == 16 and (problem.n, problem.k) in _CUBLAS_OF_16_ROWS:
+        return "vendor"
+    if not problem.aligned and problem.m_bucket <= UNEVEN_ROWS and not problem.gated:
+        return "uneven"
     if problem.m_bucket > 16 and uneven:
         return "sm90"
     return "sm90" if problem.m_bucket >= 256 and problem.activation != "none" else None
@@ -194,7 +205,7 @@ linear_op = Op(
     typical=_typical,
     first=_first,
     rows_in_problem=True,
-    impls=(GEMV, SKINNY, VENDOR, SM90, TRITON_TMA, TRITON, INVARIANT),
+    impls=(GEMV, SKINNY, VENDOR, SM90, TRITON_TMA, TRITON, UNEVEN, INVARIANT),
 )
 
 # ---- public functions

@@ -119,18 +119,33 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _codes_of(y, inverse, dtype: tl.constexpr):
+    """Codes of 8 bits of y * inverse, to nearest even, saturated. A NaN's int8 is 0."""
+    MOST: tl.constexpr = 127.0 if dtype == tl.int8 else 57344.0 if dtype == tl.float8e5 else 448.0  # pyright: ignore[reportAssignmentType]
+    y *= inverse
+    held = tl.minimum(tl.maximum(y, -MOST), MOST)
+    if dtype == tl.int8:
+        # From 2^23 to 2^24 a float32 counts in ones: the sum is rounded to even, its low bits are the integer.
+        return (tl.where(y == y, held, 0.0) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        return tl.where(y == y, held, y).to(dtype)
+
+
+@triton.jit
 def finish(
     acc, y_ptr, bias_ptr, residual_ptr, first_row, first_col, M, N, residual_stride,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, y_scale_ptr=None, y_stride=None,
+    COL_STEP: tl.constexpr = 1,
 ):  # fmt: skip
     """Bias, activation, residual and the one rounding of a float32 tile [rows of x, weight rows]; then its store.
 
-    y is contiguous. bias_ptr and residual_ptr may be None.
+    y is contiguous unless a stride is given, the tile's columns are COL_STEP apart. With y_scale_ptr y is codes of 8 bits.
+    bias_ptr and residual_ptr may be None.
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if bias_ptr is not None:
-        cols = first_col + tl.arange(0, BLOCK_N)
+        cols = first_col + tl.arange(0, BLOCK_N) * COL_STEP
         bias = tl.load(bias_ptr + weight_rows(cols, N, GATED), mask=cols < N, other=0.0)
         acc += bias.to(tl.float32)[None, :]
     if GATED:
@@ -140,11 +155,15 @@ def finish(
         width = N // 2
     else:
         y = _activate(acc, ACTIVATION)
-        cols = first_col + tl.arange(0, BLOCK_N)[None, :]
+        cols = first_col + (tl.arange(0, BLOCK_N) * COL_STEP)[None, :]
         width = N
     rows = first_row + tl.arange(0, BLOCK_M)[:, None]
     mask = (rows < M) & (cols < width)
     rows = rows.to(tl.int64)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + rows * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if y_scale_ptr is not None:
+        codes = _codes_of(y, 1.0 / tl.load(y_scale_ptr), y_ptr.dtype.element_ty)
+    else:
+        codes = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + rows * (width if y_stride is None else y_stride) + cols, codes, mask=mask)

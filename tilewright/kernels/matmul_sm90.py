@@ -276,8 +276,8 @@ def _all_blocks(accs, COUNT: gl.constexpr):
 @gluon.jit
 def multiply_tiles(
     x_bufs, w_bufs, tile_bufs, full, empty, turns,
-    y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
-    M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
+    y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr = False,
@@ -292,6 +292,7 @@ def multiply_tiles(
     FIRST: gl.constexpr = wg if CONSUMERS == "tiles" else 0
     ROW_STEP: gl.constexpr = CLASSES if CLASSES else 1
     F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    y_stride = y_stride // VECTOR * VECTOR
     if PDL:
         gdc_wait()  # in every group of warps that reads what the kernel before wrote, or writes: the scales, y, parts, tickets
     passed = steps * FIRST  # stages that the producer filled before this piece, those of the other consumer's tiles included
@@ -329,7 +330,7 @@ def multiply_tiles(
             first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
             finish_tile(
                 blocks, tile_bufs, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
-                first_row, first_col, M, F, residual_stride, wg, ACTIVATION, HALVES, ROW_STEP, VECTOR,
+                first_row, first_col, M, F, residual_stride, wg, ACTIVATION, HALVES, ROW_STEP, VECTOR, y_stride, y_scale_ptr,
             )  # fmt: skip
     if y_desc is not None:
         tma.store_wait(pendings=0)
@@ -347,10 +348,10 @@ def joined_boxes(boxes, COUNT: gl.constexpr, shape: gl.constexpr, layout: gl.con
         return boxes._reinterpret(boxes.dtype, [COUNT] + shape, layout)
 
 
-@gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride"])
+@gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride", "y_stride"])
 def sm90_kernel(
-    x_desc, x_low_desc, w_desc, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
-    M, F, K, steps, waves, share, PARTS, lead, x_stride, residual_stride,
+    x_desc, x_low_desc, w_desc, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr,
+    parts_ptr, tickets_ptr, M, F, K, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
     CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
@@ -359,9 +360,9 @@ def sm90_kernel(
     """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
 
     x_low_desc, lead, x_stride: with CLASSES, x as a matrix of every CLASSES-th row for the classes which have a row less than
-    the first ones; elements from the descriptors' base to x; elements from row to row. y_desc is None when y is written by
-    ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a program, then steps of K a program, and
-    the most programs that add to what another one has of a tile.
+    the first ones; elements from the descriptors' base to x; elements from row to row. y_desc is None when y, whose rows are
+    y_stride apart, is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a program,
+    then steps of K a program, and the most programs that add to what another one has of a tile.
     """
     dtype: gl.constexpr = x_desc.dtype
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
@@ -389,15 +390,15 @@ def sm90_kernel(
     gl.warp_specialize([
         (multiply_tiles, (
             x_bufs, w_bufs, tile_bufs, full, empty, turns,
-            y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
-            M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
+            y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
             0, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             STREAM, CLASSES, ACTIVATION, VECTOR, PDL,
         )),
         (multiply_tiles, (
             x_bufs, w_bufs, tile_bufs, full, empty, turns,
-            y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
-            M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride,
+            y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
             1, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             STREAM, CLASSES, ACTIVATION, VECTOR, PDL,
         )),

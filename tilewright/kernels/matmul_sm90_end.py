@@ -150,6 +150,22 @@ def _scaled(x, row_scales, w_scale_ptr, first_col, F):
 
 
 @gluon.jit
+def _rounded(y, inverse, dtype: gl.constexpr):
+    """y in the output's dtype; with inverse, the codes of 8 bits of y * inverse, saturated. A NaN's int8 is 0."""
+    if inverse is None:
+        return y.to(dtype)
+    else:
+        MOST: gl.constexpr = 127.0 if dtype == gl.int8 else 57344.0 if dtype == gl.float8e5 else 448.0
+        y *= inverse
+        held = gl.minimum(gl.maximum(y, -MOST), MOST)
+        if dtype == gl.int8:
+            # From 2^23 to 2^24 a float32 counts in ones: the sum is rounded to even, its low bits are the integer.
+            return (gl.where(y == y, held, 0.0) + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
+        else:
+            return gl.where(y == y, held, y).to(dtype)
+
+
+@gluon.jit
 def _offsets(first_row, first_col, M, F, ROW_STEP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
     """(rows, columns, which of them exist) of a tile, in a layout."""
     rows = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)) * ROW_STEP, 1)
@@ -158,14 +174,14 @@ def _offsets(first_row, first_col, M, F, ROW_STEP: gl.constexpr, ROWS: gl.conste
 
 
 @gluon.jit
-def _store_lines(buf, y_ptr, first_row, first_col, M, F, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr):
+def _store_lines(buf, y_ptr, y_stride, first_row, first_col, M, F, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr):
     """Shared memory to y by ordinary stores of VECTOR elements, which need not be aligned beyond that."""
     ROWS: gl.constexpr = buf.shape[0]
     COLS: gl.constexpr = buf.shape[1]
     ACROSS: gl.constexpr = 32 if COLS // VECTOR > 32 else COLS // VECTOR
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     rows, cols, inside = _offsets(first_row, first_col, M, F, ROW_STEP, ROWS, COLS, layout)
-    gl.store(y_ptr + rows * F + cols, buf.load(layout), mask=inside)
+    gl.store(y_ptr + rows * y_stride + cols, buf.load(layout), mask=inside)
 
 
 @gluon.jit
@@ -173,8 +189,12 @@ def finish_tile(
     blocks, tile_bufs, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
     first_row, first_col, M, F, residual_stride,
     wg: gl.constexpr, ACTIVATION: gl.constexpr, HALVES: gl.constexpr, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr,
+    y_stride=None, y_scale_ptr=None,
 ):  # fmt: skip
-    """Scales, bias, activation, residual, the one rounding, the store: a block of columns at a time, through shared memory."""
+    """Scales, bias, activation, residual, the one rounding, the store: a block of columns at a time, through shared memory.
+
+    Without y_stride, rows of y are F apart. With y_scale_ptr, the output is codes of 8 bits.
+    """
     ROWS: gl.constexpr = tile_bufs.shape[1]
     COLS: gl.constexpr = tile_bufs.shape[2]
     COUNT: gl.constexpr = len(blocks)
@@ -182,6 +202,9 @@ def finish_tile(
     OWN: gl.constexpr = tile_bufs.shape[0] // 2
     BUFS: gl.constexpr = OWN if OWN < OUTPUTS else OUTPUTS  # taken in turn: a tile uses each equally often
     layout: gl.constexpr = blocks[0].type.layout
+    inverse = None
+    if y_scale_ptr is not None:
+        inverse = 1.0 / gl.load(y_scale_ptr)
     row_scales = 1.0
     if x_scale_ptr is not None:
         row_scales = _row_scales(x_scale_ptr, first_row, M, ROW_STEP, blocks[0])
@@ -206,9 +229,9 @@ def finish_tile(
         buf = tile_bufs.index(wg * OWN + j % BUFS)
         if y_desc is not None:
             tma.store_wait(pendings=BUFS - 1)
-            buf.store(y.to(y_ptr.dtype.element_ty))
+            buf.store(_rounded(y, inverse, y_ptr.dtype.element_ty))
             fence_async_shared()
             _store_box(y_desc, [first_row, col], buf)
         else:
-            buf.store(y.to(y_ptr.dtype.element_ty))
-            _store_lines(buf, y_ptr, first_row, col, M, F, ROW_STEP, VECTOR)
+            buf.store(_rounded(y, inverse, y_ptr.dtype.element_ty))
+            _store_lines(buf, y_ptr, F if y_stride is None else y_stride, first_row, col, M, F, ROW_STEP, VECTOR)

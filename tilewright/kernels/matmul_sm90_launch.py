@@ -3,9 +3,11 @@
 An operand that the copy engine cannot address (rows that do not start at multiples of 16 bytes: a K of 4095, an unaligned view)
 is dealt with inside, in one of two ways (the axis UNALIGNED):
 
-    copy     each such operand is copied into rows of a multiple of 16 bytes by one small launch
+    copy     each such operand is copied into rows of a multiple of 128 bytes by one small launch
     classes  x is read in place, by classes of rows (matmul_sm90.py); only the weight is copied, and put dense along N. Half the
              copying, for an x of many rows
+
+The same launch computes the few rows and columns that lie behind the last whole tile (matmul_align.py).
 
 Refuses: float32, batches, and operands that are dense along neither dimension.
 """
@@ -20,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.dependent import launch_options
-from tilewright.kernels.matmul_align import align, is_aligned
+from tilewright.kernels.matmul_align import MOST_LEFT_OVER, Border, align, aligned_base, class_count, is_aligned
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output
 from tilewright.kernels.matmul_sm90 import sm90_kernel
 from tilewright.kernels.work import sm90_work
@@ -75,11 +77,16 @@ def _default(device: Device, problem: Problem) -> Config:
     The constants, in cycles, fit 190 measured problems on an H100 (docs/log.md): the choice costs 1.2 % beside the best one.
     """
     best, best_split, best_cycles = _TILES[0], 1, float("inf")
+    # Many rows are read by classes, whose tiles are never shared by columns or in turns: 5 to 10 % faster than copies.
+    by_class = not problem.aligned and problem.x_major == "k" and problem.m_bucket >= 2048
     for tile in _TILES + _BETWEEN:
         block_m, block_n, consumers = tile
         if _shape_refusal(problem, *tile):
             continue
-        tiles = -(-problem.m_bucket // block_m) * -(-problem.n // block_n)
+        if by_class and consumers != "m":
+            continue
+        n = problem.n - (_left_over(problem.n, block_n) if not problem.aligned and not problem.gated else 0)
+        tiles = -(-problem.m_bucket // block_m) * -(-n // block_n)
         if tile in _BETWEEN and tiles > device.sms:
             continue  # in one wave they win 10 to 15 % (docs/log.md), in several they lose
         waves, left = divmod(tiles, device.sms)
@@ -97,8 +104,12 @@ def _default(device: Device, problem: Problem) -> Config:
         for split, cycles in ways.items():
             if cycles < best_cycles:
                 best, best_split, best_cycles = tile, split, cycles
-    by_class = not problem.aligned and problem.x_major == "k" and best[2] == "m" and problem.m_bucket >= 2048
     return _config(best, best_split, "classes" if by_class else "copy")
+
+
+def _left_over(size: int, block: int) -> int:
+    """Rows or columns behind the last whole tile, where they are few enough to be computed without one."""
+    return size % block if size > block and size % block <= MOST_LEFT_OVER else 0
 
 
 def _consumer_tile(c: Config) -> tuple[int, int]:
@@ -106,9 +117,9 @@ def _consumer_tile(c: Config) -> tuple[int, int]:
     return c["BLOCK_M"] // (1 + (c["CONSUMERS"] == "m")), c["BLOCK_N"] // (1 + (c["CONSUMERS"] == "n"))
 
 
-def _epilogue_n(cols: int) -> int:
-    """Columns of a block of a consumer's epilogue."""
-    return min(_EPILOGUE_N, cols & -cols)
+def _epilogue_n(cols: int, itemsize: int = 2) -> int:
+    """Columns of a block of a consumer's epilogue: rows of at most 128 bytes."""
+    return min(_EPILOGUE_N, cols & -cols, 128 // itemsize)
 
 
 def _ring(device: Device, c: Config) -> tuple[int, int]:
@@ -185,6 +196,7 @@ def shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, in
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
+    torch.float32: gl.float32,
     torch.int8: gl.int8,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
@@ -201,9 +213,8 @@ def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, Ten
     """(classes, elements from the base to x, descriptor of the longer classes, of the others) of x [M, K], dense along K."""
     m, k = x.shape
     stride = x.stride(0)
-    classes = next(c for c in (1, 2, 4, 8) if c * stride % 8 == 0)
-    lead = x.data_ptr() % 16 // 2
-    base = x.as_strided((1, 1), (1, 1), x.storage_offset() - lead)
+    classes = class_count(x)
+    base, lead = aligned_base(x)
     longer = m % classes
 
     def descriptor(rows: int, last_class: int) -> TensorDescriptor:
@@ -223,12 +234,32 @@ class _Operands(NamedTuple):
     w_major: str
     classes: int
     lead: int
+    m: int
+    width: int
     tiles_m: int
     steps: int
+    copied: bool
 
 
-def _operands(config: Config, x: Tensor, weight: Tensor, rows: int, cols: int, halves: int, width: int) -> _Operands:
-    """Descriptors of x and the weight for boxes of rows and columns, or of copies where the copy engine cannot address them."""
+def _border(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    classes: int,
+) -> Border:  # fmt: skip
+    """The rows and columns of y that are too few for a tile of their own."""
+    rows, cols = _left_over(y.shape[0], config["BLOCK_M"] * classes), _left_over(y.shape[1], config["BLOCK_N"])
+    return Border(x, weight, y, bias, residual, activation, rows, cols)
+
+
+def _operands(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    rows: int, cols: int,
+) -> _Operands:  # fmt: skip
+    """Descriptors of x and the weight for boxes of rows and columns, or of copies where the copy engine cannot address them.
+
+    Where both are copied, what is left over beside whole tiles of y is filled too; the tiles are those of m and width.
+    """
+    function, gated = ACTIVATIONS[activation]
+    width, halves = y.shape[1], 1 + gated
     (m, k), block_k = x.shape, BLOCK_K_BYTES // x.element_size()
     x_major, x_matrix = ("k", x) if x.stride(1) == 1 else ("m", x.mT)
     w_major, w_matrix = ("k", weight) if weight.stride(1) == 1 else ("n", weight.mT)
@@ -240,7 +271,12 @@ def _operands(config: Config, x: Tensor, weight: Tensor, rows: int, cols: int, h
     turn_w = (by_class and w_major == "k") or (split_gate and w_major == "n")
     copy_x, copy_w = copy_x and not by_class, copy_w or turn_w
     if copy_x or copy_w:
-        x_made, w_made = align(x_matrix if copy_x else None, w_matrix if copy_w else None, turn_w)
+        border = None
+        if x_major == w_major == "k" and not gated:
+            classes = class_count(x) if by_class else 1
+            border = _border(config, y, x, weight, bias, function, residual, classes)
+            m, width = m - border.rows, width - border.cols
+        x_made, w_made = align(x_matrix if copy_x else None, w_matrix if copy_w else None, turn_w, border)
         x_matrix = x_matrix if x_made is None else x_made
         w_matrix = w_matrix if w_made is None else w_made
         w_major = w_major if not turn_w else "n" if by_class else "k"
@@ -249,10 +285,20 @@ def _operands(config: Config, x: Tensor, weight: Tensor, rows: int, cols: int, h
     w_desc, block_m = _descriptor(w_matrix, w_box), config["BLOCK_M"]
     if not by_class:
         x_desc = _descriptor(x_matrix, x_box)
-        return _Operands(x_desc, None, w_desc, x_major, w_major, 0, 0, triton.cdiv(m, block_m), triton.cdiv(k, block_k))
-    classes, lead, x_desc, x_low_desc = _classes(x_matrix, x_box)
+        tiles_m, steps = triton.cdiv(m, block_m), triton.cdiv(k, block_k)
+        return _Operands(x_desc, None, w_desc, x_major, w_major, 0, 0, m, width, tiles_m, steps, copy_x or copy_w)
+    classes, lead, x_desc, x_low_desc = _classes(x_matrix[:m], x_box)
     tiles_m = sum(triton.cdiv((m - j + classes - 1) // classes, block_m) for j in range(classes))
-    return _Operands(x_desc, x_low_desc, w_desc, x_major, w_major, classes, lead, tiles_m, triton.cdiv(k + 7, block_k))
+    steps = triton.cdiv(k + 7, block_k)
+    return _Operands(x_desc, x_low_desc, w_desc, x_major, w_major, classes, lead, m, width, tiles_m, steps, copy_w)
+
+
+def _overlaps(copied: bool, rows: int) -> bool:
+    """Whether the product is launched while its operands are copied; the same within a bucket of rows (dependent.py).
+
+    It saves 1 us; large products lose up to 10 % by it, since their programs start in no order.
+    """
+    return copied and rows <= 4096
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
@@ -271,23 +317,24 @@ def launch_sm90(
     x_scales: Tensor | None = None,
     w_scales: Tensor | None = None,
     pdl: bool = False,
+    y_scale: Tensor | None = None,
 ) -> Tensor:
     """Fill y [M, F], which is not empty, and return it. Scales, float32 [M] and [N], multiply the product; K is not 0.
 
-    8-bit operands must be dense along K, with rows that start at multiples of 16 bytes.
+    With y_scale, one float32, y is int8 or float8 and holds the codes of the result by that scale. 8-bit operands must be dense
+    along K, with rows that start at multiples of 16 bytes.
     """
     function, gated = ACTIVATIONS[activation]
-    m, k = x.shape
     width, halves = y.shape[1], 1 + gated
     # Meta tensors: compiled for a card that is not here.
     device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     rows, cols = _consumer_tile(config)
     stages, buffers = _ring(device, config)
-    ready = _operands(config, x, weight, rows, cols // (3 if cols % 3 == 0 else 1), halves, width)
-    y_box = [rows, _epilogue_n(cols)]
-    y_desc = _descriptor(y, y_box) if width % 8 == 0 and not ready.classes else None
-    tiles = ready.tiles_m * triton.cdiv(width * halves, block_n)
+    ready = _operands(config, y, x, weight, bias, activation, residual, rows, cols // (3 if cols % 3 == 0 else 1))
+    y_box, y_stride = [rows, _epilogue_n(cols, y.element_size())], y.stride(0)
+    y_desc = _descriptor(y, y_box) if y_stride * y.element_size() % 16 == 0 and not ready.classes else None
+    tiles = ready.tiles_m * triton.cdiv(ready.width * halves, block_n)
     programs, waves, share, parts = shares(tiles, ready.steps, device.sms, config["SPLIT_K"])
     stream = config["SPLIT_K"] != 1
     scratch = counters = None
@@ -297,14 +344,15 @@ def launch_sm90(
         counters = tickets(x.device, left * 2)
     residual_stride = 0 if residual is None else residual.stride(0)
     sm90_kernel[(programs,)](
-        ready.x_desc, ready.x_low_desc, ready.w_desc, y_desc, y, x_scales, w_scales, bias, residual, scratch, counters,
-        m, width, k, ready.steps, waves, share, parts - 1, ready.lead, x.stride(0), residual_stride,
+        ready.x_desc, ready.x_low_desc, ready.w_desc, y_desc, y, x_scales, w_scales, y_scale, bias, residual, scratch, counters,
+        ready.m, ready.width, x.shape[1], ready.steps, waves, share, parts - 1, ready.lead, x.stride(0),
+        residual_stride, y_stride,
         CONSUMERS=config["CONSUMERS"], X_MAJOR=ready.x_major, W_MAJOR=ready.w_major, HALVES=halves,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K_BYTES // x.element_size(), STAGES=stages, GROUP_M=8,
         EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
-        TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
+        TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, _DTYPES[y.dtype]),
         STREAM=stream, CLASSES=ready.classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
-        num_warps=4, **launch_options(pdl),
+        num_warps=4, **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
     )  # fmt: skip
     return y
 

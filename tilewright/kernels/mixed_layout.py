@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tilewright.formats import pack_int4, unpack_int4
 
-__all__ = ["CHUNK", "prepare", "restore"]
+__all__ = ["CHUNK", "prepare", "restore", "unpack"]
 
 CHUNK = 128
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 
 
 def prepare(codes: Tensor) -> Tensor:
@@ -36,5 +37,20 @@ def prepare(codes: Tensor) -> Tensor:
 
 def restore(codes: Tensor, k: int) -> Tensor:
     """The inverse of `prepare` for a row of k columns: [N, k / 2]."""
-    words = unpack_int4(codes).unflatten(1, (-1, 4, 4, 2, 2, 2))
-    return pack_int4(words.permute(0, 1, 3, 5, 6, 2, 4).flatten(1).contiguous())[:, : k // 2]
+    return pack_int4(unpack(codes, codes.shape[1] * 2))[:, : k // 2]
+
+
+def unpack(codes: Tensor, k: int) -> Tensor:
+    """What `prepare` made as numbers of 0 to 15, [N, k], in the order of columns. On a CPU this is much of a product's time."""
+    rows, chunks = codes.shape[0], codes.shape[1] * 2 // CHUNK
+    words = codes.contiguous().view(torch.int32).view(rows, chunks, 4, 4).mT.contiguous()  # c, t
+    # A word's bytes 0 and 2 have i of 0 and 1, bytes 1 and 3 i of 2 and 3: two by two they are the j of one t.
+    bytes_of_i = torch.stack([_pair(words), _pair(words >> 8)], 3)  # c, i / 2, t
+    eights = bytes_of_i.view(torch.int64)  # all of t and j, i % 2 in the halves of each byte
+    return torch.cat((eights & _LOW_HALVES, eights >> 4 & _LOW_HALVES), -1).view(torch.uint8).view(rows, chunks * CHUNK)[:, :k]
+
+
+def _pair(words: Tensor) -> Tensor:
+    """Bytes 0 and 2 of each int32, as an int16."""
+    even = words & 0x00FF00FF
+    return (even | even >> 8).to(torch.int16)

@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.formats import unpack_int4
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import mixed_linear_arguments
@@ -47,7 +46,7 @@ from tilewright.kernels.mixed_common import (
     mixed_problem,
 )
 from tilewright.kernels.mixed_dequantized import DEQUANTIZED
-from tilewright.kernels.mixed_layout import CHUNK, restore
+from tilewright.kernels.mixed_layout import CHUNK, unpack
 from tilewright.kernels.mixed_registers_launch import MIXED_REGISTERS
 from tilewright.kernels.mixed_skinny import MIXED_SKINNY
 from tilewright.kernels.reduce import dot
@@ -65,22 +64,27 @@ def _reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> Tensor:  # fmt: skip
-    wide, n, k = scales.dtype, codes.shape[0], x.shape[1]
+    wide = scales.dtype
     if codes.dtype == torch.uint8:
-        zero = 8.0 if zeros is None else _spread(zeros.to(wide), n, k, block_rows, block_cols)
-        values = unpack_int4(restore(codes, k)).to(wide) - zero
+        weight = unpack(codes, x.shape[1]).to(wide)
+        blocks, zero = (weight, 8.0) if zeros is None else _facing(weight, zeros.to(wide), block_rows, block_cols)
+        blocks.sub_(zero)
     else:
-        values = codes.to(wide)
-    weight = values * _spread(scales, n, k, block_rows, block_cols)
+        weight = codes.to(wide)
+    blocks, scale = _facing(weight, scales, block_rows, block_cols)
+    blocks.mul_(scale)
     other = (None if t is None else t.to(wide) for t in (bias, residual))
     return linear_op.reference(x.to(wide), weight, next(other), activation, next(other)).to(x.dtype)
 
 
-def _spread(t: Tensor, n: int, k: int, block_rows: int, block_cols: int) -> Tensor:
-    """One number a block -> one an element, or a column of them."""
+def _facing(values: Tensor, t: Tensor, block_rows: int, block_cols: int) -> tuple[Tensor, Tensor]:
+    """Views of a matrix and of one number a block that meet element by element."""
+    n, k = values.shape
     if not block_cols:
-        return t[:, None]
-    return t.repeat_interleave(block_rows, 0)[:n].repeat_interleave(block_cols, 1)[:, :k]
+        return values, t[:, None]
+    if block_rows == 1 and k % block_cols == 0:
+        return values.view(n, k // block_cols, block_cols), t[:, :, None]
+    return values, t.repeat_interleave(block_rows, 0)[:n].repeat_interleave(block_cols, 1)[:, :k]
 
 
 # ---- cost, examples
@@ -221,11 +225,12 @@ def _first(device: Device, problem: MixedProblem) -> str | None:
     """Few rows: skinny has no parts of tiles to add. Many: on some cards the weight is written out once, not once a tile.
 
     H100, speed over cuBLAS in bf16: one row of int4 skinny 2.0 to 2.9, registers 1.6 to 2.5, 8 rows 1.6 to 1.7 and 1.7 to 2.5;
-    2048 rows of int8 dequantized 0.82 to 0.85, registers 0.92 to 0.95, of int4 0.84 to 0.87 and 0.89.
+    2048 rows of int8 dequantized 0.82 to 0.85, registers 0.92 to 0.95, of int4 0.79 to 0.86 and 0.77 to 0.88; 4096 rows of int4
+    0.91 to 0.99 and 0.84 to 0.87.
     """
-    m = problem.m_bucket
+    m, int4 = problem.m_bucket, problem.format == "int4"
     if device.arch == 90:
-        return "registers" if m > (4 if problem.format == "int4" else 16) else None
+        return "dequantized" if int4 and m > 2048 else "registers" if m > (4 if int4 else 16) else None
     return "dequantized" if m >= (2048 if problem.block_cols else 4096) else None
 
 

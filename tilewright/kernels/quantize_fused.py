@@ -152,8 +152,10 @@ def _silu_default(device: Device, problem: Problem) -> Config:
 
 def _tile_refusal(problem: Problem, c: Config) -> str | None:
     tile = c["BLOCK_T"] * c["BLOCK_D"]
-    if tile > 16384 or tile < 64 * c["num_warps"]:
-        return "tile over 16384 elements" if tile > 16384 else "under two elements a thread"
+    if tile > 16384 or tile < 128 * c["num_warps"]:
+        return "tile over 16384 elements" if tile > 16384 else "under four elements a thread"
+    if c["BLOCK_T"] > 1 and tile > 4096:
+        return "several rows, and together over 4096 elements"
     if c["BLOCK_D"] >= 2 * padded_width(problem.cols) and c["BLOCK_D"] > 64:
         return "BLOCK_D wider than the row needs"
     if tile * problem.dtype.itemsize > 4 * 32 * 32 * c["num_warps"]:

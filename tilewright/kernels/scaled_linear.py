@@ -31,12 +31,13 @@ from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, finish, probl
 from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_sm90_launch import launch_sm90
 from tilewright.kernels.matmul_tile import best_tile, grouped
+from tilewright.kernels.reduce import dot
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["scaled_linear", "scaled_linear_op"]
+__all__ = ["LONGEST", "finished", "scaled_kernel", "scaled_linear", "scaled_linear_op"]
 
-_LONGEST = 131072
+LONGEST = 131072
 
 # ---- reference
 
@@ -47,10 +48,11 @@ def _reference(
 ) -> Tensor:  # fmt: skip
     wide = x_scales.dtype
     y = (x.to(wide) @ weight.to(wide).mT) * x_scales[:, None] * w_scales
-    return _finished(y, bias, activation, residual).to(wide if wide == torch.float64 else dtype)
+    return finished(y, bias, activation, residual).to(wide if wide == torch.float64 else dtype)
 
 
-def _finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+def finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    """What follows a product, in plain torch."""
     if bias is not None:
         y = y + bias
     function, gated = ACTIVATIONS[activation]
@@ -182,11 +184,12 @@ TRITON_SPACE = Space(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _scaled_kernel(
+def scaled_kernel(
     x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K, x_stride, w_stride, residual_stride,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    y_scale_ptr, y_stride, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
+    """Also of 16-bit operands, without scales; with y_scale the result is codes (cast_linear.py)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     row, col = grouped(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     rows = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -200,13 +203,21 @@ def _scaled_kernel(
         inside = ks < K - k
         x = tl.load(x_ptrs, mask=(rows < M) & inside, other=0.0)
         w = tl.load(w_ptrs, mask=(cols < N) & inside, other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, out_dtype=acc.dtype)
+        if x_ptr.dtype.element_ty.primitive_bitwidth == 16:
+            acc = dot(x, tl.trans(w), acc)
+        else:
+            acc = tl.dot(x, tl.trans(w), acc, out_dtype=acc.dtype)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
-    x_scales = tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)
-    w_scales = tl.load(w_scales_ptr + weights, mask=cols < N, other=0.0)
-    y = acc.to(tl.float32) * x_scales * tl.trans(w_scales)
-    finish(y, y_ptr, bias_ptr, residual_ptr, row * BLOCK_M, col * BLOCK_N, M, N, residual_stride, ACTIVATION, GATED)
+    y = acc.to(tl.float32)
+    if x_scales_ptr is not None:
+        x_scales = tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)
+        w_scales = tl.load(w_scales_ptr + weights, mask=cols < N, other=0.0)
+        y = y * x_scales * tl.trans(w_scales)
+    finish(
+        y, y_ptr, bias_ptr, residual_ptr, row * BLOCK_M, col * BLOCK_N, M, N, residual_stride, ACTIVATION, GATED,
+        y_scale_ptr, y_stride,
+    )  # fmt: skip
 
 
 def _launch_triton(
@@ -218,9 +229,10 @@ def _launch_triton(
         return y
     (m, k), n = x.shape, weight.shape[0]
     function, gated = ACTIVATIONS[activation]
-    _scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+    scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
         x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0),
-        0 if residual is None else residual.stride(0), ACTIVATION=function, GATED=gated, GROUP_M=8, **config,
+        0 if residual is None else residual.stride(0), None, y.stride(0),
+        ACTIVATION=function, GATED=gated, GROUP_M=8, **config,
     )  # fmt: skip
     return y
 
@@ -262,7 +274,7 @@ def _launch_vendor(
     else:
         multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
         y = multiply(x, weight.mT, x_scales[:, None], w_scales[None], out_dtype=torch.bfloat16).float()
-    return _finished(y, bias, activation, residual).to(dtype)
+    return finished(y, bias, activation, residual).to(dtype)
 
 
 # ---- op
@@ -316,8 +328,8 @@ def scaled_linear(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
-    if x.dtype == torch.int8 and x.dim() == 2 and x.shape[1] > _LONGEST:
-        raise ValueError(f"scaled_linear: K must be at most {_LONGEST}, or an int32 could overflow; got {x.shape[1]}")
+    if x.dtype == torch.int8 and x.dim() == 2 and x.shape[1] > LONGEST:
+        raise ValueError(f"scaled_linear: K must be at most {LONGEST}, or an int32 could overflow; got {x.shape[1]}")
     check_product("scaled_linear", (torch.int8, *FLOAT8), x, weight, bias, activation, residual, dtype)
     for name, t, wanted in (("x_scales", x_scales, x.shape[:1]), ("w_scales", w_scales, weight.shape[:1])):
         if t.shape != wanted or t.dtype != torch.float32 or t.device != x.device or not t.is_contiguous():

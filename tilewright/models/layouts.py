@@ -10,7 +10,7 @@ checkpoint's headers can be checked before anything is read; `assemble` makes th
 | `GPTQ`   | qweight [K/8, N], qzeros [K/g, N/8], scales [K/g, N], g_idx | GPTQ of 4 bits                                      |
 | `AWQ`    | qweight [K, N/8], qzeros [K/g, N/8], scales [K/g, N]        | AWQ of 4 bits, `version: gemm`                      |
 | `Packed` | weight_packed [N, K/8], weight_scale [N, K/g], weight_shape | compressed-tensors int4, symmetric                  |
-| `Own`    | weight, weight_scale float32, weight_zero                   | what `save_quantized` writes                        |
+| `Own`    | weight, weight_scale float32, weight_zero, input_scale, ... | what `save_quantized` writes                        |
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,14 @@ from torch import Tensor
 
 from tilewright.formats import Quantized, read_awq, read_gptq
 from tilewright.models.errors import ModelError
-from tilewright.ops.weights import WEIGHT_FORMATS, BlockScaledWeight, MixedWeight, QuantizedWeight, ScaledWeight
+from tilewright.ops.weights import (
+    WEIGHT_FORMATS,
+    BlockScaledWeight,
+    MixedWeight,
+    QuantizedWeight,
+    ScaledWeight,
+    StaticWeight,
+)
 
 __all__ = ["AWQ", "GPTQ", "Blocks", "Layout", "Own", "Packed", "Scaled", "Wanted"]
 
@@ -176,6 +183,7 @@ class Packed:
         return MixedWeight(codes, tensors["weight_scale"], block=(1, self.group), dtype=dtype)
 
 
+_OWN_FORMATS = (*WEIGHT_FORMATS, "int8-static", "fp8-static")
 _SAFETENSORS = {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 
 
@@ -184,52 +192,78 @@ class Own:
     """A `QuantizedWeight` as it is."""
 
     format: str
-    """Of `WEIGHT_FORMATS`."""
+    """Of `WEIGHT_FORMATS`, or that of a `StaticWeight`."""
     codes: str
     """As safetensors call the dtype."""
     block: tuple[int, int]
     zeros: bool
+    input_zero: bool = False
+    """Whether the activation's codes have a zero point."""
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> "Own":
         """The layout of a weight."""
         format = weight.format
-        if format not in WEIGHT_FORMATS:
-            raise ValueError(f"no layout for weights of {format}; wanted one of {', '.join(WEIGHT_FORMATS)}")
-        return cls(format, _SAFETENSORS[weight.codes.dtype], weight.block, weight.zeros is not None)
+        if format not in _OWN_FORMATS:
+            raise ValueError(f"no layout for weights of {format}; wanted one of {', '.join(_OWN_FORMATS)}")
+        input_zero = isinstance(weight, StaticWeight) and weight.x_zero is not None
+        return cls(format, _SAFETENSORS[weight.codes.dtype], weight.block, weight.zeros is not None, input_zero)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object]) -> "Own":
         """From what `to_json` gave. ModelError where it is something else."""
         format, codes, block = raw.get("format"), raw.get("codes"), raw.get("block")
         known = isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) for size in block)
-        if format not in WEIGHT_FORMATS or codes not in _SAFETENSORS.values() or not known:
+        if format not in _OWN_FORMATS or codes not in _SAFETENSORS.values() or not known:
             raise ModelError(
-                f"quantization_config: a layer is described as {dict(raw)}; wanted a format of {', '.join(WEIGHT_FORMATS)}, "
+                f"quantization_config: a layer is described as {dict(raw)}; wanted a format of {', '.join(_OWN_FORMATS)}, "
                 f"codes of {', '.join(_SAFETENSORS.values())}, and a block [rows, columns]"
             )
-        return cls(str(format), str(codes), (block[0], block[1]), bool(raw.get("zeros")))  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+        sizes = (block[0], block[1])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+        return cls(str(format), str(codes), sizes, bool(raw.get("zeros")), bool(raw.get("input_zero")))
 
     def to_json(self) -> dict[str, object]:
         """For config.json."""
-        return {"format": self.format, "codes": self.codes, "block": list(self.block), "zeros": self.zeros}
+        found: dict[str, object] = {
+            "format": self.format, "codes": self.codes, "block": list(self.block), "zeros": self.zeros
+        }  # fmt: skip
+        return found | ({"input_zero": True} if self.input_zero else {})
+
+    @property
+    def _static(self) -> bool:
+        return self.format not in WEIGHT_FORMATS
 
     def tensors(self, n: int, k: int) -> dict[str, Wanted]:
-        """weight, weight_scale, weight_zero."""
+        """weight, weight_scale, weight_zero; with static scales input_scale, input_zero."""
         rows, cols = self.block
         scales = (-(-n // rows), -(-k // cols)) if cols else (n,)
         wanted = {
             "weight": Wanted(((n, k // 2 if self.codes == "U8" else k),), (self.codes,)),
             "weight_scale": Wanted((scales,), ("F32",)),
         }
-        return wanted | ({"weight_zero": Wanted((scales,), ("U8",))} if self.zeros else {})
+        if self.zeros:
+            wanted["weight_zero"] = Wanted((scales,), ("U8",))
+        if self._static:
+            wanted["input_scale"] = Wanted(((),), ("F32",))
+        if self.input_zero:
+            wanted["input_zero"] = Wanted(((),), ("F32",))
+        return wanted
 
     def take(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of a weight, by suffix; the inverse of `assemble`."""
         found = {"weight": weight.codes, "weight_scale": weight.scales, "weight_zero": weight.zeros}
+        if isinstance(weight, StaticWeight):
+            # Parts of a merged layer share theirs, and a file may not.
+            zero = weight.x_zero
+            found |= {"input_scale": weight.x_scale.clone(), "input_zero": None if zero is None else zero.clone()}
         return {suffix: tensor.contiguous().cpu() for suffix, tensor in found.items() if tensor is not None}
 
     def assemble(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> QuantizedWeight:
         """The weight that `take` took apart."""
+        if self._static:
+            return StaticWeight(
+                tensors["weight"], tensors["weight_scale"], block=self.block, dtype=dtype, x_scale=tensors["input_scale"],
+                x_zero=tensors.get("input_zero"),
+            )  # fmt: skip
         kind = WEIGHT_FORMATS[self.format].kind
         return kind(tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero"), block=self.block, dtype=dtype)

@@ -7,9 +7,9 @@ An 8-bit weight has two products. Up to `FEW_ROWS` rows its bytes are all that c
 (`mixed_linear`), which is one launch and more exact. Above, the activation is quantised as well, for the rate of 8-bit tensor
 cores. In the invariant scope the number of rows decides nothing, and the second is always taken.
 
-With float weights a gradient raises, as every op does. A quantised weight is frozen, and `linear` is differentiable with
-respect to x, bias and residual: forward as always, backward as if y had been computed with the dequantised weight and the
-activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
+With float weights all operands have gradients (ops/linear_gradient.py). A quantised weight is frozen, and `linear` is
+differentiable with respect to x, bias and residual: forward as always, backward as if y had been computed with the dequantised
+weight and the activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
+from tilewright.kernels.cast_linear import cast_linear
+from tilewright.kernels.gradient import wants_gradient
 from tilewright.kernels.matmul import check_epilogue, linear_op, operand_ready
 from tilewright.kernels.mixed_linear import mixed_linear_op
 from tilewright.kernels.quantize import quantize_rows_op
@@ -29,16 +31,17 @@ from tilewright.kernels.quantize_tensor import quantize_static_op
 from tilewright.kernels.scaled_linear import scaled_linear, scaled_linear_op
 from tilewright.kernels.shapes import rows_ready
 from tilewright.op import scope
+from tilewright.ops.linear_gradient import linear_with_gradient
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
-__all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "linear"]
+__all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "linear", "linear_codes"]
 
 FEW_ROWS = 16
 """Up to so many rows an 8-bit weight meets an activation of 16 bits. Not measured yet."""
 
 
 class Codes(NamedTuple):
-    """An activation that a norm has quantised for the layer that reads it: `linear` takes it in place of x."""
+    """An activation that a norm, or the layer before, has quantised for its reader: `linear` takes it in place of x."""
 
     codes: Tensor
     """[M, K], int8 or float8, as `quantize_rows` lays them out."""
@@ -60,7 +63,7 @@ def _mixed(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activation: 
 def _scaled(x: Tensor, weight: ScaledWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     if _few(x):
         return _mixed(x, weight, bias, activation, residual)
-    codes, scales = quantize_rows_op(rows_ready(x), weight.format)
+    codes, scales = _coded(x, weight)
     return scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
@@ -69,7 +72,7 @@ def _static(x: Tensor, weight: StaticWeight, bias: Tensor | None, activation: st
         return _mixed(x, weight, bias, activation, residual)
     if weight.offset is not None:
         bias = weight.offset if bias is None else weight.offset + bias
-    codes, scales = quantize_static_op(rows_ready(x), weight.x_scale, weight.codes_format, weight.x_zero)
+    codes, scales = _coded(x, weight)
     return scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
@@ -84,10 +87,12 @@ def codes_for(weight: Tensor | QuantizedWeight, x: Tensor) -> str | None:
 
 
 def _from_codes(x: Codes, weight: Weight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    if type(weight) is not ScaledWeight or weight.operand.dtype != x.codes.dtype or weight.shape[1] != x.codes.shape[1]:
+    zero = isinstance(weight, StaticWeight) and weight.x_zero is not None
+    k, codes = x.codes.shape[1], x.codes.dtype
+    if not isinstance(weight, ScaledWeight) or zero or weight.operand.dtype != codes or weight.shape[1] != k:
         raise ValueError(
             f"linear: x is quantised to {x.codes.dtype} {list(x.codes.shape)}, which only a `ScaledWeight` of these codes with "
-            f"the same K takes; got a weight of type {type(weight).__name__}, {list(weight.shape)}"
+            f"the same K, and without a zero point, takes; got a weight of type {type(weight).__name__}, {list(weight.shape)}"
         )
     return scaled_linear(x.codes, weight.operand, x.scales, weight.scales, bias, activation, residual, x.dtype, True)
 
@@ -166,12 +171,61 @@ def linear(
             f"got x {list(x.shape)} and weight {list(weight.shape)}"
         )
     shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)  # pyright: ignore[reportArgumentType]
+    if isinstance(weight, Tensor) and wants_gradient(x, weight, bias, residual):
+        return linear_with_gradient(x, weight, bias, activation, residual)
     if len(lead) == 1:
         return op(operand_ready(x), weight, bias, activation, None if residual is None else rows_ready(residual))
     if not lead:
         x, residual = x[None], None if residual is None else residual[None]
     residual = None if residual is None else rows_ready(residual.flatten(0, -2))
     return op(operand_ready(x.flatten(0, -2)), weight, bias, activation, residual).view(shape)
+
+
+def linear_codes(
+    x: Tensor | Codes, weight: Weight, reader: StaticWeight, bias: Tensor | None = None, activation: str = "none"
+) -> Codes:
+    """`linear`, with its result quantised for the static layer that reads it: one launch, and no tensor of 16 bits between.
+
+    Never taken by itself: layers call `linear`, since what lies between two layers (a residual, a norm) wants 16 bits.
+
+    Args:
+        x: [M, K], bf16 or fp16; or codes of it.
+        weight: [N, K], a float weight of x's dtype, or one of 8 bits with a scale a row.
+        reader: the weight that takes the result: its calibrated scale is that of the codes.
+        bias: [N].
+        activation: as `linear`'s.
+
+    Returns:
+        What `linear` takes as x with the reader.
+
+    Raises:
+        TypeError: a weight of another type.
+        ValueError: shapes or dtypes do not fit, or the reader's codes have a zero point.
+    """
+    if reader.x_zero is not None:
+        raise ValueError("linear_codes: the reader's codes have a zero point, which no product adds; calibrate without one")
+    if isinstance(weight, QuantizedWeight) and not isinstance(weight, ScaledWeight):
+        raise TypeError(f"linear_codes: wanted a float weight or a ScaledWeight, got {type(weight).__name__}")
+    out, codes, scales, w_scales = reader.operand.dtype, x, None, None
+    if isinstance(weight, ScaledWeight):
+        if isinstance(weight, StaticWeight) and weight.offset is not None:
+            bias = weight.offset if bias is None else weight.offset + bias
+        codes, scales = x[:2] if isinstance(x, Codes) else _coded(x, weight)
+        w_scales, weight = weight.scales, weight.operand
+    elif isinstance(x, Codes):
+        raise ValueError("linear_codes: x is quantised, and the weight is not; give x in the weight's dtype")
+    y = cast_linear(
+        cast(Tensor, codes), cast(Tensor, weight), out, reader.x_scale, x_scales=scales, w_scales=w_scales, bias=bias,
+        activation=activation,
+    )  # fmt: skip
+    return Codes(y, reader.x_scale.expand(y.shape[0]).contiguous(), reader.dtype)
+
+
+def _coded(x: Tensor, weight: ScaledWeight) -> tuple[Tensor, Tensor]:
+    """x as the codes that a weight multiplies, and their scales."""
+    if isinstance(weight, StaticWeight):
+        return quantize_static_op(rows_ready(x), weight.x_scale, weight.codes_format, weight.x_zero)
+    return quantize_rows_op(rows_ready(x), weight.codes_format)
 
 
 def _inherited(kind: type) -> LinearOp:

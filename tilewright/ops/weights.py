@@ -213,6 +213,12 @@ class StaticWeight(ScaledWeight):
         """int8-static, fp8-static: not in `WEIGHT_FORMATS`, whose weights need no calibration."""
         return f"{self.codes_format}-static"
 
+    @property
+    def input_codes(self) -> tuple[float, float]:
+        """(scale, zero point) of the activation; zeros on "meta", where nobody knows."""
+        known = [0.0 if t is None or t.is_meta else t.item() for t in (self.x_scale, self.x_zero)]
+        return known[0], known[1]
+
     def _like(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int]) -> Self:
         return type(self)(codes, scales, zeros, block=block, dtype=self.dtype, x_scale=self.x_scale, x_zero=self.x_zero)
 
@@ -343,8 +349,10 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         blocks = {weight.block for weight in weights}
     if len(blocks) > 1 or len({type(weight) for weight in weights}) > 1 or len({w.zeros is None for w in weights}) > 1:
         raise ValueError(f"stack_rows: wanted weights of one type and block, got {[(w.format, w.block) for w in weights]}")
-    if isinstance(first, StaticWeight):
-        raise ValueError("stack_rows: weights with a static scale of the activation are not merged; quantise the merged layer")
+    if len(inputs := {w.input_codes for w in weights if isinstance(w, StaticWeight)}) > 1:
+        raise ValueError(
+            f"stack_rows: merged layers read one activation, with one static scale and zero point; got {sorted(inputs)}"
+        )
     zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
     codes, scales = torch.cat([weight.codes for weight in weights]), torch.cat([weight.scales for weight in weights])
-    return type(first)(codes, scales, zeros, block=weights[0].block, dtype=first.dtype)
+    return first._like(codes, scales, zeros, weights[0].block)

@@ -9,8 +9,7 @@ peak it needs the memory of the model and of one layer. Everything is checked be
 Stays as it is, with the reason in the report: what `skip` names, a weight that two modules share (a tied head), subclasses of
 `torch.nn.Linear` (their owner may read the weight directly, as `torch.nn.MultiheadAttention` does).
 
-Not here: quantising embeddings, convolutions or the KV cache; saving static scales of activations; training through
-rounding.
+Not here: quantising embeddings, convolutions or the KV cache; training through rounding.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,0 +1,133 @@
+"""The last layer and its loss, chunk by chunk: cross_entropy(x @ weight^T + bias, targets) without all logits in memory.
+
+    # T rows, D features, V classes
+    losses(logits_t, target_t),  logits = x @ weight^T + bias
+
+The logits of 16k tokens and 131072 classes take 4 GB, their gradient as much. Here the logits of a chunk are made, become
+their own gradient (`cross_entropy_gradient_in_place`), and give at once their parts of the gradients of x, weight and bias;
+the next chunk takes their memory (Hsu et al., "Liger Kernel", 2024). So the gradients are made in the forward pass, wait there
+for the factor that the backward pass brings, and serve one backward pass. The gradient of the weight is a sum over chunks, in
+float32; the product of each chunk is rounded to x's dtype before it.
+
+Limited by the tensor cores: three products where gradients are wanted, as without chunks. A chunk has enough rows that its
+products fill a card.
+Not supported: losses that are not reduced, together with gradients; what cross_entropy does not support; quantised weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_op
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.matmul import matmul
+from tilewright.kernels.scale_in_place import scale_in_place_op
+from tilewright.ops.cross_entropy import LossOptions, check_targets, loss_options, rows_factor
+
+__all__ = ["linear_cross_entropy"]
+
+_CHUNK_ELEMENTS = 1 << 28  # 512 MB of 16-bit logits: 2048 rows of 131072 classes; each chunk adds to a float32 gradient
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The reduced loss, differentiable once in x, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions, chunk: int
+    ) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function; makes those that will be asked for."""
+        factor = rows_factor(targets, options, x.dtype)
+        wide = factor.dtype
+        of_x, of_weight, of_bias = (bool(needed) for needed in ctx.needs_input_grad[:3])
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else None
+        dweight = None
+        dbias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if of_bias else None
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        for start in range(0, x.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = matmul(x[rows], weight.mT, bias)
+            ids = targets[rows]
+            loss += cross_entropy_gradient_in_place_op(logits, ids, factor.expand(ids.shape), *options.kernel).sum()
+            if dx is not None:
+                dx[rows] = matmul(logits, weight)
+            if of_weight:
+                part = matmul(logits.mT, x[rows])
+                # One chunk needs no float32.
+                dweight = part if chunk >= x.shape[0] else part.to(wide) if dweight is None else dweight.add_(part)
+            if dbias is not None:
+                dbias += logits.sum(0, dtype=wide)
+        if of_weight and dweight is None:  # no rows
+            dweight = torch.zeros(weight.shape, dtype=wide, device=x.device)
+        ctx.grads = (
+            dx,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(weight.dtype),
+        )
+        return loss * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of weight, of bias), and nothing for the rest."""
+        if ctx.grads is None:
+            raise RuntimeError(
+                "linear_cross_entropy: its gradients went to a first backward pass; call it again for a second one, or "
+                'cross_entropy(linear(...), gradient="backward")'
+            )
+        made, ctx.grads = ctx.grads, None
+        for grad in made:
+            if grad is not None:
+                scale_in_place_op(grad, grads[0])
+        return *made, None, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+    reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, chunk: int | None = None, checked: bool = False,
+) -> Tensor:  # fmt: skip
+    """cross_entropy(linear(x, weight, bias), targets); the logits are never whole in memory.
+
+    Args:
+        x: [..., D], bf16, fp16 or fp32.
+        weight: [V, D] of x's dtype.
+        targets: [...] int64, each in [0, V) or `ignore_index`; as in `cross_entropy`.
+        bias: [V].
+        ignore_index: rows with this target have no loss, no gradient, and do not count in the mean.
+        reduction: "mean", "sum", or, without gradients, "none".
+        label_smoothing: the share of the target that all classes have in equal parts.
+        z_loss: adds z_loss * (log of the softmax's sum)^2 to each row's loss.
+        chunk: rows whose logits are in memory at once; None for as many as 512 MB of 16-bit logits have.
+        checked: on a GPU too, wait for the targets and raise for the first that is out of range.
+
+    Returns:
+        The loss in float32: a scalar, or [...] with reduction "none".
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit; a target is out of range (on a CPU, or `checked`); or gradients are
+            asked for of losses that are not reduced.
+    """
+    options = loss_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or not weight.shape[0] or weight.dtype != x.dtype:
+        raise ValueError(
+            "linear_cross_entropy: x must be [..., D] and weight [V, D] of its dtype, V at least 1; "
+            f"got {list(x.shape)} {x.dtype} and {list(weight.shape)} {weight.dtype}"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"linear_cross_entropy: chunk must be at least 1 row, got {chunk}")
+    check_targets("linear_cross_entropy", targets, x.shape[:-1], weight.shape[0], ignore_index, checked)
+    rows, ids = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
+    step = chunk or max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    if wants_gradient(x, weight, bias):
+        if reduction == "none":
+            raise ValueError(
+                'linear_cross_entropy: gradients want reduction "mean" or "sum"; otherwise cross_entropy(linear(...))'
+            )
+        return _LinearCrossEntropy.apply(rows, weight, bias, ids, options, step)  # pyright: ignore[reportReturnType]
+    starts = range(0, rows.shape[0], step)
+    losses = [cross_entropy_op(matmul(rows[i : i + step], weight.mT, bias), ids[i : i + step], *options.kernel) for i in starts]
+    factor = rows_factor(ids, options, x.dtype)
+    joined = torch.cat(losses) if losses else factor.new_empty(0)
+    return joined.view(targets.shape) if reduction == "none" else joined.sum() * factor
