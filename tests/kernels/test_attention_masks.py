@@ -84,15 +84,15 @@ def by_loops(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[
     return out, lse
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(7, 7), (4, 9), (6, 3)])
+@pytest.mark.parametrize(("rows", "keys"), [(4, 9), (6, 3)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_matches_loops(options: dict[str, Any], rows: int, keys: int) -> None:
     inputs, options = Inputs("cpu"), dict(options)
-    q, k, v = inputs.randn(2, rows, 4, 8), inputs.randn(2, keys, 2, 8), inputs.randn(2, keys, 2, 6)
+    q, k, v = inputs.randn(2, rows, 2, 8), inputs.randn(2, keys, 1, 8), inputs.randn(2, keys, 1, 6)
     if "sinks" in options:
-        options["sinks"] = inputs.randn(4)
+        options["sinks"] = inputs.randn(2)
     if "alibi_slopes" in options:
-        options["alibi_slopes"] = torch.tensor([0.5, 0.0, 1.5, 0.1])
+        options["alibi_slopes"] = torch.tensor([0.5, 0.1])
     want, want_lse = by_loops(q, k, v, options)
     given: dict[str, Any] = {name: x.to(WHERE) if isinstance(x, Tensor) else x for name, x in options.items()}
     if isinstance(given.get("prefix"), list):

@@ -40,12 +40,13 @@ alone, exp(s_j - m) = exp2(c q . k_j - c m), one multiply-add and one exp2 a sco
 The products are accumulated in float32; the weights are rounded to the inputs' dtype for the second product, the result once at
 the end: two roundings. The implementations, best first:
 
-    sm90      Hopper, by hand in Gluon (attention_sm90.py): one warp fetches, two or three groups of warps multiply
-    vendor    scaled_dot_product_attention: equal lengths, no lse, no mask but a causal one
-    triton    sm_80 and up, any head dim up to 256, any layout and mask (attention_tile.py)
+    sm90              Hopper, by hand in Gluon (attention_sm90.py): one warp fetches, two or three groups of warps multiply
+    vendor            scaled_dot_product_attention: equal lengths, no lse, no mask but a causal one
+    sm90_invariant    the kernel of sm90 with one config for every length: the same bits alone, in a batch, packed, in chunks
+    triton            sm_80 and up, any head dim up to 256, any layout and mask (attention_tile.py); batch-invariant too
 
-attention_backward.py has the gradients of what is plain or causal. Not supported: dropout, masks as tensors, caches in pages
-(paged_attention.py has them). Cumulative lengths and prefixes on a GPU are trusted.
+attention_backward.py has the gradients. Not supported: dropout, masks as tensors, caches in pages (paged_attention.py has
+them). Cumulative lengths and prefixes on a GPU are trusted.
 """
 
 import math
@@ -60,7 +61,8 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import dense_attention_arguments
 from tilewright.kernels.attention_checks import check_bends, check_lengths, check_operands, window_bounds
 from tilewright.kernels.attention_common import Problem, empty_outputs, lengths_of, pairs_seen, problem_of
-from tilewright.kernels.attention_sm90_launch import SM90
+from tilewright.kernels.attention_definition import Bends, attend, sequences
+from tilewright.kernels.attention_sm90_launch import SM90, SM90_INVARIANT
 from tilewright.kernels.attention_tile import TRITON
 from tilewright.kernels.attention_vendor import VENDOR
 from tilewright.op import Example, Inputs, Op
@@ -70,57 +72,17 @@ __all__ = ["attention", "attention_op"]
 # ---- reference
 
 
-def _seen(rows: int, keys: int, left: int | None, right: int | None, prefix: int, device: torch.device) -> Tensor:
-    """bool [Q, K]: which key each query sees."""
-    own = torch.arange(keys - rows, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)
-    seen = torch.ones(rows, keys, dtype=torch.bool, device=device)
-    if right is not None:
-        seen &= (key <= own + right) | (key < prefix)
-    if left is not None:
-        seen &= key >= own - left
-    return seen
-
-
-def _one_sequence(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None, prefix: int, softcap: float | None,
-    sinks: Tensor | None, slopes: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out [Q, H, V], lse [H, Q]) of q [Q, H, D], k [K, G, D], v [K, G, V], in float32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    rows, heads, dim = q.shape
-    keys, groups, _ = k.shape
-    # [G, H / G, Q, D] and [G, 1, K, D]
-    q = q.to(wide).transpose(0, 1).reshape(groups, heads // groups, rows, dim)
-    k, v = (t.to(wide).transpose(0, 1)[:, None] for t in (k, v))
-    scores = q @ k.mT * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if slopes is not None:
-        distance = (torch.arange(keys - rows, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)).abs()
-        scores = scores - slopes.to(wide).view(groups, -1, 1, 1) * distance
-    scores = scores.masked_fill(~_seen(rows, keys, left, right, prefix, q.device), -math.inf)
-    lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(wide).view(groups, -1, 1))
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-    return (weights @ v).reshape(heads, rows, v.shape[-1]).transpose(0, 1), lse.reshape(heads, rows)
-
-
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
     causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
     prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if cu_q is None or cu_k is None:
-        parts = list(zip(q.unbind(), k.unbind(), v.unbind(), strict=True))
-    else:
-        of_q, of_k = cu_q.diff().tolist(), cu_k.diff().tolist()
-        parts = list(zip(q.split(of_q), k.split(of_k), v.split(of_k), strict=True))
+    parts = sequences((q,), (k, v), cu_q, cu_k)
     behind = 0 if causal else right
     of_each = [prefix] * len(parts) if prefixes is None else prefixes.tolist()
     results = [
-        _one_sequence(*part, scale, left, behind, own, softcap, sinks, slopes) for part, own in zip(parts, of_each, strict=True)
+        attend(*part, scale=scale, bends=Bends(left, behind, own, softcap, sinks, slopes))
+        for part, own in zip(parts, of_each, strict=True)
     ]
     out, lse = empty_outputs(q, v, want_lse)
     if results:
@@ -228,6 +190,7 @@ EXAMPLES = (
     _example("narrow values fp16", ((20, 30),) * 2, (4, 1), 80, torch.float16, value_dim=64),
     _example("no rows", ((0, 5),)),
     _example("no keys", ((3, 0),) * 2, lse=True),
+    _example("no keys, sinks", ((3, 0),), lse=True, sinks=True),
 )
 
 # ---- op
@@ -235,7 +198,7 @@ EXAMPLES = (
 
 # Keys up to which cuDNN is faster than sm90, by head dim and causal mask; 512 for others. H100, docs/log.md#attention: there
 # sm90 has 0.86 to 0.99 of cuDNN, for a tile begins and ends without products; above, 0.99 to 1.14.
-_VENDOR_UP_TO = {(64, False): 1024, (256, False): 1024, (256, True): 8192}
+_VENDOR_UP_TO = {(256, False): 1024, (256, True): 8192}
 
 
 def _first(device: Device, problem: Problem) -> str | None:
@@ -251,7 +214,7 @@ attention_op = Op(
     problem=problem_of,
     cost=_cost,
     examples=EXAMPLES,
-    impls=(SM90, VENDOR, TRITON),
+    impls=(SM90, VENDOR, SM90_INVARIANT, TRITON),
     make=dense_attention_arguments,
     first=_first,
     fake=_fake,

@@ -10,10 +10,12 @@ A program has KEYS keys of one key/value head, and dk and dv of these in registe
     consumers   two warpgroups. Scores are transposed, [keys, queries], so that weights and their gradients, which are there as
                 accumulators, are at once the first operands of dv += P dO and dk += dS Q. The gradients of the scores go
                 through shared memory as well, for dq, of which either warpgroup computes one half, and adds it to float32
-                memory. Up to 128 dims a warpgroup has 64 keys; at 256 both have the same 64, and half of the dims each
+                memory. Up to 128 dims a warpgroup has 64 keys; at 256 both have the same 64, and half of the dims each.
+                There a half of dq is one product: in two that wait for each other it was 20 to 25 % slower
 
 A score's product begins with -lse / scale in the accumulators, and that of dO and V with -delta: the subtractions cost nothing.
-A row that sees no key, or is none, has -inf there.
+A row that sees no key, or is none, has -inf there. Blocks of queries that a causal mask or a window's left bound hides from
+the keys are not visited.
 
 dq is kept as each thread has it: four neighbours in memory are one thread's, so an addition takes 16 bytes at a time.
 With `order_ptr` additions wait for those of the keys before, and the sum is the same every time.
@@ -43,13 +45,13 @@ ROWS = gl.constexpr(64)  # of a product: what the tensor cores take at once
 
 
 @gluon.jit
-def _work(shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr, order_ptr):
-    """(block of keys, key/value head, sequence, first block of queries that sees the keys, one past the last).
+def _work(shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, order_ptr):
+    """(block of keys, key/value head, sequence, first block of queries that sees the keys, one past the last, blocks in all).
 
     Heads go in sections whose queries fit L2 together; inside of one the longest blocks come first under a diagonal, but where
     additions keep an order: nobody may wait for a program that begins later.
     """
-    key_blocks, section, KV_H, _GROUP, max_q, max_k = shape
+    key_blocks, section, KV_H, _GROUP, max_q, max_k, left = shape
     before = gl.program_id(0) // (section * key_blocks) * section
     within = gl.program_id(0) % (section * key_blocks)
     heads = gl.num_programs(0) // key_blocks
@@ -58,11 +60,16 @@ def _work(shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr, orde
     # The last heads first: what was prepared last is still in L2, and what is rounded first will be.
     head = heads - 1 - before - within % width
     first = 0
+    blocks = gl.cdiv(max_q, M)
+    last = blocks
     if CAUSAL:
         if order_ptr is not None:
             block = key_blocks - 1 - block
         first = gl.maximum(block * KEYS - (max_k - max_q), 0) // M
-    return block, head % KV_H, head // KV_H, first, gl.cdiv(max_q, M)
+    if LEFT:
+        last = gl.minimum(gl.cdiv(gl.maximum(block * KEYS + KEYS + left - (max_k - max_q), 0), M), blocks)
+        last = gl.maximum(last, first)
+    return block, head % KV_H, head // KV_H, first, last, blocks
 
 
 @gluon.jit
@@ -72,7 +79,7 @@ def _turn(block, j, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.const
     Under a diagonal the last keys that it sees come first: these begin with it, and the others come to it in their order.
     """
     if CAUSAL:
-        key_blocks, _section, _KV_H, _GROUP, max_q, max_k = shape
+        key_blocks, _section, _KV_H, _GROUP, max_q, max_k, _left = shape
         # The last block of keys whose first block of queries is the j-th or one before.
         last = gl.minimum(((j + 1) * M - 1 + max_k - max_q) // KEYS, key_blocks - 1)
         return last - block
@@ -84,7 +91,9 @@ def _turn(block, j, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.const
 
 
 @gluon.jit
-def _load(descs, bufs, bars, shape, head_strides, order_ptr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+def _load(
+    descs, bufs, bars, shape, head_strides, order_ptr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr
+):  # fmt: skip
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descs
     q_bufs, do_bufs, k_bufs, v_bufs, _ds_bufs, _p_bufs, lse_bufs, delta_bufs = bufs
     q_head_stride, do_head_stride, k_head_stride, v_head_stride = head_strides
@@ -92,7 +101,7 @@ def _load(descs, bufs, bars, shape, head_strides, order_ptr, KEYS: gl.constexpr,
     STAGES: gl.constexpr = q_bufs.shape[0]
     M: gl.constexpr = q_bufs.shape[2]
     D: gl.constexpr = q_bufs.shape[3]
-    block, kv_head, b, first, blocks = _work(shape, KEYS, M, CAUSAL, order_ptr)
+    block, kv_head, b, first, last, blocks = _work(shape, KEYS, M, CAUSAL, LEFT, order_ptr)
     GROUP = shape[3]
     heads = shape[2] * GROUP
     mbarrier.expect(kv_full.index(0), 2 * KEYS * D * 2)
@@ -103,7 +112,7 @@ def _load(descs, bufs, bars, shape, head_strides, order_ptr, KEYS: gl.constexpr,
     it = 0
     for member in range(GROUP):
         h = kv_head * GROUP + member
-        for j in range(first, blocks):
+        for j in range(first, last):
             stage = it % STAGES
             phase = it // STAGES & 1 ^ 1
             row = ((b * heads + h) * blocks + j) * M
@@ -145,13 +154,16 @@ def _scores(rows, others, begin):
 
 
 @gluon.jit
-def _visible(s, key, query, offset, max_k, CAUSAL: gl.constexpr):
+def _visible(s, key, query, offset, max_k, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
     """Scores [keys, queries] with -inf where a query does not see a key. offset: keys before the first query's."""
     layout: gl.constexpr = s.type.layout
     keys = key + gl.expand_dims(gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout)), 1)
     if CAUSAL:
         queries = query + gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout)), 0)
-        return gl.where((keys <= queries + offset) & (keys < max_k), s, float("-inf"))
+        seen = (keys <= queries + offset) & (keys < max_k)
+        if LEFT:
+            seen &= keys >= queries + (offset - left)
+        return gl.where(seen, s, float("-inf"))
     else:
         return gl.where(keys < max_k, s, float("-inf"))
 
@@ -248,11 +260,12 @@ def _scores_ahead(bufs, bars, it, total, part: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(s, dp, key, query, shape, scale_log2, kv_full, CAUSAL: gl.constexpr):
+def _weigh(s, dp, key, query, shape, scale_log2, kv_full, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
     """(weights, dO V^T, done)."""
-    max_q, max_k = shape[4], shape[5]
-    if (query + max_k - max_q < key + ROWS - 1 and CAUSAL) or key + ROWS > max_k:
-        s = _visible(s, key, query, max_k - max_q, max_k, CAUSAL)
+    max_q, max_k, left = shape[4], shape[5], shape[6]
+    own = query + max_k - max_q
+    if (own < key + ROWS - 1 and CAUSAL) or key + ROWS > max_k or (own + s.shape[1] - 1 > key + left and LEFT):
+        s = _visible(s, key, query, max_k - max_q, max_k, left, CAUSAL, LEFT)
     p = gl.exp2(s * scale_log2)
     # The assembler would wait for dO V before the exponentials, but moves nothing across a loop. This one ends at once.
     mbarrier.wait(kv_full.index(0), 0)
@@ -271,7 +284,7 @@ def _share(bar):
 @gluon.jit
 def _gradients(
     bufs, bars, results, shape, scale, scale_log2,
-    wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+    wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 64 of 128 keys."""
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, _p_bufs, _lse_bufs, delta_bufs = bufs
@@ -282,7 +295,7 @@ def _gradients(
     D: gl.constexpr = q_bufs.shape[3]
     PART: gl.constexpr = 64 if M * D >= 8192 else 32
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    block, kv_head, b, first, blocks = _work(shape, KEYS, M, CAUSAL, order_ptr)
+    block, kv_head, b, first, last, blocks = _work(shape, KEYS, M, CAUSAL, LEFT, order_ptr)
     GROUP = shape[3]
     key = block * KEYS + wg * ROWS
     dk = gl.zeros([ROWS, D], gl.float32, D_LAYOUT)
@@ -290,10 +303,10 @@ def _gradients(
     mbarrier.wait(kv_full.index(0), 0)
     it = 0
     if AHEAD:
-        s = _scores_ahead(bufs, bars, it, GROUP * (blocks - first), wg)
+        s = _scores_ahead(bufs, bars, it, GROUP * (last - first), wg)
         s = warpgroup_mma_wait(0, deps=(s,))
     for member in range(GROUP):
-        for j in range(first, blocks):
+        for j in range(first, last):
             stage = it % STAGES
             side = it & 1
             if AHEAD:
@@ -301,7 +314,7 @@ def _gradients(
                 dp = _scores(_flat(v_bufs.index(wg)), _flat(do_bufs.index(stage)), _begin(delta_bufs.index(stage)))
             else:
                 s, dp = _first_products(bufs, bars, it, wg, 0, M)
-            p, dp = _weigh(s, dp, key, j * M, shape, scale_log2, kv_full, CAUSAL)
+            p, dp = _weigh(s, dp, key, j * M, shape, scale_log2, kv_full, CAUSAL, LEFT)
             weights = _as_operand(p.to(ds_bufs.dtype), dv)
             dv = warpgroup_mma(weights, _flat(do_bufs.index(stage)), dv, is_async=True)
             ds = (p * dp).to(ds_bufs.dtype)
@@ -310,7 +323,7 @@ def _gradients(
             of_scores = _as_operand(ds, dk)
             it += 1
             if AHEAD:
-                s = _scores_ahead(bufs, bars, it, GROUP * (blocks - first), wg)
+                s = _scores_ahead(bufs, bars, it, GROUP * (last - first), wg)
             mbarrier.wait(ds_full.index(side), it - 1 >> 1 & 1)
             dq = _part_of_dq(ds_bufs, side, k_bufs, wg, PART)
             dk = warpgroup_mma(of_scores, _flat(q_bufs.index(stage)), dk, is_async=True)
@@ -329,7 +342,10 @@ def _gradients(
 
 
 @gluon.jit
-def _gradients_wide(bufs, bars, results, shape, scale, scale_log2, wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+def _gradients_wide(
+    bufs, bars, results, shape, scale, scale_log2,
+    wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
     """A warpgroup's half of the dims for 64 keys. Weights are computed by halves of the queries, and shared."""
     q_bufs, do_bufs, k_bufs, _v_bufs, ds_bufs, p_bufs, _lse_bufs, _delta_bufs = bufs
     kv_full, _q_full, q_empty, _do_full, do_empty, ds_full = bars
@@ -340,7 +356,7 @@ def _gradients_wide(bufs, bars, results, shape, scale, scale_log2, wg: gl.conste
     HALF: gl.constexpr = M // 2
     COLS: gl.constexpr = D // 2
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 16])
-    block, kv_head, b, first, blocks = _work(shape, KEYS, M, CAUSAL, order_ptr)
+    block, kv_head, b, first, last, blocks = _work(shape, KEYS, M, CAUSAL, LEFT, order_ptr)
     GROUP = shape[3]
     key = block * KEYS
     dk = gl.zeros([ROWS, COLS], gl.float32, D_LAYOUT)
@@ -348,27 +364,24 @@ def _gradients_wide(bufs, bars, results, shape, scale, scale_log2, wg: gl.conste
     mbarrier.wait(kv_full.index(0), 0)
     it = 0
     for member in range(GROUP):
-        for j in range(first, blocks):
+        for j in range(first, last):
             stage = it % STAGES
             side = it & 1
             s, dp = _first_products(bufs, bars, it, 0, wg * HALF, HALF)
-            p, dp = _weigh(s, dp, key, j * M + wg * HALF, shape, scale_log2, kv_full, CAUSAL)
+            p, dp = _weigh(s, dp, key, j * M + wg * HALF, shape, scale_log2, kv_full, CAUSAL, LEFT)
             p_bufs.index(side).slice(wg * HALF, HALF, dim=1).store(p.to(p_bufs.dtype))
             ds_bufs.index(side).slice(wg * HALF, HALF, dim=1).store((p * dp).to(ds_bufs.dtype))
             _share(ds_full.index(side))
             mbarrier.wait(ds_full.index(side), it >> 1 & 1)
             dv = warpgroup_mma(p_bufs.index(side), _columns(do_bufs.index(stage), wg, COLS), dv, is_async=True)
-            dq = _part_of_dq(ds_bufs, side, k_bufs, wg * 2, 64)
+            dq = _part_of_dq(ds_bufs, side, k_bufs, wg, COLS)
             dk = warpgroup_mma(ds_bufs.index(side), _columns(q_bufs.index(stage), wg, COLS), dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
             mbarrier.arrive(do_empty.index(stage))
-            part = ((((b * shape[2] + kv_head) * GROUP + member) * blocks + j) * 2 + wg) * 2
-            turn = _turn(block, j, shape, KEYS, M, CAUSAL)
-            _add(dq_ptr, order_ptr, part, dq, turn)
-            dq = _part_of_dq(ds_bufs, side, k_bufs, wg * 2 + 1, 64)
-            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+            part = (((b * shape[2] + kv_head) * GROUP + member) * blocks + j) * 2 + wg
+            _add(dq_ptr, order_ptr, part, dq, _turn(block, j, shape, KEYS, M, CAUSAL))
+            dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(stage))
-            _add(dq_ptr, order_ptr, part + 1, dq, turn)
             it += 1
     _store(dv_ptr, dv, b, kv_head, key, wg * COLS, shape, D)
     _store(dk_ptr, dk * scale, b, kv_head, key, wg * COLS, shape, D)
@@ -385,18 +398,18 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["key_blocks", "section", "KV_H", "GROUP", "max_q", "max_k"])
+@gluon.jit(do_not_specialize=["key_blocks", "section", "KV_H", "GROUP", "max_q", "max_k", "left"])
 def attention_backward_sm90_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_ptr, dk_ptr, dv_ptr, order_ptr,
-    key_blocks, section, KV_H, GROUP, max_q, max_k, q_head_stride, do_head_stride, k_head_stride, v_head_stride,
+    key_blocks, section, KV_H, GROUP, max_q, max_k, left, q_head_stride, do_head_stride, k_head_stride, v_head_stride,
     scale, scale_log2, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+    CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=4 on key_blocks programs a key/value head of each sequence; the others bring their own warps.
 
-    section: key/value heads that go together. GROUP: query heads a key/value head. lse_desc: -lse / scale, delta_desc: -delta,
-    of BLOCK_M rows for every block of every query head. dq_ptr: float32 zeros, BLOCK_M * D a block, in parts of 64 rows.
-    order_ptr: None, or int32 zeros, one a part.
+    section: key/value heads that go together. left: with LEFT, the keys before its own that a query sees. GROUP: query heads a
+    key/value head. lse_desc: -lse / scale, delta_desc: -delta, of BLOCK_M rows for every block of every query head. dq_ptr:
+    float32 zeros, BLOCK_M * D a block, in parts of 64 rows. order_ptr: None, or int32 zeros, one a part.
     """
     dtype: gl.constexpr = q_desc.dtype
     PARTS: gl.constexpr = KEYS // ROWS
@@ -417,17 +430,17 @@ def attention_backward_sm90_kernel(
     bufs = (q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, p_bufs, lse_bufs, delta_bufs)
     descs = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     results = (dq_ptr, dk_ptr, dv_ptr, order_ptr)
-    shape = (key_blocks, section, KV_H, GROUP, max_q, max_k)
+    shape = (key_blocks, section, KV_H, GROUP, max_q, max_k, left)
     strides = (q_head_stride, do_head_stride, k_head_stride, v_head_stride)
     if PARTS == 1:
         gl.warp_specialize([
-            (_gradients_wide, (bufs, bars, results, shape, scale, scale_log2, 0, KEYS, CAUSAL)),
-            (_gradients_wide, (bufs, bars, results, shape, scale, scale_log2, 1, KEYS, CAUSAL)),
-            (_load, (descs, bufs, bars, shape, strides, order_ptr, KEYS, CAUSAL)),
+            (_gradients_wide, (bufs, bars, results, shape, scale, scale_log2, 0, KEYS, CAUSAL, LEFT)),
+            (_gradients_wide, (bufs, bars, results, shape, scale, scale_log2, 1, KEYS, CAUSAL, LEFT)),
+            (_load, (descs, bufs, bars, shape, strides, order_ptr, KEYS, CAUSAL, LEFT)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_gradients, (bufs, bars, results, shape, scale, scale_log2, 0, KEYS, CAUSAL, AHEAD)),
-            (_gradients, (bufs, bars, results, shape, scale, scale_log2, 1, KEYS, CAUSAL, AHEAD)),
-            (_load, (descs, bufs, bars, shape, strides, order_ptr, KEYS, CAUSAL)),
+            (_gradients, (bufs, bars, results, shape, scale, scale_log2, 0, KEYS, CAUSAL, LEFT, AHEAD)),
+            (_gradients, (bufs, bars, results, shape, scale, scale_log2, 1, KEYS, CAUSAL, LEFT, AHEAD)),
+            (_load, (descs, bufs, bars, shape, strides, order_ptr, KEYS, CAUSAL, LEFT)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -4,8 +4,9 @@ Three kernels: one prepares two numbers a row of queries, the one in Gluon, and 
 float32 memory that every block of keys adds to, so two runs differ in the last bits unless `deterministic` has the blocks take
 turns.
 
-Refuses: dtypes other than bf16 and fp16, head dims other than 64, 128 and 256, packed sequences, heads that are not beside each
-other in a row (a [heads, tokens, D] layout), and rows or heads that do not start at multiples of 16 bytes.
+Refuses: dtypes other than bf16 and fp16, head dims other than 64, 128 and 256, values narrower than keys, packed sequences,
+windows without a causal mask, prefixes, soft caps and ALiBi, heads that are not beside each other in a row (a layout [heads,
+tokens, D]), and rows or heads that do not start at multiples of 16 bytes.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -18,9 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
-from tilewright.kernels.attention_backward_common import Gradients, Problem, empty_gradients
+from tilewright.kernels.attention_backward_common import Gradients, Problem, empty_gradients, gradient_of_sinks
 from tilewright.kernels.attention_backward_sm90 import attention_backward_sm90_kernel
-from tilewright.kernels.attention_common import LOG2_E
+from tilewright.kernels.attention_common import LOG2_E, lacks
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
@@ -38,6 +39,10 @@ def _refuse(device: Device, problem: Problem) -> str | None:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if problem.head_dim not in HEAD_DIMS:
         return f"takes head dims {HEAD_DIMS}, not {problem.head_dim}"
+    if problem.value_dim != problem.head_dim:
+        return f"takes values as wide as keys, not {problem.head_dim}/{problem.value_dim}"
+    if missing := lacks(problem, window=problem.causal, sinks=True):
+        return missing
     if problem.varlen:
         return "takes sequences of equal length, not packed ones"
     if not problem.tma:
@@ -144,18 +149,20 @@ def _line_descriptor(t: Tensor, box: int) -> TensorDescriptor:
 
 def _launch(
     config: Config, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None,
-    cu_k: Tensor | None, max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool,
+    cu_k: Tensor | None, max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,
+    right: int | None = None, prefix: int = 0, prefixes: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    dq, dk, dv = empty_gradients(q, k, v)
+    dq, dk, dv, dsinks = empty_gradients(q, k, v, sinks)
     if not q.numel() or not k.numel():  # the copy engine has no empty matrices
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()
     (batch, _, heads, d), groups = q.shape, k.shape[2]
     rows, keys = config["BLOCK_M"], _keys(d)
     blocks, key_blocks = -(-max_q // rows), -(-max_k // keys)
     programs = batch * heads * blocks
     bounds = torch.empty((2, programs * rows), dtype=torch.float32, device=q.device)
     sums = torch.zeros(programs * rows * d, dtype=torch.float32, device=q.device)
-    columns = 64 if rows * d >= 8192 else 32  # of a part of dq
+    columns = 128 if d == 256 else 64 if rows * d >= 8192 else 32  # of a part of dq
     parts = rows * d // (64 * columns)
     order = torch.zeros(parts * programs, dtype=torch.int32, device=q.device) if deterministic else None
     _rows_kernel[(programs,)](
@@ -171,12 +178,16 @@ def _launch(
     attention_backward_sm90_kernel[(key_blocks * groups * batch,)](
         _descriptor(q, rows), _descriptor(do, rows), _descriptor(k, _ROWS), _descriptor(v, _ROWS),
         _line_descriptor(bounds[0], rows), _line_descriptor(bounds[1], rows), sums, dk, dv, order,
-        key_blocks, section, groups, heads // groups, max_q, max_k, q.stride(2), do.stride(2), k.stride(2), v.stride(2),
-        scale, scale * LOG2_E,
-        KEYS=keys, BLOCK_M=rows, D=d, STAGES=config["STAGES"], CAUSAL=causal, AHEAD=bool(config["AHEAD"]), num_warps=4,
+        key_blocks, section, groups, heads // groups, max_q, max_k, left or 0,
+        q.stride(2), do.stride(2), k.stride(2), v.stride(2), scale, scale * LOG2_E,
+        KEYS=keys, BLOCK_M=rows, D=d, STAGES=config["STAGES"], CAUSAL=causal, LEFT=left is not None,
+        AHEAD=bool(config["AHEAD"]), num_warps=4,
     )  # fmt: skip
     _round_kernel[(programs,)](sums, dq, blocks, max_q, heads, scale, D=d, BLOCK_M=rows, PARTS=parts, N=columns)
-    return dq, dk, dv
+    if sinks is not None:
+        of_rows = bounds.view(2, batch, heads, -1).transpose(1, 2).flatten(2)
+        dsinks = gradient_of_sinks(sinks, -scale * of_rows[0], -of_rows[1])
+    return dq, dk, dv, dsinks
 
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)

@@ -2,7 +2,7 @@
 
 # B sequences, T query rows of all, S keys of all, H query heads, G key/value heads, D head dim, V value head dim
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,8 +59,11 @@ class Problem(NamedTuple):
     alibi: bool
 
 
-def lacks(problem: Problem, *, window: bool = False, sinks: bool = False) -> str | None:
-    """What an implementation lacks that has neither masks beyond a causal one nor bent scores, but for those said."""
+def lacks(problem: Any, *, window: bool = False, sinks: bool = False) -> str | None:
+    """What an implementation lacks that has neither masks beyond a causal one nor bent scores, but for those said.
+
+    problem: of `attention` or of `attention_backward`.
+    """
     wanted = {
         "windows": not window and (problem.left or problem.right),
         "prefixes": problem.prefix,

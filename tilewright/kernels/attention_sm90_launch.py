@@ -1,8 +1,16 @@
-"""The host side of attention_sm90.py: what it takes, its configs, its descriptors; exports the Impl `sm90`.
+"""The host side of attention_sm90.py: what it takes, its configs, its descriptors; exports the Impls `sm90`, `sm90_invariant`.
 
-Refuses: dtypes other than bf16 and fp16, head dims that are not in HEAD_DIMS, prefixes, soft caps and ALiBi, heads that are not
-beside each other in a row (a [heads, tokens, D] layout), and rows or heads that do not start at multiples of 16 bytes.
+Refuses: dtypes other than bf16 and fp16, head dims that are not in HEAD_DIMS, prefixes, soft caps and ALiBi; and `sm90` heads
+that are not beside each other in a row (a [heads, tokens, D] layout), and rows or heads that do not start at multiples of 16
+bytes.
+
+A row's bits depend on its own keys and on the config: blocks of keys begin at the same places of a sequence whatever tile the
+row is in, and a block that the row does not see leaves it as it was. The default of `sm90` depends on lengths; `sm90_invariant`
+has one config for a head dim and kind of mask, so that a sequence alone, in a batch, packed, or in chunks has the same bits. In
+the invariant scope it copies what the copy engine cannot address: else strides would choose between kernels, and so bits.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,21 +18,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
-from tilewright.kernels.attention_common import LOG2_E, Problem, empty_outputs, lacks, packed
+from tilewright.kernels.attention_common import LOG2_E, Problem, addressable, empty_outputs, lacks, packed
 from tilewright.kernels.attention_sm90 import attention_sm90_kernel
 from tilewright.kernels.attention_sm90_tiles import SLOT
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SM90"]
+__all__ = ["SM90", "SM90_INVARIANT"]
 
 HEAD_DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (256, 128), (256, 256))  # of keys and of values
 _ROWS = 64  # of a consumer
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def _refuse(device: Device, problem: Problem) -> str | None:
+def _refuse_any_layout(device: Device, problem: Problem) -> str | None:
     if device.arch != 90:
         return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in _DTYPES:
@@ -32,8 +40,12 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     if (problem.head_dim, problem.value_dim) not in HEAD_DIMS:
         taken = ", ".join(f"{keys}/{values}" for keys, values in HEAD_DIMS)
         return f"takes head dims of keys and values {taken}, not {problem.head_dim}/{problem.value_dim}"
-    if missing := lacks(problem, window=True, sinks=True):
-        return missing
+    return lacks(problem, window=True, sinks=True)
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if reason := _refuse_any_layout(device, problem):
+        return reason
     if not problem.tma:
         return "takes heads beside each other in a row, rows and heads at multiples of 16 bytes"
     return None
@@ -42,18 +54,22 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 # ---- space
 
 
-def _default(device: Device, problem: Problem) -> Config:
+def _config(problem: Problem, long: bool) -> Config:
     # H100, docs/log.md#attention: three consumers share each block of keys; they have the registers only where D is 64, and
     # lose under a diagonal, which cuts more of a higher tile, and where tiles are few.
-    wide = problem.head_dim == 64 and not problem.causal and problem.max_k >= 2048
+    wide = problem.head_dim == 64 and not problem.causal and long
     # Overlapped products cost registers. They bring nothing before a tile has about 16 blocks, and nothing where D is 64 and
     # most tiles under a diagonal are short.
-    overlap = problem.max_k >= 2048 if problem.head_dim == 128 else problem.head_dim != 64 or not problem.causal
+    overlap = long if problem.head_dim == 128 else problem.head_dim != 64 or not problem.causal
     return {
         "CONSUMERS": 3 if wide else 2,
         "BLOCK_N": 64 if problem.head_dim > 128 else 128,
         "OVERLAP": int(overlap),
     }
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    return _config(problem, problem.max_k >= 2048)
 
 
 def _ring(device: Device, head_dim: int, value_dim: int, config: Config) -> tuple[int, int, bool]:
@@ -110,7 +126,7 @@ def _launch(
     if not q.numel():
         return result, lse
     if not k.numel():  # the copy engine has no empty matrices
-        return result.zero_(), lse.fill_(float("-inf"))
+        return result.zero_(), lse.fill_(float("-inf")) if sinks is None or not want_lse else lse.copy_(sinks[:, None])
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     q, k, v, out = packed(q), packed(k), packed(v), packed(result)
     # Meta tensors: compiled for a card that is not here.
@@ -144,4 +160,23 @@ def _launch(
     return result, lse
 
 
+def _launch_any_layout(config: Config, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = (t if addressable(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+    return _launch(config, q, k, v, *rest)
+
+
+def _refuse_invariant(device: Device, problem: Problem) -> str | None:
+    # Elsewhere the portable kernel reads other layouts: two and a half times as fast as the copies at 512 keys.
+    return _refuse_any_layout(device, problem) if scope().invariant else _refuse(device, problem)
+
+
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+SM90_INVARIANT = Impl(
+    name="sm90_invariant",
+    launch=_launch_any_layout,
+    space=Space(default=lambda device, problem: _config(problem, long=True), axes={}),
+    min_arch=90,
+    refuse=_refuse_invariant,
+    batch_invariant=True,
+    interpretable=False,
+)

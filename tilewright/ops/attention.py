@@ -1,8 +1,8 @@
 """`attention` with gradients: the forward op, and where one is asked for, the backward op behind it.
 
 The forward pass keeps q, k, v, its result and one logarithm a row; the backward pass computes the weights again
-(kernels/attention_backward.py). Gradients are those of q, k and v. Not differentiable, and refused with a sentence: windows,
-prefixes, soft caps, sinks, ALiBi, values that are narrower than keys, and lse as an input of what follows.
+(kernels/attention_backward.py). Gradients are those of q, k, v and sinks, whatever the mask and the bends. Not differentiable,
+and refused with a sentence: ALiBi's slopes, and lse as an input of what follows.
 """
 
 from typing import Any
@@ -12,48 +12,55 @@ from torch import Tensor
 
 from tilewright.kernels.attention import attention as forward
 from tilewright.kernels.attention_backward import attention_backward_op
+from tilewright.kernels.attention_checks import window_bounds
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.ops.scaled_attention import scaled_attention
 
 __all__ = ["attention"]
 
 
 class _Attention(torch.autograd.Function):
-    """(out, lse) of `attention`, differentiable in q, k and v."""
+    """(out, lse) of `attention`, differentiable in q, k, v and sinks."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int | None,
-        max_k: int | None, scale: float, causal: bool, deterministic: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, cu_q: Tensor | None,
+        cu_k: Tensor | None, max_q: int | None, max_k: int | None, prefix: int | Tensor | None, scale: float, causal: bool,
+        deterministic: bool, window: int | tuple[int | None, int | None] | None, softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Runs without gradients, as torch does inside of a Function."""
-        out, lse = forward(q, k, v, causal=causal, scale=scale, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, return_lse=True)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
-        ctx.options = (
-            q.shape[-3] if max_q is None else max_q,
-            k.shape[-3] if max_k is None else max_k,
-            scale,
-            causal,
-            deterministic,
-        )
+        out, lse = forward(
+            q, k, v, causal=causal, scale=scale, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, return_lse=True, window=window,
+            prefix=prefix, softcap=softcap, sinks=sinks, alibi_slopes=slopes,
+        )  # fmt: skip
+        of_all, of_each = (0, prefix) if isinstance(prefix, Tensor) else (prefix or 0, None)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, of_each, sinks, slopes)
+        ctx.lengths = (q.shape[-3] if max_q is None else max_q, k.shape[-3] if max_k is None else max_k)
+        ctx.options = (scale, causal, deterministic, *window_bounds(window, causal), of_all)
+        ctx.softcap = softcap
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """(of q, of k, of v), and nothing for the rest."""
-        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        """(of q, of k, of v, of sinks), and nothing for the rest."""
+        q, k, v, out, lse, cu_q, cu_k, prefixes, sinks, slopes = ctx.saved_tensors
         if lse.dim() == 3:  # [B, H, S], and the op has [H, B S]
             lse = lse.transpose(0, 1).flatten(1)
         # A gradient may be an expanded scalar, or come from a transposed view.
         do = grads[0] if grads[0].stride() == out.stride() else grads[0].contiguous()
-        dq, dk, dv = attention_backward_op(do, q, k, v, out, lse.contiguous(), cu_q, cu_k, *ctx.options)
-        return dq, dk, dv, None, None, None, None, None, None, None
+        bends = (prefixes, ctx.softcap, sinks, slopes)
+        dq, dk, dv, dsinks = attention_backward_op(
+            do, q, k, v, out, lse.contiguous(), cu_q, cu_k, *ctx.lengths, *ctx.options, *bends
+        )
+        return dq, dk, dv, None if sinks is None else dsinks, *[None] * 11
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, cu_q: Tensor | None = None,
     cu_k: Tensor | None = None, max_q: int | None = None, max_k: int | None = None, return_lse: bool = False,
     window: int | tuple[int | None, int | None] | None = None, prefix: int | Tensor | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, deterministic: bool = False, precision: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v for each head, over sequences of equal length, or packed ones of any length.
 
@@ -76,6 +83,8 @@ def attention(
         alibi_slopes: float32 [H]: scores lose slope * |distance to the query's own key|.
         deterministic: whether the same gradients must come out of the same call every time, at a price
             (docs/log.md#attention-backward). So does `torch.use_deterministic_algorithms(True)`.
+        precision: "fp8" or "int8": quantise first, and multiply 8-bit codes (ops/scaled_attention.py): faster for long prompts
+            and less exact, forward only, with a causal mask or none. None: products in the operands' dtype.
 
     Returns:
         The averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32, [B, H, S]
@@ -86,16 +95,18 @@ def attention(
         ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit; or a gradient is
             asked for that there is none of.
     """
-    bends = {"window": window, "prefix": prefix, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
     lengths: Any = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs):
+    bends: Any = {"window": window, "prefix": prefix, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    if precision is not None:
+        given = {**lengths, **bends, "return_lse": return_lse}
+        return scaled_attention(q, k, v, precision, causal=causal, scale=scale, given=given)
+    if not wants_gradient(q, k, v, sinks, alibi_slopes):
         return forward(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **lengths, **bends)
-    if given := [name for name, value in bends.items() if value is not None]:
-        raise ValueError(f"attention: there is no gradient with {', '.join(given)} yet; call it under torch.no_grad()")
-    if v.shape != k.shape:
-        raise ValueError(f"attention: a gradient wants v as k is, got {list(v.shape)} and {list(k.shape)}")
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("attention: alibi_slopes require a gradient and there is none of them; pass alibi_slopes.detach()")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     fixed = deterministic or torch.are_deterministic_algorithms_enabled()
-    out, lse = _Attention.apply(q, k, v, cu_q, cu_k, max_q, max_k, factor, causal, fixed)  # pyright: ignore[reportGeneralTypeIssues]
+    out, lse = _Attention.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        q, k, v, sinks, alibi_slopes, cu_q, cu_k, max_q, max_k, prefix, factor, causal, fixed, window, softcap
+    )
     return (out, lse) if return_lse else out

@@ -1,6 +1,5 @@
 """`sdpa`: torch's scaled_dot_product_attention on the kernels here, so that a model switches by one import."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,9 +19,6 @@ def _ours(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: flo
         return False
     if max(dim, value.shape[3]) > LARGEST_HEAD_DIM:
         return False
-    # Gradients are of values as wide as keys.
-    if value.shape[3] != dim and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return False
     if heads % groups or (heads != groups and not enable_gqa) or (is_causal and rows != keys):
         return False
     if query.dtype not in DTYPES or (scale is not None and not 0.0 < scale < float("inf")):
@@ -37,10 +33,9 @@ def sdpa(
     """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same meaning.
 
     A call goes to `ops.attention` if it is [B, H, S, D] in bf16, fp16 or fp32 with head dims of at most 256, has neither
-    attn_mask nor dropout, has a scale above 0, and its tensors are transposed views of [B, S, H, D], as projections give them;
-    if it needs gradients its values must be as wide as its keys. is_causal aligns the first query with the first key, as torch
-    does; `ops.attention` aligns the last ones: with is_causal only equal lengths go there. Every other call, and every one that
-    is not valid, goes to torch's own function.
+    attn_mask nor dropout, has a scale above 0, and its tensors are transposed views of [B, S, H, D], as projections give
+    them. is_causal aligns the first query with the first key, as torch does; `ops.attention` aligns the last ones: with
+    is_causal only equal lengths go there. Every other call, and every one that is not valid, goes to torch's own function.
 
     Args:
         query: [B, H, S, D].

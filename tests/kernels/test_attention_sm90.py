@@ -1,0 +1,81 @@
+"""Attention by hand for Hopper, on a Hopper card: every config at tile edges, and rows that do not know their batch.
+
+Elsewhere these kernels are compiled and certified, and everything else about them is tested without them.
+"""
+
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+
+from tests import conformance
+from tilewright import ops
+from tilewright.hw.device import CARD_OF_ARCH, device_of
+from tilewright.kernels import attention, attention_backward
+from tilewright.kernels.attention import attention_op
+from tilewright.kernels.attention_backward import attention_backward_op
+from tilewright.op import Inputs, Op, invariant
+
+DEVICE = device_of(0 if torch.cuda.is_available() else -1)
+pytestmark = pytest.mark.skipif(DEVICE.kind != "cuda" or DEVICE.arch != 90, reason="no Hopper card here")
+
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+def configs(op: Op, example: Any, dims: tuple[tuple[int, int], ...]) -> list[Any]:
+    """Each config of `sm90` for each of the head dims."""
+    impl = op.impls[0]
+    found = []
+    for dim, value_dim in dims:
+        problem = op.problem(*example("", ((64, 64),), (1, 1), dim, value_dim=value_dim).make(Inputs("cpu")))
+        for config in impl.space.configs(CARD_OF_ARCH[90], problem):
+            label = "-".join(f"{name}={value}" for name, value in config.items())
+            found.append(pytest.param(dim, value_dim, config, id=f"{dim}/{value_dim}-{label}"))
+    return found
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "config"), configs(attention_op, attention._example, DIMS))
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "left": 100, "sinks": True}], ids=str)
+def test_forward_at_tile_edges(dim: int, value_dim: int, config: Any, mask: dict[str, Any]) -> None:
+    """One less, just, and one more than a tile or a block of keys, on either side; masks that end at and round one."""
+    lengths = ((127, 129), (128, 128), (129, 127), (193, 191), (64, 65), (1, 129), (2, 1), (0, 5), (7, 0))
+    example = attention._example("", lengths, (2, 1), dim, value_dim=value_dim, packed=True, lse=True, **mask)
+    conformance.check(attention_op, attention_op.impls[0], config, example.make(Inputs("cuda", seed=5)))
+
+
+SQUARE = tuple(pair for pair in DIMS if pair[0] == pair[1])
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "config"), configs(attention_backward_op, attention_backward._example, SQUARE))
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "left": 63, "sinks": True}], ids=str)
+def test_backward_at_tile_edges(dim: int, value_dim: int, config: Any, mask: dict[str, Any]) -> None:
+    for lengths in ((127, 129), (129, 128), (65, 63), (193, 257)):
+        example = attention_backward._example("", (lengths,), (2, 1), dim, value_dim=value_dim, **mask)
+        args = example.make(Inputs("cuda", seed=5))
+        conformance.check(attention_backward_op, attention_backward_op.impls[0], config, args)
+
+
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": 100})
+
+
+@pytest.mark.parametrize(("dims", "options"), list(product(DIMS, OPTIONS)), ids=str)
+def test_a_row_does_not_depend_on_its_batch(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """Alone, beside others, beside longer ones, packed, heads first, or as a chunk: the same bits."""
+    inputs, rows = Inputs("cuda"), 700
+    q, k, v = (inputs.randn(2, rows, h, d, dtype=torch.bfloat16) for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
+    longer = [torch.cat([t[1], inputs.randn(3000, *t.shape[2:], dtype=t.dtype)]) for t in (q, k, v)]
+    cu = inputs.tensor([0, rows, rows + 3000], torch.int32)
+    with invariant():
+        assert attention_op.choice_for(q, k, v, None, None, rows, rows, 0.1, True, False).impl.name == "sm90_invariant"
+        whole: Any = ops.attention(q, k, v, **options)[1]
+        others: list[Any] = [ops.attention(q[1:], k[1:], v[1:], **options)[0]]
+        others.append(ops.attention(*longer, cu_q=cu, cu_k=cu, max_q=3000, max_k=3000, **options)[:rows])
+        first = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+        others.append(ops.attention(*first, **options)[1])
+        if options:
+            ends = (0, 64, 192, 640, 699, rows)
+            chunks: list[Any] = [ops.attention(q[1:, a:b], k[1:, :b], v[1:, :b], **options)[0] for a, b in pairwise(ends)]
+            others.append(torch.cat(chunks))
+    for other in others:
+        assert torch.equal(whole, other)

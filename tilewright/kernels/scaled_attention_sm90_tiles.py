@@ -1,0 +1,141 @@
+"""Which tile a program of `scaled_attention_sm90_kernel` computes, and the warp that fetches what it needs.
+
+Tiles are numbered as in attention_sm90_tiles.py: heads in sections that keep the SMs busy, in a section the longest first. A
+program begins with its own number and then draws tickets, for tiles differ in length. A unit of the ring is what a consumer
+reads in one step, the next block of keys and the values of the block before this one: one barrier says that both are there,
+one that both are done with.
+"""
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+__all__ = ["KEYS", "ROWS", "SLOT", "load_tiles", "take"]
+
+_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
+
+ROWS = gl.constexpr(64)  # query rows of a consumer
+KEYS = gl.constexpr(128)  # keys of a block, and of a scale
+SLOT = gl.constexpr(8)  # numbers that describe a tile
+
+
+@gluon.jit
+def _tile_of(tile, where, CAUSAL: gl.constexpr):
+    """(first row, sequence * H + head, last block of keys, first block that has keys to mask) of a tile.
+
+    Heads in sections that keep the SMs busy; in a section the longest tiles first.
+    """
+    blocks, heads, section, queries, keys = where
+    first = tile // (section * blocks) * section
+    within = tile % (section * blocks)
+    width = gl.minimum(section, heads - first)
+    block = within // width
+    if CAUSAL:
+        block = blocks - 1 - block
+    row = block * (2 * ROWS)
+    seen = keys
+    whole = keys // KEYS
+    if CAUSAL:
+        own = row + keys - queries  # the key that is the first row's own
+        seen = gl.minimum(keys, own + 2 * ROWS)
+        whole = gl.minimum(whole, gl.maximum(own + 1, 0) // KEYS)
+    # A tile that sees no key goes through one block, all masked: its result is zero by the same formulae.
+    last = gl.maximum(gl.cdiv(gl.maximum(seen, 0), KEYS) - 1, 0)
+    return row, first + within % width, last, whole
+
+
+@gluon.jit
+def _next_tile(counter_ptr, total):
+    """The next tile, or one past the last. A launch draws `total` tickets in all: who draws the last one sets them back."""
+    ticket = gl.atomic_add(counter_ptr, 1)
+    if ticket == total - 1:
+        gl.store(counter_ptr, 0)
+    return gl.minimum(gl.num_programs(0) + ticket, total)
+
+
+@gluon.jit
+def _hand_out(tile, place, n, slots_ptr, tile_full, tile_empty):
+    """Tell the consumers their n-th tile, with what `_tile_of` says of it."""
+    mbarrier.wait(tile_empty.index(n & 1), n >> 1 & 1 ^ 1)
+    ptr = slots_ptr + (n & 1) * SLOT
+    gl.store(ptr, tile)
+    for i in gl.static_range(len(place)):
+        gl.store(ptr + 1 + i, place[i])
+    mbarrier.arrive(tile_full.index(n & 1))
+
+
+@gluon.jit
+def take(n, slots_ptr, tile_full, tile_empty):
+    """(tile, what `_tile_of` says of it): the n-th of this program."""
+    mbarrier.wait(tile_full.index(n & 1), n >> 1 & 1)
+    ptr = slots_ptr + (n & 1) * SLOT
+    tile = gl.load(ptr, volatile=True)
+    row = gl.load(ptr + 1, volatile=True)
+    head = gl.load(ptr + 2, volatile=True)
+    last = gl.load(ptr + 3, volatile=True)
+    whole = gl.load(ptr + 4, volatile=True)
+    mbarrier.arrive(tile_empty.index(n & 1))
+    return tile, (row, head, last, whole)
+
+
+# ---- the producer
+
+
+@gluon.jit
+def _fetch(descs, group, start, u, last, bufs, full, empty, it):
+    """Unit u of a tile, the program's it-th, when its stage is free: the u-th block of keys, the values two blocks before it.
+
+    The first two units have no values, the last two no keys: a tile of n blocks has n + 2 units.
+    """
+    _, k_desc, v_desc, _ = descs
+    _, k_bufs, v_bufs, _, _ = bufs
+    STAGES: gl.constexpr = k_bufs.shape[0]
+    D: gl.constexpr = k_bufs.shape[2]
+    stage = it % STAGES
+    mbarrier.wait(empty.index(stage), it // STAGES & 1 ^ 1)
+    keys = u <= last
+    values = u >= 2
+    mbarrier.expect(full.index(stage), 2 * KEYS * D, pred=keys & values)
+    mbarrier.expect(full.index(stage), KEYS * D, pred=keys ^ values)
+    mbarrier.expect(full.index(stage), 0, pred=(not keys) & (not values))
+    _load_box(k_desc, [start + (last - u) * KEYS, 0], full.index(stage), k_bufs.index(stage), pred=keys)
+    _load_box(v_desc, [group * D, (last - u + 2) * KEYS], full.index(stage), v_bufs.index(stage), pred=values)
+
+
+@gluon.jit
+def load_tiles(
+    descs, bufs, bars, counter_ptr, slots_ptr, where, H, SHARED, q_head_stride, padded_k, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """SHARED: query heads that share a head of keys."""
+    q_desc = descs[0]
+    raw_bufs = bufs[4]
+    D: gl.constexpr = raw_bufs.shape[2]
+    raw_full, raw_empty, full, empty, tile_full, tile_empty = bars
+    total = where[0] * where[1]
+    it = 0
+    n = 0
+    tile = gl.program_id(0)
+    place = _tile_of(tile, where, CAUSAL)
+    _hand_out(tile, place, n, slots_ptr, tile_full, tile_empty)
+    while tile < total:
+        row, head, last, _whole = place
+        first = head // H * where[3] + row
+        for wg in gl.static_range(2):
+            mbarrier.wait(raw_empty.index(wg), n & 1 ^ 1)
+            mbarrier.expect(raw_full.index(wg), 2 * ROWS * D)
+            _load_box(q_desc, [first + wg * ROWS, head % H * q_head_stride], raw_full.index(wg), raw_bufs.index(wg))
+        group = head // SHARED
+        start = group * padded_k
+        _fetch(descs, group, start, 0, last, bufs, full, empty, it)
+        _fetch(descs, group, start, 1, last, bufs, full, empty, it + 1)
+        # A ticket is a trip to L2. Now, while the next blocks' stages are taken; the consumers ask at the end of this tile.
+        n += 1
+        after = _next_tile(counter_ptr, total)
+        place = _tile_of(gl.minimum(after, total - 1), where, CAUSAL)
+        _hand_out(after, place, n, slots_ptr, tile_full, tile_empty)
+        for u in range(2, last + 3):
+            _fetch(descs, group, start, u, last, bufs, full, empty, it + u)
+        it += last + 3
+        tile = after

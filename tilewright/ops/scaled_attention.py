@@ -1,0 +1,63 @@
+"""`attention` in 8 bits, for long prompts: quantise keys and values, then attend over the codes. Two launches.
+
+Forward only, and never chosen silently: `ops.attention(precision=...)` asks for it. kernels/quantize_keys_values.py and
+kernels/scaled_attention.py say what is rounded, and what that costs in accuracy; docs/log.md#attention-in-8-bits has figures.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tilewright.kernels.attention_checks import check_operands
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.quantize_keys_values import FORMATS_OF_ATTENTION, quantize_keys_values_op
+from tilewright.kernels.scaled_attention import scaled_attention_op
+
+__all__ = ["scaled_attention"]
+
+
+def scaled_attention(
+    q: Tensor, k: Tensor, v: Tensor, precision: str, *, causal: bool = False, scale: float | None = None,
+    given: Mapping[str, object] | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(scale * q k^T) v for each head, with 8-bit operands.
+
+    Args:
+        q: [B, S, H, D] bf16 or fp16, D a multiple of 16, at most 256. The last dimension is dense.
+        k: [B, SK, G, D], H a multiple of G.
+        v: as k.
+        precision: "fp8", both products of float8 e4m3; or "int8", scores of int8, and values as they are.
+        causal: each query sees the keys up to its own; the last query's is the last key.
+        scale: factor on q . k, above 0; None for 1 / sqrt(D).
+        given: other options of `ops.attention` by name: all must be None or False, for there is none of them in 8 bits.
+
+    Returns:
+        The averages, in q's dtype, [B, S, H, D], contiguous. A query that sees no key gives zeros.
+
+    Raises:
+        ValueError: operands, precision or scale do not fit; an option is given, or a gradient asked for, that there is none of.
+        Refused: fp8 on a card before sm_89.
+    """
+    if precision not in FORMATS_OF_ATTENTION:
+        raise ValueError(f"attention: precision is {precision!r}, wanted {' or '.join(FORMATS_OF_ATTENTION)}, or None")
+    if names := [name for name, value in (given or {}).items() if value is not None and value is not False]:
+        raise ValueError(f"attention: there is no {', '.join(names)} in {precision}; leave it, or precision, out")
+    if wants_gradient(q, k, v):
+        raise ValueError(f"attention: {precision} is forward only; call it under torch.no_grad(), or leave precision out")
+    check_operands(q, k, v)
+    if q.dim() != 4:
+        raise ValueError(f"attention: {precision} takes sequences of one length, q [B, S, H, D]; got {list(q.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"attention: {precision} wants v as k is, got {list(v.shape)} and {list(k.shape)}")
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"attention: {precision} takes bfloat16 or float16, got {q.dtype}")
+    if q.shape[3] % 16:
+        raise ValueError(f"attention: {precision} takes head dims that are multiples of 16, got {q.shape[3]}")
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if not 0.0 < factor < math.inf:
+        raise ValueError(f"attention: scale is {factor}, wanted a finite number above 0 (for a negative one negate q)")
+    k_codes, v_codes, k_scale, v_scale = quantize_keys_values_op(k, v, precision)
+    values, of_values = (v_codes, v_scale) if precision == "fp8" else (v, None)
+    return scaled_attention_op(q, k_codes, values, k_scale, of_values, k.shape[1], factor, causal)
