@@ -28,8 +28,8 @@ def test_a_plan_counts_codes_and_scales(format: str) -> None:
     assert isinstance(cache, KVCache)
     held = sum(t.numel() * t.element_size() for layer in cache.layers for t in layer)
     assert held == loaded.plan.cache_bytes
-    assert loaded.plan.page_bytes == 16 * kv_bytes_per_token(CONFIG, cache.k[0].dtype)
-    assert loaded.plan.page_bytes < load(CONFIG, options()).plan.page_bytes / 3
+    assert loaded.plan.page_bytes == loaded.plan.page_size * kv_bytes_per_token(CONFIG, cache.k[0].dtype)
+    assert loaded.plan.page_bytes < load(CONFIG, options(page_size=loaded.plan.page_size)).plan.page_bytes / 3
     assert facts_of(CONFIG, torch.float32, options(kv_cache=format))["kv_cache"] == format
 
 

@@ -27,7 +27,7 @@ def make(monkeypatch, tmp_path):
                 runner=runner,
                 tokenizer_path=tmp_path,
                 config=SimpleNamespace(vocab_size=VOCAB + 7),
-                plan=SimpleNamespace(num_pages=pages, max_model_len=200),
+                plan=SimpleNamespace(num_pages=pages, page_size=size, max_model_len=200),
             )
 
         TOKENIZER._backend.save(str(tmp_path / "tokenizer.json"))

@@ -1,6 +1,7 @@
 """The memory plan: it adds up, it fits, and what it counts is what loading allocates."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 from tilewright.engine import plan as plan_module
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.loading import load
-from tilewright.engine.plan import MemoryPlan, NoMemory, plan_memory
+from tilewright.engine.plan import MemoryPlan, NoMemory, page_size_of, plan_memory
 from tilewright.models import SHAPES, ModelConfig, empty_model
+from tilewright.models.latent import Latent
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 1 << 30
@@ -46,6 +48,19 @@ def test_a_plan_adds_up_and_fills_the_card(shape: str, fraction: float, card: No
     assert plan.limit_bytes == min(int(80 * GIB * fraction), 78 * GIB)
     assert plan.limit_bytes - plan.page_bytes < plan.total_bytes <= plan.limit_bytes
     assert f"{plan.total_bytes:,} bytes of {plan.limit_bytes:,} allowed" in str(plan)
+
+
+LATENT = replace(TINY, latent=Latent(nope_dim=8, rope_dim=8, value_dim=8, kv_rank=16, q_rank=None))
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "tokens"),
+    [(TINY, {}, 16), (TINY, {"kv_cache": "int8"}, 64), (LATENT, {}, 64), (LATENT, {"page_size": 8}, 8)],
+)
+def test_pages_follow_the_model_unless_chosen(config: ModelConfig, options: dict[str, Any], tokens: int) -> None:
+    assert page_size_of(config, EngineConfig(**options)) == tokens
+    if config is TINY:
+        assert planned(config, **options).page_size == tokens
 
 
 @pytest.mark.parametrize("positions", [128, 131072, 1 << 20])

@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cu_q": (lambda a: {"cu_q": a["cu_q"][:2]}, r"for kv_lens \[2\] wants cu_q one longer"),
     "table": (lambda a: {"block_table": a["block_table"][:1]}, "as many rows in block_table"),
     "one query": (lambda a: {"max_q_len": 1}, "max_q_len 1 wants one query a sequence; got 5 for 2"),
-    "room": (lambda a: {"block_table": a["block_table"][:, :1].contiguous()}, "a sequence has 100 tokens, .* pages for 64"),
+    "room": (lambda a: {"block_table": a["block_table"][:, :1].contiguous()}, "sequence 0 has 100 tokens, .* 1 pages for 64"),
 }
 
 

@@ -14,8 +14,9 @@ from tests import conformance
 from tilewright import ops
 from tilewright.formats import encode
 from tilewright.hw.device import CARD_OF_ARCH, device_of
-from tilewright.kernels import paged_stream
+from tilewright.kernels import paged_sm90_launch, paged_stream
 from tilewright.kernels.paged_attention import _example, paged_attention_op
+from tilewright.kernels.paged_sm90_launch import SM90
 from tilewright.kernels.paged_stream import STREAM
 from tilewright.op import Inputs, invariant
 
@@ -23,6 +24,7 @@ DEVICE = device_of(0 if torch.cuda.is_available() else -1)
 WHERE = "cuda" if DEVICE.kind == "cuda" else "cpu"
 needs_triton = pytest.mark.skipif(not DEVICE.runs_triton, reason="no GPU here: run with TRITON_INTERPRET=1")
 FEW_SMS = replace(DEVICE, sms=3)
+ops_by_name = {op.name: op for op in ops.ALL}
 IMPLS = {impl.name: impl for impl in paged_attention_op.impls}
 
 
@@ -30,7 +32,6 @@ IMPLS = {impl.name: impl for impl in paged_attention_op.impls}
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ranges, and three programs for each of PER_SM: an H100's 132 SMs would take the interpreter minutes."""
     monkeypatch.setattr(paged_stream, "device_of", lambda index: FEW_SMS)
-    monkeypatch.setattr(paged_stream, "LEAST", 32)
 
 
 def small(**more: Any) -> dict[str, Any]:
@@ -78,6 +79,26 @@ def test_few_queries(queries: int, window: int | None, sinks: bool, format: str)
     lengths = ((queries, 90), (1, 1), (0, 20), (queries - 1, queries - 1))
     example = _example("", lengths, (4, 2), 16, 16, window, torch.float32, format, sinks)
     conformance.check(paged_attention_op, STREAM, small(), example.make(Inputs(WHERE, seed=4)))
+
+
+HOPPER = DEVICE.kind == "cuda" and DEVICE.arch == 90
+
+
+@pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("page_size", "queries", "dim", "window"), [(16, 1, 128, None), (32, 1, 64, 50), (64, 5, 128, None), (128, 16, 64, 70)]
+)
+def test_hopper(page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer sequences than are counted one by one and with more; pages poisoned as in all examples."""
+    monkeypatch.setattr(paged_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
+    ends = [(queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1)]
+    for lengths in (tuple(ends[-3:]), tuple(ends * 3)):
+        example = _example("", lengths if queries > 1 else tuple((1, kv) for _, kv in lengths), (4, 1), dim, page_size, window)
+        args = example.make(Inputs(WHERE, seed=10))
+        problem = paged_attention_op.problem(*args)
+        every = SM90.space.configs(DEVICE, problem) if queries == 1 else [SM90.space.default(DEVICE, problem)]
+        for config in every:
+            conformance.check(paged_attention_op, SM90, config, args)
 
 
 @needs_triton
@@ -152,6 +173,15 @@ CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("
         (GOOD, {0: GOOD[0].mT.contiguous().mT}, "dense heads and contiguous caches"),
         (GOOD, {8: 0}, "window must be at least 1"),
         (GOOD, {5: GOOD[5][:-1]}, "cu_q one longer"),
+        (GOOD, {3: GOOD[3].T.contiguous().T}, "dense rows in block_table"),
+        (GOOD, {4: GOOD[4].to("meta")}, "all tensors on one device"),
+        (GOOD, {3: GOOD[3][:, :1].contiguous()}, "sequence 0 has 20 tokens, its row of the block table 1 pages for 16"),
+        (GOOD, {4: torch.tensor([20, 33], dtype=torch.int32)}, "sequence 1 has 33 tokens, its row of the block table 2 pages"),
+        (GOOD, {4: torch.tensor([-1, 3], dtype=torch.int32)}, "sequence 0 has -1 tokens"),
+        (GOOD, {3: GOOD[3] + 3}, "the cache has pages 0 to 3"),
+        (GOOD, {3: GOOD[3] - 9}, "sequence 0 of 20 tokens needs the pages block_table[0, :2]; entry 0 is"),
+        (GOOD, {5: torch.tensor([0, 2, 3], dtype=torch.int32)}, "cu_q must rise from 0 to 2"),
+        (CODED, {5: torch.tensor([0, 2, 1], dtype=torch.int32)}, "cu_q must rise from 0 to 2"),
         (GOOD, {11: torch.zeros(3)}, "sinks must be [4]"),
         (GOOD, {9: torch.zeros(3)}, "with k_scale given and v_scale absent"),
         (CODED, {10: None}, "int8 and float8_e4m3fn want both"),
@@ -162,6 +192,74 @@ CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("
 def test_bad_input(args: Any, changes: dict[int, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         ops.paged_attention(*(changes.get(i, a) for i, a in enumerate(args)))
+
+
+WRONG: dict[str, Any] = {
+    "lengths": lambda table, lens, cu: (table, lens + 1000, cu),
+    "pages": lambda table, lens, cu: (table * 7919 - 3, lens, cu),
+    "queries": lambda table, lens, cu: (table, lens, cu * 5 - 2),
+}
+
+
+def padded(t: Tensor) -> tuple[Tensor, Tensor]:
+    """(t as a view inside a larger buffer, the buffer), of NaN, or of a page number far away."""
+    filled: Any = torch.nan if t.is_floating_point() else 99 if t.dtype == torch.int32 else -128
+    wide = t.new_full((t.numel() + 512,), filled)
+    wide[256 : 256 + t.numel()] = t.flatten()
+    return wide[256 : 256 + t.numel()].view(t.shape), wide
+
+
+@needs_triton
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("impl", ["stream", "varlen"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_never_outside_the_cache(wrong: str, impl: str, queries: int) -> None:
+    """Lengths, pages and queries that are wrong: all that is read is finite, and nothing beside the result is written."""
+    if queries == 1 and wrong == "queries":
+        pytest.skip("cu_q is not read where each sequence has one query")
+    example = _example("", ((queries, 40), (1, 16)), (2, 1), 16, dtype=torch.float32)
+    q, k, v, table, lens, cu, longest, *rest = example.make(Inputs(WHERE, seed=8))
+    (q, _), (k, _), (v, _) = (padded(torch.nan_to_num(t)) for t in (q, k, v))
+    (table, _), (lens, _), (cu, _) = (padded(t) for t in WRONG[wrong](table, lens, cu))
+    if wrong == "pages":  # what lies in the table's row counts, not what lies behind it
+        lens = lens.clamp(max=16 * table.shape[1])
+    problem = paged_attention_op.problem(q, k, v, table, lens, cu, longest, *rest)
+    config = small() if impl == "stream" else IMPLS[impl].space.default(DEVICE, problem)
+    got = IMPLS[impl].launch(config, q, k, v, table, lens, cu, longest, *rest)
+    if wrong == "lengths":
+        # As long as the table's rows are, which end with page 0.
+        room = torch.full_like(lens, 16 * table.shape[1])
+        assert torch.equal(got, IMPLS[impl].launch(config, q, k, v, table, room, cu, longest, *rest))
+    if wrong != "queries":  # whose rows nobody may own
+        assert got.isfinite().all()
+
+
+@needs_triton
+def test_slots_outside_the_cache_are_not_written() -> None:
+    k = Inputs(WHERE, seed=9).randn(4, 2, 16)
+    (k_cache, beside), (v_cache, _) = (padded(torch.zeros(3, 2, 16, 16, device=WHERE)) for _ in range(2))
+    slots = torch.tensor([48, 47, 1 << 33, -5], device=WHERE)
+    op = ops_by_name["kv_cache_write"]
+    op.impls[0].launch({"BLOCK_H": 2, "num_warps": 4}, k, k, k_cache, v_cache, slots, None, None)
+    assert torch.equal(k_cache[2, :, 15], k[1])
+    assert k_cache.count_nonzero() == k[1].count_nonzero()
+    assert beside[:256].isnan().all()
+    assert beside[-256:].isnan().all()
+
+
+def test_what_is_wrong_is_named() -> None:
+    table, lens = torch.tensor([[0, 1], [2, 9]], dtype=torch.int32), torch.tensor([30, 16], dtype=torch.int32)
+    ops.check_paged(table, lens, page_size=16, pages=3, slots=torch.tensor([47, -1]))  # page 9 is not needed
+    for changes, words in (
+        ({"kv_lens": lens + 3}, "sequence 0 has 33 tokens, its row of the block table 2 pages for 32"),
+        ({"kv_lens": lens + 1}, "entry 1 is 9, and the cache has pages 0 to 2"),
+        ({"slots": torch.tensor([3, 48])}, "token 1 has slot 48, and the cache slots 0 to 47"),
+        ({"cu_q": torch.tensor([0, 31, 32], dtype=torch.int32)}, "sequence 0 brings 31 queries and has 30 tokens"),
+        ({"cu_q": torch.tensor([0, 1, 2], dtype=torch.int32), "tokens": 3}, "must rise from 0 to 3"),
+    ):
+        args: dict[str, Any] = {"block_table": table, "kv_lens": lens, "page_size": 16, "pages": 3, **changes}
+        with pytest.raises(ValueError, match=re.escape(words)):
+            ops.check_paged(args.pop("block_table"), args.pop("kv_lens"), **args)
 
 
 def test_refusals() -> None:
@@ -181,3 +279,9 @@ def test_writes_that_do_not_fit(cache: torch.dtype, words: str) -> None:
     v_cache = k_cache.mT.contiguous() if cache == torch.int8 else k_cache
     with pytest.raises(ValueError, match=words):
         ops.kv_cache_write(k, k, k_cache, v_cache, torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_slot_beyond_the_cache() -> None:
+    k, cache = torch.zeros(2, 2, 32), torch.zeros(3, 2, 16, 32)
+    with pytest.raises(ValueError, match="token 1 has slot 48, and the cache slots 0 to 47"):
+        ops.kv_cache_write(k, k, cache, cache.clone(), torch.tensor([0, 48]))

@@ -32,7 +32,7 @@ class EngineConfig:
     )
     max_model_len: int | None = option(None, "tokens of prompt and answer together; default: what the model was made for")
     max_seqs: int = option(256, "requests that run at once")
-    page_size: int = option(16, "tokens in a page of the KV cache")
+    page_size: int | None = option(None, "tokens in a page of the KV cache; default: 64 for latents and 8-bit codes, else 16")
     kv_cache: str | None = option(None, f"store keys and values as {' or '.join(KV_CACHE)}; default: in the model's dtype")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from memory_fraction")
     memory_fraction: float = option(0.9, "share of the device's memory for weights, workspace and KV cache together")

@@ -134,7 +134,7 @@ def load_engine(model: str | Path | Any, options: EngineConfig, progress: Callab
 
 def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None) -> Engine:
     scheduler = Scheduler(
-        blocks=BlockPool(loaded.plan.num_pages, options.page_size, prefix_cache=options.prefix_cache),
+        blocks=BlockPool(loaded.plan.num_pages, loaded.plan.page_size, prefix_cache=options.prefix_cache),
         max_seqs=options.max_seqs,
         max_tokens_per_step=options.max_tokens_per_step,
         max_model_len=loaded.plan.max_model_len,

@@ -13,7 +13,7 @@ from tilewright.asm import bundle
 from tilewright.asm.compile import compile_only
 from tilewright.asm.jit import CompileCounter, Compiled, log_late, raise_late
 from tilewright.engine.config import EngineConfig
-from tilewright.engine.plan import MemoryPlan, cache_dtype, plan_memory
+from tilewright.engine.plan import MemoryPlan, cache_dtype, page_size_of, plan_memory
 from tilewright.engine.runner import ModelRunner, Progress, on_device
 from tilewright.hw.device import Device, cuda_count, default_device, device_of
 from tilewright.models import Convert, Model, empty_model, load_config, load_model, random_model, resolve
@@ -148,7 +148,7 @@ def runner_of(model: Model, num_pages: int, max_model_len: int, options: EngineC
     return ModelRunner(
         model,
         num_pages=num_pages,
-        page_size=options.page_size,
+        page_size=page_size_of(model.config, options),
         max_seqs=options.max_seqs,
         max_model_len=max_model_len,
         max_tokens_per_step=options.max_tokens_per_step,
@@ -169,9 +169,8 @@ def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> 
     shape = {name: getattr(config, name) for name in _SHAPE_FIELDS}
     shape["windows"] = sorted({str(window) for window in config.windows})
     shape |= {name: asdict(part) for name, part in (("latent", config.latent), ("experts", config.experts)) if part is not None}
-    engine = {
-        name: getattr(options, name) for name in ("max_seqs", "page_size", "max_tokens_per_step", "invariant", "kv_cache")
-    }
+    engine = {name: getattr(options, name) for name in ("max_seqs", "max_tokens_per_step", "invariant", "kv_cache")}
+    engine["page_size"] = page_size_of(config, options)
     stored = options.quantize or (config.quantization and config.quantization.format)
     return {"model": shape, "dtype": str(dtype).removeprefix("torch."), "quantize": stored, **engine}
 

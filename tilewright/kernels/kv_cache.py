@@ -25,6 +25,7 @@ from tilewright.formats import FORMATS, encode
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import kv_write_arguments
+from tilewright.kernels.paged_checks import check_slots
 from tilewright.kernels.paged_space import CODES, misfit, value_shape
 from tilewright.kernels.quantize import UNFUSED, encode_tile, magnitude, scales_of
 from tilewright.kernels.shapes import next_pow2
@@ -42,6 +43,7 @@ __all__ = [
     "kv_cache_write_op",
     "merged_example",
     "refuse_cache",
+    "room_of_cache",
     "slots_example",
     "write_reference",
     "written_bytes",
@@ -197,16 +199,16 @@ def copy_heads(
         tl.store(head_ptr + slot % S * D + cols, x.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, k_row_stride, v_row_stride,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, room, k_row_stride, v_row_stride,
     K_HEAD_STRIDE: tl.constexpr, V_HEAD_STRIDE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr, HEAD_SCALES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
-    if slot >= 0:
+    if (slot >= 0) & (slot < room):
         heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         copy_heads(
             k_ptr + token * k_row_stride, k_cache_ptr, k_scale_ptr, slot, heads, heads < G, K_HEAD_STRIDE, False,
@@ -219,6 +221,11 @@ def _kernel(
 
 
 # ---- launcher and op
+
+
+def room_of_cache(k_cache: Tensor) -> int:
+    """Slots that a cache [P, G, S, D] has: the kernels write to no other, whatever they are told."""
+    return k_cache.shape[0] * k_cache.shape[2]
 
 
 def coding(k_cache: Tensor, k_scale: Tensor | None) -> dict[str, object]:
@@ -237,7 +244,7 @@ def _launch(
     if tokens:
         _kernel[(tokens, triton.cdiv(kv_heads, config["BLOCK_H"]))](
             k, v, k_cache, v_cache, k if k_scale is None else k_scale, v if v_scale is None else v_scale, slots,
-            k.stride(0), v.stride(0),
+            room_of_cache(k_cache), k.stride(0), v.stride(0),
             K_HEAD_STRIDE=k.stride(1), V_HEAD_STRIDE=v.stride(1), G=kv_heads, D=dim, S=k_cache.shape[2],
             BLOCK_D=next_pow2(dim), **coding(k_cache, k_scale), **config,
         )  # fmt: skip
@@ -291,6 +298,7 @@ def check_write(
         raise ValueError(f"{op}: caches must be contiguous [P, G, S, D]")
     if slots.shape != k.shape[:1]:
         raise ValueError(f"{op}: slots must be [{k.shape[0]}], one a token; got {tuple(slots.shape)}")
+    check_slots(op, slots, room_of_cache(k_cache))
 
 
 def kv_cache_write(
@@ -304,12 +312,12 @@ def kv_cache_write(
         v: [T, G, D], dense last dim.
         k_cache: [P, G, S, D], written.
         v_cache: [P, G, S, D], written.
-        slots: [T] int64, page * S + offset; a negative slot is skipped. Not checked against P on a GPU.
+        slots: [T] int64, page * S + offset; a negative slot is skipped, and on a GPU one beyond the cache.
         k_scale: [P, G, S] float32, written where the caches hold codes; else None.
         v_scale: likewise.
 
     Raises:
-        ValueError: shapes, dtypes or layouts do not fit.
+        ValueError: shapes, dtypes or layouts do not fit; on a CPU, a slot beyond the cache.
     """
     check_write("kv_cache_write", k, v, k_cache, v_cache, slots, k_scale, v_scale)
     kv_cache_write_op(k, v, k_cache, v_cache, slots, k_scale, v_scale)

@@ -23,6 +23,7 @@ from torch import Tensor
 from tilewright.kernels.mla_common import cost, mla_attention_arguments, problem_of
 from tilewright.kernels.mla_sm90_launch import SM90, SM90_INVARIANT
 from tilewright.kernels.mla_tile import INVARIANT, TRITON
+from tilewright.kernels.paged_checks import at_hand, check_lengths
 from tilewright.op import Example, Inputs, Op
 
 __all__ = ["mla_attention", "mla_attention_op"]
@@ -152,11 +153,6 @@ def mla_attention(
         )
     if max_q_len == 1 and q.shape[0] != kv_lens.shape[0]:
         raise ValueError(f"mla_attention: max_q_len 1 wants one query a sequence; got {q.shape[0]} for {kv_lens.shape[0]}")
-    if kv_lens.device.type == "cpu" and type(kv_lens) is Tensor and not torch.compiler.is_compiling():
-        longest, room = max(kv_lens.tolist(), default=0), block_table.shape[1] * cache.shape[1]
-        if longest > room:
-            raise ValueError(
-                f"mla_attention: a sequence has {longest} tokens, its row of the block table pages for {room}; "
-                "add pages to the table"
-            )
+    if at_hand(kv_lens):
+        check_lengths("mla_attention", block_table, kv_lens, cache.shape[1], cache.shape[0], cu_q, q.shape[0])
     return mla_attention_op(q, cache, block_table, kv_lens, cu_q, max_q_len, rank, scale)

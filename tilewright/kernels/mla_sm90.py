@@ -248,13 +248,14 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def _tiles_of(token, batch, cu_q_ptr, kv_lens_ptr, ONE: gl.constexpr):
+def _tiles_of(token, batch, room, cu_q_ptr, kv_lens_ptr, ONE: gl.constexpr):
     """(sequence, (last tile, tiles, end of the keys that count)) of this program's share of a token's keys.
 
-    A share without keys goes through one tile, all masked: its result is zero by the same formulae.
+    A share without keys goes through one tile, all masked: its result is zero by the same formulae. The copy engine reads no
+    row that the cache does not have, whatever the page; `room` keeps the walk inside the table's row.
     """
     b = token
-    limit = gl.load(kv_lens_ptr + token) if ONE else token
+    limit = gl.minimum(gl.load(kv_lens_ptr + token), room) if ONE else token
     if not ONE:
         b = token * 0
         high = batch
@@ -264,8 +265,8 @@ def _tiles_of(token, batch, cu_q_ptr, kv_lens_ptr, ONE: gl.constexpr):
                 b = middle
             else:
                 high = middle
-        limit = gl.load(kv_lens_ptr + b) - (gl.load(cu_q_ptr + b + 1) - token) + 1
-        limit = gl.maximum(limit, 0)
+        limit = gl.minimum(gl.load(kv_lens_ptr + b), room) - (gl.load(cu_q_ptr + b + 1) - token) + 1
+    limit = gl.maximum(limit, 0)
     tiles = gl.cdiv(limit, ROWS)
     span = gl.cdiv(tiles, gl.num_programs(1))
     first = gl.program_id(1) * span
@@ -275,10 +276,10 @@ def _tiles_of(token, batch, cu_q_ptr, kv_lens_ptr, ONE: gl.constexpr):
     return b, (last, count, gl.where(stop > first, limit, 0))
 
 
-@gluon.jit(do_not_specialize=["batch", "heads", "table_row_stride"])
+@gluon.jit(do_not_specialize=["batch", "heads", "room", "table_row_stride"])
 def mla_sm90_kernel(
     q_wide_desc, q_turned_desc, k_wide_desc, k_turned_desc, o_ptr, part_ptr, lse_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
-    batch, heads, table_row_stride, scale, S: gl.constexpr, ONE: gl.constexpr, SPLIT: gl.constexpr,
+    batch, heads, room, table_row_stride, scale, S: gl.constexpr, ONE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=4 on (tokens x blocks of 64 heads, ranges) programs; the other groups bring their own warps.
 
@@ -303,7 +304,7 @@ def mla_sm90_kernel(
     blocks = gl.cdiv(heads, ROWS)
     token = gl.program_id(0) // blocks
     first_head = gl.program_id(0) % blocks * ROWS
-    b, where = _tiles_of(token, batch, cu_q_ptr, kv_lens_ptr, ONE)
+    b, where = _tiles_of(token, batch, room, cu_q_ptr, kv_lens_ptr, ONE)
     row = token * heads + first_head
     live = heads - first_head
     out = (o_ptr, part_ptr, lse_ptr)

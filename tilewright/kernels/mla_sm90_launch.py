@@ -12,6 +12,7 @@ from tilewright.hw.device import Device
 from tilewright.kernels.mla_common import Problem
 from tilewright.kernels.mla_sm90 import mla_sm90_kernel
 from tilewright.kernels.mla_tile import combine_splits
+from tilewright.kernels.paged_space import room_of
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -76,7 +77,7 @@ def _launch(
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=q.device)
     mla_sm90_kernel[(tokens * -(-heads // _ROWS), splits)](
         *_boxes(q), *_boxes(cache), o, part, lse, block_table, kv_lens, cu_q,
-        kv_lens.shape[0], heads, block_table.stride(0), scale * _LOG2_E,
+        kv_lens.shape[0], heads, room_of(cache, block_table), block_table.stride(0), scale * _LOG2_E,
         S=page_size, ONE=max_q_len == 1, SPLIT=splits > 1, num_warps=4,
     )  # fmt: skip
     if splits > 1:

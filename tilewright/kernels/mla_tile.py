@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.mla_common import Problem
+from tilewright.kernels.paged_space import room_of
+from tilewright.kernels.paged_walk import length_of, pages_of
 from tilewright.kernels.reduce import dot
 from tilewright.kernels.shapes import next_pow2
 from tilewright.op import Impl
@@ -54,10 +56,10 @@ def _sequence_of(tile, batch, cu_q_ptr, BLOCK_Q: tl.constexpr):
     return b, q_begin, tl.load(cu_q_ptr + b + 1) - q_begin, (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
 
 
-@triton.jit(do_not_specialize=["batch", "table_row_stride"])
+@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "table_row_stride"])
 def _mla_kernel(
     q_ptr, cache_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr, part_ptr, lse_ptr,
-    batch, table_row_stride, scale_log2,
+    batch, tokens, pages, room, table_row_stride, scale_log2,
     H: tl.constexpr, R: tl.constexpr, E: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -68,14 +70,15 @@ def _mla_kernel(
     b, q_begin, q_len, q_first = _sequence_of(  # pyright: ignore[reportGeneralTypeIssues] (the literal 0 leads it astray)
         tile, batch, cu_q_ptr, BLOCK_Q
     )
-    kv_len = tl.load(kv_lens_ptr + b)
+    kv_len = length_of(kv_lens_ptr, b, True, room)
     if q_first >= q_len:
         return
     rows = tl.arange(0, BLOCK_M)
     queries = q_first + rows // HEADS
     heads = tl.program_id(1) * HEADS + rows % HEADS
-    live = (queries < q_len) & (heads < H) & (rows < BLOCK_Q * HEADS)
-    places = (q_begin + queries).to(tl.int64) * H + heads
+    token = (q_begin + queries).to(tl.int64)
+    live = (queries < q_len) & (heads < H) & (rows < BLOCK_Q * HEADS) & (token >= 0) & (token < tokens)
+    places = token * H + heads
     latent_dims, turned_dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E)
     in_rank = live[:, None] & (latent_dims < R)[None, :]
     q = tl.load(q_ptr + places[:, None] * W + latent_dims[None, :], mask=in_rank, other=0.0)
@@ -92,9 +95,9 @@ def _mla_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(first, stop, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        pages = tl.load(table_ptr + keys // S, mask=keys < stop, other=0)
-        latent = _latents(cache_ptr, pages, start, stop, latent_dims, S, W, R)
-        turned = _latents(cache_ptr + R, pages, start, stop, turned_dims, S, W, E)
+        page = pages_of(table_ptr, start, stop, pages, S, BLOCK_N)
+        latent = _latents(cache_ptr, page, start, stop, latent_dims, S, W, R)
+        turned = _latents(cache_ptr + R, page, start, stop, turned_dims, S, W, E)
         s = dot(q, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         s = dot(q_turned, tl.trans(turned), s) * scale_log2
         s = tl.where((keys < stop)[None, :] & (keys[None, :] <= at[:, None]), s, float("-inf"))
@@ -164,7 +167,8 @@ def _launch(
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=q.device)
     grid = (tokens // (block_m // block_heads) + batch, triton.cdiv(heads, block_heads), splits)
     _mla_kernel[grid](
-        q, cache, block_table, kv_lens, cu_q, o, part, lse, batch, block_table.stride(0), scale * _LOG2_E,
+        q, cache, block_table, kv_lens, cu_q, o, part, lse, batch, tokens, cache.shape[0], room_of(cache, block_table),
+        block_table.stride(0), scale * _LOG2_E,
         H=heads, R=rank, E=width - rank, S=page_size, HEADS=block_heads, SPLIT=splits > 1,
         BLOCK_R=max(16, next_pow2(rank)), BLOCK_E=max(16, next_pow2(width - rank)),
         **{name: value for name, value in config.items() if name != "SPLITS"},

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.paged_checks import check_slots
 from tilewright.kernels.shapes import next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -136,9 +137,9 @@ def _turn(
     tl.store(y_ptr + rows * y_stride + second, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "max_pos"])
 def _mla_rope_write_kernel(
-    lead_ptr, turned_ptr, kv_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, q_ptr,
+    lead_ptr, turned_ptr, kv_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, q_ptr, room, max_pos,
     lead_row_stride, lead_head_stride, turned_row_stride, turned_head_stride, kv_row_stride, eps,
     H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -146,7 +147,7 @@ def _mla_rope_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     W: tl.constexpr = R + E
-    cos_sin_ptr += tl.load(positions_ptr + token) * E
+    cos_sin_ptr += tl.minimum(tl.maximum(tl.load(positions_ptr + token), 0), max_pos - 1) * E
     if block > 0:
         heads = (block - 1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         live = heads < H
@@ -160,7 +161,7 @@ def _mla_rope_write_kernel(
         )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + token)
-        if slot >= 0:
+        if (slot >= 0) & (slot < room):
             cols = tl.arange(0, BLOCK_R)
             kv_ptr += token * kv_row_stride
             latent = tl.load(kv_ptr + cols, mask=cols < R, other=0.0).to(tl.float32)
@@ -184,6 +185,7 @@ def _launch(
     if tokens:
         _mla_rope_write_kernel[(tokens, 1 + triton.cdiv(heads, config["BLOCK_H"]))](
             lead, turned, kv, weight, positions, cos_sin, cache, slots, q,
+            cache.shape[0] * cache.shape[1], cos_sin.shape[0],
             lead.stride(0), lead.stride(1), turned.stride(0), turned.stride(1), kv.stride(0), eps,
             H=heads, L=width, E=rotated, R=rank, INTERLEAVED=interleaved,
             BLOCK_L=next_pow2(width), BLOCK_HALF=next_pow2(rotated // 2), BLOCK_R=next_pow2(rank), **config,
@@ -217,10 +219,10 @@ def mla_rope_write(
         turned: [T, H, E] of the same dtype, dense last dim.
         kv: [T, R + E], rows dense: the latent before its norm, and the key that all heads share before its rotation.
         weight: [R], of the norm.
-        positions: [T] int64, each in [0, max_pos).
+        positions: [T] int64, each in [0, max_pos); on a GPU others are taken as the nearest that is.
         cos_sin: [max_pos, 2, E/2] float32, contiguous.
         cache: [P, S, R + E] of kv's dtype, contiguous; written.
-        slots: [T] int64, page * S + offset of each token, negative for none.
+        slots: [T] int64, page * S + offset of each token, negative for none; on a GPU one beyond the cache is skipped.
         eps: of the norm.
         interleaved: rotate pairs (2i, 2i + 1) instead of (i, i + E/2).
 
@@ -228,7 +230,7 @@ def mla_rope_write(
         [T, H, L + E], contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or layouts do not fit.
+        ValueError: shapes, dtypes or layouts do not fit; on a CPU, a slot beyond the cache.
     """
     shapes = f"{tuple(lead.shape)}, {tuple(turned.shape)}, {tuple(kv.shape)}, {tuple(weight.shape)}, {tuple(cache.shape)}"
     if lead.dim() != 3 or turned.dim() != 3 or lead.shape[:2] != turned.shape[:2]:
@@ -253,6 +255,7 @@ def mla_rope_write(
             f"mla_rope_write: wants a position and a slot for each of {lead.shape[0]} tokens; "
             f"got {tuple(positions.shape)} and {tuple(slots.shape)}"
         )
+    check_slots("mla_rope_write", slots, cache.shape[0] * cache.shape[1])
     if not cache.is_contiguous() or any(t.stride(-1) != 1 for t in (lead, turned, kv)):
         raise ValueError("mla_rope_write: wants a contiguous cache, and lead, turned and kv with dense last dims")
     return mla_rope_write_op(lead, turned, kv, weight, positions, cos_sin, cache, slots, eps, interleaved)

@@ -16,14 +16,16 @@ The caches have q's dtype, or hold codes of 8 bits, int8 or float8 e4m3, with a 
 k = code * k_scale; values are then stored by columns, [P, G, D, S]. Attention sinks are a logit for each head that takes weight
 in the softmax and has no value.
 
-Three schedules:
+Four schedules:
+- `sm90` (paged_sm90.py): `stream` for Hopper, by hand; caches of 16 bits, head dims 64 and 128.
 - `stream` (paged_stream.py), few queries a sequence (decode), limited by the bytes of the cache: all programs get equal shares
   of all keys, whatever the lengths; the last to finish a sequence combines what its programs found.
 - `varlen`, any lengths: a program takes one key/value head and a tile of queries x shared heads, walks the keys from the
   first, and masks only where the diagonal or the window passes.
 - `invariant` is `varlen` with one tile for every batch, so that a row's bits are the same in prefill, in a chunk and in decode.
 
-Not supported: backward, dropout, biases, non-causal masks, soft caps. Lengths and block tables are trusted on a GPU.
+Not supported: backward, dropout, biases, non-causal masks, soft caps. A GPU does not say that a length or a page is wrong, but
+never reads outside the cache for it (paged_checks.py).
 """
 
 from collections.abc import Sequence
@@ -35,11 +37,24 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.formats import encode
+from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import attention_arguments
-from tilewright.kernels.paged_space import CODES, INVARIANT_SPACE, VARLEN_SPACE, codes_of, misfit, problem_of, value_shape
+from tilewright.kernels.paged_checks import at_hand, check_lengths
+from tilewright.kernels.paged_sm90_launch import SM90
+from tilewright.kernels.paged_space import (
+    CODES,
+    INVARIANT_SPACE,
+    VARLEN_SPACE,
+    Problem,
+    codes_of,
+    misfit,
+    problem_of,
+    room_of,
+    value_shape,
+)
 from tilewright.kernels.paged_stream import STREAM
-from tilewright.kernels.paged_walk import normalise, walk
+from tilewright.kernels.paged_walk import length_of, normalise, walk
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.work import varlen_work
 from tilewright.op import Example, Impl, Inputs, Op
@@ -180,6 +195,8 @@ EXAMPLES = (
     _example("few", ((3, 300), (16, 16), (0, 40), (1, 77)), page_size=32),
     _example("few-window", ((16, 130), (2, 9)), heads=(2, 2), page_size=64, window=30, sinks=True),
     _example("sinks", ((1, 200), (1, 0), (1, 1)), dim=64, page_size=128, sinks=True, dtype=torch.float32),
+    _example("wide", ((1, 140), (1, 64), (1, 0)), (8, 2), 128),
+    _example("wide-few", ((3, 70), (0, 20), (1, 1)), (4, 2), 64, 64, sinks=True, dtype=torch.float16),
     _example("int8", ((1, 150), (1, 1), (1, 300)), format="int8"),
     _example("fp8", ((2, 150), (1, 17)), dim=64, format="fp8", dtype=torch.float16),
     _example("int8-prefill", ((40, 150), (1, 17)), format="int8", page_size=64, sinks=True),
@@ -188,10 +205,10 @@ EXAMPLES = (
 # ---- kernels
 
 
-@triton.jit(do_not_specialize=["batch", "table_row_stride", "window"])
+@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "table_row_stride", "window"])
 def _varlen_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
-    batch, q_row_stride, table_row_stride, scale_log2, window,
+    batch, tokens, pages, room, q_row_stride, table_row_stride, scale_log2, window,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, HEAD_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -211,7 +228,7 @@ def _varlen_kernel(
             high = middle
     q_begin = tl.load(cu_q_ptr + b)
     q_len = tl.load(cu_q_ptr + b + 1) - q_begin
-    kv_len = tl.load(kv_lens_ptr + b)
+    kv_len = length_of(kv_lens_ptr, b, True, room)
     q_first = (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
     if q_first >= q_len:
         return
@@ -219,10 +236,10 @@ def _varlen_kernel(
     dims = tl.arange(0, BLOCK_D)
     queries = q_first + rows // GROUP
     heads = g * GROUP + rows % GROUP
-    live_rows = (queries < q_len) & (rows < BLOCK_Q * GROUP)
+    token = (q_begin + queries).to(tl.int64)
+    live_rows = (queries < q_len) & (rows < BLOCK_Q * GROUP) & (token >= 0) & (token < tokens)
     live = live_rows[:, None] & (dims < D)[None, :]
-    tokens = (q_begin + queries).to(tl.int64)
-    q = tl.load(q_ptr + (tokens * q_row_stride + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
+    q = tl.load(q_ptr + (token * q_row_stride + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
     at = kv_len - q_len + queries
     first_at = kv_len - q_len + q_first
     first = 0
@@ -233,11 +250,11 @@ def _varlen_kernel(
     table_ptr += b.to(tl.int64) * table_row_stride
     acc, m, l = walk(  # pyright: ignore[reportGeneralTypeIssues] (it follows the literal first = 0 into no return)
         q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, k_scale_ptr + g * HEAD_SCALES, v_scale_ptr + g * HEAD_SCALES,
-        table_ptr, first, last, kv_len, at, first_at, scale_log2, window,
+        table_ptr, pages, first, last, kv_len, at, first_at, scale_log2, window,
         PAGE_STRIDE, G * HEAD_SCALES, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, CODED, True,
     )  # fmt: skip
     o = normalise(acc, m, l, sink_ptr, heads, live_rows, HAS_SINKS).to(o_ptr.dtype.element_ty)
-    tl.store(o_ptr + (tokens * G * GROUP * D + heads * D)[:, None] + dims[None, :], o, mask=live)
+    tl.store(o_ptr + (token * G * GROUP * D + heads * D)[:, None] + dims[None, :], o, mask=live)
 
 
 # ---- launchers and op
@@ -257,12 +274,18 @@ def _varlen_launch(
         _varlen_kernel[(tiles, kv_heads)](
             q, codes_of(k_cache), codes_of(v_cache), q if k_scale is None else k_scale, q if v_scale is None else v_scale,
             q if sinks is None else sinks, block_table, kv_lens, cu_q, o,
-            batch, q.stride(0), block_table.stride(0), scale * _LOG2_E, window or 0,
-            G=kv_heads, GROUP=group, D=dim, S=page_size, HAS_WINDOW=window is not None, CODED=k_scale is not None,
-            HEAD_SCALES=0 if k_scale is None else k_scale.stride(1),
+            batch, tokens, k_cache.shape[0], room_of(k_cache, block_table), q.stride(0), block_table.stride(0),
+            scale * _LOG2_E, window or 0, G=kv_heads, GROUP=group, D=dim, S=page_size, HAS_WINDOW=window is not None,
+            CODED=k_scale is not None, HEAD_SCALES=0 if k_scale is None else k_scale.stride(1),
             HAS_SINKS=sinks is not None, BLOCK_D=block_d, **config,
         )  # fmt: skip
     return o
+
+
+def _first(device: Device, problem: Problem) -> str | None:
+    # H100, docs/log.md#paged-decode: `sm90` gains up to 25 % where keys are few. Large pages are read as fast by `stream`, and
+    # many of them 1 to 5 % faster: the copy engine takes 64 tokens of a page, needed or not.
+    return "stream" if problem.page_size >= 64 and problem.batch >= 16 and problem.queries else None
 
 
 paged_attention_op = Op(
@@ -274,8 +297,10 @@ paged_attention_op = Op(
     examples=EXAMPLES,
     make=attention_arguments,
     rows_in_problem=True,
+    first=_first,
     roundings=2,  # the softmax's weights, then the result
     impls=(
+        SM90,
         STREAM,
         Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
         Impl(name="invariant", launch=_varlen_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),
@@ -294,6 +319,21 @@ def _check_codes(q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Te
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and (why := misfit(scale, k_cache, k_scale)):
             raise ValueError(f"paged_attention: {name} {why}")
+
+
+def _check_table(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor) -> None:
+    if not (q.device == k_cache.device == v_cache.device == block_table.device == kv_lens.device == cu_q.device):
+        raise ValueError(
+            f"paged_attention: wants all tensors on one device; got q on {q.device}, caches on {k_cache.device} and "
+            f"{v_cache.device}, block_table on {block_table.device}, kv_lens on {kv_lens.device}, cu_q on {cu_q.device}"
+        )
+    if block_table.stride(1) != 1 or not (kv_lens.is_contiguous() and cu_q.is_contiguous()):
+        raise ValueError(
+            "paged_attention: wants dense rows in block_table, and contiguous kv_lens and cu_q; got strides "
+            f"{block_table.stride()}, {kv_lens.stride()}, {cu_q.stride()}"
+        )
+    if at_hand(kv_lens):
+        check_lengths("paged_attention", block_table, kv_lens, k_cache.shape[2], k_cache.shape[0], cu_q, q.shape[0])
 
 
 def paged_attention(
@@ -321,7 +361,7 @@ def paged_attention(
         [T, H, D] of q's dtype, contiguous. Sequences with kv_lens 0 give zeros.
 
     Raises:
-        ValueError: shapes, dtypes or layouts do not fit.
+        ValueError: shapes, dtypes, devices or layouts do not fit; on a CPU also lengths or pages (see `ops.check_paged`).
     """
     if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or v_cache.shape != value_shape(k_cache):
         raise ValueError(
@@ -346,6 +386,7 @@ def paged_attention(
             f"paged_attention: for kv_lens [{kv_lens.shape[0]}] wants cu_q one longer and as many rows in block_table; "
             f"got {tuple(cu_q.shape)} and {tuple(block_table.shape)}"
         )
+    _check_table(q, k_cache, v_cache, block_table, kv_lens, cu_q)
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"paged_attention: sinks must be [{q.shape[1]}], one a query head; got {tuple(sinks.shape)}")
     if window is not None and window < 1:

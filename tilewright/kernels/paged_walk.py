@@ -13,16 +13,23 @@ import triton.language as tl
 from tilewright.kernels.paged_codes import unit, widen
 from tilewright.kernels.reduce import dot
 
-__all__ = ["normalise", "walk"]
+__all__ = ["length_of", "normalise", "pages_of", "walk"]
 
 _RAISED = tl.constexpr(256.0)  # takes weights times scales away from fp16's subnormals: scales up to 255, values up to 32,000
 
 
 @triton.jit
-def _pages(table_ptr, start, end, S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of each key start .. start + BLOCK_N; 0 from `end` on."""
+def length_of(kv_lens_ptr, b, live, room):
+    """The tokens of a sequence, 0 where not `live`: never more than the `room` that its row of the block table has."""
+    return tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b, mask=live, other=0), 0), room)
+
+
+@triton.jit
+def pages_of(table_ptr, start, end, pages, S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each key start .. start + BLOCK_N; 0 from `end` on, and never outside the cache."""
     keys = start + tl.arange(0, BLOCK_N)
-    return tl.load(table_ptr + keys // S, mask=keys < end, other=0)
+    page = tl.load(table_ptr + keys // S, mask=keys < end, other=0)
+    return tl.minimum(tl.maximum(page, 0), pages - 1)
 
 
 @triton.jit
@@ -103,11 +110,13 @@ def _tile_step(
 
 @triton.jit
 def walk(
-    q, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, last, end, at, first_at, scale_log2, window,
-    PAGE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    q, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, pages_held, first, last, end, at, first_at, scale_log2,
+    window, PAGE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, SKIP_MASKS: tl.constexpr,
 ):  # fmt: skip
     """Softmax-weighted values over the keys first .. last, `first` a multiple of BLOCK_N. No key from `end` on is read.
+
+    `end` is not beyond the table's row (`length_of`). A page outside the cache's `pages_held` is read as its nearest one.
 
     `first_at` is the position of the tile's first query. SKIP_MASKS: tiles of keys wholly before it go without masks, in a loop
     of their own; two loops fill their pipelines one after the other, so short walks take one.
@@ -133,19 +142,19 @@ def walk(
         rows = q
         scales = scale_log2
     # A tile's pages are read one tile early: else its keys would wait for two reads one after the other.
-    pages = _pages(table_ptr, first, end, S, BLOCK_N)
+    pages = pages_of(table_ptr, first, end, pages_held, S, BLOCK_N)
     plain_end = first
     if SKIP_MASKS and not HAS_WINDOW:
         plain_end = tl.maximum(first, tl.minimum(last, first_at + 1) // BLOCK_N * BLOCK_N)
         for start in tl.range(first, plain_end, BLOCK_N):
-            following = _pages(table_ptr, start + BLOCK_N, end, S, BLOCK_N)
+            following = pages_of(table_ptr, start + BLOCK_N, end, pages_held, S, BLOCK_N)
             acc, m, l = _tile_step(
                 rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, window,
                 PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, False, HAS_WINDOW, CODED,
             )  # fmt: skip
             pages = following
     for start in tl.range(plain_end, last, BLOCK_N):
-        following = _pages(table_ptr, start + BLOCK_N, end, S, BLOCK_N)
+        following = pages_of(table_ptr, start + BLOCK_N, end, pages_held, S, BLOCK_N)
         acc, m, l = _tile_step(
             rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, window,
             PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, True, HAS_WINDOW, CODED,

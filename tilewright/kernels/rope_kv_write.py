@@ -27,6 +27,7 @@ from tilewright.kernels.kv_cache import (
     copy_heads,
     merged_example,
     refuse_cache,
+    room_of_cache,
     slots_example,
     write_reference,
     written_bytes,
@@ -171,10 +172,10 @@ def _turn(
         tl.store(y_ptr + heads * y_head_stride + rest_cols, rest.to(out), mask=rest_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "max_pos"])
 def _rope_kv_write_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slots_ptr,
-    q_norm_ptr, k_norm_ptr, q_out_ptr, q_row_stride, k_row_stride, v_row_stride, eps,
+    q_norm_ptr, k_norm_ptr, q_out_ptr, room, max_pos, q_row_stride, k_row_stride, v_row_stride, eps,
     Q_HEAD_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, V_HEAD_STRIDE: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr, HEAD_SCALES: tl.constexpr,
@@ -187,11 +188,12 @@ def _rope_kv_write_kernel(
     lane = tl.arange(0, BLOCK_H)[:, None]
     half = tl.arange(0, BLOCK_HALF)[None, :]
     slot = tl.load(slots_ptr + token)
+    slot = tl.where(slot < room, slot, -1)
     # A key/value head is one dense [S, D] block of its page, so consecutive heads of a token stand S * D apart.
     place = (slot // S) * G * S + slot % S
     scale_ptr = k_scale_ptr + (slot // S) * G * HEAD_SCALES + slot % S
     if block < q_blocks + kv_blocks:
-        table_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * R
+        table_ptr = cos_sin_ptr + tl.minimum(tl.maximum(tl.load(positions_ptr + token), 0), max_pos - 1) * R
         cos = tl.load(table_ptr + half, mask=half < R // 2, other=0.0)
         sin = tl.load(table_ptr + R // 2 + half, mask=half < R // 2, other=0.0)
         if block < q_blocks:
@@ -232,7 +234,7 @@ def _launch(
             q, k, v, positions, cos_sin, k_cache, v_cache,
             k if k_scale is None else k_scale, v if v_scale is None else v_scale, slots,
             q if q_norm is None else q_norm, k if k_norm is None else k_norm, q_out,
-            q.stride(0), k.stride(0), v.stride(0), eps,
+            room_of_cache(k_cache), cos_sin.shape[0], q.stride(0), k.stride(0), v.stride(0), eps,
             Q_HEAD_STRIDE=q.stride(1), K_HEAD_STRIDE=k.stride(1), V_HEAD_STRIDE=v.stride(1),
             H=q_heads, G=kv_heads, D=dim, R=rotated, S=k_cache.shape[2],
             HAS_NORM=q_norm is not None, INTERLEAVED=interleaved,
@@ -268,11 +270,11 @@ def rope_kv_write(
         q: [T, H, D], dense last dim.
         k: [T, G, D], dense last dim.
         v: [T, G, D], dense last dim.
-        positions: [T] int64, each below the table's length.
+        positions: [T] int64, each below the table's length; on a GPU others are taken as the nearest that is.
         cos_sin: [max_pos, 2, R/2] float32, R <= D.
         k_cache: [P, G, S, D], written.
         v_cache: [P, G, S, D], written.
-        slots: [T] int64, page * S + offset; a negative slot is skipped.
+        slots: [T] int64, page * S + offset; a negative slot is skipped, and on a GPU one beyond the cache.
         q_norm: [D] weight of an RMS norm over each query head, before the rotation.
         k_norm: [D] likewise for keys; both or neither.
         eps: of those norms.

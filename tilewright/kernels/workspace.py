@@ -15,14 +15,13 @@ _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 def tickets(device: torch.device, count: int) -> Tensor:
     """At least `count` int32 counters, all zero between launches, one set a stream: launches there run in order.
 
-    Raises RuntimeError when they would have to be made while a CUDA graph is captured: they would be the graph's own.
+    Where a CUDA graph is captured on a stream that has none yet, they are the graph's own, and each replay zeroes them first:
+    a call that ran once before on that stream saves this.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     held = _TICKETS.get((device, stream))
     if held is None or held.numel() < count:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a split kernel met its first call of this size during graph capture: run it once before, on that stream"
-            )
-        held = _TICKETS[device, stream] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+        held = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            _TICKETS[device, stream] = held
     return held

@@ -1,0 +1,99 @@
+"""The host side of paged_sm90.py: what it takes, its configs, its descriptors; exports the Impl `sm90`.
+
+Refuses: dtypes other than bf16 and fp16, caches of codes, head dims other than 64 and 128, pages of other than 16, 32, 64 or a
+multiple of 64 tokens, and more than 64 rows (queries times heads that share keys) or 16 queries a sequence.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.paged_sm90 import paged_sm90_kernel
+from tilewright.kernels.paged_space import Problem, room_of, stream_refusal
+from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.work import stream_work
+from tilewright.kernels.workspace import tickets
+from tilewright.op import Impl, scope
+from tilewright.tune.model import Work
+from tilewright.tune.space import Config, Space
+
+__all__ = ["SM90"]
+
+_LOG2_E = 1.4426950408889634
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_ROWS = 64  # of a tile: keys, and queries times heads that share them
+_PANEL = 64  # columns of a box
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if device.arch != 90:
+        return f"is written for sm_90, this is sm_{device.arch}"
+    if problem.dtype not in _DTYPES or problem.cache != problem.dtype:
+        return f"takes queries and caches of bf16 or fp16, not {problem.dtype} with {problem.cache}"
+    if problem.head_dim not in (64, 128):
+        return f"takes head dims of 64 and 128, not {problem.head_dim}"
+    if problem.page_size not in (16, 32) and problem.page_size % _ROWS:
+        return f"takes pages of 16, 32 or a multiple of {_ROWS} tokens, not {problem.page_size}"
+    if reason := stream_refusal(device, problem):
+        return reason
+    rows = problem.queries * problem.group
+    return f"{rows} rows, queries times heads that share keys, are more than {_ROWS}" if rows > _ROWS else None
+
+
+def _smem_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    used = config["PER_SM"] * (2 * config["STAGES"] * _ROWS * problem.row_bytes + 4096)
+    return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # H100, docs/log.md#paged-decode: a single program an SM, with a ring twice as long, is 4 % faster for one sequence of 8,192
+    # keys, and 5 to 6 % slower wherever the cache is large.
+    return {"PER_SM": 2, "STAGES": 3 if problem.head_dim == 128 else 6}
+
+
+def _boxes(cache: Tensor) -> TensorDescriptor:
+    rows = cache.view(-1, cache.shape[3])
+    box = [min(cache.shape[2], _ROWS), _PANEL]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[cache.dtype])
+    return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], box, layout)
+
+
+def _launch(
+    config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (tokens, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
+    o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    if not tokens:
+        return o
+    group, queries = heads // kv_heads, 1 if max_q_len == 1 else 16
+    block_r = next_pow2(queries * group)
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    most = batch * kv_heads * triton.cdiv(block_table.shape[1] * page_size, _ROWS)
+    grid = max(1, min(config["PER_SM"] * device.sms, most))
+    part = torch.empty(2 * grid * queries * group * (dim + 2), dtype=torch.float32, device=q.device)
+    paged_sm90_kernel[(grid,)](
+        _boxes(k_cache), _boxes(v_cache), q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks,
+        block_table, kv_lens, cu_q, batch, tokens, room_of(k_cache, block_table), window or 0,
+        q.stride(0), block_table.stride(0), scale * _LOG2_E,
+        G=kv_heads, GROUP=group, D=dim, S=page_size, QUERIES=queries, HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks is not None, BLOCK_R=block_r, AT_ONCE=max(1, min(16, 64 // block_r)), STAGES=config["STAGES"],
+        num_warps=4, maxnreg=256 // config["PER_SM"],
+    )  # fmt: skip
+    return o
+
+
+def _work(device: Device, config: Config, *args: Any) -> Work:
+    """As `stream`, with the names that its config has."""
+    return stream_work(device, {**config, "BLOCK_N": _ROWS, "num_stages": config["STAGES"], "num_warps": 4}, *args)
+
+
+SPACE = Space(default=_default, axes={"PER_SM": (1, 2), "STAGES": (3, 6)}, refusal=_smem_refusal)
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=_work)
