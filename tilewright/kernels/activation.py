@@ -2,12 +2,15 @@
 
     silu_mul: y = gate * sigmoid(gate) * up
     gelu_mul: y = gate * Phi(gate) * up, with erf, or the tanh approximation (Hendrycks and Gimpel, "GELUs", 2016)
+    gated_mul: y = sigmoid(gate) * up (Dauphin et al., "Gated Convolutional Networks", 2017), or relu(gate) * up (Shazeer,
+        "GLU Variants Improve Transformer", 2020)
 
     gate, up, y: [..., F] of bf16, fp16 or fp32. gate and up are usually the two halves of one merged [..., 2F] projection: rows
     may be strided, the last dimension may not. The whole expression is float32, rounded once.
 
 Limited by bytes: two elements in, one out.
-Not supported: backward, a last dimension with a stride other than 1 (it is copied first by the public function).
+Not here: backward (gated_backward.py). Not supported: a last dimension with a stride other than 1 (it is copied first by the
+public function).
 """
 
 from typing import NamedTuple
@@ -20,11 +23,26 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import gated_arguments, gelu_arguments
+from tilewright.kernels.arguments_pointwise import gated_mul_arguments
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["gelu", "gelu_mul", "gelu_mul_op", "gelu_tanh", "silu", "silu_mul", "silu_mul_op"]
+__all__ = [
+    "GATES",
+    "gated_mul",
+    "gated_mul_op",
+    "gelu",
+    "gelu_mul",
+    "gelu_mul_op",
+    "gelu_tanh",
+    "silu",
+    "silu_mul",
+    "silu_mul_op",
+]
+
+GATES = ("relu", "sigmoid")
+"""What `gated_mul` knows; silu and gelu have ops of their own, with which products and quantisers are fused."""
 
 # ---- reference
 
@@ -40,6 +58,12 @@ def _gelu_reference(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
     return (act * up.to(wide)).to(gate.dtype)
 
 
+def _gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    act = torch.sigmoid if kind == "sigmoid" else torch.relu
+    return (act(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
 # ---- cost
 
 
@@ -49,6 +73,10 @@ def _silu_cost(gate: Tensor, up: Tensor) -> Cost:
 
 def _gelu_cost(gate: Tensor, up: Tensor, approximate: bool) -> Cost:
     return Cost(flops=10 * gate.numel(), bytes=3 * gate.nbytes)
+
+
+def _gated_cost(gate: Tensor, up: Tensor, kind: str) -> Cost:
+    return Cost(flops=5 * gate.numel(), bytes=3 * gate.nbytes)
 
 
 # ---- space and examples
@@ -66,6 +94,10 @@ def _silu_problem(gate: Tensor, up: Tensor) -> Problem:
 
 
 def _gelu_problem(gate: Tensor, up: Tensor, approximate: bool) -> Problem:
+    return Problem(gate.dtype, gate.shape[-1])
+
+
+def _gated_problem(gate: Tensor, up: Tensor, kind: str) -> Problem:
     return Problem(gate.dtype, gate.shape[-1])
 
 
@@ -112,6 +144,12 @@ GELU_EXAMPLES = tuple(
     for label, *case in _CASES
 )
 
+GATED_EXAMPLES = tuple(
+    Example(f"{kind} {label}", lambda inputs, c=case, k=kind: (*_pair(inputs, *c), k))
+    for kind in GATES
+    for label, *case in _CASES
+)
+
 # ---- kernel
 
 
@@ -148,8 +186,12 @@ def _gated_kernel(
         y = silu(gate) * up
     elif ACTIVATION == "gelu":
         y = gelu(gate) * up
-    else:
+    elif ACTIVATION == "gelu_tanh":
         y = gelu_tanh(gate) * up
+    elif ACTIVATION == "sigmoid":
+        y = up / (1.0 + tl.exp(-gate))
+    else:
+        y = tl.where(gate < 0, 0.0, gate) * up
     tl.store(y_ptr + rows * F + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -174,6 +216,10 @@ def _gelu_launch(config: Config, gate: Tensor, up: Tensor, approximate: bool) ->
     return _gated(config, gate, up, "gelu_tanh" if approximate else "gelu")
 
 
+def _gated_launch(config: Config, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    return _gated(config, gate, up, kind)
+
+
 silu_mul_op = Op(
     name="silu_mul",
     reference=_silu_reference,
@@ -192,6 +238,23 @@ gelu_mul_op = Op(
     examples=GELU_EXAMPLES,
     make=gelu_arguments,
     impls=(Impl(name="triton", launch=_gelu_launch, space=SPACE, batch_invariant=True),),
+)
+
+# A small space: two gates that no tuned model spends its time in.
+_GATED_SPACE = Space(
+    default=_default,
+    axes={"BLOCK_T": (1, 4, 16), "BLOCK_F": (64, 256, 1024), "num_warps": (4,)},
+    refusal=SPACE.refusal,
+)
+
+gated_mul_op = Op(
+    name="gated_mul",
+    reference=_gated_reference,
+    problem=_gated_problem,
+    cost=_gated_cost,
+    examples=GATED_EXAMPLES,
+    make=gated_mul_arguments,
+    impls=(Impl(name="triton", launch=_gated_launch, space=_GATED_SPACE, batch_invariant=True),),
 )
 
 
@@ -231,6 +294,14 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: bool = False) -> Tensor:
     """
     _check("gelu_mul", gate, up)
     return gelu_mul_op(rows_ready(gate), rows_ready(up), approximate)
+
+
+def gated_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """f(gate) * up, elementwise, f one of `GATES`. Arguments, result and errors as of `silu_mul`."""
+    if kind not in GATES:
+        raise ValueError(f"gated_mul: kind is {kind!r}, wanted one of {', '.join(GATES)}")
+    _check("gated_mul", gate, up)
+    return gated_mul_op(rows_ready(gate), rows_ready(up), kind)
 
 
 def _check(op: str, gate: Tensor, up: Tensor) -> None:

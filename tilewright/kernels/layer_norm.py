@@ -10,7 +10,8 @@
 
 Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one the
 last blocks are, and the rest is read again, from L1 and L2 (wide_rows.py). Rows may be strided, the last dimension may not.
-Not supported: backward, a last dimension with a stride other than 1 (it is copied first by the public function).
+Not supported: a last dimension with a stride other than 1 (it is copied first by the public function). The gradients are
+norm_backward.py's.
 """
 
 # Pyright does not see what a jitted function returns.
@@ -31,7 +32,7 @@ from tilewright.kernels.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["layer_norm", "layer_norm_op"]
+__all__ = ["join_lanes", "layer_norm", "layer_norm_op", "moments"]
 
 # ---- reference
 
@@ -124,7 +125,7 @@ EXAMPLES = (
 
 
 @triton.jit
-def _moments(x, shift, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def moments(x, shift, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Each lane's sum of x - shift over a block, and of its square."""
     gap = x.to(tl.float32) - shift[:, None]
     if MASKED:
@@ -133,7 +134,7 @@ def _moments(x, shift, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def _join(shift, first, second, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def join_lanes(shift, first, second, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """(mean, variance) of the row from the lanes' sums."""
     lane = tl.arange(0, BLOCK_D // 8) * 8
     LAST_START: tl.constexpr = (D - 1) // BLOCK_D * BLOCK_D
@@ -167,20 +168,20 @@ def _wide_row(
     RAGGED: tl.constexpr = D % BLOCK_D != 0
     x = load_block(x_ptr, 0, D, BLOCK_D, False, "again", 0.0)
     shift = tl.sum(x.to(tl.float32), axis=1) / 8
-    first, second = _moments(x, shift, 0, D, BLOCK_D, False)
+    first, second = moments(x, shift, 0, D, BLOCK_D, False)
     for i in range(1, FIRST_HELD):
         x = load_block(x_ptr, i, D, BLOCK_D, False, "again", 0.0)
-        more_first, more_second = _moments(x, shift, i, D, BLOCK_D, False)
+        more_first, more_second = moments(x, shift, i, D, BLOCK_D, False)
         first += more_first
         second += more_second
     held = ()
     for block in tl.static_range(FIRST_HELD, LAST + 1):
         x = load_block(x_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
         held = held + (x,)
-        more_first, more_second = _moments(x, shift, block, D, BLOCK_D, RAGGED and block == LAST)
+        more_first, more_second = moments(x, shift, block, D, BLOCK_D, RAGGED and block == LAST)
         first += more_first
         second += more_second
-    mean, variance = _join(shift, first, second, D, BLOCK_D)
+    mean, variance = join_lanes(shift, first, second, D, BLOCK_D)
     scale = tl.rsqrt(variance + eps)
     for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
         x = held[block - FIRST_HELD]

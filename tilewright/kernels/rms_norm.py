@@ -8,7 +8,8 @@
 Limited by bytes: D elements in, D out, a handful of flops each. A row up to 32 KB wide (16384 columns of bf16) is held in
 registers between the two passes; of a wider one the last blocks are, and the rest is read again, from L1 and L2 (wide_rows.py).
 add_rms_norm then reads the sum that it wrote, not both summands. Rows may be strided, the last dimension may not.
-Not supported: backward, a last dimension with a stride other than 1 (it is copied first by the public function).
+Not supported: a last dimension with a stride other than 1 (it is copied first by the public function). The gradients are
+norm_backward.py's.
 """
 
 from typing import NamedTuple

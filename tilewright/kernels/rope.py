@@ -5,13 +5,14 @@
     The first R of D dimensions rotate, the rest pass through. A pair is (i, i + R/2), "rotate half", as Llama and Qwen store
     their weights, or (2i, 2i + 1) with `interleaved`, as GPT-J and DeepSeek do; the output keeps the layout of the input.
     q: [T, H, D] and k: [T, G, D] of bf16, fp16 or fp32; positions: [T] int64, below max_pos (not checked); cos_sin:
-    [max_pos, 2, R/2] float32. Products and sums are float32, rounded once.
+    [max_pos, 2, R/2] float32. Products and sums are float32, rounded once. `inverse` turns the other way: a rotation's gradient
+    is the inverse rotation of the gradient (times the factor that a scaling put into cos_sin).
 
 `rope_table` builds cos_sin for the scalings default, linear, llama3 and yarn, as transformers' modeling_rope_utils does, to the
 same float32 operations. Those that change with the length of the sequence (dynamic, longrope) are refused.
 
 Limited by bytes: q and k in and out; a token's row of the table is read once for BLOCK_H heads.
-Not supported: backward, tokens whose heads do not lie one after the other (the public function copies them first).
+Not supported: a gradient of cos_sin, tokens whose heads do not lie one after the other (the public function copies them first).
 """
 
 import math
@@ -155,15 +156,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((y.to(x.dtype), rest), dim=-1)
 
 
-def _reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _reference(
+    q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
     cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
+    sin = -sin if inverse else sin
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
 # ---- cost
 
 
-def _cost(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Cost:
+def _cost(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Cost:
     table_bytes = positions.numel() * cos_sin.shape[-1] * 2 * cos_sin.element_size()
     return Cost(flops=3 * (q.numel() + k.numel()), bytes=2 * (q.nbytes + k.nbytes) + positions.nbytes + table_bytes)
 
@@ -181,7 +185,7 @@ class Problem(NamedTuple):
     rotated: int
 
 
-def _problem(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Problem:
+def _problem(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Problem:
     return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], 2 * cos_sin.shape[2])
 
 
@@ -218,15 +222,16 @@ def _example(
     dtype: torch.dtype = torch.bfloat16,
     merged: bool = False,
     interleaved: bool = False,
+    inverse: bool = False,
 ) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, bool, bool]:
         table = rope_table(rotated or head_dim, 97, 10000.0, None, inputs.device)
         positions = inputs.randint(0, 97, tokens)
         if merged:
             both = inputs.randn(tokens, (heads + 2 * kv_heads), head_dim, dtype=dtype)
-            return both[:, :heads], both[:, heads : heads + kv_heads], positions, table, interleaved
+            return both[:, :heads], both[:, heads : heads + kv_heads], positions, table, interleaved, inverse
         q, k = (inputs.randn(tokens, n, head_dim, dtype=dtype) for n in (heads, kv_heads))
-        return q, k, positions, table, interleaved
+        return q, k, positions, table, interleaved, inverse
 
     return Example(label, make)
 
@@ -238,6 +243,8 @@ EXAMPLES = (
     _example("interleaved partial", 2, 1, 1, 48, rotated=24, interleaved=True, dtype=torch.float32),
     _example("one", 1, 1, 1, 2, dtype=torch.float32),
     _example("uneven heads", 2, 7, 3, 24),
+    _example("inverse", 5, 4, 2, 64, inverse=True),
+    _example("inverse interleaved", 3, 3, 1, 80, rotated=32, interleaved=True, inverse=True, dtype=torch.float32),
 )
 
 # ---- kernel
@@ -278,7 +285,7 @@ def _rotate_heads(
 def _rope_kernel(
     q_ptr, k_ptr, positions_ptr, cos_sin_ptr, q_out_ptr, k_out_ptr,
     n_tokens, q_row_stride, k_row_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     Q_TILES: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
@@ -293,6 +300,8 @@ def _rope_kernel(
     in_table = live & (pair < HALF)
     cos = tl.load(angle_ptrs, mask=in_table, other=0.0)
     sin = tl.load(angle_ptrs + HALF, mask=in_table, other=0.0)
+    if INVERSE:
+        sin = -sin
     if tile < Q_TILES:
         _rotate_heads(
             q_ptr, q_out_ptr, tokens * q_row_stride, tokens * (H * D), tile * BLOCK_H, live, cos, sin,
@@ -309,7 +318,7 @@ def _rope_kernel(
 
 
 def _launch(
-    config: Config, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool
+    config: Config, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, head_dim = q.shape
     kv_heads, half, block_h = k.shape[1], cos_sin.shape[2], config["BLOCK_H"]
@@ -319,7 +328,7 @@ def _launch(
     if tokens:
         _rope_kernel[(triton.cdiv(tokens, config["BLOCK_T"]) * tiles,)](
             q, k, positions, cos_sin, q_out, k_out, tokens, q.stride(0), k.stride(0),
-            H=heads, G=kv_heads, D=head_dim, HALF=half, INTERLEAVED=interleaved,
+            H=heads, G=kv_heads, D=head_dim, HALF=half, INTERLEAVED=interleaved, INVERSE=inverse,
             BLOCK_HALF=next_pow2(half), BLOCK_REST=next_pow2(head_dim - 2 * half), **config,
         )  # fmt: skip
     return q_out, k_out
@@ -339,8 +348,10 @@ rope_op = Op(
 # ---- public function
 
 
-def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions.
+def rope(
+    q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions, without gradients (`ops.rope` has them).
 
     Args:
         q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read in place.
@@ -348,6 +359,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: 
         positions: [T] int64, each in [0, max_pos).
         cos_sin: [max_pos, 2, R/2] float32 from `rope_table`; R <= D.
         interleaved: pairs are (2i, 2i + 1) instead of (i, i + R/2).
+        inverse: rotate the other way.
 
     Returns:
         (q, k) rotated, contiguous.
@@ -366,7 +378,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: 
         raise ValueError(
             f"rope: cos_sin must be contiguous [max_pos, 2, R/2] with R <= {q.shape[2]}; got {tuple(cos_sin.shape)}"
         )
-    return rope_op(_heads_ready(q), _heads_ready(k), positions, cos_sin, interleaved)
+    return rope_op(_heads_ready(q), _heads_ready(k), positions, cos_sin, interleaved, inverse)
 
 
 def _heads_ready(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Softmax over the last dimension.
+"""Softmax over the last dimension, and its logarithm.
 
     y[t, i] = exp(x[t, i] - max(x[t, :])) / sum_j exp(x[t, j] - max(x[t, :]))
+    log_softmax: log y[t, i], as x[t, i] - max(x[t, :]) - log(sum), so that small probabilities keep their digits
 
     x, y: [..., D] of bf16, fp16 or fp32; exponentials and sums are float32. As in torch, a row of -inf alone, a row with +inf
     and a row with NaN give NaN; -inf beside finite numbers gives 0.
@@ -8,8 +9,8 @@
 Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one each
 thread keeps a running maximum and a sum relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 2018), and what registers do not hold is read again, from L2 (wide_rows.py). Rows may be strided, the last dimension may not.
-Not supported: backward, other dimensions, a last dimension with a stride other than 1 (it is copied first by the public
-function).
+Not supported: other dimensions, a last dimension with a stride other than 1 (it is copied first by the public functions). The
+gradients are softmax_backward.py's.
 """
 
 from typing import NamedTuple
@@ -22,19 +23,24 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import softmax_arguments
+from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
 from tilewright.kernels.work import softmax_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["softmax", "softmax_op"]
+__all__ = ["log_softmax", "log_softmax_op", "softmax", "softmax_op"]
 
 # ---- reference
 
 
 def _reference(x: Tensor) -> Tensor:
     return torch.softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def _log_reference(x: Tensor) -> Tensor:
+    return torch.log_softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 # ---- cost
@@ -95,6 +101,11 @@ SPACE = Space(
     ),
 )
 
+LOG_SPACE = row_space(
+    _default, BLOCK_T=(1, 2, 4, 8, 16), BLOCK_D=(64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384), HELD=(1, 3),
+    num_warps=(4, 8, 16, 32),
+)  # fmt: skip
+
 
 def _example(label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, masked: int = 0) -> Example:
     def make(inputs: Inputs) -> tuple[Tensor]:
@@ -133,7 +144,14 @@ def _take(top, mass, x):
 
 
 @triton.jit
-def _wide_row(x_ptr, y_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr):
+def _probability(x, top, mass, LOG: tl.constexpr):
+    """exp(x - top) / mass, or its logarithm."""
+    x = x.to(tl.float32) - top
+    return x - tl.log(mass) if LOG else tl.exp2(x * _LOG2E) * (1.0 / mass)
+
+
+@triton.jit
+def _wide_row(x_ptr, y_ptr, D: tl.constexpr, LOG: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr):
     """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
     LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
@@ -149,19 +167,20 @@ def _wide_row(x_ptr, y_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.con
     for block in tl.static_range(FIRST_HELD, LAST + 1):
         top, mass = _take(top, mass, held[block - FIRST_HELD])
     row_top = tl.max(top, axis=0)
-    scale = 1.0 / tl.sum(mass * tl.exp2((top - row_top) * _LOG2E), axis=0)
+    row_mass = tl.sum(mass * tl.exp2((top - row_top) * _LOG2E), axis=0)
     for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
-        y = tl.exp2((held[block - FIRST_HELD].to(tl.float32) - row_top) * _LOG2E) * scale
+        y = _probability(held[block - FIRST_HELD], row_top, row_mass, LOG)
         store_block(y_ptr, block, y, D, BLOCK_D, RAGGED and block == LAST)
     for i in range(FIRST_HELD):
         j = FIRST_HELD - 1 - i
-        x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", float("-inf")).to(tl.float32)
-        store_block(y_ptr, j, tl.exp2((x - row_top) * _LOG2E) * scale, D, BLOCK_D, False)
+        x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", float("-inf"))
+        store_block(y_ptr, j, _probability(x, row_top, row_mass, LOG), D, BLOCK_D, False)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _softmax_kernel(
-    x_ptr, y_ptr, n_rows, x_row_stride, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr
+    x_ptr, y_ptr, n_rows, x_row_stride,
+    D: tl.constexpr, LOG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
@@ -169,23 +188,33 @@ def _softmax_kernel(
         block = tl.arange(0, BLOCK_D)[None, :]
         mask = (rows < n_rows) & (block < D)
         x = tl.load(x_ptr + x_rows + block, mask=mask, other=float("-inf")).to(tl.float32)
-        y = tl.exp2((x - tl.max(x, axis=1, keep_dims=True)) * _LOG2E)
-        y *= 1.0 / tl.sum(y, axis=1, keep_dims=True)
+        x -= tl.max(x, axis=1, keep_dims=True)
+        y = tl.exp2(x * _LOG2E)
+        mass = tl.sum(y, axis=1, keep_dims=True)
+        y = x - tl.log(mass) if LOG else y * (1.0 / mass)
         tl.store(y_ptr + y_rows + block, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         row = tl.program_id(0).to(tl.int64)
-        _wide_row(x_ptr + row * x_row_stride, y_ptr + row * D, D, BLOCK_D, HELD)
+        _wide_row(x_ptr + row * x_row_stride, y_ptr + row * D, D, LOG, BLOCK_D, HELD)
 
 
-# ---- launcher and op
+# ---- launchers and ops
 
 
-def _launch(config: Config, x: Tensor) -> Tensor:
+def _run(config: Config, x: Tensor, log: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, row_stride = rows_of(x)
     if rows:
-        _softmax_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](x, y, rows, row_stride, D=x.shape[-1], **config)
+        _softmax_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](x, y, rows, row_stride, D=x.shape[-1], LOG=log, **config)
     return y
+
+
+def _launch(config: Config, x: Tensor) -> Tensor:
+    return _run(config, x, False)
+
+
+def _log_launch(config: Config, x: Tensor) -> Tensor:
+    return _run(config, x, True)
 
 
 softmax_op = Op(
@@ -198,8 +227,18 @@ softmax_op = Op(
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=softmax_work),),
 )
 
+log_softmax_op = Op(
+    name="log_softmax",
+    reference=_log_reference,
+    problem=_problem,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=softmax_arguments,
+    impls=(Impl(name="triton", launch=_log_launch, space=LOG_SPACE, batch_invariant=True, work=softmax_work),),
+)
 
-# ---- public function
+
+# ---- public functions
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -214,6 +253,26 @@ def softmax(x: Tensor) -> Tensor:
     Raises:
         ValueError: x is a scalar or does not hold floats.
     """
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"softmax: x must hold floats and have a last dimension, got {tuple(x.shape)} {x.dtype}")
+    _check("softmax", x)
     return softmax_op(rows_ready(x))
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """The logarithm of softmax over the last dimension.
+
+    Args:
+        x: [..., D], bf16, fp16 or fp32.
+
+    Returns:
+        [..., D] of x's dtype, contiguous.
+
+    Raises:
+        ValueError: x is a scalar or does not hold floats.
+    """
+    _check("log_softmax", x)
+    return log_softmax_op(rows_ready(x))
+
+
+def _check(op: str, x: Tensor) -> None:
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(f"{op}: x must hold floats and have a last dimension, got {tuple(x.shape)} {x.dtype}")

@@ -1,35 +1,119 @@
-"""Layers: `torch.nn.Module`s that hold weights and call `tilewright.ops`; forward only, so no parameter asks for a gradient.
+"""Layers: `torch.nn.Module`s that hold weights and call `tilewright.ops`.
 
-A layer takes sizes, a device and a dtype, never a model's config. Its parameters are created uninitialised (on "meta" too);
-`tilewright.models` fills them.
+A layer takes sizes, a device and a dtype, never a model's config. The layers of language models are created uninitialised (on
+"meta" too), and their parameters ask for no gradient: `tilewright.models` fills them from a checkpoint. Classes with the names
+and arguments of torch.nn are listed in docs/torch_nn.md, with what they do not take.
 """
 
+from tilewright.nn.activation import (
+    ELU,
+    GELU,
+    GLU,
+    Dropout,
+    Hardswish,
+    LeakyReLU,
+    Mish,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Tanh,
+)
 from tilewright.nn.attention import Attention
 from tilewright.nn.batch import Batch, KVCache, LatentCache
-from tilewright.nn.embedding import Embedding
+from tilewright.nn.channel_norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+)
+from tilewright.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from tilewright.nn.embedding import (
+    Embedding,
+    EmbeddingBag,
+)
 from tilewright.nn.ffn import GatedMLP
 from tilewright.nn.linear import Linear
+from tilewright.nn.loss import CrossEntropyLoss, LogSoftmax, Softmax
 from tilewright.nn.mla import MLA
 from tilewright.nn.moe import MoE, Routing
 from tilewright.nn.multi_head import CrossAttention, Lengths, SelfAttention
 from tilewright.nn.norm import LayerNorm, RMSNorm
+from tilewright.nn.pooling import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AdaptiveMaxPool1d,
+    AdaptiveMaxPool2d,
+    AdaptiveMaxPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+    Upsample,
+)
 from tilewright.nn.rope import Rope
 
 __all__ = [
+    "ELU",
+    "GELU",
+    "GLU",
     "MLA",
+    "AdaptiveAvgPool1d",
+    "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d",
+    "AdaptiveMaxPool1d",
+    "AdaptiveMaxPool2d",
+    "AdaptiveMaxPool3d",
     "Attention",
+    "AvgPool1d",
+    "AvgPool2d",
+    "AvgPool3d",
     "Batch",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "CrossAttention",
+    "CrossEntropyLoss",
+    "Dropout",
     "Embedding",
+    "EmbeddingBag",
     "GatedMLP",
+    "GroupNorm",
+    "Hardswish",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "KVCache",
     "LatentCache",
     "LayerNorm",
+    "LeakyReLU",
     "Lengths",
     "Linear",
+    "LogSoftmax",
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
+    "Mish",
     "MoE",
     "RMSNorm",
+    "ReLU",
     "Rope",
     "Routing",
     "SelfAttention",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "Upsample",
 ]

@@ -1,31 +1,86 @@
-"""Token embedding: a row of the table per token."""
+"""Embeddings: a row of the table for each id, or the sum, mean or maximum of a bag's rows. torch.nn's names and arguments.
+
+`Embedding` is created uninitialised and asks for no gradient, as every layer that a model's checkpoint fills;
+`reset_parameters()` and `requires_grad_()` make it what torch.nn.Embedding is. `EmbeddingBag` is initialised and trainable.
+Not supported, and refused: sparse gradients; `max_norm`, which writes the table in a forward pass.
+"""
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from tilewright import ops
 from tilewright.nn.linear import empty_parameter
 
-__all__ = ["Embedding"]
+__all__ = ["Embedding", "EmbeddingBag"]
 
 
-class Embedding(nn.Module):
-    """y[t] = weight[ids[t]], weight [vocab_size, features]. An id past the table: an error on the CPU, undefined on a GPU."""
+def _refuse(name: str, **given: object) -> None:
+    for argument, value in given.items():
+        if value:
+            raise ValueError(f"{name}: {argument}={value!r} is not supported; leave it out")
 
-    def __init__(
-        self,
-        vocab_size: int,
-        features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+
+class _Table(nn.Module):
+    """A weight [num_embeddings, embedding_dim], one row of which may be padding."""
+
+    weight: nn.Parameter
+
+    def __init__(self, padding_idx: int | None, rows: int):
         super().__init__()
-        self.weight = empty_parameter(vocab_size, features, device=device, dtype=dtype)
+        if padding_idx is not None and not -rows <= padding_idx < rows:
+            raise ValueError(f"{type(self).__name__}: padding_idx is {padding_idx}, wanted one of {rows} rows")
+        self.padding_idx = None if padding_idx is None else padding_idx % rows
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """[...] int64 -> [..., features]."""
-        return F.embedding(ids, self.weight)
+    def reset_parameters(self) -> None:
+        """Normal numbers, zeros in the padding row."""
+        nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].zero_()
 
     def extra_repr(self) -> str:
-        return "{} x {}".format(*self.weight.shape)
+        return "{} x {}".format(*self.weight.shape) + (
+            f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        )
+
+
+class Embedding(_Table):
+    """y[t] = weight[ids[t]]. An id past the table: an error on the CPU, undefined on a GPU."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(padding_idx, num_embeddings)
+        _refuse("Embedding", max_norm=max_norm, sparse=sparse, norm_type=norm_type != 2.0 and norm_type)
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.weight = empty_parameter(num_embeddings, embedding_dim, device=device, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] int64 -> [..., embedding_dim]."""
+        return ops.embedding(ids, self.weight, self.padding_idx, self.scale_grad_by_freq)
+
+
+class EmbeddingBag(_Table):
+    """The sum, mean or maximum of the rows of each bag of ids."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
+        padding_idx: int | None = None, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(padding_idx, num_embeddings)
+        refused = {"max_norm": max_norm, "sparse": sparse, "scale_grad_by_freq": scale_grad_by_freq}
+        _refuse("EmbeddingBag", **refused, norm_type=norm_type != 2.0 and norm_type)
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"EmbeddingBag: mode is {mode!r}, wanted 'sum', 'mean' or 'max'")
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """[T] with offsets [B], or [B, N] -> [B, embedding_dim]; weights, like ids, with "sum" alone."""
+        return ops.embedding_bag(
+            ids, self.weight, offsets, self.mode, per_sample_weights, self.include_last_offset, self.padding_idx
+        )

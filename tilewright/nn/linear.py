@@ -46,6 +46,11 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | QuantizedWeight = empty_parameter(rows, in_features, device=device, dtype=dtype)
         self.bias = empty_parameter(rows, device=device, dtype=dtype) if bias else None
 
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear begins: uniform, with a bound of 1 / sqrt(in_features)."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
+
     def replace_weight(self, weight: QuantizedWeight) -> None:
         """Put a quantised weight in the place of the weight, which is freed."""
         del self.weight  # torch lets no module take the name of a parameter

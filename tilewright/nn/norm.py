@@ -1,5 +1,7 @@
 """Norms over the last dimension."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -51,26 +53,26 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class LayerNorm(nn.Module):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+class LayerNorm(nn.LayerNorm):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimensions; torch.nn.LayerNorm's arguments.
+
+    Its parameters ask for no gradient, as those of every layer that a checkpoint fills; `requires_grad_()` changes that.
+    """
 
     def __init__(
-        self,
-        features: int,
-        *,
-        eps: float = 1e-5,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        self.weight = empty_parameter(features, device=device, dtype=dtype)
-        self.bias = empty_parameter(features, device=device, dtype=dtype) if bias else None
-        self.eps = eps
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        self.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., features] -> the same."""
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., *normalized_shape] -> the same. Raises ValueError when the last dimensions are others."""
+        shape = tuple(self.normalized_shape)
+        if tuple(input.shape[-len(shape) :]) != shape:
+            raise ValueError(f"LayerNorm: the last dimensions of x must be {list(shape)}, got {list(input.shape)}")
+        x = input.flatten(-len(shape)) if len(shape) > 1 else input
+        weight = torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device) if self.weight is None else self.weight.flatten()
+        bias = None if self.bias is None else self.bias.flatten()
+        return ops.layer_norm(x, weight, bias, self.eps).view(input.shape)

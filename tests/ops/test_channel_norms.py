@@ -1,0 +1,121 @@
+"""group_norm, instance_norm and batch_norm with their gradients and running statistics: against torch's in float64."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewright import ops
+from tilewright.hw import env
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Kernels have no float64: there the same cases run in float32.
+EXACT = torch.float32 if env.interpreting() or torch.cuda.is_available() else torch.float64
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5 if EXACT.itemsize == 4 else 1e-9}
+Call = Callable[..., Tensor]
+
+# name: (ours, torch's) of x, running_mean, running_var, weight, bias
+CALLS: dict[str, tuple[Call, Call]] = {
+    "group_norm": (lambda x, m, v, w, b: ops.group_norm(x, 2, w, b), lambda x, m, v, w, b: F.group_norm(x, 2, w, b)),
+    "group_norm, one group": (lambda x, m, v, w, b: ops.group_norm(x, 1), lambda x, m, v, w, b: F.group_norm(x, 1)),
+    "instance_norm": (lambda *a: ops.instance_norm(*a, momentum=0.3), lambda *a: F.instance_norm(*a, momentum=0.3)),
+    "instance_norm, running": (
+        lambda *a: ops.instance_norm(*a, use_input_stats=False), lambda *a: F.instance_norm(*a, use_input_stats=False),
+    ),
+    "batch_norm, training": (
+        lambda *a: ops.batch_norm(*a, training=True, momentum=0.3), lambda *a: F.batch_norm(*a, training=True, momentum=0.3),
+    ),
+    "batch_norm, running": (lambda *a: ops.batch_norm(*a), lambda *a: F.batch_norm(*a)),
+    "batch_norm, no bias": (
+        lambda x, m, v, w, b: ops.batch_norm(x, None, None, w, None, True),
+        lambda x, m, v, w, b: F.batch_norm(x, None, None, w, None, True),
+    ),
+}  # fmt: skip
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels first": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "every other place": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
+
+
+def operands(*shape: int, dtype: torch.dtype = EXACT) -> list[Tensor]:
+    """x, running_mean, running_var, weight, bias. The mean is far from zero for the deviation of one channel."""
+    generator = torch.Generator().manual_seed(4)
+    x, *vectors = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (shape, *[shape[1:2]] * 4))
+    x[:, 1] = x[:, 1] / 4 + 10
+    vectors[1] = vectors[1].square() + 0.5
+    return [t.to(dtype).to(DEVICE) for t in (x, *vectors)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_equals_torch(name: str, layout: str) -> None:
+    ours, theirs = CALLS[name]
+    x, *vectors = operands(3, 6, 5, 4)
+    x = LAYOUTS[layout](x)
+    mine, twin = ([t.to(d).clone() for t in (x, *vectors)] for d in (x.dtype, torch.float64))
+    for tensors in (mine, twin):
+        for at in (0, 3, 4):
+            tensors[at].requires_grad_()
+    got, want = ours(*mine), theirs(*twin)
+    torch.testing.assert_close(got, want.to(got.dtype), **CLOSE)
+    assert got.is_contiguous(memory_format=torch.channels_last if layout == "channels last" else torch.contiguous_format)
+    for at in (1, 2):
+        torch.testing.assert_close(mine[at], twin[at].to(EXACT), **CLOSE)
+    dy = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    got.backward(dy.to(got.dtype))
+    want.backward(dy.double())
+    for mine_, twin_ in zip(mine, twin, strict=True):
+        assert (mine_.grad is None) == (twin_.grad is None)
+        if mine_.grad is not None and twin_.grad is not None:
+            torch.testing.assert_close(mine_.grad, twin_.grad.to(mine_.dtype), **CLOSE)
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (1, 6, 7), (2, 6, 1, 3, 2), (4, 6, 1)], ids=str)
+def test_any_places(shape: tuple[int, ...]) -> None:
+    x, m, v, w, b = operands(*shape)
+    with torch.no_grad():
+        torch.testing.assert_close(ops.group_norm(x, 3, w, b), F.group_norm(x, 3, w, b), **CLOSE)
+        torch.testing.assert_close(ops.batch_norm(x, m, v, w, b), F.batch_norm(x, m, v, w, b), **CLOSE)
+        torch.testing.assert_close(ops.batch_norm(x, None, None, w, b, True), F.batch_norm(x, None, None, w, b, True), **CLOSE)
+
+
+def test_weights_may_be_wider_than_images() -> None:
+    x, m, v, w, b = operands(2, 4, 8)
+    half = x.to(torch.bfloat16)
+    got = ops.batch_norm(half, m, v, w, b, True)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.to(EXACT), F.batch_norm(half.to(EXACT), None, None, w, b, True), rtol=1e-2, atol=1e-2)
+
+
+def test_no_images() -> None:
+    x, m, v, w, b = operands(2, 4, 8)
+    assert ops.group_norm(x[:0], 2, w, b).shape == (0, 4, 8)
+    assert ops.batch_norm(x[:0], m, v, w, b).shape == (0, 4, 8)
+
+
+X, V = torch.zeros(2, 6, 5), torch.zeros(6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.group_norm(X, 4), "the 6 channels of x must be a multiple of num_groups, got 4"),
+        (lambda: ops.group_norm(X, 0), "got 0"),
+        (lambda: ops.group_norm(X, 2, V[:5]), "weight must be [6], one number a channel; got [5]"),
+        (lambda: ops.group_norm(X.int(), 2), "must hold floats [N, C, ...]"),
+        (lambda: ops.instance_norm(X[..., 0]), "with places, got [2, 6]"),
+        (lambda: ops.instance_norm(X[..., :1]), "more than one place"),
+        (lambda: ops.instance_norm(X, use_input_stats=False), "wants running_mean and running_var"),
+        (lambda: ops.batch_norm(X, None, None), "wants running_mean and running_var"),
+        (lambda: ops.batch_norm(X[:1, :, :1], V, V, training=True), "more than one value a channel, got [1, 6, 1]"),
+        (lambda: ops.batch_norm(X, V, V[:1]), "running_var must be [6]"),
+    ],
+)
+def test_refused_arguments(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

@@ -1,0 +1,150 @@
+"""Activations and dropout under torch.nn's names and arguments; differentiable, without parameters.
+
+Not supported, and refused: `inplace=True`. It saves no bytes on a device, and a tensor that changes under its other readers is
+a bug that hides.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+
+__all__ = ["ELU", "GELU", "GLU", "Dropout", "Hardswish", "LeakyReLU", "Mish", "ReLU", "SiLU", "Sigmoid", "Tanh"]
+
+
+def _only(name: str, argument: str, value: object, wanted: object) -> None:
+    if value != wanted:
+        raise ValueError(f"{name}: {argument}={value!r} is not supported; supported is {argument}={wanted!r}")
+
+
+class _Activation(nn.Module):
+    """f(x) of any shape, bf16, fp16 or fp32; the result has x's strides."""
+
+    kind: str
+    alpha = 1.0
+
+    def __init__(self, inplace: bool = False):
+        super().__init__()
+        _only(type(self).__name__, "inplace", inplace, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return ops.activation(x, self.kind, self.alpha)
+
+
+class ReLU(_Activation):
+    """max(x, 0)."""
+
+    kind = "relu"
+
+
+class SiLU(_Activation):
+    """x sigmoid(x)."""
+
+    kind = "silu"
+
+
+class Hardswish(_Activation):
+    """x min(max(x + 3, 0), 6) / 6."""
+
+    kind = "hardswish"
+
+
+class Mish(_Activation):
+    """x tanh(log(1 + exp(x)))."""
+
+    kind = "mish"
+
+
+class Sigmoid(_Activation):
+    """1 / (1 + exp(-x))."""
+
+    kind = "sigmoid"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Tanh(_Activation):
+    """The hyperbolic tangent."""
+
+    kind = "tanh"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class GELU(_Activation):
+    """x Phi(x); approximate: "none" for erf, "tanh" for the tanh form."""
+
+    def __init__(self, approximate: str = "none"):
+        super().__init__()
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"GELU: approximate is {approximate!r}, wanted 'none' or 'tanh'")
+        self.approximate = approximate
+        self.kind = "gelu_tanh" if approximate == "tanh" else "gelu"
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class ELU(_Activation):
+    """x if x > 0 else alpha (exp(x) - 1)."""
+
+    kind = "elu"
+
+    def __init__(self, alpha: float = 1.0, inplace: bool = False):
+        super().__init__(inplace)
+        self.alpha = alpha
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}"
+
+
+class LeakyReLU(_Activation):
+    """x if x > 0 else negative_slope x."""
+
+    kind = "leaky_relu"
+
+    def __init__(self, negative_slope: float = 1e-2, inplace: bool = False):
+        super().__init__(inplace)
+        self.alpha = negative_slope
+
+    def extra_repr(self) -> str:
+        return f"negative_slope={self.alpha}"
+
+
+class GLU(nn.Module):
+    """The first half of x along `dim` times the sigmoid of the second."""
+
+    def __init__(self, dim: int = -1):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """An even size along `dim` -> half of it."""
+        return ops.glu(x, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+class Dropout(nn.Module):
+    """In training a share p of the elements becomes zero, the rest is scaled by 1 / (1 - p); else x itself.
+
+    Which elements, two numbers from torch's generator decide (`ops.dropout`): other elements than torch's, from the same seed.
+    """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False):
+        super().__init__()
+        _only("Dropout", "inplace", inplace, False)
+        if not 0 <= p <= 1:
+            raise ValueError(f"Dropout: p is {p}, wanted 0 <= p <= 1")
+        self.p = p
+
+    def forward(self, x: Tensor, state: torch.Tensor | None = None) -> Tensor:
+        """Any shape -> the same; `state` as of `ops.dropout`."""
+        return ops.dropout(x, self.p, state) if self.training and self.p else x
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

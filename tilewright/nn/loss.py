@@ -1,0 +1,67 @@
+"""From scores to probabilities and losses, under torch.nn's names and arguments; differentiable, without parameters.
+
+`CrossEntropyLoss` takes targets that are classes. Beyond torch's arguments it has `z_loss`, and `gradient`: where its gradient
+is made (`tilewright.ops.cross_entropy` says what that costs). Its result is float32 whatever the logits are.
+Not supported, and refused: weights of classes, targets that are probabilities, the arguments that torch deprecates.
+"""
+
+from torch import Tensor, nn
+
+from tilewright import ops
+
+__all__ = ["CrossEntropyLoss", "LogSoftmax", "Softmax"]
+
+
+class Softmax(nn.Module):
+    """exp(x) / sum(exp(x)) over `dim`, which must be named; torch guesses it where it is not."""
+
+    def __init__(self, dim: int | None = None):
+        super().__init__()
+        if dim is None:
+            raise ValueError(f"{type(self).__name__}: dim=None is not supported; name the dimension")
+        self.dim = dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return ops.softmax(input, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+class LogSoftmax(Softmax):
+    """x - log(sum(exp(x))) over `dim`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return ops.log_softmax(input, self.dim)
+
+
+class CrossEntropyLoss(nn.Module):
+    """Cross-entropy of logits [N, C, ...] or [C] against classes [N, ...] or []; the classes are dimension 1."""
+
+    def __init__(
+        self, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
+        reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
+        gradient: str = "forward",
+    ):  # fmt: skip
+        super().__init__()
+        for name, value in (("weight", weight), ("size_average", size_average), ("reduce", reduce)):
+            if value is not None:
+                raise ValueError(f"CrossEntropyLoss: {name} is not supported; leave it out")
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.z_loss, self.gradient = z_loss, gradient
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Logits and int64 targets -> the loss, float32: a scalar, or target's shape with reduction "none"."""
+        if target.is_floating_point():
+            raise ValueError(f"CrossEntropyLoss: targets must be classes, int64; got {target.dtype}: probabilities")
+        # A copy where there are places: the classes must be the last dimension.
+        logits = ops.permute(input, (0, *range(2, input.dim()), 1)) if input.dim() > 2 else input
+        return ops.cross_entropy(
+            logits, target, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, gradient=self.gradient,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"

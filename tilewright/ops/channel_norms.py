@@ -1,0 +1,276 @@
+"""group_norm, instance_norm and batch_norm with gradients: sums for each channel, a few numbers, one map (kernels/channels.py).
+
+    # N images, C channels, S places of an image
+    y[n, c, s] = (x[n, c, s] - mean) / sqrt(variance + eps) * weight[c] + bias[c]
+
+The three differ in what mean and variance are taken over: the channels of a group in one image (Wu and He, "Group
+Normalization", 2018), one channel of one image (Ulyanov et al., "Instance Normalization", 2016), one channel of all images
+(Ioffe and Szegedy, "Batch Normalization", 2015). So each is sums over places, an average of these over groups or images, which
+are [N, C] numbers in float32 and plain torch, and an affine map of each channel. With h = (x - mean) scale, backwards
+
+    dx = scale (weight dy - mean(weight dy) - h mean(weight dy h))
+
+is a map of the same form, of x and dy. All sums have one order: the same bits every time on a card.
+
+Memory formats: images with channels last stay so; anything else is taken as channels first, copied if it is not dense.
+Not supported: second derivatives, statistics over several processes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.kernels.channels import channel_affine_op, channel_sums_op
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.ops.permute import permute
+
+__all__ = ["batch_norm", "group_norm", "instance_norm"]
+
+# ---- layouts
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.movedim(1, -1).is_contiguous()
+
+
+def _places(x: Tensor, last: bool) -> Tensor:
+    """[N, C, ...] as [N, S, C], dense along C if `last`, else along S; a copy where it is not that already."""
+    n, c = x.shape[:2]
+    if last:
+        moved = x.movedim(1, -1)
+        return (moved if moved.is_contiguous() else permute(x, (0, *range(2, x.dim()), 1))).view(n, -1, c)
+    return x.contiguous().view(n, c, -1).mT
+
+
+def _image(y: Tensor, shape: torch.Size, last: bool) -> Tensor:
+    """The inverse of `_places`."""
+    return y.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else y.mT.view(shape)
+
+
+# ---- the norm
+
+
+def _average(of_channels: Tensor, groups: int | None) -> Tensor:
+    """[N, C] -> the mean over the channels of each group, again [N, C]; without groups over images, [1, C]."""
+    if groups is None:
+        return of_channels.mean(0, keepdim=True)
+    n, c = of_channels.shape
+    return of_channels.view(n, groups, -1).mean(2, keepdim=True).expand(-1, -1, c // groups).reshape(n, c).contiguous()
+
+
+def _statistics(x: Tensor, groups: int | None) -> tuple[Tensor, Tensor]:
+    """(mean, biased variance) of x [N, S, C], [N, C] or [1, C] in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    shift = (x[:, 0] if groups is not None else x[:1, 0]).to(wide).contiguous()
+    first, second = channel_sums_op(x, shift, None)
+    first, second = first / x.shape[1], second / x.shape[1]
+    means = shift + first
+    mean = _average(means, groups)
+    return mean, _average(second - first.square() + (means - mean).square(), groups)
+
+
+def _factors(mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(a, b) of y = a x + b."""
+    a = scale if weight is None else scale * weight.to(scale.dtype)
+    b = -mean * a
+    return a, b if bias is None else b + bias.to(b.dtype)
+
+
+class _Normalised(torch.autograd.Function):
+    """(y, mean, variance) of x [N, S, C], differentiable once in x, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs without gradients, as torch does inside of a Function."""
+        mean, variance = _statistics(x, groups)
+        scale = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.groups, ctx.of_bias = groups, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, variance)
+        return channel_affine_op(x, *_factors(mean, scale, weight, bias), None, None), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of weight, of bias), and nothing for the rest."""
+        x, weight, mean, scale = ctx.saved_tensors
+        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        given, crossed = channel_sums_op(x, mean, dy)
+        crossed = crossed * scale
+        dweight = None if weight is None else crossed.sum(0).to(weight.dtype)
+        dbias = None if ctx.of_bias is None else given.sum(0).to(ctx.of_bias)
+        d = scale if weight is None else scale * weight.to(scale.dtype)
+        w, places = d / scale, x.shape[1]
+        c1, c2 = _average(w * given, ctx.groups) / places, _average(w * crossed, ctx.groups) / places
+        a = -scale.square() * c2
+        dx = channel_affine_op(x, a, -scale * c1 - mean * a, dy, d)
+        return dx, dweight, dbias, None, None
+
+
+class _Fixed(torch.autograd.Function):
+    """y of x [N, S, C] by statistics that are given, differentiable once in x, weight and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function."""
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.of_bias = None if bias is None else bias.dtype
+        return channel_affine_op(x, *_factors(mean, scale, weight, bias), None, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of weight, of bias), and nothing for the rest."""
+        x, weight, mean, scale = ctx.saved_tensors
+        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        a, _ = _factors(mean, scale, weight, None)
+        dx = channel_affine_op(dy, a, torch.zeros_like(a), None, None)
+        given, crossed = channel_sums_op(x, mean, dy) if any(ctx.needs_input_grad[1:3]) else (a, a)
+        dweight = None if weight is None else (crossed * scale).sum(0).to(weight.dtype)
+        return dx, dweight, None if ctx.of_bias is None else given.sum(0).to(ctx.of_bias), None, None
+
+
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if wants_gradient(x, weight, bias):
+        return _Normalised.apply(x, weight, bias, groups, eps)  # pyright: ignore[reportReturnType]
+    mean, variance = _statistics(x, groups)
+    return channel_affine_op(x, *_factors(mean, (variance + eps).rsqrt(), weight, bias), None, None), mean, variance
+
+
+def _fixed(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    mean, scale = mean.to(wide)[None], (variance.to(wide) + eps).rsqrt()[None]
+    if wants_gradient(x, weight, bias):
+        return _Fixed.apply(x, weight, bias, mean, scale)  # pyright: ignore[reportReturnType]
+    return channel_affine_op(x, *_factors(mean, scale, weight, bias), None, None)
+
+
+# ---- public functions
+
+
+def _check(op: str, x: Tensor, least: int, **vectors: Tensor | None) -> None:
+    if x.dim() < least or not x.is_floating_point():
+        wanted = "[N, C, ...]" if least == 2 else "[N, C, ...] with places"
+        raise ValueError(f"{op}: x must hold floats {wanted}, got {list(x.shape)} {x.dtype}")
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != x.shape[1:2]:
+            raise ValueError(f"{op}: {name} must be [{x.shape[1]}], one number a channel; got {list(vector.shape)}")
+
+
+def _move(running: Tensor | None, now: Tensor, momentum: float) -> None:
+    if running is not None:
+        running.mul_(1 - momentum).add_(now.detach().to(running.dtype), alpha=momentum)
+
+
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Group norm.
+
+    Args:
+        x: [N, C, ...], bf16, fp16 or fp32, any memory format.
+        num_groups: divides C.
+        weight: [C] or None.
+        bias: [C] or None.
+        eps: added to the variance.
+
+    Returns:
+        x's shape, dtype and memory format.
+
+    Raises:
+        ValueError: C is no multiple of the groups, or weight or bias are not [C].
+    """
+    _check("group_norm", x, 2, weight=weight, bias=bias)
+    if num_groups < 1 or x.shape[1] % num_groups:
+        raise ValueError(f"group_norm: the {x.shape[1]} channels of x must be a multiple of num_groups, got {num_groups}")
+    if not x.numel():
+        return x.clone()
+    last = _channels_last(x)
+    return _image(_normalised(_places(x, last), weight, bias, num_groups, eps)[0], x.shape, last)
+
+
+def instance_norm(
+    x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Instance norm; the arguments of torch.nn.functional.instance_norm.
+
+    Args:
+        x: [N, C, ...] with at least one dimension of places, bf16, fp16 or fp32, any memory format.
+        running_mean: [C]: moved towards the batch's where input statistics are used, else used itself.
+        running_var: [C], likewise, of unbiased variances.
+        weight: [C] or None.
+        bias: [C] or None.
+        use_input_stats: whether x's own statistics are used.
+        momentum: how far the running statistics move.
+        eps: added to the variance.
+
+    Returns:
+        x's shape, dtype and memory format.
+
+    Raises:
+        ValueError: a vector is not [C]; one place alone, which has no variance; or there are no statistics to use.
+    """
+    _check("instance_norm", x, 3, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
+    if not use_input_stats and (running_mean is None or running_var is None):
+        raise ValueError("instance_norm: without input statistics it wants running_mean and running_var")
+    if not x.numel():
+        return x.clone()
+    places, last = x.shape[2:].numel(), _channels_last(x)
+    if use_input_stats and places == 1:
+        raise ValueError(f"instance_norm: wanted more than one place in an image, got {list(x.shape)}")
+    flat = _places(x, last)
+    if running_mean is not None and running_var is not None and not use_input_stats:
+        return _image(_fixed(flat, weight, bias, running_mean, running_var, eps), x.shape, last)
+    y, mean, variance = _normalised(flat, weight, bias, x.shape[1], eps)
+    _move(running_mean, mean.mean(0), momentum)
+    _move(running_var, variance.mean(0) * (places / (places - 1)), momentum)
+    return _image(y, x.shape, last)
+
+
+def batch_norm(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Batch norm; the arguments of torch.nn.functional.batch_norm.
+
+    Args:
+        x: [N, C, ...], bf16, fp16 or fp32, any memory format.
+        running_mean: [C] or None: in training moved towards the batch's, else used itself.
+        running_var: [C] or None, likewise, of unbiased variances.
+        weight: [C] or None.
+        bias: [C] or None.
+        training: whether the batch's statistics are used.
+        momentum: how far the running statistics move.
+        eps: added to the variance.
+
+    Returns:
+        x's shape, dtype and memory format.
+
+    Raises:
+        ValueError: a vector is not [C]; in training one value a channel, which has no variance; or there are no statistics.
+    """
+    _check("batch_norm", x, 2, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError("batch_norm: outside of training it wants running_mean and running_var")
+    count = x.numel() // x.shape[1] if x.shape[1] else 0
+    if training and count < 2:
+        raise ValueError(f"batch_norm: training wants more than one value a channel, got {list(x.shape)}")
+    if not x.numel():
+        return x.clone()
+    last = _channels_last(x)
+    flat = _places(x, last)
+    if last:
+        flat = flat.view(1, -1, x.shape[1])
+    if running_mean is not None and running_var is not None and not training:
+        return _image(_fixed(flat, weight, bias, running_mean, running_var, eps), x.shape, last)
+    y, mean, variance = _normalised(flat, weight, bias, None, eps)
+    _move(running_mean, mean[0], momentum)
+    _move(running_var, variance[0] * (count / (count - 1)), momentum)
+    return _image(y, x.shape, last)

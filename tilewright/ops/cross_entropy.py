@@ -1,0 +1,173 @@
+"""`cross_entropy` with gradients: the losses of kernels/cross_entropy.py, reduced, and where their gradient comes from.
+
+That is the caller's choice, because it decides what a step holds and how often it reads the logits:
+
+    "forward"     made with the losses: the logits are read once; a tensor like them is held until the backward pass
+    "in place"    the same in the memory of the logits, which are overwritten: nothing like them is held
+    "backward"    made in the backward pass, from the logits, which are held and read once more
+
+The first two are made before the factor is known that the backward pass brings. It is 1 where `backward` is called on the loss
+itself; any other costs a further pass over the gradient. They hand on what they hold, so they serve one backward pass. Losses
+that are not reduced have a factor each, and always go by "backward".
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_gradient_op, cross_entropy_op
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.scale_in_place import scale_in_place_op
+from tilewright.kernels.shapes import rows_ready
+
+__all__ = ["LossOptions", "check_targets", "cross_entropy", "loss_options", "rows_factor"]
+
+_REDUCTIONS = ("mean", "sum", "none")
+_GRADIENTS = ("forward", "in place", "backward")
+
+
+class LossOptions(NamedTuple):
+    """What a loss is, apart from its operands; checked."""
+
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    reduction: str
+
+    @property
+    def kernel(self) -> tuple[int, float, float]:
+        """The last arguments of the ops."""
+        return self.ignore_index, self.smoothing, self.z_loss
+
+
+def loss_options(op: str, ignore_index: int, smoothing: float, z_loss: float, reduction: str) -> LossOptions:
+    """The options, checked. Raises ValueError when one is out of its range."""
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{op}: reduction must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}")
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {smoothing}")
+    if not z_loss >= 0.0:
+        raise ValueError(f"{op}: z_loss must be 0 or more, got {z_loss}")
+    return LossOptions(int(ignore_index), float(smoothing), float(z_loss), reduction)
+
+
+def check_targets(op: str, targets: Tensor, rows: torch.Size, classes: int, ignore_index: int, checked: bool) -> None:
+    """Raise ValueError unless there is an int64 target a row; and, where they are looked at, in [0, classes) or ignored.
+
+    They are looked at on a CPU, and on a GPU, which the host then waits for, when `checked`.
+    """
+    if targets.shape != rows or targets.dtype != torch.int64:
+        raise ValueError(
+            f"{op}: targets must be {list(rows)} torch.int64, one class a row; got {list(targets.shape)} {targets.dtype}"
+        )
+    if torch.compiler.is_compiling() or not (checked or targets.device.type == "cpu"):
+        return
+    flat = targets.flatten()
+    wrong = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{op}: target {int(flat[first])} of row {first} is no class; wanted 0 to {classes - 1}, or {ignore_index} to "
+            f"ignore the row ({int(wrong.sum())} of {flat.numel()} are wrong)"
+        )
+
+
+def rows_factor(targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
+    """What each row's loss counts in the reduced one, before any later factor: a scalar on the targets' device."""
+    if options.reduction == "mean":
+        return (targets != options.ignore_index).sum().to(torch.promote_types(dtype, torch.float32)).reciprocal()
+    return torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=targets.device)
+
+
+def _reduced(losses: Tensor, factor: Tensor | None) -> Tensor:
+    return losses if factor is None else losses.sum() * factor
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The reduced loss, differentiable in the logits once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, options: LossOptions, gradient: str) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function."""
+        factor = None if options.reduction == "none" else rows_factor(targets, options, logits.dtype)
+        ctx.options, ctx.grad = options, None
+        if factor is None or gradient == "backward":
+            ctx.save_for_backward(logits, targets, factor)
+            return _reduced(cross_entropy_op(logits, targets, *options.kernel), factor)
+        scale = factor.expand(targets.shape)
+        if gradient == "in place":
+            losses = cross_entropy_gradient_in_place_op(logits, targets, scale, *options.kernel)
+            torch.autograd.graph.increment_version(logits)
+            ctx.grad = logits.detach()
+        else:
+            losses, ctx.grad = cross_entropy_gradient_op(logits, targets, scale, *options.kernel)
+        return _reduced(losses, factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of the logits), and nothing for the rest."""
+        if ctx.saved_tensors:
+            logits, targets, factor = ctx.saved_tensors
+            scale = grads[0].to(torch.promote_types(logits.dtype, torch.float32))
+            scale = scale if factor is None else (scale * factor).expand(targets.shape)
+            return cross_entropy_gradient_op(logits, targets, scale, *ctx.options.kernel)[1], None, None, None
+        if ctx.grad is None:
+            raise RuntimeError(
+                "cross_entropy: the gradient that the forward pass made went to a first backward pass; ask for "
+                'gradient="backward" to run several'
+            )
+        grad, ctx.grad = ctx.grad, None
+        scale_in_place_op(grad, grads[0])
+        return grad, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, gradient: str = "forward", checked: bool = False,
+) -> Tensor:  # fmt: skip
+    """Cross-entropy of logits against one class a row, without a float32 copy of the logits.
+
+    Args:
+        logits: [..., V], bf16, fp16 or fp32; the classes are the last dimension (`nn.CrossEntropyLoss` takes torch's layout).
+        targets: [...] int64, each in [0, V) or `ignore_index`. On a GPU one that is neither gives a loss and gradients of NaN.
+        ignore_index: rows with this target have no loss, no gradient, and do not count in the mean.
+        reduction: "mean" over the rows that are not ignored, "sum", or "none".
+        label_smoothing: the share of the target that all classes have in equal parts, 0 to 1.
+        z_loss: adds z_loss * (log of the softmax's sum)^2 to each row's loss.
+        gradient: "forward", "in place" or "backward": where it is made (the module's docstring). Without gradients: no matter.
+        checked: on a GPU too, wait for the targets and raise for the first that is out of range.
+
+    Returns:
+        The loss in float32 (float64 for float64 logits on a CPU): a scalar, or [...] with reduction "none". The mean of no rows
+        is NaN, as in torch.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit; a target is out of range (on a CPU, or `checked`); or the gradient
+            is to overwrite logits that are a leaf or not dense.
+    """
+    options = loss_options("cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
+    if gradient not in _GRADIENTS:
+        raise ValueError(f"cross_entropy: gradient must be one of {', '.join(map(repr, _GRADIENTS))}; got {gradient!r}")
+    if logits.dim() == 0 or not logits.is_floating_point() or not logits.shape[-1]:
+        raise ValueError(
+            f"cross_entropy: logits must be floats [..., V], V at least 1; got {list(logits.shape)} {logits.dtype}"
+        )
+    if targets.device != logits.device:
+        raise ValueError(f"cross_entropy: targets are on {targets.device}, the logits on {logits.device}; move one of them")
+    check_targets("cross_entropy", targets, logits.shape[:-1], logits.shape[-1], ignore_index, checked)
+    wanted = wants_gradient(logits)
+    if wanted and gradient == "in place" and (logits.is_leaf or not logits.is_contiguous() or reduction == "none"):
+        raise ValueError(
+            'cross_entropy: gradient="in place" wants a reduced loss of logits that were computed and are contiguous; got '
+            f"{'a leaf' if logits.is_leaf else f'strides {logits.stride()}'} and reduction {reduction!r}"
+        )
+    rows, ids = rows_ready(logits).reshape(-1, logits.shape[-1]), targets.contiguous().flatten()
+    if wanted:
+        loss: Tensor = _CrossEntropy.apply(rows, ids, options, gradient)  # pyright: ignore[reportAssignmentType]
+    else:
+        losses = cross_entropy_op(rows, ids, *options.kernel)
+        loss = _reduced(losses, None if reduction == "none" else rows_factor(ids, options, logits.dtype))
+    return loss.view(targets.shape) if reduction == "none" else loss

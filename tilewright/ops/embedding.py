@@ -1,0 +1,143 @@
+"""Embeddings with gradients: rows of a table, alone or reduced by bags. The gradient is the same bits every time.
+
+A single row is torch's gather, which moves each byte once; bags are kernels/embedding.py. The gradient of the table is dense
+(kernels/embedding_backward.py). Not supported: sparse gradients, gradients of per-sample weights, `max_norm` (it would write
+the table in a forward pass).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright.kernels.embedding import bags_of
+from tilewright.kernels.embedding import embedding_bag as _bag
+from tilewright.kernels.embedding_backward import embedding_backward_op
+from tilewright.kernels.gradient import wants_gradient
+
+__all__ = ["embedding", "embedding_bag"]
+
+
+def _inverse_frequency(ids: Tensor, rows: int) -> Tensor:
+    return 1.0 / torch.zeros(rows, dtype=torch.float32, device=ids.device).index_add(0, ids, torch.ones_like(ids).float())[ids]
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, by_frequency: bool) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.options = (weight.shape[0], padding, by_frequency)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ids = ctx.saved_tensors[0].reshape(-1)
+        rows, padding, by_frequency = ctx.options
+        scales = _inverse_frequency(ids, rows) if by_frequency else None
+        dy = grads[0].reshape(ids.shape[0], -1).contiguous()
+        return embedding_backward_op(dy, ids, None, scales, None, rows, padding), None, None, None
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale_grad_by_freq: bool = False) -> Tensor:
+    """y[...] = weight[ids[...]], differentiable in the table.
+
+    Args:
+        ids: any shape, int64 or int32, each in [0, V).
+        weight: [V, D], bf16, fp16 or fp32.
+        padding_idx: the row whose gradient is zero; negative numbers count from the end.
+        scale_grad_by_freq: whether each row's gradient is divided by how often the row was named.
+
+    Returns:
+        [..., D] of weight's dtype.
+
+    Raises:
+        ValueError: a table that is no matrix, or a padding row outside of it.
+        IndexError: an id outside of the table, on a CPU.
+    """
+    padding = _padding("embedding", weight, padding_idx)
+    if not wants_gradient(weight):
+        return F.embedding(ids, weight)
+    return _Embedding.apply(weight, ids.long(), padding, scale_grad_by_freq)  # pyright: ignore[reportReturnType]
+
+
+def _padding(op: str, weight: Tensor, padding_idx: int | None) -> int | None:
+    """The padding row counted from the start."""
+    if weight.dim() != 2:
+        raise ValueError(f"{op}: weight must be [V, D], got {list(weight.shape)}")
+    if padding_idx is None:
+        return None
+    rows = weight.shape[0]
+    if not -rows <= padding_idx < rows:
+        raise ValueError(f"{op}: padding_idx is {padding_idx}, wanted a row of the table, which has {rows}")
+    return padding_idx % rows
+
+
+class _EmbeddingBag(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, offsets: Tensor, mode: str, scales: Tensor | None, padding: int | None
+    ) -> Tensor:
+        y, chosen = _bag(weight, ids, offsets, mode, scales, padding)
+        ctx.save_for_backward(ids, offsets, scales, chosen if mode == "max" else None)
+        ctx.options = (weight.shape[0], mode, padding)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ids, offsets, scales, chosen = ctx.saved_tensors
+        rows, mode, padding = ctx.options
+        bags = bags_of(offsets, ids.shape[0])
+        if mode == "mean":
+            counted = torch.ones_like(ids, dtype=torch.float32) if padding is None else (ids != padding).float()
+            sizes = torch.zeros(offsets.shape[0], dtype=torch.float32, device=ids.device).index_add(0, bags, counted)
+            scales = 1.0 / sizes.clamp_min(1.0)[bags]
+        elif scales is not None:
+            scales = scales.to(torch.promote_types(scales.dtype, torch.float32)).contiguous()
+        dweight = embedding_backward_op(grads[0].contiguous(), ids, bags, scales, chosen, rows, padding)
+        return dweight, None, None, None, None, None
+
+
+def embedding_bag(
+    ids: Tensor, weight: Tensor, offsets: Tensor | None = None, mode: str = "mean", per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The sum, mean or maximum of the table's rows that each bag of ids names, differentiable in the table.
+
+    Args:
+        ids: [T] with offsets, or [B, N]: bags of N ids; int64 or int32, each in [0, V).
+        weight: [V, D], bf16, fp16 or fp32.
+        offsets: [B], ascending from 0: the first id of each bag. On a GPU they are trusted.
+        mode: "sum", "mean" or "max".
+        per_sample_weights: like ids, a factor on each row of a "sum". It has no gradient.
+        include_last_offset: the last number of offsets is T, and begins no bag.
+        padding_idx: an id that counts for nothing, neither in sums nor in counts; negative numbers count from the end.
+
+    Returns:
+        [B, D] of weight's dtype. A bag of nothing is zeros.
+
+    Raises:
+        ValueError: shapes, dtypes or the mode do not fit, or a gradient of per_sample_weights is asked for.
+        IndexError: an id outside of the table, on a CPU.
+    """
+    if (ids.dim() == 2) == (offsets is not None) or ids.dim() not in (1, 2):
+        given = "no offsets" if offsets is None else "offsets"
+        raise ValueError(
+            f"embedding_bag: wanted ids [T] with offsets, or ids [B, N] without; got {list(ids.shape)} and {given}"
+        )
+    if per_sample_weights is not None and wants_gradient(per_sample_weights):
+        raise ValueError("embedding_bag: per_sample_weights has no gradient; detach it")
+    if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
+        raise ValueError(
+            f"embedding_bag: per_sample_weights must be like ids, {list(ids.shape)}; got {list(per_sample_weights.shape)}"
+        )
+    padding = _padding("embedding_bag", weight, padding_idx)
+    if offsets is None:
+        starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
+    else:
+        starts = offsets.long()[: offsets.shape[0] - include_last_offset]
+    scales = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+    flat = ids.reshape(-1).long()
+    if not wants_gradient(weight):
+        return _bag(weight, flat, starts, mode, scales, padding)[0]
+    return _EmbeddingBag.apply(weight, flat, starts, mode, scales, padding)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,141 @@
+"""Norms over the last dimension with gradients: the kernels forward (layer_norm.py, rms_norm.py), and norm_backward.py behind.
+
+Kept for the backward pass are x, or the sum that add_rms_norm returned, and the weight. Gradients are those of x, residual,
+weight and bias, once; the same bits every time on a card.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.kernels import layer_norm as of_layer
+from tilewright.kernels import rms_norm as of_rms
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.norm_backward import layer_norm_backward_op, rms_norm_backward_op
+from tilewright.kernels.shapes import rows_ready
+
+__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
+
+
+class _LayerNorm(torch.autograd.Function):
+    """layer_norm, differentiable once in x, weight and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function."""
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return of_layer.layer_norm(x, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of weight, of bias, None)."""
+        x, weight = ctx.saved_tensors
+        dx, dweight, dbias = layer_norm_backward_op(rows_ready(grads[0]), rows_ready(x), weight, ctx.eps)
+        return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """rms_norm, differentiable once in x and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function."""
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return of_rms.rms_norm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of weight, None)."""
+        x, weight = ctx.saved_tensors
+        dx, dweight = rms_norm_backward_op(rows_ready(grads[0]), rows_ready(x), weight, None, ctx.eps)
+        return dx, dweight, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """(rms_norm, the sum that it is of), differentiable once in x, residual and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Runs without gradients, as torch does inside of a Function."""
+        y, total = of_rms.add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)  # the sum of a last block goes nowhere: no zeros to read for it
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of residual, of weight, None)."""
+        total, weight = ctx.saved_tensors
+        dy, dtotal = grads
+        if dy is None:
+            return dtotal, dtotal, None, None
+        dmore = None if dtotal is None else rows_ready(dtotal)
+        dx, dweight = rms_norm_backward_op(rows_ready(dy), total, weight, dmore, ctx.eps)
+        return dx, dx, dweight, None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Layer norm over the last dimension.
+
+    Args:
+        x: [..., D], bf16, fp16 or fp32.
+        weight: [D].
+        bias: [D] or None.
+        eps: added to the variance.
+
+    Returns:
+        [..., D] of x's dtype, contiguous.
+
+    Raises:
+        ValueError: weight or bias does not match the last dimension.
+    """
+    if wants_gradient(x, weight, bias):
+        return _LayerNorm.apply(x, weight, bias, eps)  # pyright: ignore[reportReturnType]
+    return of_layer.layer_norm(x, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMS norm over the last dimension.
+
+    Args:
+        x: [..., D], bf16, fp16 or fp32.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] of x's dtype, contiguous.
+
+    Raises:
+        ValueError: the weight does not match the last dimension.
+    """
+    if wants_gradient(x, weight):
+        return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+    return of_rms.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Add a residual, then RMS norm over the last dimension: one pass instead of two.
+
+    Args:
+        x: [..., D], bf16, fp16 or fp32.
+        residual: the shape and dtype of x.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        (rms_norm(x + residual), x + residual), both of x's dtype and contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
+    if wants_gradient(x, residual, weight):
+        return _AddRMSNorm.apply(x, residual, weight, eps)  # pyright: ignore[reportReturnType]
+    return of_rms.add_rms_norm(x, residual, weight, eps)

@@ -1,0 +1,260 @@
+"""Elementwise operators with gradients: activations, gated activations, dropout, rotary embedding.
+
+Each is an op without gradients (kernels/pointwise.py, activation.py, dropout.py, rope.py) and, where a gradient is asked for, a
+`torch.autograd.Function` around it. Kept for the backward pass is what the forward pass was given, nothing else: slopes, masks
+and rotations are computed again. A gradient of a gradient is refused: the ops are forward only.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.kernels import activation as gates
+from tilewright.kernels import pointwise
+from tilewright.kernels.dropout import dropout as _drop
+from tilewright.kernels.flat import dense, laid_out_like
+from tilewright.kernels.gated_backward import gated_backward_op
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.pointwise_backward import activation_backward_op
+from tilewright.kernels.rope import rope as _rotate
+from tilewright.kernels.shapes import rows_ready
+
+__all__ = ["activation", "dropout", "gated_mul", "gelu_mul", "glu", "rope", "silu_mul"]
+
+
+# ---- activations
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, alpha: float) -> Tensor:
+        x = dense(x)
+        ctx.save_for_backward(x)
+        ctx.options = (kind, alpha)
+        return pointwise.activation(x, kind, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return activation_backward_op(laid_out_like(grads[0], x), x, *ctx.options), None, None
+
+
+def activation(x: Tensor, kind: str, alpha: float = 1.0) -> Tensor:
+    """f(x), elementwise, differentiable in x.
+
+    Args:
+        x: any shape, bf16, fp16 or fp32. Dense memory in any order of the dimensions is walked as it lies.
+        kind: "elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish", "relu", "sigmoid", "silu" or "tanh".
+        alpha: what "elu" multiplies, or the slope of "leaky_relu"; the others have none.
+
+    Returns:
+        x's shape, dtype and, where x is dense, strides.
+
+    Raises:
+        ValueError: an unknown kind, or a dtype that is not supported.
+    """
+    if not wants_gradient(x):
+        return pointwise.activation(x, kind, alpha)
+    pointwise.check(x, kind)
+    return _Activation.apply(x, kind, float(alpha))  # pyright: ignore[reportReturnType]
+
+
+# ---- gates
+
+
+_GATES = (*gates.GATES, "silu", "gelu", "gelu_tanh")
+
+
+def _check_gate(op: str, kind: str) -> None:
+    if kind not in _GATES:
+        raise ValueError(f"{op}: kind is {kind!r}, wanted one of {', '.join(_GATES)}")
+
+
+def _gate(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    if kind == "silu":
+        return gates.silu_mul(gate, up)
+    if kind in ("gelu", "gelu_tanh"):
+        return gates.gelu_mul(gate, up, kind == "gelu_tanh")
+    return gates.gated_mul(gate, up, kind)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return _gate(gate, up, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        both = gated_backward_op(rows_ready(grads[0]), rows_ready(gate), rows_ready(up), ctx.kind, True)
+        return *both.chunk(2, -1), None
+
+
+class _GLU(torch.autograd.Function):
+    """up * f(gate) of x = [up | gate] along the last dimension: the gradient of x is written in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        up, gate = x.chunk(2, -1)
+        return _gate(gate, up, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        up, gate = ctx.saved_tensors[0].chunk(2, -1)
+        return gated_backward_op(rows_ready(grads[0]), rows_ready(gate), rows_ready(up), ctx.kind, False), None
+
+
+def _gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    if wants_gradient(gate, up):
+        return _Gated.apply(gate, up, kind)  # pyright: ignore[reportReturnType]
+    return _gate(gate, up, kind)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise, differentiable in both.
+
+    Args:
+        gate: [..., F], bf16, fp16 or fp32; a half of a merged [..., 2F] tensor is read in place.
+        up: the shape and dtype of gate.
+
+    Returns:
+        [..., F] of gate's dtype, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes differ.
+    """
+    return _gated(gate, up, "silu")
+
+
+def gelu_mul(gate: Tensor, up: Tensor, approximate: bool = False) -> Tensor:
+    """gelu(gate) * up, elementwise, differentiable in both; `approximate`: the tanh form. The rest as of `silu_mul`."""
+    return _gated(gate, up, "gelu_tanh" if approximate else "gelu")
+
+
+def gated_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """f(gate) * up, elementwise, differentiable in both. The rest is as of `silu_mul`.
+
+    kind: "relu", "sigmoid", "silu", "gelu" or "gelu_tanh".
+    """
+    _check_gate("gated_mul", kind)
+    return _gated(gate, up, kind)
+
+
+def glu(x: Tensor, dim: int = -1, kind: str = "sigmoid") -> Tensor:
+    """up * f(gate), where up and gate are the first and the second half of x along `dim`: torch's `glu`, for any gate.
+
+    Args:
+        x: bf16, fp16 or fp32, an even size along `dim`. Along another dimension than the last it is copied first.
+        dim: which dimension is halved.
+        kind: which gate, as of `gated_mul`.
+
+    Returns:
+        x's shape with half the size along `dim`, x's dtype.
+
+    Raises:
+        ValueError: an odd size, or an unknown kind.
+    """
+    _check_gate("glu", kind)
+    if x.dim() == 0 or x.shape[dim] % 2:
+        raise ValueError(f"glu: x must have an even size along dimension {dim}, got {tuple(x.shape)}")
+    last = x.movedim(dim, -1)
+    if wants_gradient(x):
+        return _GLU.apply(last, kind).movedim(-1, dim)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    up, gate = last.chunk(2, -1)
+    return _gate(gate, up, kind).movedim(-1, dim)
+
+
+# ---- dropout
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Tensor, p: float) -> Tensor:
+        x = dense(x)
+        ctx.save_for_backward(state)
+        # The mask follows memory, so the gradient has to lie as x did.
+        ctx.options = (x.shape, x.stride(), p)
+        return _drop(x, state, p)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (state,) = ctx.saved_tensors
+        shape, stride, p = ctx.options
+        grad = grads[0]
+        if grad.stride() != stride:
+            grad = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return _drop(grad, state, p), None, None
+
+
+def dropout(x: Tensor, p: float = 0.5, state: Tensor | None = None) -> Tensor:
+    """x with a share p of its elements zero and the rest scaled by 1 / (1 - p), differentiable in x.
+
+    Args:
+        x: any shape, bf16, fp16 or fp32.
+        p: in [0, 1].
+        state: int64 [2] on x's device, (seed, offset), which decides what becomes zero (with the order of x's memory). None
+            draws two numbers from torch's generator of that device, one small launch; `torch.manual_seed` repeats them, and a
+            captured graph draws others at each replay.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        ValueError: p or the state do not fit.
+    """
+    if p == 1:
+        return x * 0.0
+    if state is None:
+        state = torch.randint(1 << 62, (2,), dtype=torch.int64, device=x.device)
+    if not wants_gradient(x):
+        return _drop(x, state, p)
+    return _Dropout.apply(x, state, float(p))  # pyright: ignore[reportReturnType]
+
+
+# ---- rotary embedding
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(positions, cos_sin)
+        ctx.options = (interleaved, inverse)
+        return _rotate(q, k, positions, cos_sin, interleaved, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        positions, cos_sin = ctx.saved_tensors
+        interleaved, inverse = ctx.options
+        dq, dk = grads
+        return *_rotate(dq, dk, positions, cos_sin, interleaved, not inverse), None, None, None, None
+
+
+def rope(
+    q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions, differentiable in both.
+
+    Args:
+        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read in place.
+        k: [T, G, D] of q's dtype.
+        positions: [T] int64, each in [0, max_pos).
+        cos_sin: [max_pos, 2, R/2] float32 from `rope_table`; R <= D. It has no gradient.
+        interleaved: pairs are (2i, 2i + 1) instead of (i, i + R/2).
+        inverse: rotate the other way.
+
+    Returns:
+        (q, k) rotated, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    if wants_gradient(q, k):
+        return _Rope.apply(q, k, positions, cos_sin, interleaved, inverse)  # pyright: ignore[reportReturnType]
+    return _rotate(q, k, positions, cos_sin, interleaved, inverse)

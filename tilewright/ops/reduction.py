@@ -1,0 +1,177 @@
+"""sum, mean, max and argmax over any dimensions, with gradients, as torch means them: kernels/reduction.py.
+
+What is reduced is brought to [N, R, C], R reduced: without a copy where the dimensions are neighbours in a dense tensor (the
+last ones, the first ones, all in between), else by one. Nothing to reduce is torch's own case: a sum is 0, a mean NaN, and
+a maximum an error.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.reduction import reduce_max_op, reduce_sum_op
+from tilewright.ops.permute import permute
+
+__all__ = ["argmax", "max", "mean", "sum"]
+
+
+def _dims(op: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    """The dimensions, counted from the first, in order."""
+    if not x.is_floating_point():
+        raise ValueError(f"{op}: x must hold floats, got {list(x.shape)} {x.dtype}")
+    given = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim) or range(x.dim())
+    if any(not -x.dim() <= d < x.dim() for d in given):
+        raise ValueError(f"{op}: dim must be -{x.dim()} to {x.dim() - 1} for x {list(x.shape)}, got {dim}")
+    found = sorted(d % x.dim() for d in given)
+    if len(set(found)) < len(found):
+        raise ValueError(f"{op}: dim names a dimension twice, got {dim}")
+    return found
+
+
+def _columns(x: Tensor, dims: list[int]) -> Tensor:
+    """x as [N, R, C], all of `dims` in R, dense as the op wants it."""
+    kept = [d for d in range(x.dim()) if d not in dims]
+    neighbours = dims[-1] - dims[0] == len(dims) - 1
+    if x.is_contiguous() and neighbours:
+        before, after = math.prod(x.shape[: dims[0]]), math.prod(x.shape[dims[-1] + 1 :])
+        reduced = math.prod([x.shape[d] for d in dims])
+        return x.view(1, before, reduced).mT if after == 1 else x.view(before, reduced, after)
+    return permute(x, [*kept, *dims]).view(1, math.prod([x.shape[d] for d in kept]), -1).mT
+
+
+def _shape(x: Tensor, dims: list[int], keepdim: bool) -> list[int]:
+    return [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum or mean over dims, kept as ones; differentiable as often as one likes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int], mean: bool) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function."""
+        ctx.shape, ctx.count = x.shape, math.prod([x.shape[d] for d in dims]) if mean else 1
+        return _summed(x, dims, mean)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """(of x), and nothing for the rest."""
+        return (grads[0] / ctx.count if ctx.count > 1 else grads[0]).expand(ctx.shape), None, None
+
+
+def _summed(x: Tensor, dims: list[int], mean: bool) -> Tensor:
+    """With the reduced dimensions kept as ones."""
+    shape = _shape(x, dims, True)
+    if not math.prod([x.shape[d] for d in dims]):
+        return torch.full(shape, math.nan if mean else 0.0, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    return reduce_sum_op(_columns(x, dims), mean).view(shape)
+
+
+def _reduced(op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
+    dims, mean = _dims(op, x, dim), op == "mean"
+    if not dims:  # a scalar
+        return x.clone()
+    y: Tensor = _Sum.apply(x, dims, mean) if wants_gradient(x) else _summed(x, dims, mean)  # pyright: ignore[reportAssignmentType]
+    return y if keepdim else y.view(_shape(x, dims, False))
+
+
+def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """The sum over dimensions, accumulated in float32.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape.
+        dim: one, several, or None for all.
+        keepdim: whether they stay, of size 1.
+
+    Returns:
+        x's dtype.
+
+    Raises:
+        ValueError: x does not hold floats, or has no such dimension, or it is named twice.
+    """
+    return _reduced("sum", x, dim, keepdim)
+
+
+def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """The mean over dimensions, accumulated in float32. Arguments and errors are those of `sum`; of nothing it is NaN."""
+    return _reduced("mean", x, dim, keepdim)
+
+
+class _Max(torch.autograd.Function):
+    """(values, places) of the maximum over one dimension, kept as one; differentiable as often as one likes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Runs without gradients, as torch does inside of a Function."""
+        values, places = _largest("max", x, [dim])
+        ctx.save_for_backward(places)
+        ctx.shape, ctx.dim = x.shape, dim
+        ctx.mark_non_differentiable(places)
+        return values, places
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """(of x, None): each column's gradient goes to the element that was named."""
+        (places,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape).scatter(ctx.dim, places, grads[0]), None
+
+
+def _largest(op: str, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """(values, places) with the reduced dimensions kept as ones."""
+    shape = _shape(x, dims, True)
+    if not math.prod([x.shape[d] for d in dims]):
+        raise IndexError(f"{op}: there is no largest of nothing: dimensions {dims} of x {list(x.shape)} are empty")
+    if not x.numel():
+        return torch.empty(shape, dtype=x.dtype, device=x.device), torch.empty(shape, dtype=torch.int64, device=x.device)
+    values, places = reduce_max_op(_columns(x, dims))
+    return values.view(shape), places.view(shape)
+
+
+def max(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The largest element along a dimension, and where it is.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape. NaN is larger than any number.
+        dim: which.
+        keepdim: whether it stays, of size 1.
+
+    Returns:
+        (values of x's dtype, places int64); of equals the first.
+
+    Raises:
+        IndexError: the dimension is empty.
+        ValueError: x does not hold floats, or has no such dimension.
+    """
+    dims = _dims("max", x, dim)
+    if not dims:
+        raise ValueError("max: a scalar has no dimension")
+    found: tuple[Tensor, Tensor] = _Max.apply(x, dims[0]) if wants_gradient(x) else _largest("max", x, dims)  # pyright: ignore[reportAssignmentType]
+    values, places = found
+    shape = _shape(x, dims, keepdim)
+    return values.view(shape), places.view(shape)
+
+
+def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Where the largest element is: along a dimension, or in all of x, flattened.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape. NaN is larger than any number.
+        dim: which, or None.
+        keepdim: whether what is reduced stays, of size 1.
+
+    Returns:
+        int64; of equals the first.
+
+    Raises:
+        IndexError: there is nothing to choose from.
+        ValueError: x does not hold floats, or has no such dimension.
+    """
+    dims = _dims("argmax", x, dim)
+    if not dims:
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    return _largest("argmax", x.detach(), dims)[1].view(_shape(x, dims, keepdim))

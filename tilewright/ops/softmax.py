@@ -1,0 +1,73 @@
+"""softmax and log_softmax with gradients, over any dimension: kernels/softmax.py, and softmax_backward.py behind.
+
+Kept for the backward pass is the result. Another dimension than the last is made the last by a copy, there and back.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.kernels import softmax as kernels
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.shapes import rows_ready
+from tilewright.kernels.softmax_backward import log_softmax_backward_op, softmax_backward_op
+from tilewright.ops.permute import transpose
+
+__all__ = ["log_softmax", "softmax"]
+
+
+class _Softmax(torch.autograd.Function):
+    """softmax over the last dimension, or its logarithm, differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: bool) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function."""
+        y = kernels.log_softmax(x) if log else kernels.softmax(x)
+        ctx.save_for_backward(y)
+        ctx.log = log
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, None)."""
+        (y,) = ctx.saved_tensors
+        return (log_softmax_backward_op if ctx.log else softmax_backward_op)(rows_ready(grads[0]), y), None
+
+
+def _over(x: Tensor, dim: int, log: bool) -> Tensor:
+    name = "log_softmax" if log else "softmax"
+    if x.dim() and not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{name}: dim must be -{x.dim()} to {x.dim() - 1} for x {list(x.shape)}, got {dim}")
+    if x.dim() and dim % x.dim() != x.dim() - 1:
+        return transpose(_over(transpose(x, dim, -1), -1, log), dim, -1)
+    if wants_gradient(x):
+        return _Softmax.apply(x, log)  # pyright: ignore[reportReturnType]
+    return kernels.log_softmax(x) if log else kernels.softmax(x)
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Softmax over one dimension.
+
+    Args:
+        x: any shape with a dimension, bf16, fp16 or fp32.
+        dim: which; one that is not the last costs two copies.
+
+    Returns:
+        x's shape and dtype, contiguous. A row of -inf alone gives NaN, as in torch.
+
+    Raises:
+        ValueError: x is a scalar, does not hold floats, or has no such dimension.
+    """
+    return _over(x, dim, False)
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """The logarithm of softmax over one dimension. Arguments and errors are those of `softmax`.
+
+    Returns:
+        x's shape and dtype, contiguous.
+    """
+    return _over(x, dim, True)

@@ -1,0 +1,101 @@
+"""Resizing with gradients, in torch's shapes: [N, C, H, W] or [N, C, L].
+
+The kernels are channels-last (kernels/upsample.py): torch's channels-last memory goes in and comes out without a copy, another
+tensor is copied first. The result is channels-last in memory.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.upsample import upsample_op
+from tilewright.kernels.upsample_backward import upsample_backward_op
+
+__all__ = ["upsample"]
+
+_MODES = {"nearest": (3, 4), "linear": (3,), "bilinear": (4,)}
+_LARGEST = 1 << 31
+
+
+class _Upsample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: list[int], *options: Any) -> Tensor:
+        ctx.options = (list(x.shape[1:3]), *options)
+        return upsample_op(x, out, *options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return upsample_backward_op(grads[0].contiguous(), *ctx.options), None, None, None, None, None
+
+
+def upsample(
+    x: Tensor, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest", align_corners: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """x resized, differentiable in x; torch's `interpolate`.
+
+    Args:
+        x: [N, C, H, W] or [N, C, L], bf16, fp16 or fp32; channels-last memory is read in place.
+        size: the result's height and width, one number for both; or
+        scale_factor: how many times as large, rounded down to whole places. Taken as the nearest fraction with a denominator up
+            to 1000, by which places are computed exactly.
+        mode: "nearest"; "linear" for [N, C, L], "bilinear" for [N, C, H, W].
+        align_corners: of the linear modes: the corners of both images coincide, instead of their borders.
+
+    Returns:
+        [N, C, *out] of x's dtype, channels-last in memory.
+
+    Raises:
+        ValueError: the mode, or shapes, do not fit.
+    """
+    if mode not in _MODES or x.dim() not in _MODES[mode]:
+        wanted = ", ".join(f"{name} for {' or '.join(str(d - 2) for d in dims)}" for name, dims in _MODES.items())
+        raise ValueError(
+            f"upsample: wanted a mode and its number of spatial dimensions, {wanted}; got {mode!r}, {list(x.shape)}"
+        )
+    if mode == "nearest" and align_corners is not None:
+        raise ValueError("upsample: align_corners goes with the linear modes")
+    if (size is None) == (scale_factor is None):
+        raise ValueError(f"upsample: wanted size or scale_factor, one of them; got {size} and {scale_factor}")
+    spatial, corners = x.dim() - 2, bool(align_corners)
+    steps = [_axis(n, o, f, corners) for n, o, f in zip(x.shape[2:], *_spread(size, scale_factor, spatial), strict=True)]
+    out, num, den = ([1] * (2 - spatial) + list(numbers) for numbers in zip(*steps, strict=True))
+    last = x.movedim(1, -1).contiguous()
+    last = last.view(last.shape[0], *[1] * (2 - spatial), *last.shape[1:])
+    options = ("nearest" if mode == "nearest" else "linear", num, den, corners)
+    y: Any = _Upsample.apply(last, out, *options) if wants_gradient(x) else upsample_op(last, out, *options)
+    return y.reshape(y.shape[0], *y.shape[3 - spatial :]).movedim(-1, 1)
+
+
+def _spread(size: Any, factor: Any, spatial: int) -> tuple[list[Any], list[Any]]:
+    """One of each for every dimension, None where there is none."""
+    both = []
+    for name, value in (("size", size), ("scale_factor", factor)):
+        given = list(value) if isinstance(value, Sequence) else [value] * spatial
+        if len(given) != spatial:
+            raise ValueError(f"upsample: {name} must be one number or {spatial}, got {value}")
+        both.append(given)
+    return both[0], both[1]
+
+
+def _axis(n: int, size: int | None, factor: float | None, corners: bool) -> tuple[int, int, int]:
+    """(size of the result, num, den) along an axis."""
+    step = None if factor is None or factor <= 0 else 1 / Fraction(factor).limit_denominator(1000)
+    out = size if step is None else int(n / step)
+    if out is None or out < 1 or n < 1:
+        raise ValueError(
+            f"upsample: wanted sizes of 1 or more, got {n} to {size if factor is None else f'{factor} times that'}"
+        )
+    if corners:
+        step = Fraction(n - 1, out - 1) if out > 1 else Fraction(0)
+    elif step is None:
+        step = Fraction(n, out)
+    if (2 * out + 1) * step.numerator + 2 * step.denominator * (n + 1) >= _LARGEST:
+        raise ValueError(
+            f"upsample: from {n} to {out} in steps of {step}: products over 31 bits; give a size instead of a factor"
+        )
+    return out, step.numerator, step.denominator
