@@ -1,7 +1,9 @@
-"""Write the tables in README.md: measured figures from benchmarks/results, support from tilewright/asm/certificates.
+"""Write the tables of figures: README.md's summary, docs/results.md and docs/support.md.
 
-python scripts/results_table.py            # rewrite README.md
-python scripts/results_table.py --check    # exit 1 if it is not what the files say
+What was measured comes from benchmarks/results, what compiles where from tilewright/asm/certificates.
+
+python scripts/results_table.py            # rewrite the three files
+python scripts/results_table.py --check    # exit 1 if one is not what the files say
 """
 
 import json
@@ -14,8 +16,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- results: written by scripts/results_table.py from benchmarks/results -->\n"
 END = "<!-- end of results -->\n"
-SUPPORT_BEGIN = "<!-- support: written by scripts/results_table.py from tilewright/asm/certificates -->\n"
-SUPPORT_END = "<!-- end of support -->\n"
+RESULTS_HEAD = """# What was measured
+
+Written by scripts/results_table.py from benchmarks/results; the commands stand at the end. docs/log.md tells what was tried.
+
+"""
+SUPPORT_HEAD = """# What compiles where
+
+`make certify` compiles every kernel of every operator for these architectures without a GPU, and all configs that
+tuning may choose from; CI compiles a sample of them again and fails, in words, where one got worse (`tilewright asm
+OP` shows one of them in full). `make certify-all` shows where Triton's versions differ. A cell counts the configs, or
+the examples where there is nothing to choose, says how many of them spill registers, and what most often limits how
+many blocks an SM holds. Written by scripts/results_table.py.
+
+"""
 
 
 def load(card: str, prefix: str) -> list[dict[str, Any]]:
@@ -23,13 +37,16 @@ def load(card: str, prefix: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results" / card).glob(f"{prefix}*.json"))]
 
 
-def engine_table(card: str) -> str:
-    """One line a shape and workload; the last run is the warm one."""
+def engine_table(card: str, warm: bool) -> str:
+    """One line a shape, workload and run; `warm`: of several runs only the last."""
     lines = [
         "| shape | weights | workload | run | output tokens/s | input tokens/s | median step, ms | compiles after ready |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in (row for result in load(card, "engine") for row in result["rows"]):
+    rows = [row for result in load(card, "engine") for row in result["rows"]]
+    if warm:
+        rows = list({(row["shape"], row.get("weights"), row["workload"]): row for row in rows}.values())
+    for row in rows:
         prompts = row.get("input_tok_per_s")
         cells = [row["shape"], row.get("weights", "bfloat16"), row["workload"], row["run"], f"{row['output_tok_per_s']:,.0f}"]
         cells += [f"{prompts:,.0f}" if prompts else "", row["median_step_ms"], row["compiles_after_ready"]]
@@ -47,24 +64,40 @@ def ops_table(card: str) -> str:
     return "\n".join(lines)
 
 
-def products_table(card: str) -> str:
-    """Matrix products against cuBLAS: one line a set of shapes and number of rows."""
+def against(card: str) -> dict[str, list[dict[str, Any]]]:
+    """Results of `tilewright bench OP`: name of the file -> its rows that were compared with something, if there are any."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks/results" / card).glob("*.json")):
+        rows = [row for row in json.loads(path.read_text()).get("rows", ()) if "their_us" in row]
+        if rows:
+            found[path.stem] = [row | dims_of(row["dims"]) for row in rows]
+    return found
+
+
+def comparison_table(card: str) -> str:
+    """Operators against what they replace: one line a result file."""
     lines = [
-        "| linear, bf16 | shapes | implementations | cuBLAS's time over ours: geometric mean | lowest |",
-        "|---|---|---|---|---|",
+        "| operators | against | problems | implementations | its time over ours: geometric mean | lowest |",
+        "|---|---|---|---|---|---|",
     ]
-    for path in sorted((ROOT / "benchmarks/results" / card).glob("linear-*.json")):
-        rows = [row | dims_of(row["dims"]) for row in json.loads(path.read_text())["rows"]]
-        named = path.stem.partition("-")[2]
-        groups = (
-            [("", rows)] if named == "awkward" else [(f", {m} rows", [r for r in rows if r["M"] == m]) for m in rows_of(rows)]
-        )
-        for label, group in groups:
-            worst = min(group, key=lambda row: row["ratio"])
-            impls = ", ".join(f"{name} {count}" for name, count in Counter(row["impl"] for row in group).most_common())
-            lines.append(
-                f"| {named}{label} | {len(group)} | {impls} | {geomean(group):.3f} | {worst['ratio']:.2f} ({worst['dims']}) |"
-            )
+    for name, rows in against(card).items():
+        worst = min(rows, key=lambda row: row["ratio"])
+        impls = ", ".join(f"{impl} {count}" for impl, count in Counter(row["impl"] for row in rows).most_common())
+        peers = ", ".join(dict.fromkeys(row["against"] for row in rows))
+        lowest = f"{worst['ratio']:.2f} ({worst['dims']})"
+        lines.append(f"| {name} | {peers} | {len(rows)} | {impls} | {geomean(rows):.3f} | {lowest} |")
+    return "\n".join(lines)
+
+
+def rows_table(rows: list[dict[str, Any]]) -> str:
+    """Every problem of a result file."""
+    lines = [
+        "| problem | implementation | us | TB/s | TFLOP/s | against | its us | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["dims"], row["impl"], row["us"], row["tb_per_s"], row["tflop_per_s"], row["against"], row["their_us"]]
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['ratio']:.3f} |")
     return "\n".join(lines)
 
 
@@ -95,27 +128,38 @@ def geomean(rows: list[dict[str, Any]]) -> float:
     return statistics.geometric_mean(row["ratio"] for row in rows)
 
 
-def section() -> str:
-    """All that stands between the two markers."""
-    facts = (load("h100", "engine") + load("h100", "ops"))[0]["environment"]
+def machine(card: str) -> str:
+    """The device and the versions."""
+    facts = (load(card, "engine") + load(card, "ops"))[0]["environment"]
     versions = f"driver {facts['driver']}, torch {facts['torch']}, triton {facts['triton']}, ptxas {facts['ptxas']}"
-    environments = [result["environment"] for result in load("h100", "")]
-    commands = sorted({e["command"] for e in environments if "command" in e})  # docs/regret.md has the study's own
-    listed = "\n".join(f"    {command}" for command in commands)
-    parts = [
-        f"On one {facts['device']}, {versions}:",
-        engine_table("h100"),
-        ops_table("h100"),
-        products_table("h100"),
-    ]
-    if load("h100", "layers"):
-        parts += [
-            "Quantised linear layers, quantising of the activation included, against `F.linear` in bf16 (above 1 is faster),\n"
-            "geometric mean over the projections and in brackets the lowest:",
-            layers_table("h100"),
-        ]
-    parts += ["Reproduced by", listed]
+    return f"One {facts['device']}, {versions}."
+
+
+LAYERS = (
+    "Quantised linear layers, quantising of the activation included, against `F.linear` in bf16 (above 1 is faster);\n"
+    "geometric mean over the projections and in brackets the lowest:"
+)
+
+
+def summary(card: str) -> str:
+    """README's part."""
+    parts = [machine(card), "The engine, warm:", engine_table(card, warm=True)]
+    parts += ["Operators against what they replace, above 1 is faster:", comparison_table(card)]
+    parts += [LAYERS, layers_table(card), "Each row, and the commands: [docs/results.md](docs/results.md)."]
     return "\n\n".join(parts) + "\n\n"
+
+
+def results(card: str) -> str:
+    """docs/results.md."""
+    environments = [result["environment"] for result in load(card, "")]
+    commands = sorted({e["command"] for e in environments if "command" in e})  # docs/regret.md has the study's own
+    parts = [machine(card), "## The engine", engine_table(card, warm=False)]
+    parts += ["## Operators limited by bytes", ops_table(card), "## Quantised layers", LAYERS, layers_table(card)]
+    parts += ["## Operators against what they replace", comparison_table(card)]
+    for name, rows in against(card).items():
+        parts += [f"### {name}", rows_table(rows)]
+    parts += ["## Commands", "\n".join(f"    {command}" for command in commands)]
+    return RESULTS_HEAD + "\n\n".join(parts) + "\n"
 
 
 def support_table() -> str:
@@ -157,17 +201,21 @@ def replaced(text: str, begin: str, end: str, inside: str) -> str:
 
 
 def main() -> int:
-    """Rewrite or check README.md."""
+    """Rewrite or check the files."""
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    wanted = replaced(text, BEGIN, END, section())
-    wanted = replaced(wanted, SUPPORT_BEGIN, SUPPORT_END, support_table())
+    wanted = {
+        readme: replaced(readme.read_text(), BEGIN, END, summary("h100")),
+        ROOT / "docs/results.md": results("h100"),
+        ROOT / "docs/support.md": SUPPORT_HEAD + support_table(),
+    }
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
-        if wanted != text:
-            print("README.md does not show what benchmarks/results and tilewright/asm/certificates say;", file=sys.stderr)
+        for path in stale:
+            print(f"{path.name} does not show what benchmarks/results and tilewright/asm/certificates say;", file=sys.stderr)
             print("run: python scripts/results_table.py", file=sys.stderr)
-        return int(wanted != text)
-    readme.write_text(wanted)
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(wanted[path])
     return 0
 
 

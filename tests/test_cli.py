@@ -70,7 +70,7 @@ OPTIONS = {
     "bench op": {"--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--out", "--json"},
     "bench ops": {"--out", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
-    "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--device", "--json"},
+    "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
@@ -250,6 +250,8 @@ def test_quantize_saves_what_run_takes(model: Path, tmp_path: Path) -> None:
         text,
         "--migrate",
         "0.5",
+        "--activation",
+        "static",
         "--json",
     )
     assert done.returncode == 0, done.stderr

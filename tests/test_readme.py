@@ -1,4 +1,4 @@
-"""README.md shows the figures that stand in benchmarks/results, and no others."""
+"""README.md and the docs show the figures that stand in benchmarks/results, and no others."""
 
 import subprocess
 import sys

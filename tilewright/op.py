@@ -208,6 +208,9 @@ class Op:
     with it (attention rounds the weights of its average, then the average).
     `codes_may_move`: it quantises what it has computed, so a last bit may move a code to its neighbour. Conformance compares it
     with the reference in the arguments' own dtypes, whose rounding before the codes is part of the definition.
+    `codes_inside`: it rounds numbers of its own to codes on its way to a 16-bit result: a last bit may move such a number by a
+    step, an eighth of itself in e4m3. That shows in single elements: the largest error is held to an eighth of the largest
+    element of the definition, the RMS error as anywhere.
     `tolerance` may tighten the conformance limits: dtype -> (max error, RMS error), both relative to the RMS of the oracle.
     """
 
@@ -225,6 +228,7 @@ class Op:
     rows_in_problem: bool = False
     roundings: int = 1
     codes_may_move: bool = False
+    codes_inside: bool = False
     tolerance: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

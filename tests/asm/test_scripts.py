@@ -1,4 +1,4 @@
-"""What the scripts make of certificates: the support table in README.md, and the comparison of versions of Triton."""
+"""What the scripts make of certificates: the support table, and the comparison of versions of Triton."""
 
 import importlib.util
 from pathlib import Path

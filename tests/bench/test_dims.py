@@ -21,6 +21,11 @@ PEERLESS = {
     "add_rms_norm_quantize",
     "attention_backward",
     "block_scaled_linear",
+    "cast_linear",
+    "channel_affine",
+    "channel_sums",
+    "cross_entropy_gradient_in_place",
+    "dropout",
     "kv_cache_write",
     "mixed_linear",
     "mla_attention",
@@ -28,6 +33,7 @@ PEERLESS = {
     "mx_linear",
     "quantize_blocks",
     "quantize_fold",
+    "quantize_keys_values",
     "quantize_mx",
     "quantize_rows",
     "quantize_static",
@@ -36,9 +42,11 @@ PEERLESS = {
     "rope",
     "rope_kv_write",
     "sample",
+    "scale_in_place",
+    "scaled_attention",
     "silu_mul_quantize",
 }
-SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16}
+SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10}
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_scopes_and_cards() -> None:
 def test_costs_that_depend_on_values() -> None:
     said = explain(find_op("paged_attention"), {"B": 2, "KV": 64, "H": 4, "G": 2, "D": 64}, H100)
     assert said["roofline"]["flops"] == 4 * 2 * 64 * 4 * 64
-    assert said["impl"] == "stream"
+    assert said["impl"] == "sm90"
 
 
 def run(*words: str) -> tuple[int, str, str]:

@@ -18,14 +18,56 @@ __all__ = ["representatives"]
 # Norms and softmax hold a row that is no wider than BLOCK_D in one block, so each width has configs of its own. Ascending: a
 # config that a narrow row takes in one block is certified there, and on a wide row only what no narrow one takes.
 _ROWS = (*({"M": 4, "N": 1 << i} for i in range(6, 15)), {"M": 2, "N": 131072})
+_CHANNELS = (
+    *({"M": 64, "N": 1 << i} for i in (4, 5, 6, 7, 8)),
+    *({"M": 1 << i, "N": 64, "first": True} for i in (5, 7, 10)),
+)
+_REDUCED = (
+    *({"M": 64, "N": 1 << i} for i in (4, 5, 6, 7, 8)),
+    *({"M": 1 << i, "N": 64, "rows": True} for i in (4, 5, 6, 7, 8, 9, 10)),
+    *({"M": 4096, "N": i, "rows": True} for i in (1, 2)),
+)
+_LOSSES = (*({"M": 4, "N": 1 << i} for i in (6, 9, 10, 11, 12, 13, 14)), {"M": 2, "N": 131072})
 _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "add_rms_norm": _ROWS,
     "layer_norm": _ROWS,
+    "layer_norm_backward": ({"M": 4, "N": 32}, *_ROWS),
+    "log_softmax": _ROWS,
+    "log_softmax_backward": ({"M": 4, "N": 32}, *_ROWS),
+    "reduce_max": _REDUCED,
+    "reduce_sum": _REDUCED,
     "rms_norm": _ROWS,
+    "rms_norm_backward": ({"M": 4, "N": 32}, *_ROWS),
     "softmax": _ROWS,
+    "softmax_backward": ({"M": 4, "N": 32}, *_ROWS),
+    "channel_affine": _CHANNELS,
+    "channel_sums": _CHANNELS,
+    "cross_entropy": _LOSSES,
+    "cross_entropy_gradient": _LOSSES,
+    "cross_entropy_gradient_in_place": _LOSSES,
+    "conv": (
+        {"N": 2, "C": 64, "H": 14, "O": 256},
+        {"N": 2, "C": 32, "H": 14, "O": 64},  # half steps of K
+        {"N": 2, "C": 64, "H": 14, "O": 64, "K": 7, "groups": 64},
+        {"N": 2, "C": 64, "H": 14, "O": 64, "K": 3, "groups": 64},  # several rows of y
+        {"N": 2, "C": 64, "H": 14, "O": 64, "groups": 16},
+        {"N": 2, "C": 128, "H": 14, "O": 256, "dtype": torch.int8},
+        {"N": 2, "C": 64, "H": 14, "O": 64, "dtype": torch.float32},
+    ),
+    "conv_transpose": (
+        {"N": 2, "C": 64, "H": 14, "O": 256},
+        {"N": 2, "C": 64, "H": 14, "O": 64, "K": 3, "groups": 64},
+        {"N": 2, "C": 32, "H": 14, "O": 64},
+        {"N": 2, "C": 64, "H": 14, "O": 64, "dtype": torch.float32},
+    ),
+    "conv_weight_gradient": (
+        {"N": 32, "C": 64, "H": 56, "O": 64},
+        {"N": 32, "C": 64, "H": 56, "O": 64, "dtype": torch.float32},
+    ),
     "gelu_mul": ({"M": 4, "N": 8192},),
     "silu_mul": ({"M": 4, "N": 8192},),
     "kv_cache_write": ({"T": 8},),
+    "permute": ({"M": 2048, "N": 2048}, {"M": 2048, "N": 2048, "dtype": torch.float32}),
     "rope": ({"T": 8},),
     "rope_kv_write": ({"T": 8},),
     "sample": ({"M": 2, "N": 128256},),
@@ -74,6 +116,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"M": 128, "N": 512, "K": 8192, "dtype": torch.float32},
         {"M": 16, "N": 512, "K": 4096, "dtype": torch.float32},
         {"M": 1, "N": 4096, "K": 4096, "dtype": torch.float32},
+        {"M": 16, "N": 2047, "K": 2047},
     ),
 }
 

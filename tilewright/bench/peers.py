@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.bench import peers_conv, peers_pointwise
+
 __all__ = ["NoPeer", "default_shapes", "inductor", "peer"]
 
 Call = Callable[[], Any]
@@ -140,21 +142,80 @@ def _paged_attention(
     return lambda: F.scaled_dot_product_attention(heads, k, v, is_causal=max_q > 1, scale=scale, enable_gqa=True)
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float) -> Call:
+    if z_loss:
+        raise NoPeer("cross_entropy: PyTorch's has no z-loss")
+    options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": "none"}
+    return lambda: F.cross_entropy(logits, targets, **options)
+
+
+def _cross_entropy_gradient(
+    logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
+) -> Call:
+    if z_loss or smoothing:
+        raise NoPeer("cross_entropy_gradient: what autograd launches is listed here without z-loss and label smoothing")
+    aten = torch.ops.aten
+
+    def call() -> tuple[Tensor, Tensor]:
+        logs = torch.log_softmax(logits, -1)
+        losses, total = aten.nll_loss_forward(logs, targets, None, 0, ignore_index)
+        back = aten.nll_loss_backward(scale.to(logs.dtype), logs, targets, None, 0, ignore_index, total)
+        return losses, aten._log_softmax_backward_data(back, logs, -1, logits.dtype)
+
+    return call
+
+
+def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> Call:
+    mean, scale = torch.ops.aten.native_layer_norm(x, [x.shape[-1]], weight, weight, eps)[1:]
+    wanted = [True, True, True]
+    return lambda: torch.ops.aten.native_layer_norm_backward(dy, x, [x.shape[-1]], mean, scale, weight, weight, wanted)
+
+
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float) -> Call:
+    if dmore is not None:
+        raise NoPeer("rms_norm_backward: PyTorch's has no second gradient of x to add")
+    shape, wanted = [x.shape[-1]], [True, True]
+    if not x.is_cuda:  # torch has the fused gradient on a GPU alone
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        y = F.rms_norm(x, shape, weight, eps)
+        return lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+    scale = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[1]
+    return lambda: torch.ops.aten._fused_rms_norm_backward(dy, x, shape, scale, weight, wanted)
+
+
 _PEERS: dict[str, Callable[..., Call]] = {
+    **peers_conv.PEERS,
+    **peers_pointwise.PEERS,
     "add_rms_norm": _add_rms_norm,
     "attention": _attention,
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_gradient": _cross_entropy_gradient,
     "gelu_mul": lambda gate, up, approximate: lambda: F.gelu(gate, approximate="tanh" if approximate else "none") * up,
     "layer_norm": lambda x, weight, bias, eps: lambda: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
+    "layer_norm_backward": _layer_norm_backward,
     "linear": _linear,
+    "log_softmax": lambda x: lambda: torch.log_softmax(x, -1),
+    "log_softmax_backward": lambda dy, y: lambda: torch.ops.aten._log_softmax_backward_data(dy, y, -1, y.dtype),
     "paged_attention": _paged_attention,
+    "permute": lambda x, dims: lambda: x.permute(dims).contiguous(),
+    "reduce_max": lambda x: lambda: x.max(1),
+    "reduce_sum": lambda x, mean: lambda: x.mean(1) if mean else x.sum(1),
     "rms_norm": lambda x, weight, eps: lambda: F.rms_norm(x, x.shape[-1:], weight, eps),
+    "rms_norm_backward": _rms_norm_backward,
     "scaled_linear": _scaled_linear,
     "silu_mul": lambda gate, up: lambda: F.silu(gate) * up,
     "softmax": lambda x: lambda: torch.softmax(x, -1),
+    "softmax_backward": lambda dy, y: lambda: torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype),
     "token_logprobs": lambda logits, ids: lambda: torch.log_softmax(logits.float(), -1).gather(1, ids[:, None]),
 }
 
 _ROWS = ("M=4096 N=1024", "M=8192 N=4096", "M=8192 N=16384", "M=4096 N=131072", "M=64 N=4096")
+_LOGITS = ("M=4096 N=131072", "M=8192 N=32000", "M=8192 N=50257", "M=65536 N=1000", "M=2048 N=262144")
+_IMAGES = ("B=32 M=4096 N=320", "B=256 M=3136 N=64", "B=256 M=49 N=2048", "B=32 M=4096 N=320 first=true")
+_REDUCED = (
+    *(f"M={m} N={n} rows=true" for m, n in ((4096, 131072), (131072, 4096), (1 << 28, 1))),
+    *("M=4096 N=131072", "M=131072 N=512"),
+)
 _PRODUCTS = ("M=64 N=4096 K=4096", "M=4096 N=4096 K=4096", "M=4096 N=14336 K=4096", "M=8192 N=8192 K=8192")
 # 16k tokens, 2048 = heads x head dim; then grouped heads, as in models of 8B.
 _ATTENTION = tuple(
@@ -167,10 +228,19 @@ _ATTENTION = tuple(
         *("B=4 KV=4096", "B=4 KV=4095"),
     )
 )
+_LONG_ATTENTION = ("B=2 KV=8192 H=16 G=16", "B=1 KV=16384 H=16 G=16", "B=1 KV=16384", "B=2 KV=8192 H=32 G=32 D=64")
 _SHAPES: dict[str, tuple[str, ...]] = {
+    **peers_conv.SHAPES,
+    **peers_pointwise.SHAPES,
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,
     "block_scaled_linear": _PRODUCTS,
+    "cast_linear": _PRODUCTS,
+    "channel_affine": _IMAGES,
+    "channel_sums": _IMAGES,
+    "cross_entropy": _LOGITS,
+    "cross_entropy_gradient": _LOGITS,
+    "cross_entropy_gradient_in_place": _LOGITS,
     "kv_cache_write": ("T=1", "T=256", "T=8192"),
     "linear": (
         *(f"M={m} N=4096 K=4096" for m in (1, 16, 64, 1024, 8192)),
@@ -196,9 +266,18 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         *(f"B=64 KV=4096 S={page}{codes}" for page in (16, 64) for codes in ("", " cache=int8", " cache=fp8")),
         *("B=1 KV=2048 Q=2048", "B=8 KV=2048 Q=2048"),
     ),
+    "permute": (
+        *("M=8192 N=8192", "M=4096 N=131072", "M=8192 N=4097", "M=4000 N=12000 B=4"),
+        "M=8192 N=8192 dtype=float32",
+        *("M=3136 N=64 B=512", "M=64 N=3136 B=512", "M=2048 N=512 rows=true"),
+    ),
+    "quantize_keys_values": ("B=2 KV=8192 G=16", "B=1 KV=16384", "B=1 KV=16384 format=int8"),
+    "reduce_max": _REDUCED,
+    "reduce_sum": _REDUCED,
     "rope": ("T=1", "T=256", "T=16384"),
     "rope_kv_write": ("T=1", "T=256", "T=8192"),
     "sample": ("M=1", "M=64", "M=256 top_p=0.95", "M=256 top_k=50"),
+    "scaled_attention": tuple(f"{shape} causal={causal}" for causal in ("false", "true") for shape in _LONG_ATTENTION),
     "scaled_linear": tuple(
         f"{shape} dtype={dtype}"
         for dtype in ("int8", "float8_e4m3fn")

@@ -90,7 +90,7 @@ def bench_engine(
     runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process: the first is cold.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together.")] = 4096,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens in a page of the KV cache.")] = 16,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a page of the cache; default: the engine's.")] = None,
     quantize: Annotated[str | None, typer.Option(help="Format of the weights: int8, fp8, int4 ...; default: dtype.")] = None,
     kv_cache: Annotated[str | None, typer.Option(help="Codes of keys and values: int8 or fp8; default: dtype.")] = None,
     max_tokens_per_step: Annotated[int, typer.Option(min=256, help="Tokens of one pass of the model.")] = 8192,

@@ -6,10 +6,11 @@ on small examples; problems that are tuned add up thousands of terms in float32,
 number, as errors of a random walk do: nothing in bf16, 5e-6 over 4096 products in float32.
 
 Codes of numbers that an op computes itself (`Op.codes_may_move`) may be one step from the definition's, few of them, and their
-scales as far as 16-bit numbers; there the oracle is the reference in the arguments' own dtypes.
+scales as far as 16-bit numbers; there the oracle is the reference in the arguments' own dtypes. Where such codes lie on the
+way to a result (`Op.codes_inside`) a moved one shows in single elements: by a step of e4m3 of the largest element at most.
 
 Operations and implementations are `tilewright.op`'s, which this module may not import; it asks them for `reference`,
-`mutates`, `roundings`, `codes_may_move`, `tolerance`, `cost` and `extra_roundings`.
+`mutates`, `roundings`, `codes_may_move`, `codes_inside`, `tolerance`, `cost` and `extra_roundings`.
 """
 
 import inspect
@@ -21,7 +22,20 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LIMITS", "MOVED_CODES", "Poisoned", "bits", "codes_apart", "errors", "flat", "limits", "oracle", "written", "wrong"]
+__all__ = [
+    "LIMITS",
+    "MOVED_CODES",
+    "STEP",
+    "Poisoned",
+    "bits",
+    "codes_apart",
+    "errors",
+    "flat",
+    "limits",
+    "oracle",
+    "written",
+    "wrong",
+]
 
 LIMITS = {
     torch.float32: (1e-5, 1e-6),
@@ -38,8 +52,11 @@ LIMITS = {
 MOVED_CODES = (1, 0.02)
 """(steps, share of the codes) that codes of computed numbers may be from the definition's."""
 
+STEP = 2.0**-3
+"""How far a code's neighbour may be, relative to it: e4m3 has three bits behind the leading one."""
+
 _FLOAT32_ULP = 2.0**-24
-_POISON = {torch.bool: True, torch.uint8: 0xA5}
+_POISON = {torch.bool: True, torch.uint8: 0xA5, torch.int16: -0x5A5A}
 
 
 class Poisoned(TorchFunctionMode):
@@ -158,6 +175,11 @@ def wrong(op: Any, impl: Any, got: Sequence[Tensor], want: Sequence[Tensor], flo
                 return f"output {i}: {int((g != w).sum())} of {w.numel()} integers differ"
             continue
         found = errors(g, w)
+        if op.codes_inside and found[0] < math.inf:
+            most, largest = float((g.double() - w.double()).abs().nan_to_num().max()), float(w.abs().nan_to_num().max())
+            if most > doubt * STEP * largest:
+                return f"output {i}: largest error {most:.3g}, limit an eighth of {largest:.3g}"
+            found = (0.0, found[1])
         for what, error, limit in zip(
             ("largest", "RMS"), found, limits(op, impl, torch.bfloat16 if op.codes_may_move else g.dtype, terms), strict=True
         ):
