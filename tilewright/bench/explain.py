@@ -105,11 +105,13 @@ def _why_not(impl: Any, op: Op, choice: Choice, device: Device, problem: Any, ar
     if choice.entry is not None:
         return "not measured, where another was"
     order = [i.name for i in op.impls]
-    place = "after" if order.index(impl.name) > order.index(choice.impl.name) else "before"
+    place = f"listed {'after' if order.index(impl.name) > order.index(choice.impl.name) else 'before'} {choice.impl.name}"
+    if op.first(device, problem) == choice.impl.name:
+        place = f"for such a problem {choice.impl.name} comes first"
     config = impl.space.default(device, problem)
     facts = config_facts(op.name, impl.name, device.arch).get(config_key(config))
     guess = _predicted(impl, config, args, device, [] if facts is None else [vars(facts)])
-    return f"not measured; listed {place} {choice.impl.name}" + (f"; predicted {guess['us']:.1f} us" if guess else "")
+    return f"not measured; {place}" + (f"; predicted {guess['us']:.1f} us" if guess else "")
 
 
 def _predicted(
