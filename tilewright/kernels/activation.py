@@ -262,42 +262,19 @@ gated_mul_op = Op(
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise.
-
-    Args:
-        gate: [..., F], bf16, fp16 or fp32; a half of a merged [..., 2F] tensor is read in place.
-        up: the shape and dtype of gate.
-
-    Returns:
-        [..., F] of gate's dtype, contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes differ.
-    """
+    """Without gradients; `ops.silu_mul` says what it takes."""
     _check("silu_mul", gate, up)
     return silu_mul_op(rows_ready(gate), rows_ready(up))
 
 
 def gelu_mul(gate: Tensor, up: Tensor, approximate: bool = False) -> Tensor:
-    """gelu(gate) * up, elementwise.
-
-    Args:
-        gate: [..., F], bf16, fp16 or fp32; a half of a merged [..., 2F] tensor is read in place.
-        up: the shape and dtype of gate.
-        approximate: the tanh form instead of erf.
-
-    Returns:
-        [..., F] of gate's dtype, contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes differ.
-    """
+    """Without gradients; `ops.gelu_mul` says what it takes."""
     _check("gelu_mul", gate, up)
     return gelu_mul_op(rows_ready(gate), rows_ready(up), approximate)
 
 
 def gated_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """f(gate) * up, elementwise, f one of `GATES`. Arguments, result and errors as of `silu_mul`."""
+    """f(gate) * up, f one of `GATES`, without gradients; `ops.gated_mul` says what it takes."""
     if kind not in GATES:
         raise ValueError(f"gated_mul: kind is {kind!r}, wanted one of {', '.join(GATES)}")
     _check("gated_mul", gate, up)

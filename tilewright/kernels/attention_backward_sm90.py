@@ -29,15 +29,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from tilewright.kernels.hopper import block_barrier, load_box
+
 __all__ = ["attention_backward_sm90_kernel"]
 
-_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
-_block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
 
 ROWS = gl.constexpr(64)  # of a product: what the tensor cores take at once
 
@@ -107,8 +106,8 @@ def _load(
     mbarrier.expect(kv_full.index(0), 2 * KEYS * D * 2)
     for i in gl.static_range(KEYS // ROWS):
         key = block * KEYS + i * ROWS
-        _load_box(k_desc, [b, key, kv_head * k_head_stride], kv_full.index(0), k_bufs.index(i))
-        _load_box(v_desc, [b, key, kv_head * v_head_stride], kv_full.index(0), v_bufs.index(i))
+        load_box(k_desc, [b, key, kv_head * k_head_stride], kv_full.index(0), k_bufs.index(i))
+        load_box(v_desc, [b, key, kv_head * v_head_stride], kv_full.index(0), v_bufs.index(i))
     it = 0
     for member in range(GROUP):
         h = kv_head * GROUP + member
@@ -118,12 +117,12 @@ def _load(
             row = ((b * heads + h) * blocks + j) * M
             mbarrier.wait(q_empty.index(stage), phase)
             mbarrier.expect(q_full.index(stage), M * D * 2 + M * 4)
-            _load_box(q_desc, [b, j * M, h * q_head_stride], q_full.index(stage), q_bufs.index(stage))
-            _load_box(lse_desc, [row], q_full.index(stage), lse_bufs.index(stage))
+            load_box(q_desc, [b, j * M, h * q_head_stride], q_full.index(stage), q_bufs.index(stage))
+            load_box(lse_desc, [row], q_full.index(stage), lse_bufs.index(stage))
             mbarrier.wait(do_empty.index(stage), phase)
             mbarrier.expect(do_full.index(stage), M * D * 2 + M * 4)
-            _load_box(do_desc, [b, j * M, h * do_head_stride], do_full.index(stage), do_bufs.index(stage))
-            _load_box(delta_desc, [row], do_full.index(stage), delta_bufs.index(stage))
+            load_box(do_desc, [b, j * M, h * do_head_stride], do_full.index(stage), do_bufs.index(stage))
+            load_box(delta_desc, [row], do_full.index(stage), delta_bufs.index(stage))
             it += 1
 
 
@@ -195,7 +194,7 @@ def _add(dq_ptr, order_ptr, part, dq, turn):
             pass
         _add_to(to, dq)
         # One thread passes the turn on for all: every thread's numbers must be out before.
-        _block_barrier()
+        block_barrier()
         gl.atomic_add(order_ptr + part, 1, sem="release")
 
 
@@ -277,7 +276,7 @@ def _weigh(s, dp, key, query, shape, scale_log2, kv_full, CAUSAL: gl.constexpr, 
 def _share(bar):
     """Let the other warpgroup, and the tensor cores, see what this one has stored."""
     fence_async_shared()
-    _block_barrier()
+    block_barrier()
     mbarrier.arrive(bar)
 
 

@@ -38,28 +38,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT, load_tiles, take
+from tilewright.kernels.hopper import block_barrier, clear_end, store_box
 
 __all__ = ["attention_sm90_kernel"]
 
-_store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9 has a new name
-_block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
 
 # ---- consumers
-
-
-@gluon.jit
-def _clear_end(v_buf, rows):
-    """Zero what a block of V holds beyond its first `rows`: other sequences' rows (0 * inf would be NaN)."""
-    CHUNK: gl.constexpr = 16
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for j in gl.static_range(v_buf.shape[0] // CHUNK):
-        if rows < (j + 1) * CHUNK:
-            part = v_buf.slice(j * CHUNK, CHUNK, dim=0)
-            at = j * CHUNK + gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout)), 1)
-            v = part.load(layout)
-            part.store(gl.where(at < rows, v, 0.0).to(v.dtype))
-    fence_async_shared()
-    _block_barrier()
 
 
 @gluon.jit
@@ -167,7 +151,7 @@ def _begin(s, v_bufs, v_full, it, seen, floor, scale, RIGHT: gl.constexpr, LEFT:
     e, m, _ = _exponentials(s, gl.full([ROWS], floor, gl.float32, gl.SliceLayout(1, s.type.layout)), scale, True)
     if k_len - last * N < N:
         mbarrier.wait(v_full.index(it % STAGES), it // STAGES & 1)
-        _clear_end(v_bufs.index(it % STAGES), k_len - last * N)
+        clear_end(v_bufs.index(it % STAGES), k_len - last * N, 8)
     return e, m, _row_parts(e)
 
 
@@ -219,7 +203,7 @@ def _finish(o, m, l, o_buf, out, row, head, q_start, q_len, floor, scale):
         weight += gl.convert_layout(gl.exp2((floor - m) * scale), weight.type.layout, assert_trivial=True)
     o = o * gl.expand_dims(gl.where(weight == 0.0, 0.0, 1.0 / weight), 1)
     tma.store_wait(pendings=0)
-    _block_barrier()
+    block_barrier()
     o_buf.store(o.to(out_ptr.dtype.element_ty))
     if lse_ptr is not None:
         rows = row + gl.arange(0, ROWS, layout=m.type.layout)
@@ -229,8 +213,8 @@ def _finish(o, m, l, o_buf, out, row, head, q_start, q_len, floor, scale):
         gl.store(lse_ptr + head.to(gl.int64) * total_q + q_start + rows, lse, mask=rows < q_len)
     if row + ROWS <= q_len:
         fence_async_shared()
-        _block_barrier()
-        _store_box(o_desc, [q_start + row, head * out_head_stride], o_buf)
+        block_barrier()
+        store_box(o_desc, [q_start + row, head * out_head_stride], o_buf)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         at = row + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
@@ -302,7 +286,7 @@ def _attend(
             _finish(o, m, l, o_bufs.index(wg), out, row, head, q_start, q_len, floor, scale)
             tma.store_wait(pendings=0)
             fence_async_shared()
-            _block_barrier()
+            block_barrier()
             mbarrier.arrive(q_empty.index(slot))
         # The next tile's first scores are computed while this one's result is divided, rounded and stored.
         s = _first_scores(bufs, bars, it, n, tile, total, wg, CONSUMERS, TAIL)

@@ -9,11 +9,12 @@ hands the number, and what it found out of the tile, to the groups that multiply
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewright.kernels.hopper import hand_out, load_box, next_tile
 
 __all__ = ["ROWS", "SLOT", "load_tiles", "take"]
 
-_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
 
 ROWS = gl.constexpr(64)  # of a consumer: what the tensor cores take at once
 SLOT = gl.constexpr(16)  # numbers that describe a tile, with room to a power of two
@@ -69,26 +70,6 @@ def _tile_of(tile, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.cons
 
 
 @gluon.jit
-def _next_tile(counter_ptr, total):
-    """The next tile, or one past the last. A launch draws `total` tickets in all: who draws the last one sets them back."""
-    ticket = gl.atomic_add(counter_ptr, 1)
-    if ticket == total - 1:
-        gl.store(counter_ptr, 0)
-    return gl.minimum(gl.num_programs(0) + ticket, total)
-
-
-@gluon.jit
-def _hand_out(tile, place, n, slots_ptr, tile_full, tile_empty):
-    """Tell the groups that multiply their n-th tile, with what `_tile_of` says of it: its divisions would delay them."""
-    mbarrier.wait(tile_empty.index(n & 1), n >> 1 & 1 ^ 1)
-    ptr = slots_ptr + (n & 1) * SLOT
-    gl.store(ptr, tile)
-    for i in gl.static_range(len(place)):
-        gl.store(ptr + 1 + i, place[i])
-    mbarrier.arrive(tile_full.index(n & 1))
-
-
-@gluon.jit
 def take(n, slots_ptr, tile_full, tile_empty):
     """(tile, what `_tile_of` says of it): the n-th of this program."""
     mbarrier.wait(tile_full.index(n & 1), n >> 1 & 1)
@@ -117,10 +98,10 @@ def _load(desc, tail_desc, row, col, full, buf, tail):
     D: gl.constexpr = buf.shape[1]
     if tail_desc is not None:
         mbarrier.expect(full, buf.shape[0] * (D + tail.shape[1]) * 2)
-        _load_box(tail_desc, [row, col + D], full, tail)
+        load_box(tail_desc, [row, col + D], full, tail)
     else:
         mbarrier.expect(full, buf.shape[0] * D * 2)
-    _load_box(desc, [row, col], full, buf)
+    load_box(desc, [row, col], full, buf)
 
 
 @gluon.jit
@@ -154,7 +135,7 @@ def load_tiles(
     n = 0
     tile = gl.program_id(0)
     place = _tile_of(tile, where, CONSUMERS * ROWS, N, RIGHT, LEFT)
-    _hand_out(tile, place, n, slots_ptr, tile_full, tile_empty)
+    hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT)
     while tile < total:
         row, head, q_start, _q_len, k_start, _k_len, last, count, _whole, _cut = place
         slot = n % Q_BUFS * CONSUMERS
@@ -171,9 +152,9 @@ def load_tiles(
             _fetch(descs, cols, bufs, bars, key - N, it + 1)
         # A ticket is a trip to L2. Now, while the next blocks' stages are taken; the consumers ask at the end of this tile.
         n += 1
-        after = _next_tile(counter_ptr, total)
+        after = next_tile(counter_ptr, total)
         place = _tile_of(gl.minimum(after, total - 1), where, CONSUMERS * ROWS, N, RIGHT, LEFT)
-        _hand_out(after, place, n, slots_ptr, tile_full, tile_empty)
+        hand_out(after, place, n, slots_ptr, tile_full, tile_empty, SLOT)
         for j in range(2, count):
             _fetch(descs, cols, bufs, bars, key - j * N, it + j)
         it += count

@@ -25,7 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from tilewright.kernels.matmul_sm90 import joined_boxes, load_tiles, piece_count, piece_of, place_of, program_rank
+from tilewright.kernels.hopper import viewed
+from tilewright.kernels.matmul_sm90 import load_tiles, piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part
 
 __all__ = ["block_sm90_kernel"]
@@ -226,7 +227,7 @@ def block_sm90_kernel(
     if HALVES == 2:
         w_shape: gl.constexpr = [COLS, BLOCK_K]
         w_layout: gl.constexpr = w_desc.layout
-        w_bufs = joined_boxes(w_boxes, STAGES * N_BOXES, w_shape, w_layout)
+        w_bufs = viewed(w_boxes, w_boxes.dtype, [STAGES * N_BOXES] + w_shape, w_layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, 64, EPILOGUE_N], TILE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

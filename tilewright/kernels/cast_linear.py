@@ -34,7 +34,7 @@ from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_sm90_launch import launch_sm90
 from tilewright.kernels.quantize import padded_width
-from tilewright.kernels.scaled_linear import LONGEST, finished, scaled_kernel
+from tilewright.kernels.scaled_linear import LONGEST, finished, refuse_sm90, scaled_kernel
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -113,16 +113,7 @@ EXAMPLES = (
 
 
 def _refuse_sm90(device: Device, problem: CastProblem) -> str | None:
-    product = problem.product
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
-    if not product.aligned:
-        return "needs rows of x and of the weight that start at multiples of 16 bytes"
-    if not product.k or not product.n:
-        return "the copy engine has no empty matrices: N or K is 0"
-    if product.x_major != "k" or product.w_major != "k":
-        return "needs x and the weight dense along K"
-    return None
+    return refuse_sm90(device, problem.product)
 
 
 def _sixteen(problem: CastProblem) -> Problem:

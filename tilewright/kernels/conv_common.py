@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.kernels.activation import gelu, gelu_tanh, silu
+from tilewright.kernels.matmul_common import activate
 from tilewright.kernels.shapes import next_pow2
 
 __all__ = [
@@ -176,21 +176,6 @@ def activated(y: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "relu":
-        # Not tl.maximum: a NaN stays a NaN.
-        return tl.where(x < 0, 0.0, x)
-    elif ACTIVATION == "gelu":
-        return gelu(x)
-    elif ACTIVATION == "gelu_tanh":
-        return gelu_tanh(x)
-    elif ACTIVATION == "silu":
-        return silu(x)
-    else:
-        return x
-
-
-@triton.jit
 def finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels, channels, mask, O, ACTIVATION: tl.constexpr):
     """Bias, residual, activation and the one rounding of a float32 tile; then its store.
 
@@ -202,4 +187,4 @@ def finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels, channels, mask, O,
     at = pixels * O + channels
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, _activate(acc, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + at, activate(acc, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)

@@ -40,26 +40,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.matmul_sm90 import load_box, piece_count, piece_of, place_of, program_rank
+from tilewright.kernels.hopper import block_barrier, load_box, store_box, viewed
+from tilewright.kernels.matmul_sm90 import piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.matmul_sm90_end import activate, add_parts, column_blocks, leave_part
 
 __all__ = ["VIEWS_REACH_ON", "conv_sm90_kernel"]
 
 VIEWS_REACH_ON = tuple(int(part) for part in version("triton").split(".")[:2]) < (3, 8)
 """Whether a view of shared memory may reach beyond the part it is taken of, as a column of the filter needs it."""
-
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in triton 3.9
-_block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
-_store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9 has a new name
-
-
-@gluon.jit
-def _viewed(bufs, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory as other boxes."""
-    if _RENAMED:
-        return bufs.reinterpret(dtype, shape, layout)
-    else:
-        return bufs._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
@@ -69,7 +57,7 @@ def _as_matrices(boxes):
     dtype: gl.constexpr = boxes.dtype
     shape: gl.constexpr = [boxes.shape[0], boxes.numel // (boxes.shape[0] * COLS), COLS]
     layout: gl.constexpr = gl.NVMMASharedLayout(boxes.layout.swizzle_byte_width, dtype.primitive_bitwidth, 2)
-    return _viewed(boxes, dtype, shape, layout)
+    return viewed(boxes, dtype, shape, layout)
 
 
 @gluon.jit
@@ -77,7 +65,7 @@ def _box_at(units, unit, dtype: gl.constexpr, desc):
     """A box for a descriptor, from a unit on."""
     shape: gl.constexpr = desc.block_type.shape
     layout: gl.constexpr = desc.layout
-    return _viewed(units.index(unit), dtype, shape, layout)
+    return viewed(units.index(unit), dtype, shape, layout)
 
 
 @gluon.jit
@@ -85,7 +73,7 @@ def _matrix_at(units, unit, dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.co
     """ROWS pixels from a unit on, as a matrix."""
     layout: gl.constexpr = gl.NVMMASharedLayout(units.layout.swizzle_byte_width, dtype.primitive_bitwidth, 2)
     shape: gl.constexpr = [ROWS, COLS]
-    return _viewed(units.index(unit), dtype, shape, layout)
+    return viewed(units.index(unit), dtype, shape, layout)
 
 
 @gluon.jit
@@ -316,13 +304,13 @@ def _finish(
             mbarrier.wait(full.index(stage), (passed + j) // STAGES & 1)
             residual = _matrix_at(x_units, (stage * M_BOXES + wg) * UNITS, residual_desc.dtype, ROWS, COLS)
             y += residual.load(y.type.layout).to(gl.float32)
-            _block_barrier()  # one thread gives the stage back for all
+            block_barrier()  # one thread gives the stage back for all
             mbarrier.arrive(empty.index(stage))
         y = activate(y, ACTIVATION)
         tma.store_wait(pendings=BUFS - 1)
         tile_bufs.index(wg * OWN + j % BUFS).store(y.to(y_desc.dtype))
         fence_async_shared()
-        _store_box(y_desc, [p, n, q, first_col + j * COLS], tile_boxes.index(wg * OWN + j % BUFS))
+        store_box(y_desc, [p, n, q, first_col + j * COLS], tile_boxes.index(wg * OWN + j % BUFS))
 
 
 @gluon.jit

@@ -251,20 +251,7 @@ layer_norm_op = Op(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Layer norm over the last dimension.
-
-    Args:
-        x: [..., D], bf16, fp16 or fp32.
-        weight: [D].
-        bias: [D] or None.
-        eps: added to the variance.
-
-    Returns:
-        [..., D] of x's dtype, contiguous.
-
-    Raises:
-        ValueError: weight or bias does not match the last dimension.
-    """
+    """Without gradients; `ops.layer_norm` says what it takes."""
     if bias is None:
         check_last_dim("layer_norm", x, weight=weight)
     else:

@@ -19,7 +19,17 @@ from torch import Tensor
 from tilewright.kernels.activation import gelu, gelu_tanh, silu
 from tilewright.kernels.shapes import next_pow2
 
-__all__ = ["ACTIVATIONS", "LARGEST_BUCKET", "Problem", "buckets", "empty_output", "finish", "problem_of", "weight_rows"]
+__all__ = [
+    "ACTIVATIONS",
+    "LARGEST_BUCKET",
+    "Problem",
+    "activate",
+    "buckets",
+    "empty_output",
+    "finish",
+    "problem_of",
+    "weight_rows",
+]
 
 # Name -> (the function, whether it multiplies the second half of the columns).
 ACTIVATIONS = {
@@ -104,7 +114,8 @@ def weight_rows(cols, N, GATED: tl.constexpr):
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
+    """An activation of one operand, by its name."""
     if ACTIVATION == "relu":
         # Not tl.maximum: a NaN stays a NaN.
         return tl.where(x < 0, 0.0, x)
@@ -150,11 +161,11 @@ def finish(
         acc += bias.to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
-        y = _activate(gate, ACTIVATION) * up
+        y = activate(gate, ACTIVATION) * up
         cols = first_col // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
         width = N // 2
     else:
-        y = _activate(acc, ACTIVATION)
+        y = activate(acc, ACTIVATION)
         cols = first_col + (tl.arange(0, BLOCK_N) * COL_STEP)[None, :]
         width = N
     rows = first_row + tl.arange(0, BLOCK_M)[:, None]

@@ -46,11 +46,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from tilewright.kernels.hopper import load_box, viewed
 from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part
 
 __all__ = [
-    "joined_boxes",
-    "load_box",
     "load_tiles",
     "multiply_tiles",
     "piece_count",
@@ -60,8 +59,6 @@ __all__ = [
     "sm90_kernel",
 ]
 
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in triton 3.9
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
 
 # ---- which work a program has
 
@@ -339,15 +336,6 @@ def multiply_tiles(
 # ---- kernel
 
 
-@gluon.jit
-def joined_boxes(boxes, COUNT: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Buffers of `shape` over the same memory: gate and up boxes as one operand."""
-    if _RENAMED:
-        return boxes.reinterpret(boxes.dtype, [COUNT] + shape, layout)
-    else:
-        return boxes._reinterpret(boxes.dtype, [COUNT] + shape, layout)
-
-
 @gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride", "y_stride"])
 def sm90_kernel(
     x_desc, x_low_desc, w_desc, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr,
@@ -375,7 +363,7 @@ def sm90_kernel(
     if HALVES == 2:
         w_shape: gl.constexpr = [COLS, BLOCK_K] if W_MAJOR == "k" else [BLOCK_K, COLS]
         w_layout: gl.constexpr = w_desc.layout
-        w_bufs = joined_boxes(w_boxes, STAGES * N_BOXES, w_shape, w_layout)
+        w_bufs = viewed(w_boxes, w_boxes.dtype, [STAGES * N_BOXES] + w_shape, w_layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

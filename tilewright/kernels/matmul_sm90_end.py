@@ -11,10 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-__all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part"]
+from tilewright.kernels.hopper import block_barrier, store_box
 
-_block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
-_store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9 has a new name
+__all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part"]
 
 
 @gluon.jit
@@ -71,7 +70,7 @@ def leave_part(blocks, parts_ptr, ticket_ptr):
         line = _as_line(blocks[j])
         gl.store(_line_pointers(parts_ptr + j * line.shape[0], line), line)
     # One thread draws the ticket for all: every thread's part must be out before.
-    _block_barrier()
+    block_barrier()
     gl.atomic_add(ticket_ptr, 1, sem="release")
 
 
@@ -231,7 +230,7 @@ def finish_tile(
             tma.store_wait(pendings=BUFS - 1)
             buf.store(_rounded(y, inverse, y_ptr.dtype.element_ty))
             fence_async_shared()
-            _store_box(y_desc, [first_row, col], buf)
+            store_box(y_desc, [first_row, col], buf)
         else:
             buf.store(_rounded(y, inverse, y_ptr.dtype.element_ty))
             _store_lines(buf, y_ptr, F if y_stride is None else y_stride, first_row, col, M, F, ROW_STEP, VECTOR)

@@ -28,7 +28,8 @@ from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tilewright.kernels.matmul_sm90 import joined_boxes, load_box, piece_count, piece_of, place_of, program_rank
+from tilewright.kernels.hopper import load_box, viewed
+from tilewright.kernels.matmul_sm90 import piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.matmul_sm90_end import activate, add_parts, leave_part
 from tilewright.kernels.mixed_codes import minus, widen, widen_pairs
 
@@ -334,7 +335,7 @@ def mixed_registers_kernel(
     code_bufs = code_boxes
     if HALVES == 2:
         shape: gl.constexpr = [128, w_desc.block_type.shape[1]]
-        code_bufs = joined_boxes(code_boxes, STAGES * BOXES, shape, CODE_LAYOUT)
+        code_bufs = viewed(code_boxes, code_boxes.dtype, [STAGES * BOXES] + shape, CODE_LAYOUT)
     full = _barriers(STAGES)
     empty = _barriers(STAGES)
     tiles_m = gl.cdiv(M, BLOCK_M)

@@ -27,15 +27,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from tilewright.kernels.hopper import block_barrier, clear_end, load_box
+
 __all__ = ["mla_sm90_kernel"]
 
-_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
-_block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
 
 ROWS = gl.constexpr(64)  # heads of a program, and keys of a tile
 HALF = gl.constexpr(256)  # latent dims of a consumer
@@ -51,7 +50,7 @@ def _fetch(desc, at, buf, full, empty, j, COLS: gl.constexpr):
     stage = j % STAGES
     mbarrier.wait(empty.index(stage), j // STAGES & 1 ^ 1)
     mbarrier.expect(full.index(stage), ROWS * COLS * 2)
-    _load_box(desc, at, full.index(stage), buf)
+    load_box(desc, at, full.index(stage), buf)
 
 
 @gluon.jit
@@ -61,9 +60,9 @@ def _load(descs, bufs, bars, table_ptr, q_row, where, S: gl.constexpr):
     q_full, full, empty, _p_full, _p_empty = bars
     last, count, _limit = where
     mbarrier.expect(q_full, ROWS * (2 * HALF + TURNED) * 2)
-    _load_box(q_wide_desc, [q_row, 0], q_full, q_wide.index(0))
-    _load_box(q_wide_desc, [q_row, HALF], q_full, q_wide.index(1))
-    _load_box(q_turned_desc, [q_row, 2 * HALF], q_full, q_turned)
+    load_box(q_wide_desc, [q_row, 0], q_full, q_wide.index(0))
+    load_box(q_wide_desc, [q_row, HALF], q_full, q_wide.index(1))
+    load_box(q_turned_desc, [q_row, 2 * HALF], q_full, q_turned)
     for j in range(count):
         key = (last - j) * ROWS
         page = gl.load(table_ptr + key // S)
@@ -75,21 +74,6 @@ def _load(descs, bufs, bars, table_ptr, q_row, where, S: gl.constexpr):
 
 
 # ---- consumers
-
-
-@gluon.jit
-def _clear_end(buf, rows):
-    """Zero what a tile of latents holds beyond its first `rows`: it may be anything, and 0 * inf would be NaN."""
-    CHUNK: gl.constexpr = 16
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    for i in gl.static_range(buf.shape[0] // CHUNK):
-        if rows < (i + 1) * CHUNK:
-            part = buf.slice(i * CHUNK, CHUNK, dim=0)
-            at = i * CHUNK + gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout)), 1)
-            held = part.load(layout)
-            part.store(gl.where(at < rows, held, 0.0).to(held.dtype))
-    fence_async_shared()
-    _block_barrier()
 
 
 @gluon.jit
@@ -132,7 +116,7 @@ def _hand_over(e, alpha, bufs, bars, j, dtype: gl.constexpr):
     p_buf.store(e.to(dtype))
     alpha_buf.store(alpha)
     fence_async_shared()
-    _block_barrier()
+    block_barrier()
     mbarrier.arrive(p_full)
 
 
@@ -166,7 +150,7 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
     mbarrier.arrive(empty[1].index(0))
     mbarrier.arrive(empty[2].index(0))
     if limit - last * ROWS < ROWS:
-        _clear_end(k_wide.index(0), limit - last * ROWS)
+        clear_end(k_wide.index(0), limit - last * ROWS, 32)
     cols = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, s.type.layout)), 0)
     s = gl.where(cols < limit - last * ROWS, s, float("-inf"))
     e, m, alpha = _exponentials(s, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout)), scale)
@@ -194,7 +178,7 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
     share = gl.where(l == 0.0, 0.0, 1.0 / l)
     mbarrier.wait(bars[4], (count - 1) & 1)
     bufs[5].store(share)
-    _block_barrier()
+    block_barrier()
     mbarrier.arrive(bars[3])
     _store(_scaled_rows(o, share), out, row, live, 0, SPLIT)
     if SPLIT:
@@ -213,7 +197,7 @@ def _second(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
     last, count, limit = where
     mbarrier.wait(full[1].index(0), 0)
     if limit - last * ROWS < ROWS:
-        _clear_end(k_wide.index(1), limit - last * ROWS)
+        clear_end(k_wide.index(1), limit - last * ROWS, 32)
     o = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
     for j in range(count):
         stage = j % STAGES
@@ -222,7 +206,7 @@ def _second(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
         o = o * gl.expand_dims(alpha_buf.load(ROW_LAYOUT), 1)
         o = warpgroup_mma(p_buf, k_wide.index(stage * 2 + 1), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-        _block_barrier()
+        block_barrier()
         mbarrier.arrive(p_empty)
         mbarrier.arrive(empty[1].index(stage))
     mbarrier.wait(p_full, count & 1)

@@ -23,18 +23,15 @@ Limited by the cache's bytes. The host side is paged_sm90_launch.py, which refus
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from tilewright.kernels.hopper import block_barrier, clear_end, load_box, viewed
+
 __all__ = ["paged_sm90_kernel"]
 
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in triton 3.9
-_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
-_block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
 
 ROWS = gl.constexpr(64)  # keys of a tile, and rows of the products
 PANEL = gl.constexpr(64)  # columns that a box of the copy engine has: 128 bytes
@@ -133,7 +130,7 @@ def _fetch(desc, bufs, full, empty, rows, j, BOXES: gl.constexpr, PANELS: gl.con
     mbarrier.expect(full.index(stage), ROWS * PANELS * PANEL * 2)
     for i in gl.static_range(BOXES):
         for panel in gl.static_range(PANELS):
-            _load_box(desc, [rows[i], panel * PANEL], full.index(stage), bufs.index((stage * PANELS + panel) * BOXES + i))
+            load_box(desc, [rows[i], panel * PANEL], full.index(stage), bufs.index((stage * PANELS + panel) * BOXES + i))
 
 
 @gluon.jit
@@ -185,21 +182,6 @@ def _load(
 
 
 @gluon.jit
-def _clear_end(buf, rows):
-    """Zero what a tile of values holds beyond its first `rows`: it may be anything, and 0 * inf would be NaN."""
-    CHUNK: gl.constexpr = 16
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    for i in gl.static_range(ROWS // CHUNK):
-        if rows < (i + 1) * CHUNK:
-            part = buf.slice(i * CHUNK, CHUNK, dim=0)
-            at = i * CHUNK + gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout)), 1)
-            held = part.load(layout)
-            part.store(gl.where(at < rows, held, 0.0).to(held.dtype))
-    fence_async_shared()
-    _block_barrier()
-
-
-@gluon.jit
 def _walk(
     q, k_tiles, v_tiles, bars, j, first, count, kv_len, q_len, scale, window,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -224,7 +206,7 @@ def _walk(
         s = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
         s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        _block_barrier()
+        block_barrier()
         mbarrier.arrive(k_empty.index(stage))
         s = s * scale
         keys = gl.expand_dims(start + cols, 0)
@@ -246,10 +228,10 @@ def _walk(
         weights = gl.convert_layout(p.to(dtype), P_LAYOUT, assert_trivial=True)
         mbarrier.wait(v_full.index(stage), phase)
         if start + ROWS > kv_len:
-            _clear_end(v_tiles.index(stage), kv_len - start)
+            clear_end(v_tiles.index(stage), kv_len - start, 16)
         o = warpgroup_mma(weights, v_tiles.index(stage), o, is_async=True)
         o, weights = warpgroup_mma_wait(0, deps=(o, weights))
-        _block_barrier()
+        block_barrier()
         mbarrier.arrive(v_empty.index(stage))
         j += 1
     return o, m, l, j
@@ -374,7 +356,7 @@ def _attend(
             _answer(o, m, l, o_ptr, sink_ptr, g, q_begin, q_len, tokens, G, GROUP, HELD, HAS_SINKS)
         else:
             _leave(o, m, l, part_ptr, sums_ptr, gl.program_id(0) * 2 + gl.where(at == pair_at, 1, 0), HELD)
-            _block_barrier()
+            block_barrier()
             ticket = gl.atomic_add(ticket_ptr + b * G + g, 1, sem="acq_rel", scope="gpu")
             owner = pair_at // share
             parts = (pair_at + tiles - 1) // share - owner + 1
@@ -405,10 +387,7 @@ def _barriers(COUNT: gl.constexpr):
 def _joined(boxes, COUNT: gl.constexpr, D: gl.constexpr):
     """The boxes of each stage as one tile [64, D]: rows of a panel, then the next panel."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    if _RENAMED:
-        return boxes.reinterpret(boxes.dtype, [COUNT, ROWS, D], LAYOUT)
-    else:
-        return boxes._reinterpret(boxes.dtype, [COUNT, ROWS, D], LAYOUT)
+    return viewed(boxes, boxes.dtype, [COUNT, ROWS, D], LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "table_row_stride"])

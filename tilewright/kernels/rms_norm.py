@@ -284,38 +284,13 @@ add_rms_norm_op = Op(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """RMS norm over the last dimension.
-
-    Args:
-        x: [..., D], bf16, fp16 or fp32.
-        weight: [D].
-        eps: added to the mean square.
-
-    Returns:
-        [..., D] of x's dtype, contiguous.
-
-    Raises:
-        ValueError: the weight does not match the last dimension.
-    """
+    """Without gradients; `ops.rms_norm` says what it takes."""
     check_last_dim("rms_norm", x, weight=weight)
     return rms_norm_op(rows_ready(x), weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Add a residual, then RMS norm over the last dimension: one pass instead of two.
-
-    Args:
-        x: [..., D], bf16, fp16 or fp32.
-        residual: the shape and dtype of x.
-        weight: [D].
-        eps: added to the mean square.
-
-    Returns:
-        (rms_norm(x + residual), x + residual), both of x's dtype and contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not match.
-    """
+    """Without gradients; `ops.add_rms_norm` says what it takes."""
     check_last_dim("add_rms_norm", x, weight=weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(

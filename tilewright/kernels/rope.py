@@ -351,22 +351,7 @@ rope_op = Op(
 def rope(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions, without gradients (`ops.rope` has them).
-
-    Args:
-        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read in place.
-        k: [T, G, D] of q's dtype.
-        positions: [T] int64, each in [0, max_pos).
-        cos_sin: [max_pos, 2, R/2] float32 from `rope_table`; R <= D.
-        interleaved: pairs are (2i, 2i + 1) instead of (i, i + R/2).
-        inverse: rotate the other way.
-
-    Returns:
-        (q, k) rotated, contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
+    """Without gradients; `ops.rope` says what it takes."""
     if q.dim() != 3 or k.dim() != 3 or k.shape[::2] != q.shape[::2] or k.dtype != q.dtype:
         raise ValueError(
             f"rope: q must be [T, H, D] and k [T, G, D] of one dtype; got {tuple(q.shape)} {q.dtype}, "

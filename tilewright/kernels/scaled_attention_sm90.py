@@ -35,12 +35,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewright.kernels.hopper import block_barrier, store_box
 from tilewright.kernels.scaled_attention_sm90_tiles import KEYS, ROWS, SLOT, load_tiles, take
 
 __all__ = ["scaled_attention_sm90_kernel"]
 
-_store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9 has a new name
-_block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7 renamed it
 
 _PACK = gl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
@@ -149,7 +148,7 @@ def _code_queries(q_bufs, raw_bufs, raw_full, raw_empty, n, wg: gl.constexpr, sc
     inverse = gl.div_rn(gl.full([ROWS], _LARGEST, gl.float32, amax.type.layout), amax)
     q_bufs.index(wg).store((x * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
     fence_async_shared()
-    _block_barrier()
+    block_barrier()
     mbarrier.arrive(raw_empty.index(wg))
     return gl.convert_layout(amax * (scale / _LARGEST), gl.SliceLayout(1, scores), assert_trivial=True)
 
@@ -210,20 +209,20 @@ def _finish(o, l, v_scale, o_buf, out, row, head, queries):
     weight = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, o.type.layout), assert_trivial=True)
     o = o * gl.expand_dims(gl.where(weight == 0.0, 0.0, v_scale / weight), 1)
     tma.store_wait(pendings=0)
-    _block_barrier()
+    block_barrier()
     o_buf.store(o.to(out_ptr.dtype.element_ty))
     start = head // H * queries
     col = head % H * D
     if row + ROWS <= queries:
         fence_async_shared()
-        _block_barrier()
-        _store_box(o_desc, [start + row, col], o_buf)
+        block_barrier()
+        store_box(o_desc, [start + row, col], o_buf)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         at = row + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
         cols = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, layout)), 0)
         ptrs = out_ptr + (start + at).to(gl.int64) * (H * D) + col + cols
-        _block_barrier()
+        block_barrier()
         gl.store(ptrs, o_buf.load(layout), mask=at < queries)
 
 

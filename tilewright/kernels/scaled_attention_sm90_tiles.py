@@ -10,11 +10,12 @@ one that both are done with.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewright.kernels.hopper import hand_out, load_box, next_tile
 
 __all__ = ["KEYS", "ROWS", "SLOT", "load_tiles", "take"]
 
-_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # triton 3.9 has a new name
 
 ROWS = gl.constexpr(64)  # query rows of a consumer
 KEYS = gl.constexpr(128)  # keys of a block, and of a scale
@@ -44,26 +45,6 @@ def _tile_of(tile, where, CAUSAL: gl.constexpr):
     # A tile that sees no key goes through one block, all masked: its result is zero by the same formulae.
     last = gl.maximum(gl.cdiv(gl.maximum(seen, 0), KEYS) - 1, 0)
     return row, first + within % width, last, whole
-
-
-@gluon.jit
-def _next_tile(counter_ptr, total):
-    """The next tile, or one past the last. A launch draws `total` tickets in all: who draws the last one sets them back."""
-    ticket = gl.atomic_add(counter_ptr, 1)
-    if ticket == total - 1:
-        gl.store(counter_ptr, 0)
-    return gl.minimum(gl.num_programs(0) + ticket, total)
-
-
-@gluon.jit
-def _hand_out(tile, place, n, slots_ptr, tile_full, tile_empty):
-    """Tell the consumers their n-th tile, with what `_tile_of` says of it."""
-    mbarrier.wait(tile_empty.index(n & 1), n >> 1 & 1 ^ 1)
-    ptr = slots_ptr + (n & 1) * SLOT
-    gl.store(ptr, tile)
-    for i in gl.static_range(len(place)):
-        gl.store(ptr + 1 + i, place[i])
-    mbarrier.arrive(tile_full.index(n & 1))
 
 
 @gluon.jit
@@ -100,8 +81,8 @@ def _fetch(descs, group, start, u, last, bufs, full, empty, it):
     mbarrier.expect(full.index(stage), 2 * KEYS * D, pred=keys & values)
     mbarrier.expect(full.index(stage), KEYS * D, pred=keys ^ values)
     mbarrier.expect(full.index(stage), 0, pred=(not keys) & (not values))
-    _load_box(k_desc, [start + (last - u) * KEYS, 0], full.index(stage), k_bufs.index(stage), pred=keys)
-    _load_box(v_desc, [group * D, (last - u + 2) * KEYS], full.index(stage), v_bufs.index(stage), pred=values)
+    load_box(k_desc, [start + (last - u) * KEYS, 0], full.index(stage), k_bufs.index(stage), pred=keys)
+    load_box(v_desc, [group * D, (last - u + 2) * KEYS], full.index(stage), v_bufs.index(stage), pred=values)
 
 
 @gluon.jit
@@ -118,23 +99,23 @@ def load_tiles(
     n = 0
     tile = gl.program_id(0)
     place = _tile_of(tile, where, CAUSAL)
-    _hand_out(tile, place, n, slots_ptr, tile_full, tile_empty)
+    hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT)
     while tile < total:
         row, head, last, _whole = place
         first = head // H * where[3] + row
         for wg in gl.static_range(2):
             mbarrier.wait(raw_empty.index(wg), n & 1 ^ 1)
             mbarrier.expect(raw_full.index(wg), 2 * ROWS * D)
-            _load_box(q_desc, [first + wg * ROWS, head % H * q_head_stride], raw_full.index(wg), raw_bufs.index(wg))
+            load_box(q_desc, [first + wg * ROWS, head % H * q_head_stride], raw_full.index(wg), raw_bufs.index(wg))
         group = head // SHARED
         start = group * padded_k
         _fetch(descs, group, start, 0, last, bufs, full, empty, it)
         _fetch(descs, group, start, 1, last, bufs, full, empty, it + 1)
         # A ticket is a trip to L2. Now, while the next blocks' stages are taken; the consumers ask at the end of this tile.
         n += 1
-        after = _next_tile(counter_ptr, total)
+        after = next_tile(counter_ptr, total)
         place = _tile_of(gl.minimum(after, total - 1), where, CAUSAL)
-        _hand_out(after, place, n, slots_ptr, tile_full, tile_empty)
+        hand_out(after, place, n, slots_ptr, tile_full, tile_empty, SLOT)
         for u in range(2, last + 3):
             _fetch(descs, group, start, u, last, bufs, full, empty, it + u)
         it += last + 3

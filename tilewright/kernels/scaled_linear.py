@@ -35,7 +35,7 @@ from tilewright.kernels.reduce import dot
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["LONGEST", "finished", "scaled_kernel", "scaled_linear", "scaled_linear_op"]
+__all__ = ["LONGEST", "finished", "refuse_sm90", "scaled_kernel", "scaled_linear", "scaled_linear_op"]
 
 LONGEST = 131072
 
@@ -99,7 +99,8 @@ EXAMPLES = (
 # ---- sm90
 
 
-def _refuse_sm90(device: Device, problem: Problem) -> str | None:
+def refuse_sm90(device: Device, problem: Problem) -> str | None:
+    """Why the Hopper kernel does not take a product of rows that it neither turns nor copies, or None."""
     if device.arch != 90:
         return f"is written for sm_90, this is sm_{device.arch}"
     if not problem.aligned:
@@ -289,7 +290,7 @@ scaled_linear_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(
-            name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, min_arch=90, refuse=_refuse_sm90, interpretable=False,
+            name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, min_arch=90, refuse=refuse_sm90, interpretable=False,
         ),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
         Impl(name="vendor", launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),

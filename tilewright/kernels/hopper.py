@@ -1,0 +1,72 @@
+"""What the Gluon kernels for Hopper share: names that Triton's versions spell differently, and small device functions.
+
+No launchers and no kernels. Triton 3.7 renamed the barrier of a block, 3.9 the copies of boxes and the view of shared memory
+as another shape.
+"""
+# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+__all__ = ["block_barrier", "clear_end", "hand_out", "load_box", "next_tile", "store_box", "viewed"]
+
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def viewed(bufs, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory as other buffers."""
+    if _RENAMED:
+        return bufs.reinterpret(dtype, shape, layout)
+    else:
+        return bufs._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def clear_end(buf, rows, ACROSS: gl.constexpr):
+    """Zero what a tile of values holds beyond its first `rows`: it may be anything, and 0 * inf would be NaN.
+
+    By four warps, of which ACROSS threads are beside each other in a row.
+    """
+    CHUNK: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    for i in gl.static_range(buf.shape[0] // CHUNK):
+        if rows < (i + 1) * CHUNK:
+            part = buf.slice(i * CHUNK, CHUNK, dim=0)
+            at = i * CHUNK + gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout)), 1)
+            held = part.load(layout)
+            part.store(gl.where(at < rows, held, 0.0).to(held.dtype))
+    fence_async_shared()
+    block_barrier()
+
+
+# ---- tiles by ticket
+
+
+@gluon.jit
+def next_tile(counter_ptr, total):
+    """The next tile, or one past the last. A launch draws `total` tickets in all: who draws the last one sets them back."""
+    ticket = gl.atomic_add(counter_ptr, 1)
+    if ticket == total - 1:
+        gl.store(counter_ptr, 0)
+    return gl.minimum(gl.num_programs(0) + ticket, total)
+
+
+@gluon.jit
+def hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT: gl.constexpr):
+    """Tell the groups that multiply their n-th tile, with the numbers that describe it: divisions would delay them.
+
+    SLOT: numbers from one tile's to the next one's.
+    """
+    mbarrier.wait(tile_empty.index(n & 1), n >> 1 & 1 ^ 1)
+    ptr = slots_ptr + (n & 1) * SLOT
+    gl.store(ptr, tile)
+    for i in gl.static_range(len(place)):
+        gl.store(ptr + 1 + i, place[i])
+    mbarrier.arrive(tile_full.index(n & 1))
