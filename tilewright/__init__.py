@@ -13,12 +13,25 @@ _PUBLIC = {
     "invariant": "tilewright.op:invariant",
     "nn": "tilewright.nn",
     "ops": "tilewright.ops",
+    "optimize": "tilewright.fuse:optimize",
     "prefer": "tilewright.op:prefer",
     "quantize": "tilewright.quant:quantize",
     "save_quantized": "tilewright.models:save_quantized",
 }
 
-__all__ = ["LLM", "SamplingParams", "__version__", "formats", "invariant", "nn", "ops", "prefer", "quantize", "save_quantized"]
+__all__ = [
+    "LLM",
+    "SamplingParams",
+    "__version__",
+    "formats",
+    "invariant",
+    "nn",
+    "ops",
+    "optimize",
+    "prefer",
+    "quantize",
+    "save_quantized",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -36,11 +36,26 @@ from tilewright.tune.ranking import Entry
 from tilewright.tune.space import NO_CHOICES, Config, Space
 from tilewright.tune.unmeasured import better
 
-__all__ = ["Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "invariant", "on_card", "prefer", "scope", "strict"]
+__all__ = [
+    "Choice",
+    "Example",
+    "Impl",
+    "Inputs",
+    "Op",
+    "Refused",
+    "Scope",
+    "dispatch_modes",
+    "invariant",
+    "on_card",
+    "prefer",
+    "scope",
+    "strict",
+]
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _CPU_IS_CPU = not device_of(-1).runs_triton
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on: fake tensors, a profiler, opcheck."""
 
 
 class Refused(ValueError):
@@ -233,6 +248,8 @@ class Op:
 
     def __post_init__(self) -> None:
         self._choices: dict[Any, Choice] = {}
+        self.generation = 0
+        """How often choices were forgotten: part of the key of what stands on them."""
         reference = self.reference
         self._reference = Choice(Impl(name="reference", launch=lambda config, *args: reference(*args)), {})
         _LIBRARY.define(self.name + torch.library.infer_schema(self.reference, mutates_args=self.mutates))
@@ -249,7 +266,7 @@ class Op:
             RuntimeError: an input asks for a gradient.
         """
         x = args[0]
-        if torch.compiler.is_compiling() or _dispatch_modes() or type(x) not in _PLAIN:
+        if torch.compiler.is_compiling() or dispatch_modes() or type(x) not in _PLAIN:
             return self.dispatched(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             raise RuntimeError(f"{self.name} is forward only: call it under torch.inference_mode() or torch.no_grad()")
@@ -267,6 +284,15 @@ class Op:
         if choice is None:
             choice = self._choices[key] = self.choose(key[2].card or device_of(index), problem)
         return choice.impl.launch(choice.config, *args)
+
+    def forget(self) -> None:
+        """Choose anew at the next call of each problem: what was measured has changed (`tune.lookup.refresh`)."""
+        self._choices.clear()
+        self.generation += 1
+
+    def chosen(self, *args: Any) -> Choice:
+        """What `run` has chosen for such arguments under the scope in force. Raises KeyError where it has not run them."""
+        return self._choices[self.problem(*args), args[0].get_device(), _SCOPE.get()]
 
     def choice_for(self, *args: Any) -> Choice:
         """What a call with these arguments would run."""
@@ -292,7 +318,9 @@ class Op:
         if now.strict and (found is None or found.source != "exact"):
             raise lookup.missing(self.name, problem, device)
         if found is None:
-            choice = self._modelled(device, problem, impls, default.config) or default._replace(source="default")
+            # What `first` names was measured, with its default: the model is not asked.
+            modelled = None if impls[0].name == first else self._modelled(device, problem, impls, default.config)
+            choice = modelled or default._replace(source="default")
             lookup.count(choice.source)
             return choice
         impl = next(impl for impl in impls if impl.name == found.impl)

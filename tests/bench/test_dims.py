@@ -20,6 +20,8 @@ LINEAR = find_op("matmul")
 PEERLESS = {
     "add_rms_norm_quantize",
     "attention_backward",
+    "batch_statistics",
+    "batch_statistics_backward",
     "block_scaled_linear",
     "cast_linear",
     "channel_affine",

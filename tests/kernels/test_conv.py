@@ -151,7 +151,12 @@ def test_integers_are_summed_exactly() -> None:
     [
         (conv_op, {"C": 64, "H": 56, "O": 64}, "sm90"),
         (conv_op, {"C": 64, "H": 56, "O": 256, "K": 1}, "linear"),
-        (conv_op, {"C": 64, "H": 56, "O": 256, "K": 1, "residual": True, "activation": "relu"}, "vendor"),
+        (conv_op, {"C": 64, "H": 56, "O": 256, "K": 1, "residual": True, "activation": "relu"}, "sm90"),
+        (conv_op, {"C": 256, "H": 14, "O": 1024, "K": 1, "residual": True, "activation": "relu"}, "vendor"),
+        (conv_op, {"N": 1, "C": 256, "H": 14, "O": 1024, "K": 1, "residual": True, "activation": "relu"}, "few"),
+        (conv_op, {"N": 1, "C": 128, "H": 28, "O": 512, "K": 1, "residual": True, "activation": "relu"}, "triton"),
+        (conv_op, {"N": 1, "C": 64, "H": 56, "O": 64}, "few"),
+        (conv_op, {"N": 1, "C": 64, "H": 56, "O": 256, "K": 1}, "linear"),
         (conv_op, {"C": 96, "H": 56, "O": 96, "K": 7, "groups": 96}, "depthwise"),
         (conv_op, {"C": 512, "H": 14, "O": 512, "S": 2}, "vendor"),
         (conv_op, {"C": 64, "H": 56, "O": 64, "dtype": torch.float32}, "vendor"),
@@ -164,7 +169,7 @@ def test_integers_are_summed_exactly() -> None:
 )
 def test_what_an_h100_takes(op: Op, dims: dict[str, Any], name: str) -> None:
     make: Any = op.make
-    assert op.choose(device_named("h100"), op.problem(*make(Inputs("meta"), N=32, **dims))).impl.name == name
+    assert op.choose(device_named("h100"), op.problem(*make(Inputs("meta"), **{"N": 32, **dims}))).impl.name == name
 
 
 def test_divisors() -> None:
@@ -184,6 +189,7 @@ def test_divisors() -> None:
         (conv_weight_gradient_op, "triton", {"N": 3, "C": 20, "H": 9, "O": 24}, {"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT": 4}),
         (conv_weight_gradient_op, "triton", {"N": 1, "C": 64, "H": 8, "O": 70}, {"BLOCK_M": 128, "BLOCK_N": 128, "SPLIT": 1}),
         (conv_op, "triton", {"N": 1, "C": 48, "H": 9, "O": 136}, {"BLOCK_M": 128, "BLOCK_N": 128}),
+        (conv_op, "few", {"N": 2, "C": 40, "H": 7, "O": 40, "bias": True}, {"BLOCK_N": 32, "SPLIT_K": 4}),
         (conv_op, "depthwise", {"N": 1, "C": 40, "H": 9, "O": 40, "groups": 40}, {"COLS": 2}),
         (conv_transpose_op, "triton", {"N": 1, "C": 20, "H": 5, "O": 136, "S": 2}, {"BLOCK_M": 128, "BLOCK_N": 128}),
     ],

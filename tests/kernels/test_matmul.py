@@ -217,6 +217,27 @@ def test_rows_that_start_anywhere_are_not_for_cublas(m: int, n: int, k: int, act
     assert linear_op.first(CARD_OF_ARCH[80], problem) is None
 
 
+# (rows, N, K, activation, whether there is a residual, what runs on an H100 where nothing was measured); all with a bias
+UNTUNED = (
+    (1024, 768, 3072, "none", True, "sm90"),
+    (4096, 768, 3072, "none", True, "vendor"),
+    (1024, 768, 3072, "none", False, "vendor"),
+    (6304, 3072, 768, "gelu", False, "sm90"),
+    (6304, 3072, 768, "gelu_tanh", False, "vendor"),
+    (1024, 3072, 768, "relu", False, "vendor"),
+)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "activation", "residual", "name"), UNTUNED)
+def test_an_epilogue_that_cublas_launches_apart_is_not_for_cublas(
+    m: int, n: int, k: int, activation: str, residual: bool, name: str
+) -> None:
+    inputs = Inputs("meta")
+    x, weight, bias = (inputs.randn(*shape, dtype=torch.float16) for shape in ((m, k), (n, k), (n,)))
+    problem = linear_op.problem(x, weight, bias, activation, inputs.randn(m, n, dtype=torch.float16) if residual else None)
+    assert linear_op.choose(CARD_OF_ARCH[90], problem).impl.name == name
+
+
 def test_buckets_are_all_that_calls_fall_into() -> None:
     weight = torch.empty(8, 4, device="meta")
     found = {linear_op.problem(torch.empty(m, 4, device="meta"), weight, None, "none", None).m_bucket for m in range(1, 301)}

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tilewright.kernels import paged_sm90_launch, paged_stream
 from tilewright.kernels.paged_attention import _example, paged_attention_op
 from tilewright.kernels.paged_sm90_launch import SM90
 from tilewright.kernels.paged_stream import STREAM
+from tilewright.kernels.paged_varlen_sm90_launch import INVARIANT_SM90, VARLEN_SM90
 from tilewright.op import Inputs, invariant
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)
@@ -99,6 +101,43 @@ def test_hopper(page_size: int, queries: int, dim: int, window: int | None, monk
         every = SM90.space.configs(DEVICE, problem) if queries == 1 else [SM90.space.default(DEVICE, problem)]
         for config in every:
             conformance.check(paged_attention_op, SM90, config, args)
+
+
+EDGES = ((127, 127), (128, 128), (33, 130), (0, 20), (1, 129), (1, 1), (32, 128), (31, 257), (64, 64), (1, 300), (5, 0))
+
+
+@pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size", "window", "sinks"),
+    [
+        ((8, 2), 128, 16, None, False),
+        ((6, 2), 64, 32, 50, True),  # of three heads that share keys each has tiles of its own
+        ((2, 2), 128, 64, None, True),
+        ((8, 1), 64, 128, 129, False),
+        ((64, 1), 128, 16, 20, True),  # a tile is two queries
+    ],
+)
+def test_hopper_prompts(heads: tuple[int, int], dim: int, page_size: int, window: int | None, sinks: bool) -> None:
+    """One less, just, and one more than a tile or a block of keys; rows that decode beside them; poisoned pages."""
+    args = _example("", EDGES, heads, dim, page_size, window, sinks=sinks).make(Inputs(WHERE, seed=11))
+    for config in VARLEN_SM90.space.configs(DEVICE, paged_attention_op.problem(*args)):
+        conformance.check(paged_attention_op, VARLEN_SM90, config, args)
+
+
+@pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
+@pytest.mark.parametrize(("dim", "window"), [(128, None), (64, 100)])
+def test_hopper_rows_do_not_depend_on_their_batch(dim: int, window: int | None) -> None:
+    """As the next test, by the kernel that Hopper has in the invariant scope, with several blocks of keys."""
+    q, k, v, table, lens, cu, longest, *rest = _example("", ((3, 9), (300, 700), (1, 70)), (4, 2), dim, window=window).make(
+        Inputs(WHERE, seed=12)
+    )
+    config = INVARIANT_SM90.space.default(DEVICE, paged_attention_op.problem(q, k, v, table, lens, cu, longest, *rest))
+    whole = INVARIANT_SM90.launch(config, q, k, v, table, lens, cu, longest, *rest)[3:303]
+    ends = (0, 64, 65, 100, 299, 300)
+    for a, b in pairwise(ends):
+        own, held = (torch.tensor(x, dtype=torch.int32, device=WHERE) for x in ([0, b - a], [400 + b]))
+        part = INVARIANT_SM90.launch(config, q[3 + a : 3 + b], k, v, table[1:2], held, own, b - a, *rest)
+        assert torch.equal(part, whole[a:b])
 
 
 @needs_triton

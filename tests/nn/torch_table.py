@@ -104,9 +104,9 @@ def _adaptive(spatial: int, maximum: bool) -> Callable[[random.Random], Drawn]:
 
 
 def _upsample(rng: random.Random) -> Drawn:
-    mode = rng.choice(["nearest", "linear", "bilinear"])
-    spatial = {"linear": 1, "bilinear": 2}.get(mode) or rng.randint(1, 2)
-    sizes: list[dict[str, Any]] = [{"scale_factor": 2}, {"size": (7, 5)[:spatial]}]
+    mode = rng.choice(["nearest", "linear", "bilinear", "bicubic", "trilinear"])
+    spatial = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}.get(mode) or rng.randint(1, 3)
+    sizes: list[dict[str, Any]] = [{"scale_factor": 2}, {"size": (7, 5, 3)[:spatial]}]
     options = {"mode": mode} | rng.choice(sizes)
     if mode != "nearest":
         options["align_corners"] = rng.random() < 0.5
@@ -196,6 +196,8 @@ def _cross_entropy(rng: random.Random) -> Drawn:
         "ignore_index": rng.choice([-100, 2]), "reduction": rng.choice(["mean", "sum", "none"]),
         "label_smoothing": rng.choice([0.0, 0.1]),
     }  # fmt: skip
+    if not options["label_smoothing"]:
+        options["weight"] = rng.choice([None, randn(rng, 7).abs()])
     return Drawn(options, (randn(rng, 6, 7), _ids(rng, 6)))
 
 
@@ -212,8 +214,8 @@ ROWS: dict[str, Row] = {
     **{f"ConvTranspose{d}d": Row(_conv(d, True), note="`padding_mode` zeros alone, as torch") for d in (1, 2, 3)},
     "CrossEntropyLoss": Row(
         _cross_entropy,
-        ({"weight": torch.ones(7)}, {"size_average": True}, {"reduce": True}),
-        note="no class probabilities as targets; the loss is float32",
+        ({"size_average": True}, {"reduce": True}),
+        note="`weight` without `label_smoothing`; no class probabilities as targets; the loss is float32",
     ),
     "Dropout": Row(
         lambda rng: Drawn({"p": rng.choice([0.0, 1.0])}, (_any_shape(rng),)), _INPLACE, note="other elements than torch's"
@@ -237,7 +239,7 @@ ROWS: dict[str, Row] = {
     "Sigmoid": Row(_elementwise()),
     "Softmax": Row(_softmax, ({"dim": None},)),
     "Tanh": Row(_elementwise()),
-    "Upsample": Row(_upsample, ({"mode": "bicubic"}, {"mode": "trilinear"}, {"recompute_scale_factor": True})),
+    "Upsample": Row(_upsample, ({"mode": "area"}, {"recompute_scale_factor": True})),
 }
 
 

@@ -30,6 +30,14 @@ CALLS: dict[str, tuple[Call, Call]] = {
         lambda *a: ops.batch_norm(*a, training=True, momentum=0.3), lambda *a: F.batch_norm(*a, training=True, momentum=0.3),
     ),
     "batch_norm, running": (lambda *a: ops.batch_norm(*a), lambda *a: F.batch_norm(*a)),
+    "batch_norm, and what follows": (
+        lambda x, *a: ops.batch_norm(x, *a, activation="silu", residual=2 * x),
+        lambda x, *a: F.silu(F.batch_norm(x, *a) + 2 * x),
+    ),
+    "batch_norm, training, and what follows": (
+        lambda x, m, v, w, b: ops.batch_norm(x, m, v, w, b, True, activation="silu", residual=x / 8),
+        lambda x, m, v, w, b: F.silu(F.batch_norm(x, m, v, w, b, True) + x / 8),
+    ),
     "batch_norm, no bias": (
         lambda x, m, v, w, b: ops.batch_norm(x, None, None, w, None, True),
         lambda x, m, v, w, b: F.batch_norm(x, None, None, w, None, True),
@@ -84,6 +92,17 @@ def test_any_places(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(ops.batch_norm(x, None, None, w, b, True), F.batch_norm(x, None, None, w, b, True), **CLOSE)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_running_statistics_in_one_launch(layout: str) -> None:
+    x, m, v, w, _ = operands(3, 6, 5, 4)
+    residual = x.flip(0)
+    x = LAYOUTS[layout](x)
+    got = ops.batch_norm(x, m, v, w, None, eps=1e-3, activation="gelu", residual=residual)
+    want = F.gelu(F.batch_norm(x, m, v, w, None, eps=1e-3) + residual)
+    torch.testing.assert_close(got, want, **CLOSE)
+    assert got.is_contiguous(memory_format=torch.channels_last if layout == "channels last" else torch.contiguous_format)
+
+
 def test_weights_may_be_wider_than_images() -> None:
     x, m, v, w, b = operands(2, 4, 8)
     half = x.to(torch.bfloat16)
@@ -114,6 +133,11 @@ X, V = torch.zeros(2, 6, 5), torch.zeros(6)
         (lambda: ops.batch_norm(X, None, None), "wants running_mean and running_var"),
         (lambda: ops.batch_norm(X[:1, :, :1], V, V, training=True), "more than one value a channel, got [1, 6, 1]"),
         (lambda: ops.batch_norm(X, V, V[:1]), "running_var must be [6]"),
+        (
+            lambda: ops.batch_norm(X, V, V, activation="mish"),
+            "activation must be one of none, relu, gelu, gelu_tanh, silu; got",
+        ),
+        (lambda: ops.batch_norm(X, V, V, residual=X[1:]), "residual must be [2, 6, 5] torch.float32; got [1, 6, 5]"),
     ],
 )
 def test_refused_arguments(call: Callable[[], Any], message: str) -> None:

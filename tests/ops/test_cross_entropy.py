@@ -57,6 +57,24 @@ def test_equals_torch(reduction: str, smoothing: float, z_loss: float, where: st
         assert torch.equal(ops.cross_entropy(logits, targets, **options), got)
 
 
+@pytest.mark.parametrize("where", ["forward", "in place", "backward", "linear"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights(reduction: str, where: str) -> None:
+    logits, targets = case(11, 7)
+    weights = torch.linspace(0.0, 2.0, 7, dtype=EXACT, device=DEVICE)
+    options: Any = {"reduction": reduction, "class_weights": weights}
+    if where == "linear":
+        if reduction == "none":
+            return
+        got = ops.linear_cross_entropy(logits, torch.eye(7, dtype=EXACT, device=DEVICE), targets, chunk=4, **options)
+    else:
+        given = "backward" if reduction == "none" else where
+        got = ops.cross_entropy(logits * 1, targets, **options, gradient=given)
+    want = F.cross_entropy(logits.double(), targets, weights.double(), reduction=reduction)
+    torch.testing.assert_close(got, want.to(got.dtype), **CLOSE)
+    torch.testing.assert_close(gradient(got, logits, 1.5), gradient(want, logits, 1.5), **CLOSE)
+
+
 @pytest.mark.skipif(EXACT.itemsize < 8, reason="gradcheck wants float64, which kernels do not have")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(reduction: str) -> None:
@@ -140,6 +158,11 @@ LEAF = torch.zeros(4, 5, requires_grad=True)
         (lambda: ops.cross_entropy(LOGITS, IDS, z_loss=-1.0), "0 or more, got -1.0"),
         (lambda: ops.cross_entropy(LOGITS, IDS, gradient="never"), "got 'never'"),
         (lambda: ops.cross_entropy(LEAF, IDS, gradient="in place"), "got a leaf"),
+        (lambda: ops.cross_entropy(LOGITS, IDS, class_weights=torch.ones(4)), "class_weights must be floats [5]"),
+        (
+            lambda: ops.cross_entropy(LOGITS, IDS, class_weights=torch.ones(5), label_smoothing=0.1),
+            "class_weights go without label_smoothing; got 0.1",
+        ),
         (lambda: ops.linear_cross_entropy(LOGITS, LOGITS.half(), IDS), "of its dtype"),
         (lambda: ops.linear_cross_entropy(LOGITS, LOGITS, IDS, chunk=0), "at least 1 row"),
         (lambda: ops.linear_cross_entropy(LEAF, LOGITS, torch.tensor([0, 1, 2, 9]) % 4, reduction="none"), "mean"),

@@ -16,7 +16,7 @@ def randn(*shape: int, seed: int = 3) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-IMAGE, SIGNAL = randn(2, 3, 5, 6), randn(2, 3, 7)
+IMAGE, SIGNAL, VOLUME = randn(2, 3, 5, 6), randn(2, 3, 7), randn(1, 3, 3, 4, 2)
 CASES: tuple[tuple[Tensor, dict[str, Any]], ...] = (
     (IMAGE, {"scale_factor": 2}),
     (IMAGE, {"scale_factor": (3.0, 1.5)}),
@@ -24,6 +24,8 @@ CASES: tuple[tuple[Tensor, dict[str, Any]], ...] = (
     (IMAGE, {"size": (9, 4)}),
     (IMAGE.contiguous(memory_format=torch.channels_last), {"size": 3}),
     (SIGNAL, {"scale_factor": 4}),
+    (VOLUME, {"scale_factor": 2}),
+    (VOLUME, {"size": (5, 2, 7)}),
     *(
         (x, {**options, "mode": mode, "align_corners": corners})
         for corners in (False, True)
@@ -34,6 +36,11 @@ CASES: tuple[tuple[Tensor, dict[str, Any]], ...] = (
             (IMAGE[..., :1], "bilinear", {"size": (11, 4)}),
             (IMAGE.contiguous(memory_format=torch.channels_last), "bilinear", {"size": (3, 4)}),
             (SIGNAL, "linear", {"scale_factor": 8}),
+            (IMAGE, "bicubic", {"scale_factor": 2}),
+            (IMAGE, "bicubic", {"size": (3, 14)}),
+            (IMAGE[..., :1], "bicubic", {"size": (11, 4)}),
+            (VOLUME, "trilinear", {"scale_factor": 2}),
+            (VOLUME, "trilinear", {"size": (5, 2, 7)}),
         )
     ),
 )
@@ -61,7 +68,8 @@ def test_places_are_exact() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: ops.upsample(x, 3, mode="bicubic"), "bilinear for 2; got 'bicubic', [1, 2, 3, 4]"),
+        (lambda x: ops.upsample(x, 3, mode="trilinear"), "bicubic for 2; got 'trilinear', [1, 2, 3, 4]"),
+        (lambda x: ops.upsample(x, 3, mode="area"), "got 'area', [1, 2, 3, 4]"),
         (lambda x: ops.upsample(x, 3, mode="linear"), "got 'linear', [1, 2, 3, 4]"),
         (lambda x: ops.upsample(x, 3, align_corners=True), "align_corners goes with the linear modes"),
         (lambda x: ops.upsample(x), "wanted size or scale_factor, one of them; got None and None"),

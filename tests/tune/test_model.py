@@ -120,6 +120,8 @@ DIMS: dict[str, list[dict[str, Any]]] = {
     "softmax": [{"M": 100, "N": 333}, {"M": 3, "N": 131072}],
     "paged_attention": [{"B": 3, "KV": 500}, {"B": 2, "KV": 700, "Q": 300}, {"B": 4, "KV": 900, "window": 128}],
 }  # fmt: skip
+BY_RULE = ("split",)
+"""Implementations that `Op.first` names where they pay; the model does not predict programs that wait for each other."""
 CASES = [(next(op for op in ALL if op.name == name), dims) for name, all_dims in DIMS.items() for dims in all_dims]
 
 
@@ -133,6 +135,8 @@ def test_work_of_every_implementation(op: Op, dims: dict[str, Any]) -> None:
     checked = 0
     for impl in op.impls:
         if impl.refusal(H100, problem) is not None:
+            continue
+        if impl.name in BY_RULE and impl.work is None:
             continue
         assert impl.work is not None, f"{op.name} {impl.name} has no work"
         configs = list(impl.space.configs(H100, problem)) if impl.space.axes else []

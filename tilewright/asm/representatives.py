@@ -23,7 +23,8 @@ _CHANNELS = (
     *({"M": 1 << i, "N": 64, "first": True} for i in (5, 7, 10)),
 )
 _REDUCED = (
-    *({"M": 64, "N": 1 << i} for i in (4, 5, 6, 7, 8)),
+    *({"M": 128, "N": 1 << i} for i in (4, 5, 6, 7, 8)),
+    *({"M": 1 << i, "N": 256} for i in (4, 5, 6)),
     *({"M": 1 << i, "N": 64, "rows": True} for i in (4, 5, 6, 7, 8, 9, 10)),
     *({"M": 4096, "N": i, "rows": True} for i in (1, 2)),
 )
@@ -31,23 +32,25 @@ _LOSSES = (*({"M": 4, "N": 1 << i} for i in (6, 9, 10, 11, 12, 13, 14)), {"M": 2
 _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "add_rms_norm": _ROWS,
     "layer_norm": _ROWS,
-    "layer_norm_backward": ({"M": 4, "N": 32}, *_ROWS),
+    "layer_norm_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 16384, "dtype": torch.float32}),
     "log_softmax": _ROWS,
-    "log_softmax_backward": ({"M": 4, "N": 32}, *_ROWS),
+    "log_softmax_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 131072, "dtype": torch.float32}),
     "reduce_max": _REDUCED,
     "reduce_sum": _REDUCED,
     "rms_norm": _ROWS,
-    "rms_norm_backward": ({"M": 4, "N": 32}, *_ROWS),
+    "rms_norm_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 16384, "dtype": torch.float32}),
     "softmax": _ROWS,
-    "softmax_backward": ({"M": 4, "N": 32}, *_ROWS),
+    "softmax_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 131072, "dtype": torch.float32}),
     "channel_affine": _CHANNELS,
     "channel_sums": _CHANNELS,
+    "normalize_channels": _CHANNELS,
     "cross_entropy": _LOSSES,
     "cross_entropy_gradient": _LOSSES,
     "cross_entropy_gradient_in_place": _LOSSES,
     "conv": (
         {"N": 2, "C": 64, "H": 14, "O": 256},
         {"N": 2, "C": 32, "H": 14, "O": 64},  # half steps of K
+        {"N": 1, "C": 32, "H": 14, "O": 64, "K": 7},  # the same of tiles that are shared
         {"N": 2, "C": 64, "H": 14, "O": 64, "K": 7, "groups": 64},
         {"N": 2, "C": 64, "H": 14, "O": 64, "K": 3, "groups": 64},  # several rows of y
         {"N": 2, "C": 64, "H": 14, "O": 64, "groups": 16},

@@ -75,11 +75,25 @@ def conv_weight_gradient(
     return call
 
 
+def normalize_channels(
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
+    activation: str,
+) -> Call:  # fmt: skip
+    """torch's batch norm in evaluation, then what follows."""
+
+    def call() -> Tensor:
+        y = F.batch_norm(x.mT, mean, variance, weight, bias, False, 0.0, eps).mT
+        return _after(y, residual, activation)
+
+    return call
+
+
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 PEERS: dict[str, Callable[..., Call]] = {
     "conv": conv,
     "conv_transpose": conv_transpose,
     "conv_weight_gradient": conv_weight_gradient,
+    "normalize_channels": normalize_channels,
 }
 
 
@@ -121,5 +135,9 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("N=32 C=64 H=56 O=64", "N=32 C=128 H=28 O=128", "N=32 C=256 H=14 O=256", "N=32 C=512 H=7 O=512"),
         *("N=32 C=256 H=56 O=128 K=1", "N=32 C=3 H=224 O=64 K=7 S=2", "N=32 C=64 H=56 O=128 S=2"),
         "N=32 C=96 H=56 O=96 K=7 groups=96",
+    ),
+    "normalize_channels": (
+        *(f"B={b} M={m * m} N={n}" for b in (1, 32) for m, n in ((112, 64), (56, 256), (14, 256), (7, 2048))),
+        "B=32 M=3136 N=256 residual=true activation=relu",
     ),
 }

@@ -8,8 +8,10 @@ import sys
 try:
     import tilewright.cli.asm
     import tilewright.cli.bench
+    import tilewright.cli.compare
     import tilewright.cli.explain
     import tilewright.cli.hw
+    import tilewright.cli.optimize
     import tilewright.cli.quantize
     import tilewright.cli.serve
     import tilewright.cli.tune

@@ -12,7 +12,18 @@ import pynvml
 
 from tilewright.hw.device import pci_id
 
-__all__ = ["Gpu", "Link", "NoDriver", "clocks_mhz", "cuda_version", "driver_version", "gpus", "power_w", "session"]
+__all__ = [
+    "Gpu",
+    "Link",
+    "NoDriver",
+    "clocks_mhz",
+    "cuda_version",
+    "disturbances",
+    "driver_version",
+    "gpus",
+    "power_w",
+    "session",
+]
 
 
 # nvmlNvlinkVersion_t
@@ -52,6 +63,15 @@ def clocks_mhz(index: int) -> dict[str, int]:
     """Clocks of a CUDA device now, and the highest that it has: "sm", "memory", "sm_max", "memory_max". Raises NoDriver."""
     with session() as nvml:
         return _clocks(nvml, nvml.nvmlDeviceGetHandleByPciBusId(pci_id(index)))
+
+
+def disturbances(index: int) -> tuple[int, int]:
+    """Why a CUDA device's clocks are what they are (bits of nvmlClocksEventReasons), and how many processes compute on it."""
+    with session() as nvml:
+        handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_id(index))
+        reasons = _try(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        processes = _try(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        return reasons or 0, len(processes or [])
 
 
 def power_w(index: int) -> dict[str, float]:

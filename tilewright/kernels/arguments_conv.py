@@ -11,7 +11,14 @@ from torch import Tensor
 from tilewright.kernels.conv_common import output_size
 from tilewright.op import Inputs
 
-__all__ = ["conv_arguments", "conv_transpose_arguments", "conv_weight_gradient_arguments"]
+__all__ = [
+    "batch_statistics_arguments",
+    "batch_statistics_backward_arguments",
+    "conv_arguments",
+    "conv_transpose_arguments",
+    "conv_weight_gradient_arguments",
+    "normalize_channels_arguments",
+]
 
 
 def _scales(inputs: Inputs, n: int, spread: float) -> Tensor:
@@ -95,3 +102,34 @@ def conv_weight_gradient_arguments(
     stride, padding, spread, groups, size = meta[5:10]
     dy = inputs.randn(N, *size, O, dtype=dtype, scale=max(1, N * math.prod(size)) ** -0.5)
     return dy, inputs.randn(N, *(H,) * dims, C, dtype=dtype), stride, padding, spread, groups, [K] * dims
+
+
+def normalize_channels_arguments(
+    inputs: Inputs, *, M: int, N: int, B: int = 2, dtype: torch.dtype = torch.float16, first: bool = False,
+    residual: bool = False, activation: str = "none",
+) -> tuple[Any, ...]:  # fmt: skip
+    """x of B images, M places, N channels, which are dense, or with `first` the places are; float32 vectors."""
+
+    def image() -> Tensor:
+        return inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype)
+
+    x, mean, spread, weight, bias = image(), *(inputs.randn(N) for _ in range(4))
+    return x, mean, spread.square() + 0.5, weight, bias, image() if residual else None, 1e-5, activation
+
+
+def batch_statistics_arguments(
+    inputs: Inputs, *, N: int, B: int = 1, M: int = 3136, dtype: torch.dtype = torch.float32
+) -> tuple[Any, ...]:
+    """Sums of B images with M places and N channels; weights and running statistics of `dtype`."""
+    first, shift, weight, bias, mean = (inputs.randn(*shape) for shape in ((B, N), (1, N), (N,), (N,), (N,)))
+    second, var = inputs.randn(B, N).square() + 2.0, inputs.randn(N).square() + 0.5
+    vectors = tuple(t.to(dtype) for t in (weight, bias, mean, var))
+    return first * M**0.5, second * M, shift, *vectors, B * M, 0.1, 1e-5
+
+
+def batch_statistics_backward_arguments(
+    inputs: Inputs, *, N: int, B: int = 1, M: int = 3136, dtype: torch.dtype = torch.float32
+) -> tuple[Any, ...]:
+    """Sums of the gradient of such a batch; weights of `dtype`."""
+    given, crossed, mean, weight = (inputs.randn(*shape) for shape in ((B, N), (B, N), (1, N), (N,)))
+    return given * M**0.5, crossed * M**0.5, mean, inputs.randn(1, N).square() + 0.5, weight.to(dtype), B * M

@@ -38,23 +38,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT, load_tiles, take
-from tilewright.kernels.hopper import block_barrier, clear_end, store_box
+from tilewright.kernels.hopper import block_barrier, clear_end, store_box, viewed
 
-__all__ = ["attention_sm90_kernel"]
+__all__ = ["attend", "attention_sm90_kernel", "barriers"]
 
 
 # ---- consumers
 
 
 @gluon.jit
-def _masked(s, n, row, offset, k_len, window, RIGHT: gl.constexpr, LEFT: gl.constexpr):
+def _masked(s, n, row, offset, k_len, window, RIGHT: gl.constexpr, LEFT: gl.constexpr, PACK: gl.constexpr):
     """Scores of block n with -inf where a row does not see a key. offset: keys before the first query's."""
     layout: gl.constexpr = s.type.layout
     left, right = window
     cols = gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout)), 0)
     start = n * s.shape[1]
     if RIGHT or LEFT:
-        own = row + offset - start + gl.expand_dims(gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout)), 1)
+        rows = gl.expand_dims(gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout)), 1)
+        own = row // PACK + offset - start + rows // PACK
         end = gl.minimum(own + (right + 1), k_len - start) if RIGHT else k_len - start
         s = gl.where(cols < end, s, float("-inf"))
         if LEFT:
@@ -129,26 +130,27 @@ def _weigh(o, p, v_bufs, v_full, it):
 
 
 @gluon.jit
-def _floor(sinks_ptr, head, scale):
+def _floor(sinks_ptr, head, scale, layout: gl.constexpr, PACK: gl.constexpr):
     """The maximum that a row begins with: its head's sink, as a product of a query and a key, or nothing."""
     if sinks_ptr is not None:
-        return gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634 / scale
+        heads = head * PACK + gl.arange(0, ROWS, layout=layout) % PACK
+        return gl.load(sinks_ptr + heads).to(gl.float32) * 1.4426950408889634 / scale
     else:
-        return float("-inf")
+        return gl.full([ROWS], float("-inf"), gl.float32, layout)
 
 
 @gluon.jit
-def _begin(s, v_bufs, v_full, it, seen, floor, scale, RIGHT: gl.constexpr, LEFT: gl.constexpr):
+def _begin(s, v_bufs, v_full, it, seen, floor, scale, RIGHT: gl.constexpr, LEFT: gl.constexpr, PACK: gl.constexpr):
     """The softmax of a tile's first block, which is the last of its keys: (weights, m, l)."""
     STAGES: gl.constexpr = v_bufs.shape[0]
     N: gl.constexpr = v_bufs.shape[1]
     row, offset, k_len, last, whole, _cut, window = seen
     if RIGHT or LEFT:
-        s = _masked(s, last, row, offset, k_len, window, RIGHT, LEFT)
+        s = _masked(s, last, row, offset, k_len, window, RIGHT, LEFT, PACK)
     else:
         if last >= whole:
-            s = _masked(s, last, row, offset, k_len, window, RIGHT, LEFT)
-    e, m, _ = _exponentials(s, gl.full([ROWS], floor, gl.float32, gl.SliceLayout(1, s.type.layout)), scale, True)
+            s = _masked(s, last, row, offset, k_len, window, RIGHT, LEFT, PACK)
+    e, m, _ = _exponentials(s, floor, scale, True)
     if k_len - last * N < N:
         mbarrier.wait(v_full.index(it % STAGES), it // STAGES & 1)
         clear_end(v_bufs.index(it % STAGES), k_len - last * N, 8)
@@ -158,7 +160,7 @@ def _begin(s, v_bufs, v_full, it, seen, floor, scale, RIGHT: gl.constexpr, LEFT:
 @gluon.jit
 def _step(
     bufs, slot, bars, o, p, m, l, it, n, seen, scale,
-    RIGHT: gl.constexpr, LEFT: gl.constexpr, OVERLAP: gl.constexpr, TAIL: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, OVERLAP: gl.constexpr, TAIL: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """P V of the block before and the softmax of the it-th, which is keys n * N and on: (o, p, m, l)."""
     v_bufs = bufs[2]
@@ -178,10 +180,10 @@ def _step(
     mbarrier.arrive(k_empty.index(it % STAGES))
     if RIGHT:
         if n >= whole:
-            s = _masked(s, n, row, offset, k_len, window, RIGHT, False)
+            s = _masked(s, n, row, offset, k_len, window, RIGHT, False, PACK)
     if LEFT:
         if n < cut:
-            s = _masked(s, n, row, offset, k_len, window, False, LEFT)
+            s = _masked(s, n, row, offset, k_len, window, False, LEFT, PACK)
     e, m, alpha = _exponentials(s, m, scale, RIGHT or LEFT)
     l = _scaled_rows(l, alpha) + _row_parts(e)
     if OVERLAP:
@@ -194,10 +196,25 @@ def _step(
 
 
 @gluon.jit
-def _finish(o, m, l, o_buf, out, row, head, q_start, q_len, floor, scale):
+def _store_rows(o_buf, out, row, head, q_start, q_len, PACK: gl.constexpr):
+    """What exists of the consumer's rows, by the threads themselves."""
+    o_desc, out_ptr, _, total_q, out_row_stride, out_head_stride, _ = out
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    at = row + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
+    cols = gl.expand_dims(gl.arange(0, o_buf.shape[1], layout=gl.SliceLayout(0, layout)), 0)
+    token = q_start + at // PACK
+    live = at < q_len * PACK
+    if len(o_desc.block_type.shape) == 3:
+        live &= (token >= 0) & (token < total_q)
+    heads = head * PACK + at % PACK
+    ptrs = out_ptr + token.to(gl.int64) * out_row_stride + heads * out_head_stride + cols
+    gl.store(ptrs, o_buf.load(layout), mask=live)
+
+
+@gluon.jit
+def _finish(o, m, l, o_buf, out, row, head, q_start, q_len, floor, scale, PACK: gl.constexpr):
     """Divide, round, and store what exists of the consumer's rows, through shared memory."""
-    o_desc, out_ptr, lse_ptr, total_q, out_row_stride, out_head_stride, sinks_ptr = out
-    D: gl.constexpr = o.shape[1]
+    o_desc, out_ptr, lse_ptr, total_q, _, out_head_stride, sinks_ptr = out
     weight = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, o.type.layout), assert_trivial=True)
     if sinks_ptr is not None:
         weight += gl.convert_layout(gl.exp2((floor - m) * scale), weight.type.layout, assert_trivial=True)
@@ -211,16 +228,20 @@ def _finish(o, m, l, o_buf, out, row, head, q_start, q_len, floor, scale):
         # scale is in the domain of exp2
         lse = (m * scale + gl.log2(total)) * 0.6931471805599453
         gl.store(lse_ptr + head.to(gl.int64) * total_q + q_start + rows, lse, mask=rows < q_len)
-    if row + ROWS <= q_len:
+    if row + ROWS <= q_len * PACK:
         fence_async_shared()
         block_barrier()
-        store_box(o_desc, [q_start + row, head * out_head_stride], o_buf)
+        if len(o_desc.block_type.shape) == 3:
+            PANEL: gl.constexpr = o_desc.block_type.shape[2]
+            PANELS: gl.constexpr = o_buf.shape[1] // PANEL
+            LAYOUT: gl.constexpr = o_desc.layout
+            boxes = viewed(o_buf, o_buf.dtype, [PANELS, ROWS // PACK, PACK, PANEL], LAYOUT)
+            for panel in gl.static_range(PANELS):
+                store_box(o_desc, [q_start + row // PACK, head * PACK, panel * PANEL], boxes.index(panel))
+        else:
+            store_box(o_desc, [q_start + row, head * out_head_stride], o_buf)
     else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        at = row + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
-        cols = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, layout)), 0)
-        ptrs = out_ptr + (q_start + at).to(gl.int64) * out_row_stride + head * out_head_stride + cols
-        gl.store(ptrs, o_buf.load(layout), mask=at < q_len)
+        _store_rows(o_buf, out, row, head, q_start, q_len, PACK)
 
 
 @gluon.jit
@@ -242,11 +263,15 @@ def _first_scores(
 
 
 @gluon.jit
-def _attend(
+def attend(
     bufs, bars, out, slots_ptr, where, scale,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
-    OVERLAP: gl.constexpr, SHARE_Q: gl.constexpr, TAIL: gl.constexpr,
+    OVERLAP: gl.constexpr, SHARE_Q: gl.constexpr, TAIL: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
+    """A consumer's share of all tiles of its program.
+
+    PACK: heads that share keys and stand beside each other in a tile, query 0's first, then query 1's; `head` counts by them.
+    """
     q_bufs, k_bufs, v_bufs, o_bufs, _, _ = bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     DV: gl.constexpr = v_bufs.shape[2]
@@ -265,14 +290,14 @@ def _attend(
         row += wg * ROWS
         slot = n % Q_BUFS * CONSUMERS + wg
         seen = (row, k_len - q_len, k_len, last, whole, cut, where[2])
-        floor = _floor(out[6], head, scale)
-        e, m, l = _begin(s, v_bufs, v_full, it, seen, floor, scale, RIGHT, LEFT)
+        floor = _floor(out[6], head, scale, gl.SliceLayout(1, s.type.layout), PACK)
+        e, m, l = _begin(s, v_bufs, v_full, it, seen, floor, scale, RIGHT, LEFT, PACK)
         o = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
         p = _as_operand(e, o, v_bufs.dtype)
         it += 1
         for j in range(1, count):
             o, p, m, l = _step(
-                bufs, slot, bars, o, p, m, l, it, last - j, seen, scale, RIGHT, LEFT, OVERLAP, TAIL,
+                bufs, slot, bars, o, p, m, l, it, last - j, seen, scale, RIGHT, LEFT, OVERLAP, TAIL, PACK,
             )  # fmt: skip
             it += 1
         if not SHARE_Q:
@@ -283,7 +308,7 @@ def _attend(
         o, p = warpgroup_mma_wait(0, deps=(o, p))
         mbarrier.arrive(v_empty.index((it - 1) % STAGES))
         if SHARE_Q:
-            _finish(o, m, l, o_bufs.index(wg), out, row, head, q_start, q_len, floor, scale)
+            _finish(o, m, l, o_bufs.index(wg), out, row, head, q_start, q_len, floor, scale, PACK)
             tma.store_wait(pendings=0)
             fence_async_shared()
             block_barrier()
@@ -291,7 +316,7 @@ def _attend(
         # The next tile's first scores are computed while this one's result is divided, rounded and stored.
         s = _first_scores(bufs, bars, it, n, tile, total, wg, CONSUMERS, TAIL)
         if not SHARE_Q:
-            _finish(o, m, l, o_bufs.index(wg), out, row, head, q_start, q_len, floor, scale)
+            _finish(o, m, l, o_bufs.index(wg), out, row, head, q_start, q_len, floor, scale, PACK)
         s = warpgroup_mma_wait(0, deps=(s,))
     tma.store_wait(pendings=0)
 
@@ -300,7 +325,7 @@ def _attend(
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -331,10 +356,10 @@ def attention_sm90_kernel(
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_desc.layout)
     o_bufs = q_bufs if SHARE_Q else gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, DV], o_desc.layout)
-    q_bars = (_barriers(Q_BUFS * CONSUMERS, 1), _barriers(Q_BUFS * CONSUMERS, 1))
-    k_bars = (_barriers(STAGES, 1), _barriers(STAGES, CONSUMERS))
-    v_bars = (_barriers(STAGES, 1), _barriers(STAGES, CONSUMERS))
-    bars = q_bars + k_bars + v_bars + (_barriers(2, 1), _barriers(2, CONSUMERS))
+    q_bars = (barriers(Q_BUFS * CONSUMERS, 1), barriers(Q_BUFS * CONSUMERS, 1))
+    k_bars = (barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    v_bars = (barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    bars = q_bars + k_bars + v_bars + (barriers(2, 1), barriers(2, CONSUMERS))
     q_tails = q_bufs
     k_tails = k_bufs
     if TAIL:
@@ -348,14 +373,14 @@ def attention_sm90_kernel(
     where = ((blocks, heads, section, H), (cu_q_ptr, cu_k_ptr, max_q, max_k), (left, right))
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL)),
-            (_attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL)),
+            (attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
+            (attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
             (load_tiles, (descs, bufs, bars, counter_ptr, slots_ptr, where, GROUP, strides, CONSUMERS, RIGHT, LEFT)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL)),
-            (_attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL)),
-            (_attend, (bufs, bars, out, slots_ptr, where, scale, 2, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL)),
+            (attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
+            (attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
+            (attend, (bufs, bars, out, slots_ptr, where, scale, 2, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
             (load_tiles, (descs, bufs, bars, counter_ptr, slots_ptr, where, GROUP, strides, CONSUMERS, RIGHT, LEFT)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

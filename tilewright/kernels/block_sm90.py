@@ -225,9 +225,9 @@ def block_sm90_kernel(
     w_boxes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
     w_bufs = w_boxes
     if HALVES == 2:
-        w_shape: gl.constexpr = [COLS, BLOCK_K]
+        w_shape: gl.constexpr = [STAGES * N_BOXES, COLS, BLOCK_K]
         w_layout: gl.constexpr = w_desc.layout
-        w_bufs = viewed(w_boxes, w_boxes.dtype, [STAGES * N_BOXES] + w_shape, w_layout)
+        w_bufs = viewed(w_boxes, w_boxes.dtype, w_shape, w_layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, 64, EPILOGUE_N], TILE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

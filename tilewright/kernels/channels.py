@@ -29,12 +29,21 @@ from tilewright.hw.device import Device, device_of
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import channel_affine_arguments, channel_sums_arguments
 from tilewright.kernels.column_sums import column_sums
+from tilewright.kernels.prepared import launch
 from tilewright.kernels.row_space import row_space
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
-__all__ = ["channel_affine_op", "channel_sums_op"]
+__all__ = [
+    "CHANNEL_SPACE",
+    "channel_affine_op",
+    "channel_problem",
+    "channel_sums_op",
+    "channels_last",
+    "place_offsets",
+    "places_at_once",
+]
 
 # ---- reference
 
@@ -80,11 +89,13 @@ class Problem(NamedTuple):
     """As a power of two, at most 1024."""
 
 
-def _problem(x: Tensor, *rest: object) -> Problem:
-    return Problem(x.dtype, _channels_last(x), x.shape[2], min(1024, next_pow2(x.shape[1])))
+def channel_problem(x: Tensor, *rest: object) -> Problem:
+    """Of an op whose first argument is x [N, S, C]."""
+    return Problem(x.dtype, channels_last(x), x.shape[2], min(1024, next_pow2(x.shape[1])))
 
 
-def _channels_last(x: Tensor) -> bool:
+def channels_last(x: Tensor) -> bool:
+    """Whether the channels of x [N, S, C] are dense in memory."""
     return x.is_contiguous() and (x.shape[2] > 1 or x.shape[1] == 1)
 
 
@@ -98,7 +109,7 @@ def _default(device: Device, problem: Problem) -> Config:
     return {"BLOCK_C": 4096 // block_s, "BLOCK_S": block_s, "num_warps": 4}
 
 
-SPACE = row_space(_default, BLOCK_C=(4, 16, 32, 64, 128, 256), BLOCK_S=(16, 32, 64, 128, 256, 1024), num_warps=(4, 8))
+CHANNEL_SPACE = row_space(_default, BLOCK_C=(4, 16, 32, 64, 128, 256), BLOCK_S=(16, 32, 64, 128, 256, 1024), num_warps=(4, 8))
 
 
 def _tensors(
@@ -144,7 +155,7 @@ def _examples(affine: bool) -> tuple[Example, ...]:
 
 
 @triton.jit
-def _offsets(s, c, C: tl.constexpr, S, LAST: tl.constexpr):
+def place_offsets(s, c, C: tl.constexpr, S, LAST: tl.constexpr):
     """[BLOCK_S, BLOCK_C] places of an image."""
     return s.to(tl.int64)[:, None] * C + c[None, :] if LAST else c.to(tl.int64)[None, :] * S + s[:, None]
 
@@ -168,7 +179,7 @@ def _sums_kernel(
     for start in tl.range(begin, tl.minimum(begin + share * BLOCK_S, S), BLOCK_S, num_stages=2):
         s = start + tl.arange(0, BLOCK_S)
         mask = (s < S)[:, None] & (c < C)[None, :]
-        at = _offsets(s, c, C, S, LAST)
+        at = place_offsets(s, c, C, S, LAST)
         gap = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - shift[None, :]
         if HAS_DY:
             given = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -197,7 +208,7 @@ def _affine_kernel(
     s = program // TILES_C % tiles_s * BLOCK_S + tl.arange(0, BLOCK_S)
     image = (program // TILES_C // tiles_s).to(tl.int64)
     mask = (s < S)[:, None] & (c < C)[None, :]
-    at = image * S * C + _offsets(s, c, C, S, LAST)
+    at = image * S * C + place_offsets(s, c, C, S, LAST)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     a = tl.load(a_ptr + image * a_stride + c, mask=c < C, other=0.0)
     b = tl.load(b_ptr + image * b_stride + c, mask=c < C, other=0.0)
@@ -211,9 +222,9 @@ def _affine_kernel(
 # ---- launchers and ops
 
 
-def _vector(x: Tensor) -> int:
+def places_at_once(x: Tensor) -> int:
     """Places that are read at once where they are dense, up to 16 bytes."""
-    vector = 1 if _channels_last(x) else 16 // x.element_size()
+    vector = 1 if channels_last(x) else 16 // x.element_size()
     while x.shape[1] % vector:
         vector //= 2
     return vector
@@ -229,15 +240,14 @@ def _sums_launch(config: Config, x: Tensor, shift: Tensor, dy: Tensor | None) ->
     if not x.numel():
         first, second = (torch.zeros(n, c, dtype=torch.float32, device=x.device) for _ in range(2))
         return first, second
-    groups, blocks = triton.cdiv(c, config["BLOCK_C"]), triton.cdiv(s, config["BLOCK_S"])
-    wanted = triton.cdiv(8 * device_of(x.get_device()).sms, n * groups)
-    share = triton.cdiv(blocks, min(blocks, wanted))
-    splits, vector = triton.cdiv(blocks, share), _vector(x)
+    groups, blocks = ceil_div(c, config["BLOCK_C"]), ceil_div(s, config["BLOCK_S"])
+    wanted = ceil_div(8 * device_of(x.get_device()).sms, n * groups)
+    share = ceil_div(blocks, min(blocks, wanted))
+    splits, vector = ceil_div(blocks, share), places_at_once(x)
     first, second = (torch.empty(splits, n * c, dtype=torch.float32, device=x.device) for _ in range(2))
-    _sums_kernel[(n, groups, splits)](
-        x, x if dy is None else dy, shift, first, second, s // vector, n, _step(shift), share,
-        C=c, VECTOR=vector, LAST=_channels_last(x), HAS_DY=dy is not None, **config,
-    )  # fmt: skip
+    constants = {"C": c, "VECTOR": vector, "LAST": channels_last(x), "HAS_DY": dy is not None, **config}
+    operands, numbers = (x, x if dy is None else dy, shift, first, second), (s // vector, n, _step(shift), share)
+    launch(_sums_kernel, (n, groups, splits), operands, numbers, constants)
     if splits > 1:
         first, second = column_sums(torch.float32, first, second)
     return first.view(n, c), second.view(n, c)
@@ -247,31 +257,31 @@ def _affine_launch(config: Config, x: Tensor, a: Tensor, b: Tensor, dy: Tensor |
     y = torch.empty_like(x)
     n, s, c = x.shape
     if x.numel():
-        vector = _vector(x)
-        _affine_kernel[(n * triton.cdiv(s, config["BLOCK_S"]) * triton.cdiv(c, config["BLOCK_C"]),)](
-            x, x if dy is None else dy, a, b, a if d is None else d, y,
-            s // vector, _step(a), _step(b), 0 if d is None else _step(d),
-            C=c, VECTOR=vector, LAST=_channels_last(x), HAS_DY=dy is not None, **config,
-        )  # fmt: skip
+        vector = places_at_once(x)
+        operands = (x, x if dy is None else dy, a, b, a if d is None else d, y)
+        numbers = (s // vector, _step(a), _step(b), 0 if d is None else _step(d))
+        constants = {"C": c, "VECTOR": vector, "LAST": channels_last(x), "HAS_DY": dy is not None, **config}
+        programs = n * ceil_div(s, config["BLOCK_S"]) * ceil_div(c, config["BLOCK_C"])
+        launch(_affine_kernel, (programs,), operands, numbers, constants)
     return y
 
 
 channel_sums_op = Op(
     name="channel_sums",
     reference=_sums_reference,
-    problem=_problem,
+    problem=channel_problem,
     cost=_sums_cost,
     examples=_examples(False),
     make=channel_sums_arguments,
-    impls=(Impl(name="triton", launch=_sums_launch, space=SPACE),),
+    impls=(Impl(name="triton", launch=_sums_launch, space=CHANNEL_SPACE),),
 )
 
 channel_affine_op = Op(
     name="channel_affine",
     reference=_affine_reference,
-    problem=_problem,
+    problem=channel_problem,
     cost=_affine_cost,
     examples=_examples(True),
     make=channel_affine_arguments,
-    impls=(Impl(name="triton", launch=_affine_launch, space=SPACE, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=_affine_launch, space=CHANNEL_SPACE, batch_invariant=True),),
 )

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewright.kernels.prepared import launch
+from tilewright.kernels.shapes import ceil_div
+
 __all__ = ["column_sums"]
 
 _ROWS = 32
@@ -35,7 +38,6 @@ def column_sums(dtype: torch.dtype, *parts: Tensor) -> tuple[Tensor, ...]:
     sums = tuple(torch.empty(cols, dtype=dtype, device=part.device) for part in parts)
     block = 64 if cols <= 8192 else 512  # narrow rows come in many parts, wide ones in few
     if cols:
-        _column_sums_kernel[(triton.cdiv(cols, block), len(parts))](
-            parts[0], parts[-1], sums[0], sums[-1], rows, cols, ROWS=_ROWS, COLS=block, num_warps=8
-        )
+        operands, constants = (parts[0], parts[-1], sums[0], sums[-1]), {"ROWS": _ROWS, "COLS": block, "num_warps": 8}
+        launch(_column_sums_kernel, (ceil_div(cols, block), len(parts)), operands, (rows, cols), constants)
     return sums

@@ -16,6 +16,7 @@ low side; the high side follows from the output's size. Limited by the tensor co
     vendor       cuDNN
     sm90         Hopper: Gluon, boxes of pixels fetched by the copy engine, shifted for each tap
     depthwise    one channel each: multiply and add, without tensor cores
+    few          few pixels, as of one image: small tiles that programs share along K
     triton       any shape, from sm_80 on
 
 Not supported: gradients (ops.conv2d has them, by ops of their own), float64, scales for int8 channels of x.
@@ -33,7 +34,7 @@ from tilewright.kernels.conv_common import Problem, problem_of, sizes_of
 from tilewright.kernels.conv_depthwise import DEPTHWISE
 from tilewright.kernels.conv_reference import reference
 from tilewright.kernels.conv_sm90_launch import SM90
-from tilewright.kernels.conv_tile import TRITON
+from tilewright.kernels.conv_tile import FEW, TRITON
 from tilewright.kernels.conv_vendor import VENDOR
 from tilewright.kernels.matmul import linear_op
 from tilewright.op import Example, Impl, Op
@@ -113,8 +114,20 @@ def _first(device: Device, problem: Problem) -> str | None:
     if problem.groups > 1:
         # Of ResNeXt's 32 groups, those of 4 channels are cuDNN's: 46.7 us against 45.3; of 8 26.3 against 34.5.
         return "triton" if 8 <= problem.c // problem.groups <= 16 and problem.c == problem.o else None
+    summed = problem.taps * problem.c
+    small = problem.pixels * problem.o <= 64 * 64 * device.sms
+    if small and summed >= 256:
+        # One image of ResNet-50: 4.1 us against cuDNN's 5.5 at 64 channels of 56 x 56, 7.4 against 12.3 at 512 of 7 x 7.
+        return "few"
+    if problem.pointwise and problem.residual:
+        if problem.activation not in ("none", "relu"):
+            return "sm90"
+        # 32 images, 64 -> 256 channels of 56 x 56: 47.7 us against cuDNN's 54.5; 256 -> 1024 of 14 x 14: 18.3 against 15.1.
+        if small and summed >= 128:
+            return "triton"  # 128 -> 512 of 28 x 28, one image: 3.3 us, cuDNN 4.6
+        return "sm90" if problem.pixels * problem.o >= 10_000_000 and problem.c <= 128 else None
     if problem.pointwise:
-        return "sm90" if problem.residual and problem.activation not in ("none", "relu") else None
+        return None
     if max(problem.stride) > 1 and problem.kernel != (1, 1, 1) and problem.pixels * problem.o < 128 * 128 * device.sms:
         return None
     return "sm90" if problem.pixels * problem.o >= 100_000 else None  # one image of 14 x 14 x 256: 8.9 us, cuDNN 8.2
@@ -135,6 +148,7 @@ conv_op = Op(
         DEPTHWISE,
         VENDOR,
         SM90,
+        FEW,
         TRITON,
     ),
 )

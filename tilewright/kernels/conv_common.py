@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.kernels.matmul_common import activate
+from tilewright.kernels.prepared import Held
 from tilewright.kernels.shapes import next_pow2
 
 __all__ = [
@@ -118,6 +119,11 @@ class Problem(NamedTuple):
         return self.n_bucket * self.y[0] * self.y[1] * self.y[2]
 
     @property
+    def taps(self) -> int:
+        """Filter positions."""
+        return self.kernel[0] * self.kernel[1] * self.kernel[2]
+
+    @property
     def depthwise(self) -> bool:
         """Whether every output channel reads one channel of x."""
         return self.groups > 1 and self.groups == self.c
@@ -139,18 +145,29 @@ class Problem(NamedTuple):
         )
 
 
+_PROBLEMS = Held()
+
+
 def problem_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int], x_scales: Tensor | None,
     w_scales: Tensor | None, dtype: torch.dtype,
 ) -> Problem:  # fmt: skip
     """The problem of a call of `conv`."""
-    s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     starts = x.data_ptr() | weight.data_ptr() | (0 if residual is None else residual.data_ptr())
-    return Problem(
-        x.dtype, dtype, next_pow2(s.n), s.c, s.o, groups, s.x, s.y, s.kernel, s.stride, s.padding, s.dilation,
-        activation, bias is not None, residual is not None, starts % 16 == 0,
+    key = (
+        x.dtype, dtype, x.shape, weight.shape, *stride, *padding, *dilation, groups, *size, activation, bias is None,
+        residual is None, starts % 16,
     )  # fmt: skip
+    found = _PROBLEMS.get(key)
+    if found is None:
+        s = sizes_of(x, weight, stride, padding, dilation, groups, size)
+        found = Problem(
+            x.dtype, dtype, next_pow2(s.n), s.c, s.o, groups, s.x, s.y, s.kernel, s.stride, s.padding, s.dilation,
+            activation, bias is not None, residual is not None, starts % 16 == 0,
+        )  # fmt: skip
+        _PROBLEMS.keep(key, found)
+    return found
 
 
 def empty_output(x: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:

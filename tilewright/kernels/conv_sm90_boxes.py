@@ -12,12 +12,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.conv_sm90 import VIEWS_REACH_ON, conv_sm90_kernel
 from tilewright.kernels.matmul_sm90_launch import shares
+from tilewright.kernels.prepared import Prepared
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.workspace import tickets
 from tilewright.op import scope
 from tilewright.tune.space import Config
 
-__all__ = ["AXES", "Launch", "Shape", "best_tile", "box_of", "launch_boxes", "phases_of", "tile_refusal"]
+__all__ = ["AXES", "Again", "Launch", "Shape", "best_tile", "box_of", "launch_boxes", "phases_of", "tile_refusal"]
 
 # N images, C channels, O output channels; H, W spatial dims of x, P, Q of y; KH, KW of the filter
 
@@ -217,8 +218,37 @@ class Launch(NamedTuple):
     w_major: str = "k"
 
 
-def launch_boxes(config: Config, work: Launch) -> None:
-    """Fill work.y, which is not empty."""
+class Again(NamedTuple):
+    """A launch of `launch_boxes` to be made again on other memory."""
+
+    prepared: Prepared
+    scratch: int | None
+    """Numbers of scratch memory; None: no tiles are shared."""
+    counters: int
+
+    def launch(
+        self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None, x_scales: Tensor | None,
+        w_scales: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Fill y. Tensors begin where those of the first `Launch` did, with its dtypes, shapes and strides."""
+        parts, counters = _shared(self.scratch, self.counters, x.device)
+        given = (x, weight, y, bias, residual, x_scales, w_scales, parts, counters)
+        self.prepared([0 if t is None else t.data_ptr() for t in given])
+
+
+def _shared(scratch: int | None, counters: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Memory and tickets for tiles that programs share."""
+    if scratch is None:
+        return None, None
+    return torch.empty(scratch, dtype=torch.float32, device=device), tickets(device, counters)
+
+
+_OWNERS = (0, 0, 0, 0, 1, 4, 2, 5, 6, 3, 7, 8)
+"""Which of `Again.launch`'s operands, scratch and tickets behind them, the kernel's first arguments point into."""
+
+
+def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tensor] | None = None) -> Again:
+    """Fill work.y, which is not empty. Gives what makes the launch again: given x, weight and y, or what is `whole` of them."""
     x, y = work.x, work.y
     # Meta tensors: compiled for a card that is not here.
     device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
@@ -245,18 +275,24 @@ def launch_boxes(config: Config, work: Launch) -> None:
     tiles = _blocks(count, 1 if turns else 2) * _blocks(o, block_n)
     programs, waves, share, parts = shares(tiles, steps, device.sms, config["SPLIT_K"])
     stream = config["SPLIT_K"] != 1
-    scratch = counters = None
-    if stream:
-        left = tiles - waves * programs
-        scratch = torch.empty(max(1, left * (parts - 1) * block_m * block_n), dtype=torch.float32, device=x.device)
-        counters = tickets(x.device, left * 2)
+    left = tiles - waves * programs
+    scratch = max(1, left * (parts - 1) * block_m * block_n) if stream else None
+    pieces, counters = _shared(scratch, left * 2, x.device)
     stages, tile_bufs = _ring(device, config, box, taps, extra, block_k * x.element_size(), y_box[3])
-    conv_sm90_kernel[(programs,)](
-        *x_descs, *[None] * (4 - len(x_descs)), w_desc, residual_desc, y_desc, work.x_scales, work.w_scales, work.bias,
-        scratch, counters, n, o, o if work.bias is None else work.bias.shape[0], filter_h, kw, *work.padding, *work.dilation,
+    x_descs += [None] * (4 - len(x_descs))
+    arguments = (
+        *x_descs, w_desc, residual_desc, y_desc, work.x_scales, work.w_scales, work.bias, pieces, counters,
+        n, o, o if work.bias is None else work.bias.shape[0], filter_h, kw, *work.padding, *work.dilation,
         count, down, across, steps, waves, share, parts - 1,
-        STRIDE_H=stride_h, STRIDE_W=stride_w, PHASES=tuple(h * stride_w + w for h, w in phases), W_MAJOR=work.w_major,
-        TAPS=taps, EXTRA=extra, BACKWARD=extra > 0 and work.dilation[0] < 0,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, GROUP_M=8, TILE_BUFS=tile_bufs, STREAM=stream,
-        ACTIVATION=work.activation, num_warps=4,
     )  # fmt: skip
+    constants = {
+        "STRIDE_H": stride_h, "STRIDE_W": stride_w, "PHASES": tuple(h * stride_w + w for h, w in phases),
+        "W_MAJOR": work.w_major, "TAPS": taps, "EXTRA": extra, "BACKWARD": extra > 0 and work.dilation[0] < 0,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "GROUP_M": 8, "TILE_BUFS": tile_bufs, "STREAM": stream,
+        "ACTIVATION": work.activation,
+    }  # fmt: skip
+    compiled = conv_sm90_kernel[(programs,)](*arguments, **constants, num_warps=4)
+    operands = (*(whole or (x, work.weight, y)), work.bias, work.residual, work.x_scales, work.w_scales, pieces, counters)
+    starts = [0 if t is None else t.data_ptr() for t in operands]
+    prepared = Prepared(conv_sm90_kernel, compiled, (programs,), arguments, constants, _OWNERS, starts)
+    return Again(prepared, scratch, left * 2)

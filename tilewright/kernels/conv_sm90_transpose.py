@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.conv_common import Problem, sizes_of
-from tilewright.kernels.conv_sm90_boxes import AXES, Launch, Shape, best_tile, launch_boxes, tile_refusal
+from tilewright.kernels.conv_sm90_boxes import AXES, Again, Launch, Shape, best_tile, launch_boxes, tile_refusal
+from tilewright.kernels.prepared import Held, pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -90,6 +91,9 @@ SPACE = Space(
 )
 
 
+_HELD = Held()
+
+
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, size: list[int],
@@ -97,12 +101,22 @@ def _launch(
     y = torch.empty((x.shape[0], *size, weight.shape[-1]), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
+    key = (
+        x.get_device(), x.dtype, x.shape, weight.shape, pointer_kind(bias), activation, *stride, *padding, *dilation, *size,
+        *config.values(),
+    )  # fmt: skip
+    held: list[Again] | None = _HELD.get(key)
+    if held is not None:
+        for again in held:
+            again.launch(x, weight, y, bias, None, None, None)
+        return y
     s = sizes_of(y, weight, stride, padding, dilation, groups, x.shape[1:-1])
     (_, kh, kw), (_, sh, sw), (_, h, w), c = s.kernel, s.stride, s.x, s.c
     pad_w, dilation_w = s.padding[2], s.dilation[2]
     if _fills(kw, sw, pad_w, dilation_w, w):
         w, c, kw, sw = w // sw, c * kw, 1, 1
     pixels, filters, plane = x.view(s.n, *s.y[1:], s.o), weight.view(s.o, kh, kw, c), y.view(s.n, h, w, c)
+    made: list[Again] = []
     for a, b in product(range(min(sh, h)), range(min(sw, w))):
         down = taps_of(a, kh, sh, s.padding[1], s.dilation[1])
         right = taps_of(b, kw, sw, pad_w, dilation_w)
@@ -113,7 +127,9 @@ def _launch(
             pixels, part, plane[:, a::sh, b::sw], (1, 1), (-down[2], -right[2]), (down[3], right[3]), activation, bias,
             w_major="n",
         )  # fmt: skip
-        launch_boxes(config, work)
+        made.append(launch_boxes(config, work, (x, weight, y)))
+    if x.is_cuda:
+        _HELD.keep(key, made)
     return y
 
 

@@ -1,4 +1,4 @@
-"""`conv` as an implicit matrix product, for every shape and card: the implementation `triton`.
+"""`conv` as an implicit matrix product, for every shape and card: `triton`, and `few` for the layers of one image.
 
 A program computes a tile of BLOCK_M output pixels by BLOCK_N output channels. It walks K, the filter's taps times the channels
 of a group, in steps of BLOCK_K that Triton pipelines through shared memory; no image is unfolded in memory. Where a pixel's
@@ -9,10 +9,16 @@ Groups that are narrower than a tile share one (TOGETHER of them): their weights
 entries are not loaded but zero. That wastes multiplications, of which the tensor cores have enough: such a convolution is
 limited by its bytes.
 
+`few` is the same kernel where tiles are few, as in a network that sees one image: with small ones, of which SPLIT_K programs
+share the steps. Each leaves its part in memory, and the last one to come adds them in the order of their numbers: the same bits
+every time.
+
 Channels, filter, stride, dilation and groups are compile-time constants, as a layer's are; images of any number and size run
 the same kernel. int8 is summed in int32 and scaled in the epilogue. float32 is multiplied in IEEE precision: without tensor
 cores.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,11 +28,13 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.conv_common import Problem, empty_output, finish_pixels, sizes_of
 from tilewright.kernels.matmul_tile import grouped
+from tilewright.kernels.prepared import Held, Prepared, pointer_kind
 from tilewright.kernels.reduce import dot
+from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["TRITON", "estimate", "tiles_of"]
+__all__ = ["FEW", "TRITON", "Again", "estimate", "launched", "tiles_of"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -120,6 +128,55 @@ SPACE = Space(
     refusal=_refuse_config,
 )
 
+# ---- few tiles
+
+
+def _few_tiles(problem: Problem) -> int:
+    """Tiles of 64 pixels by 32 channels."""
+    return -(-problem.pixels // 64) * -(-problem.o // 32)
+
+
+def _steps(problem: Problem, block_k: int) -> int:
+    return problem.taps * -(-problem.c // block_k)
+
+
+def _refuse_few(device: Device, problem: Problem) -> str | None:
+    if problem.groups > 1 or problem.dtype.itemsize != 2:
+        return "takes fp16 and bf16 without groups"
+    if _few_tiles(problem) > 4 * device.sms:
+        return "is for fewer pixels and channels: other tiles fill the card"
+    if problem.taps * problem.c < 256:
+        return "is for sums of 256 products and more"
+    return None
+
+
+# Microseconds on an H100, ResNet-50 of one image: what it costs to share a tile, and a step of K, of a filter and of 1 x 1.
+_SHARING = {1: 0.0, 2: 1.7, 4: 2.2, 8: 3.0, 16: 5.2}
+_STEP, _POINTWISE_STEP = 0.2, 0.16
+
+
+def _few_default(device: Device, problem: Problem) -> Config:
+    block_k, tiles = _block_k(problem), _few_tiles(problem)
+    steps, step = _steps(problem, block_k), _STEP if problem.taps > 1 else _POINTWISE_STEP
+    splits = [n for n in _SHARING if n == 1 or (n * tiles <= 1.25 * device.sms and 2 * n <= steps)]
+    split = min(splits, key=lambda n: step * -(-steps // n) + _SHARING[n])
+    return {"BLOCK_N": 64 if tiles > device.sms and problem.o > 32 else 32, "BLOCK_K": block_k, "SPLIT_K": split}
+
+
+def _refuse_few_config(device: Device, problem: Problem, c: Config) -> str | None:
+    if c["BLOCK_K"] != _block_k(problem):
+        return "a step of K should be 128 bytes, or half of that for narrow layers"
+    if 2 * c["SPLIT_K"] > max(2, _steps(problem, c["BLOCK_K"])):
+        return "a program should have two steps of K"
+    return None
+
+
+FEW_SPACE = Space(
+    default=_few_default,
+    axes={"BLOCK_N": (32, 64), "BLOCK_K": (32, 64), "SPLIT_K": (1, 2, 4, 8, 16)},
+    refusal=_refuse_few_config,
+)
+
 # ---- kernel
 
 
@@ -141,17 +198,21 @@ def _walk_taps(
     x_ptr, w_ptr, d0, h0, w0, row_mask, cols, col_mask, left, XD, XH, XW, acc,
     C: tl.constexpr, TAP_K: tl.constexpr, C_G: tl.constexpr, O_G: tl.constexpr,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
-    DEEP: tl.constexpr, BLOCK_K: tl.constexpr, PACKED: tl.constexpr,
+    DEEP: tl.constexpr, BLOCK_K: tl.constexpr, PACKED: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """acc + x's windows @ weight^T. x_ptr [BLOCK_M, 1] stands at (d0, h0, w0), which may be outside of the image.
+    """acc + x's windows @ weight^T over this program's share of K.
+
+    x_ptr [BLOCK_M, 1] stands at (d0, h0, w0), which may be outside of the image.
 
     `left`: channels of x from the tile's first to the last one.
     """
     TAPS: tl.constexpr = KD * KH * KW
     BLOCKS: tl.constexpr = (TAP_K + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = (TAPS * TAP_K + BLOCK_K - 1) // BLOCK_K if PACKED else TAPS * BLOCKS
+    SHARE: tl.constexpr = (STEPS + SPLIT_K - 1) // SPLIT_K
     ks = tl.arange(0, BLOCK_K)[None, :]
-    for step in range(STEPS):
+    begin = tl.program_id(1) * SHARE
+    for step in range(begin, min(begin + SHARE, STEPS)):
         if PACKED:
             k = step * BLOCK_K + ks
             tap, channel = k // TAP_K, k % TAP_K
@@ -182,13 +243,47 @@ def _walk_taps(
     return acc
 
 
+@triton.jit
+def _finish(
+    acc, y_ptr, bias_ptr, residual_ptr, x_scales_ptr, w_scales_ptr, image, pixels, channels, row_mask, mask, O: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Scales, then the epilogue and the store. image, pixels, row_mask: [BLOCK_M, 1]; channels: [1, BLOCK_N]."""
+    if x_scales_ptr is not None:
+        scale = tl.load(x_scales_ptr + image, mask=row_mask, other=0.0)
+        scale = scale * tl.load(w_scales_ptr + channels, mask=channels < O, other=0.0)
+        acc = acc.to(tl.float32) * scale
+    finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels.to(tl.int64), channels, mask, O, ACTIVATION)
+
+
+@triton.jit
+def _join(
+    acc, parts_ptr, tickets_ptr, y_ptr, bias_ptr, residual_ptr, image, pixels, channels, row_mask, mask, O: tl.constexpr,
+    ACTIVATION: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Leave a part of a tile; the last program to come adds them all and finishes."""
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    part_ptrs = parts_ptr + tl.program_id(0).to(tl.int64) * (SPLIT_K * SIZE) + inside
+    tl.store(part_ptrs + tl.program_id(1) * SIZE, acc)
+    # One thread draws the ticket for all: every thread's part must be out before.
+    tl.debug_barrier()
+    if tl.atomic_add(tickets_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
+        tl.store(tickets_ptr + tl.program_id(0), 0)
+        total = tl.load(part_ptrs, cache_modifier=".cg")
+        for part in tl.static_range(1, SPLIT_K):  # pyright: ignore[reportGeneralTypeIssues]
+            total += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
+        _finish(total, y_ptr, bias_ptr, residual_ptr, None, None, image, pixels, channels, row_mask, mask, O, ACTIVATION)
+
+
 @triton.jit(do_not_specialize=["N", "XD", "XH", "XW", "YD", "YH", "YW", "PAD_D", "PAD_H", "PAD_W"])
 def _conv_kernel(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, x_scales_ptr, w_scales_ptr, N, XD, XH, XW, YD, YH, YW, PAD_D, PAD_H, PAD_W,
+    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, x_scales_ptr, w_scales_ptr, parts_ptr, tickets_ptr,
+    N, XD, XH, XW, YD, YH, YW, PAD_D, PAD_H, PAD_W,
     C: tl.constexpr, O: tl.constexpr, GROUPS: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
     DEEP: tl.constexpr, ACTIVATION: tl.constexpr, TOGETHER: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     C_G: tl.constexpr = C // GROUPS
     O_G: tl.constexpr = O // GROUPS
@@ -215,15 +310,31 @@ def _conv_kernel(
     acc = _walk_taps(
         x_ptr + group * C_G + corner * C, w_ptr + first.to(tl.int64) * (KD * KH * KW * C_G), d0, h0, w0, row_mask,
         cols[:, None], (cols < limit)[:, None], C - group * C_G, XD, XH, XW, acc, C, TOGETHER * C_G, C_G, O_G,
-        KD, KH, KW, DD, DH, DW, DEEP, BLOCK_K, TOGETHER * C_G < BLOCK_K,
+        KD, KH, KW, DD, DH, DW, DEEP, BLOCK_K, TOGETHER * C_G < BLOCK_K, SPLIT_K,
     )  # fmt: skip
     mask = row_mask & (cols < limit)[None, :]
     channels = (first + cols)[None, :]
-    if x_scales_ptr is not None:
-        scale = tl.load(x_scales_ptr + image, mask=row_mask, other=0.0)
-        scale = scale * tl.load(w_scales_ptr + channels, mask=channels < O, other=0.0)
-        acc = acc.to(tl.float32) * scale
-    finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels.to(tl.int64), channels, mask, O, ACTIVATION)
+    if SPLIT_K == 1:
+        _finish(
+            acc,
+            y_ptr,
+            bias_ptr,
+            residual_ptr,
+            x_scales_ptr,
+            w_scales_ptr,
+            image,
+            pixels,
+            channels,
+            row_mask,
+            mask,
+            O,
+            ACTIVATION,
+        )
+    else:
+        _join(
+            acc, parts_ptr, tickets_ptr, y_ptr, bias_ptr, residual_ptr, image, pixels, channels, row_mask, mask, O, ACTIVATION,
+            SPLIT_K, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 # ---- launcher
@@ -237,15 +348,87 @@ def _launch(
     y = empty_output(x, weight, size, dtype)
     if not y.numel():
         return y
+    weight = weight.contiguous()
+    key = _key(
+        config, x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype
+    )
+    again: Again | None = _HELD.get(key)
+    if again is not None:
+        again.launch(x, weight, y, bias, residual, x_scales, w_scales)
+        return y
     s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     (kd, kh, kw), (sd, sh, sw), (dd, dh, dw) = s.kernel, s.stride, s.dilation
     tiles, together = tiles_of(s.o, groups, config["BLOCK_N"])
-    _conv_kernel[(triton.cdiv(s.pixels, config["BLOCK_M"]) * tiles,)](
-        x, weight.contiguous(), bias, residual, y, x_scales, w_scales, s.n, *s.x, *s.y, *s.padding, C=s.c, O=s.o, GROUPS=groups,
-        KD=kd, KH=kh, KW=kw, SD=sd, SH=sh, SW=sw, DD=dd, DH=dh, DW=dw,
-        DEEP=s.deep, ACTIVATION=activation, TOGETHER=together, GROUP_M=8, **config,
-    )  # fmt: skip
+    tiles, split = tiles * triton.cdiv(s.pixels, config["BLOCK_M"]), config.get("SPLIT_K", 1)
+    scratch = tiles * split * config["BLOCK_M"] * config["BLOCK_N"] if split > 1 else 0
+    parts, counters = _shared(scratch, tiles, x)
+    operands = (x, weight, bias, residual, y, x_scales, w_scales, parts, counters)
+    arguments = (*operands, s.n, *s.x, *s.y, *s.padding)
+    constants = {
+        "C": s.c, "O": s.o, "GROUPS": groups, "KD": kd, "KH": kh, "KW": kw, "SD": sd, "SH": sh, "SW": sw, "DD": dd, "DH": dh,
+        "DW": dw, "DEEP": s.deep, "SPLIT_K": 1, "ACTIVATION": activation, "TOGETHER": together, "GROUP_M": 8,
+    }  # fmt: skip
+    constants |= config
+    compiled = _conv_kernel[(tiles, split)](*arguments, **constants)
+    starts = [0 if t is None else t.data_ptr() for t in operands]
+    prepared = Prepared(_conv_kernel, compiled, (tiles, split), arguments, constants, range(9), starts)
+    if x.is_cuda:
+        _HELD.keep(key, Again(prepared, scratch, tiles))
     return y
 
 
+class Again(NamedTuple):
+    """A launch to be made again on other memory."""
+
+    prepared: Prepared
+    scratch: int
+    """Numbers of scratch memory; 0: no tiles are shared."""
+    tiles: int
+
+    def launch(
+        self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None, x_scales: Tensor | None,
+        w_scales: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Fill y. Only addresses are read of the tensors: the rest is as in the first launch."""
+        parts, counters = _shared(self.scratch, self.tiles, x)
+        operands = (x, weight, bias, residual, y, x_scales, w_scales, parts, counters)
+        self.prepared([0 if t is None else t.data_ptr() for t in operands])
+
+
+_HELD = Held()
+
+
+def _key(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
+    return (
+        x.dtype, dtype, x.get_device(), x.shape, weight.shape, *size, *stride, *padding, *dilation, groups, activation,
+        *(pointer_kind(t) for t in (x, weight, bias, residual, x_scales, w_scales)), *config.values(),
+    )  # fmt: skip
+
+
+def launched(config: Config, *args: Any) -> Again | None:
+    """What makes a launch again that `TRITON` or `FEW` made of these arguments; None where they made none."""
+    return _HELD.get(_key(config if "BLOCK_M" in config else _few_config(config), *args))
+
+
+def _shared(scratch: int, tiles: int, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for the parts of tiles that programs share along K, and tickets; none without `scratch` numbers of it."""
+    if not scratch:
+        return None, None
+    return torch.empty(scratch, dtype=torch.float32, device=x.device), tickets(x.device, tiles)
+
+
+def _launch_few(config: Config, *args: Any) -> Tensor:
+    return _launch(_few_config(config), *args)
+
+
+def _few_config(config: Config) -> Config:
+    """As the kernel is launched: six stages of narrow tiles, so that a short K is asked for at once."""
+    return {"BLOCK_M": 64, "num_warps": 4, "num_stages": 6 if config["BLOCK_N"] == 32 else 4, **config}
+
+
 TRITON = Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse)
+FEW = Impl(name="few", launch=_launch_few, space=FEW_SPACE, refuse=_refuse_few)

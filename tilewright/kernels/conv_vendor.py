@@ -8,8 +8,9 @@ With a relu at the end cuDNN runs bias, residual and activation in its epilogue.
 residual and activation, each of which rounds again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from tilewright.kernels.conv_reference import convolved, plain_padding
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["VENDOR", "cudnn_choosing"]
+__all__ = ["VENDOR", "cudnn_choosing", "vendor_again"]
 
 _FLAGS: tuple[tuple[Any, Any], ...] = (
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
@@ -59,23 +60,64 @@ def _launch(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     weight = weight.contiguous()  # a depthwise one may stand with dense channels
+    window = (tuple(stride), tuple(padding), tuple(dilation))
+    plain = _plain(x.shape[1:-1], weight.shape[1:-1], *window, tuple(size))
     with cudnn_choosing(deterministic=False):
-        plain = x.dim() == 4 and plain_padding(x, weight, stride, padding, dilation, size)
-        if activation == "relu" and plain and x.is_cuda:  # torch knows no shapes of the fused call without a GPU
-            return _with_relu(x, weight, bias, residual, stride, padding, dilation, groups)
-        y = convolved(x, weight, bias, stride, padding, dilation, groups, size)
+        if activation == "relu" and plain and x.dim() == 4 and x.is_cuda:
+            # torch knows no shapes of the fused call without a GPU
+            return _with_relu(x, weight, bias, residual, *window, groups)
+        if plain:
+            order = _TO_FIRST[x.dim()]
+            y = _CONV[x.dim()](x.permute(order), weight.permute(order), bias, *window, groups).movedim(1, -1)
+        else:
+            y = convolved(x, weight, bias, stride, padding, dilation, groups, size)
     if residual is not None:
         y = y.add_(residual)
     return activated(y, activation).contiguous()
 
 
+_CONV = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}
+_TO_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
+
+
+@lru_cache(maxsize=4096)
+def _plain(x: torch.Size, kernel: torch.Size, *window: tuple[int, ...]) -> bool:
+    """`plain_padding` of sizes, which takes as long as to launch a kernel."""
+    return plain_padding(torch.empty(1, *x, 1, device="meta"), torch.empty(1, *kernel, 1, device="meta"), *window)
+
+
 def _with_relu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any) -> Tensor:
-    x, weight = x.movedim(-1, 1), weight.movedim(-1, 1)
+    x, weight = x.permute(_TO_FIRST[4]), weight.permute(_TO_FIRST[4])
     if residual is None:
         y = torch.cudnn_convolution_relu(x, weight, bias, *options)
     else:
         y = torch.cudnn_convolution_add_relu(x, weight, residual.movedim(-1, 1), 1.0, bias, *options)
     return y.movedim(1, -1).contiguous()
+
+
+def vendor_again(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
+    dtype: torch.dtype,
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None:  # fmt: skip
+    """The same convolution of torch's own shapes, channels dense: one call of torch. None where it takes more than one."""
+    window = (tuple(stride), tuple(padding), tuple(dilation))
+    fused = activation == "relu" and x.dim() == 4
+    if not _plain(x.shape[1:-1], weight.shape[1:-1], *window, tuple(size)) or not (
+        fused or (activation == "none" and residual is None)
+    ):
+        return None
+    convolve = _CONV[x.dim()]
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        with cudnn_choosing(deterministic=False):
+            if residual is not None:
+                return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *window, groups)
+            if fused:
+                return torch.cudnn_convolution_relu(x, weight, bias, *window, groups)
+            return convolve(x, weight, bias, *window, groups)
+
+    return call
 
 
 VENDOR = Impl(name="vendor", launch=_launch, refuse=_refuse, interpretable=False, extra_roundings=2)

@@ -17,10 +17,12 @@ both, the gradient in the memory of the logits.
 
 Limited by bytes: V elements in, with the gradient V out. A row that does not fit into registers is read again from L1 and L2,
 and each thread keeps a running maximum (softmax.py and wide_rows.py say how). Rows may be strided, the last dimension may not.
-Not supported: weights of classes, targets that are probabilities.
+With gradients, wide rows are shared by several programs where a card runs them (cross_entropy_split.py), and read once.
+Not supported: targets that are probabilities. Weights of classes are the rows' scales, and their callers' matter.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,6 +32,8 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import cross_entropy_arguments, cross_entropy_gradient_arguments
+from tilewright.kernels.cross_entropy_split import launch_split, refuse_split, row_ends
+from tilewright.kernels.row_parts import SPLIT_SPACE
 from tilewright.kernels.wide_rows import columns, load_block, store_block
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -196,15 +200,6 @@ def _take(top, mass, total, x, block, V: tl.constexpr, BLOCK_V: tl.constexpr, MA
 
 
 @triton.jit
-def _ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, V: tl.constexpr):
-    """(loss, lse) of rows from their sums."""
-    lse = top + tl.log(mass)
-    loss = lse - (1.0 - smoothing) * chosen - smoothing / V * total + z_loss * lse * lse
-    loss = tl.where((target >= 0) & (target < V), loss, float("nan"))
-    return tl.where(target == ignore_index, 0.0, loss), lse
-
-
-@triton.jit
 def _gradient(x, cols, top, rate, target, ignored, scale, smoothing, V: tl.constexpr):
     """scale (rate exp(x - top) - smoothing / V - (1 - smoothing) [column = target]), 0 where ignored."""
     y = tl.exp2((x.to(tl.float32) - top) * _LOG2E) * rate - smoothing / V
@@ -238,7 +233,7 @@ def _wide_row(
         top, mass, total = _take(top, mass, total, x, block, V, BLOCK_V, RAGGED and block == LAST, SMOOTHED)
     row_top = tl.max(top, axis=0)
     row_mass = tl.sum(mass * tl.exp2((top - row_top) * _LOG2E), axis=0)
-    loss, lse = _ends(row_top, row_mass, tl.sum(total, axis=0), chosen, target, ignore_index, smoothing, z_loss, V)
+    loss, lse = row_ends(row_top, row_mass, tl.sum(total, axis=0), chosen, target, ignore_index, smoothing, z_loss, V)
     tl.store(loss_ptr, loss)
     if GRADIENT:
         ignored = target == ignore_index
@@ -274,7 +269,7 @@ def _cross_entropy_kernel(
         # Not from memory, which the gradient may already have overwritten.
         chosen = tl.sum(tl.where(cols == target, x, 0.0), axis=1, keep_dims=True)
         total = tl.sum(tl.where(cols < V, x, 0.0), axis=1, keep_dims=True) if SMOOTHED else mass * 0.0
-        loss, lse = _ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, V)
+        loss, lse = row_ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, V)
         tl.store(loss_ptr + rows, loss, mask=rows < n_rows)
         if GRADIENT:
             scale = tl.load(scale_ptr + rows * scale_stride, mask=rows < n_rows, other=0.0)
@@ -323,6 +318,25 @@ def _gradient_launch(
     return _run(config, logits, targets, scale, grad, ignore_index, smoothing, z_loss), grad
 
 
+def _gradient_split(
+    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    return launch_split(config, logits, targets, scale, grad, ignore_index, smoothing, z_loss), grad
+
+
+def _in_place_split(
+    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
+) -> Tensor:
+    return launch_split(config, logits, targets, scale, logits, ignore_index, smoothing, z_loss)
+
+
+def _split(launch: Callable[..., Any]) -> Impl:
+    return Impl(
+        name="split", launch=launch, space=SPLIT_SPACE, refuse=refuse_split, batch_invariant=True, interpretable=False
+    )  # fmt: skip
+
+
 def _in_place_launch(
     config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
 ) -> Tensor:
@@ -346,7 +360,7 @@ cross_entropy_gradient_op = Op(
     cost=_gradient_cost,
     examples=tuple(_with_scale(example) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
-    impls=(Impl(name="triton", launch=_gradient_launch, space=SPACE, batch_invariant=True),),
+    impls=(_split(_gradient_split), Impl(name="triton", launch=_gradient_launch, space=SPACE, batch_invariant=True)),
 )
 
 cross_entropy_gradient_in_place_op = Op(
@@ -357,5 +371,5 @@ cross_entropy_gradient_in_place_op = Op(
     examples=tuple(_with_scale(example) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
     mutates=("logits",),
-    impls=(Impl(name="triton", launch=_in_place_launch, space=SPACE, batch_invariant=True),),
+    impls=(_split(_in_place_split), Impl(name="triton", launch=_in_place_launch, space=SPACE, batch_invariant=True)),
 )

@@ -26,6 +26,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import layer_norm_arguments
+from tilewright.kernels.norm_split import LAYER_SPLIT, split_first
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import columns, load_block, store_block, wide_refusal
 from tilewright.kernels.work import layer_norm_work
@@ -243,7 +244,8 @@ layer_norm_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=layer_norm_arguments,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=layer_norm_work),),
+    first=split_first,
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=layer_norm_work), LAYER_SPLIT),
 )
 
 

@@ -41,6 +41,7 @@ from tilewright.kernels.matmul_uneven import MOST_ROWS as UNEVEN_ROWS
 from tilewright.kernels.matmul_uneven import UNEVEN
 from tilewright.kernels.matmul_vendor import VENDOR
 from tilewright.kernels.shapes import rows_ready
+from tilewright.kernels.work import library_activates
 from tilewright.op import Example, Inputs, Op
 
 __all__ = ["check_epilogue", "linear_op", "matmul", "operand_ready"]
@@ -167,19 +168,26 @@ def _typical(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, str, Tens
         return torch.empty(shape, dtype=problem.dtype, device="meta")
 
     residual = empty(m, n // 2 if problem.gated else n) if problem.residual else None
-    return empty(m, k), empty(n, k) if w_dense else empty(k, n).mT, None, problem.activation, residual
+    bias = empty(n) if problem.bias else None
+    return empty(m, k), empty(n, k) if w_dense else empty(k, n).mT, bias, problem.activation, residual
 
 
 _CUBLAS_OF_16_ROWS = frozenset({(8192, 8192), (10240, 5120)})
 """(N, K) at which, of the projections measured, cuBLAS is 2 to 3 % before every config of `skinny` (H100, docs/log.md)."""
 
 
+_SHORT_FLOPS = 5e9
+"""Of products with a residual: up to here `sm90`, which has it in its registers by then, beats cuBLAS, which loads it in turn
+or adds it by a kernel of its own: 9 to 17 % at 197 and 1024 rows, N 768, K 768 and 3072; 256 rows 9 and -4 %."""
+
+
 def _first(device: Device, problem: Problem) -> str | None:
     """Where cuBLAS gives way to the Hopper kernel, and once the other way round; H100, ratios to cuBLAS.
 
-    cuBLAS stores the product before an activation reads it again: from 256 rows on gated products are 1.0 to 1.37 times as
-    fast, with GELU 0.97 to 1.10 (a residual alone cuBLAS adds). And rows that do not start at multiples of 16 bytes, the
-    result's among them, cost it a factor: 1.8 at 256 rows, 3 to 8 above. One such row alone it streams as fast as `gemv`.
+    cuBLAS stores the product before an activation reads it again (not so ReLU and the tanh form of GELU behind a bias): from
+    256 rows on gated products are 1.0 to 1.37 times as fast, with GELU 0.97 to 1.4. And rows that do not start at multiples
+    of 16 bytes, the result's among them, cost it a factor: 1.8 at 256 rows, 3 to 8 above. One such row alone it streams as fast
+    as `gemv`.
     """
     if device.arch != 90:
         return None
@@ -192,7 +200,12 @@ def _first(device: Device, problem: Problem) -> str | None:
         return "uneven"
     if problem.m_bucket > 16 and uneven:
         return "sm90"
-    return "sm90" if problem.m_bucket >= 256 and problem.activation != "none" else None
+    if problem.m_bucket < 256 or problem.batched:
+        return None
+    if problem.activation == "none":
+        flops = 2.0 * problem.m_bucket * problem.n * problem.k
+        return "sm90" if problem.residual and flops <= _SHORT_FLOPS and problem.dtype.itemsize == 2 else None
+    return "vendor" if library_activates(problem.dtype, problem.activation, problem.bias, problem.batched) else "sm90"
 
 
 linear_op = Op(

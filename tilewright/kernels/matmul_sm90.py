@@ -47,7 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from tilewright.kernels.hopper import load_box, viewed
-from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part
+from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part, residual_blocks
 
 __all__ = [
     "load_tiles",
@@ -271,6 +271,23 @@ def _all_blocks(accs, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _with_parts(
+    blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg: gl.constexpr, ELEMENTS: gl.constexpr
+):  # fmt: skip
+    """A shared tile's blocks: with the others' parts where this program began it; else they are left to the one that did."""
+    begin = left * steps // share
+    ticket_ptr = tickets_ptr + left * 2 + wg
+    tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * ELEMENTS
+    if first > 0:
+        part = program_rank() - begin - 1
+        leave_part(blocks, tile_parts_ptr + part * (2 * ELEMENTS), ticket_ptr)
+    else:
+        others = (left * steps + steps - 1) // share - begin
+        blocks = add_parts(blocks, tile_parts_ptr, ticket_ptr, others, 2 * ELEMENTS)
+    return blocks
+
+
+@gluon.jit
 def multiply_tiles(
     x_bufs, w_bufs, tile_bufs, full, empty, turns,
     y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
@@ -288,6 +305,9 @@ def multiply_tiles(
     TURNS: gl.constexpr = 2 if CONSUMERS == "tiles" else 1
     FIRST: gl.constexpr = wg if CONSUMERS == "tiles" else 0
     ROW_STEP: gl.constexpr = CLASSES if CLASSES else 1
+    OWN: gl.constexpr = 1 if CONSUMERS == "n" else N_BOXES
+    # Where the registers hold the residual beside the sums, it is under way while they are formed.
+    EARLY: gl.constexpr = residual_ptr is not None and not STREAM and not CLASSES and HALVES * OWN * ROWS * COLS <= 64 * 128
     F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
     y_stride = y_stride // VECTOR * VECTOR
     if PDL:
@@ -302,6 +322,10 @@ def multiply_tiles(
             kind, m, _ = _class_of(row, M, BLOCK_M, CLASSES)
             shift = (lead + kind * x_stride) % 8
             first_row = (m + M_BOX * ROWS) * CLASSES + kind
+        held = residual_blocks(
+            residual_ptr, first_row, (col * N_BOXES + N_BOX) * COLS, M, F, residual_stride, ROWS, tile_bufs.shape[2],
+            OWN * COLS // tile_bufs.shape[2], 256 // x_bufs.dtype.primitive_bitwidth,
+        ) if EARLY and HALVES == 1 else None  # fmt: skip
         if TURNS == 2:
             # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
@@ -314,20 +338,13 @@ def multiply_tiles(
         if STREAM:
             if end - first < steps:
                 left = tile - waves * gl.num_programs(0)
-                begin = left * steps // share
-                ticket_ptr = tickets_ptr + left * 2 + wg
-                tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * (ROWS * COLS)
-                if first > 0:
-                    part = program_rank() - begin - 1
-                    leave_part(blocks, tile_parts_ptr + part * (2 * ROWS * COLS), ticket_ptr)
-                else:
-                    others = (left * steps + steps - 1) // share - begin
-                    blocks = add_parts(blocks, tile_parts_ptr, ticket_ptr, others, 2 * ROWS * COLS)
+                blocks = _with_parts(blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg, ROWS * COLS)
         if first == 0:
             first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
             finish_tile(
                 blocks, tile_bufs, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
                 first_row, first_col, M, F, residual_stride, wg, ACTIVATION, HALVES, ROW_STEP, VECTOR, y_stride, y_scale_ptr,
+                held,
             )  # fmt: skip
     if y_desc is not None:
         tma.store_wait(pendings=0)
@@ -361,9 +378,10 @@ def sm90_kernel(
     w_boxes = gl.allocate_shared_memory(dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
     w_bufs = w_boxes
     if HALVES == 2:
-        w_shape: gl.constexpr = [COLS, BLOCK_K] if W_MAJOR == "k" else [BLOCK_K, COLS]
+        w_rows: gl.constexpr = COLS if W_MAJOR == "k" else BLOCK_K
+        w_shape: gl.constexpr = [STAGES * N_BOXES, w_rows, BLOCK_K + COLS - w_rows]
         w_layout: gl.constexpr = w_desc.layout
-        w_bufs = viewed(w_boxes, w_boxes.dtype, [STAGES * N_BOXES] + w_shape, w_layout)
+        w_bufs = viewed(w_boxes, w_boxes.dtype, w_shape, w_layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewright.kernels.hopper import block_barrier, store_box
 
-__all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part"]
+__all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part", "residual_blocks"]
 
 
 @gluon.jit
@@ -105,13 +105,21 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _erf(x):
-    """Abramowitz and Stegun 7.1.26, within 3e-7; libdevice's goes for float32's last bit, with many more instructions."""
-    size = gl.abs(x)
-    t = _reciprocal(1.0 + 0.3275911 * size)
-    poly = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    y = 1.0 - poly * gl.exp(-size * size)
-    return gl.where(x < 0, -y, y)
+def _power_of_two(x):
+    """2^x within 2 ulp, in one instruction: without flushing what is subnormal it is four."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _normal_cdf(x):
+    """Phi(x) within 3e-7; libdevice's erf goes for float32's last bit, with many more instructions.
+
+    The tail below -|x| is erfc(|x| / sqrt 2) / 2 by Abramowitz and Stegun 7.1.26, constants folded.
+    """
+    t = _reciprocal(1.0 + 0.23164190 * gl.abs(x))
+    poly = ((((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796) * t
+    tail = poly * _power_of_two(x * (x * -0.7213475204))
+    return gl.where(x < 0, tail, 1.0 - tail)
 
 
 @gluon.jit
@@ -119,7 +127,7 @@ def activate(x, ACTIVATION: gl.constexpr):
     if ACTIVATION == "relu":
         return gl.where(x < 0, 0.0, x)  # a NaN stays a NaN
     elif ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + _erf(x * 0.7071067811865476))
+        return x * _normal_cdf(x)
     elif ACTIVATION == "gelu_tanh":
         return x * _reciprocal(1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "silu":
@@ -184,15 +192,31 @@ def _store_lines(buf, y_ptr, y_stride, first_row, first_col, M, F, ROW_STEP: gl.
 
 
 @gluon.jit
+def residual_blocks(
+    residual_ptr, first_row, first_col, M, F, residual_stride,
+    ROWS: gl.constexpr, COLS: gl.constexpr, COUNT: gl.constexpr, INSTRUCTION_K: gl.constexpr,
+):  # fmt: skip
+    """What COUNT neighbouring blocks of a tile have of the residual, as wgmma deals out the sums."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, INSTRUCTION_K]
+    )
+    held = ()
+    for j in gl.static_range(COUNT):
+        rows, cols, inside = _offsets(first_row, first_col + j * COLS, M, F, 1, ROWS, COLS, layout)
+        held += (gl.load(residual_ptr + rows * residual_stride + cols, mask=inside, other=0.0),)
+    return held
+
+
+@gluon.jit
 def finish_tile(
     blocks, tile_bufs, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
     first_row, first_col, M, F, residual_stride,
     wg: gl.constexpr, ACTIVATION: gl.constexpr, HALVES: gl.constexpr, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr,
-    y_stride=None, y_scale_ptr=None,
+    y_stride=None, y_scale_ptr=None, held=None,
 ):  # fmt: skip
     """Scales, bias, activation, residual, the one rounding, the store: a block of columns at a time, through shared memory.
 
-    Without y_stride, rows of y are F apart. With y_scale_ptr, the output is codes of 8 bits.
+    Without y_stride, rows of y are F apart. With y_scale_ptr, the output is codes of 8 bits. held: `residual_blocks`.
     """
     ROWS: gl.constexpr = tile_bufs.shape[1]
     COLS: gl.constexpr = tile_bufs.shape[2]
@@ -222,7 +246,9 @@ def finish_tile(
             if bias_ptr is not None:
                 up = _add_bias(up, bias_ptr + F, col, F)
             y *= up
-        if residual_ptr is not None:
+        if held is not None:
+            y += held[j].to(gl.float32)
+        elif residual_ptr is not None:
             rows, cols, inside = _offsets(first_row, col, M, F, ROW_STEP, ROWS, COLS, layout)
             y += gl.load(residual_ptr + rows * residual_stride + cols, mask=inside, other=0.0).to(gl.float32)
         buf = tile_bufs.index(wg * OWN + j % BUFS)

@@ -334,8 +334,8 @@ def mixed_registers_kernel(
     code_boxes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
     code_bufs = code_boxes
     if HALVES == 2:
-        shape: gl.constexpr = [128, w_desc.block_type.shape[1]]
-        code_bufs = viewed(code_boxes, code_boxes.dtype, [STAGES * BOXES] + shape, CODE_LAYOUT)
+        shape: gl.constexpr = [STAGES * BOXES, 128, w_desc.block_type.shape[1]]
+        code_bufs = viewed(code_boxes, code_boxes.dtype, shape, CODE_LAYOUT)
     full = _barriers(STAGES)
     empty = _barriers(STAGES)
     tiles_m = gl.cdiv(M, BLOCK_M)

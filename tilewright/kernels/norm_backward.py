@@ -12,14 +12,15 @@
 
 **dweight is a sum over all rows.** A fixed number of programs walk over the rows, each with its own sum in registers, and a
 second kernel adds theirs (column_sums.py): no atomics, the same bits every time on a card. The loads of the next rows are under
-way meanwhile. Rows over 16384 columns, layer_norm's over 8192, leave no room for sums: norm_backward_wide.py reads them once
-more.
+way meanwhile. Rows over 8192 columns leave little or no room for sums: several programs share them (norm_backward_split.py),
+or, where they do not start at 16 bytes, norm_backward_wide.py reads them once more.
 
 Limited by bytes: two elements in, one out.
 Not supported: second derivatives, gradients of eps.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +31,9 @@ from tilewright.hw.device import Device, device_of
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import layer_norm_backward_arguments, rms_norm_backward_arguments
 from tilewright.kernels.column_sums import column_sums
+from tilewright.kernels.norm_backward_split import SPLIT_SPACE, refuse_split, split_gradients
 from tilewright.kernels.norm_backward_wide import wide_gradients
+from tilewright.kernels.reduce import two_sums
 from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
@@ -172,13 +175,6 @@ RMS_EXAMPLES = (
 # ---- kernel
 
 
-@triton.jit
-def _two_sums(a, b):
-    """Row sums of two tiles, [BLOCK_T, 1] each, in one round of barriers: what a row waits for is mostly these."""
-    sums = tl.split(tl.sum(tl.join(a, b), axis=1))
-    return sums[0][:, None], sums[1][:, None]
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def _norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, of_weight_ptr, of_bias_ptr,
@@ -197,12 +193,12 @@ def _norm_backward_kernel(
         dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
         given = weight.to(tl.float32) * dy
         if CENTERED:
-            mean, c1 = _two_sums(x, given)
+            mean, c1 = two_sums(x, given)
             x = tl.where(mask, x - mean / D, 0.0)
             # Of one column nothing is left, as in the definition; w * dy - c1 in one rounding would leave that of c1.
             given = given - c1 / D if D > 1 else tl.zeros_like(given)
             of_bias += dy
-        squares, crossed = _two_sums(x * x, given * x)
+        squares, crossed = two_sums(x * x, given * x)
         # Of a row that is not there the scale is 0, whatever eps is: its part of the sums must be 0.
         scale = tl.where(rows < n_rows, tl.rsqrt(squares / D + eps), 0.0)
         of_weight += dy * (x * scale)
@@ -219,6 +215,11 @@ def _norm_backward_kernel(
 # ---- launchers and ops
 
 
+def _no_rows(x: Tensor, weight: Tensor, centered: bool) -> tuple[Tensor, ...]:
+    sums = (torch.zeros(x.shape[-1], dtype=weight.dtype, device=x.device) for _ in range(1 + centered))
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), *sums
+
+
 def _run(
     config: Config, dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, ...]:
@@ -226,8 +227,7 @@ def _run(
     rows, x_row_stride = rows_of(x)
     cols, block_t = x.shape[-1], config["BLOCK_T"]
     if not rows:
-        sums = (torch.zeros(cols, dtype=weight.dtype, device=x.device) for _ in range(1 + centered))
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device), *sums
+        return _no_rows(x, weight, centered)
     if cols > config["BLOCK_D"]:
         return wide_gradients(config, dy, x, weight, dmore, eps, centered)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -254,6 +254,22 @@ def _rms_launch(
     return dx, dweight
 
 
+def _layer_split(config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    made = split_gradients(config, dy, x, weight, None, eps, True) if x.numel() else _no_rows(x, weight, True)
+    return made[0], made[1], made[2]
+
+
+def _rms_split(
+    config: Config, dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    made = split_gradients(config, dy, x, weight, dmore, eps, False) if x.numel() else _no_rows(x, weight, False)
+    return made[0], made[1]
+
+
+def _split(launch: Callable[..., Any]) -> Impl:
+    return Impl(name="split", launch=launch, space=SPLIT_SPACE, refuse=refuse_split, interpretable=False)
+
+
 layer_norm_backward_op = Op(
     name="layer_norm_backward",
     reference=_layer_reference,
@@ -261,7 +277,7 @@ layer_norm_backward_op = Op(
     cost=_layer_cost,
     examples=LAYER_EXAMPLES,
     make=layer_norm_backward_arguments,
-    impls=(Impl(name="triton", launch=_layer_launch, space=SPACE),),
+    impls=(_split(_layer_split), Impl(name="triton", launch=_layer_launch, space=SPACE)),
 )
 
 rms_norm_backward_op = Op(
@@ -271,5 +287,5 @@ rms_norm_backward_op = Op(
     cost=_rms_cost,
     examples=RMS_EXAMPLES,
     make=rms_norm_backward_arguments,
-    impls=(Impl(name="triton", launch=_rms_launch, space=SPACE),),
+    impls=(_split(_rms_split), Impl(name="triton", launch=_rms_launch, space=SPACE)),
 )

@@ -16,13 +16,15 @@ The caches have q's dtype, or hold codes of 8 bits, int8 or float8 e4m3, with a 
 k = code * k_scale; values are then stored by columns, [P, G, D, S]. Attention sinks are a logit for each head that takes weight
 in the softmax and has no value.
 
-Four schedules:
+Six schedules:
 - `sm90` (paged_sm90.py): `stream` for Hopper, by hand; caches of 16 bits, head dims 64 and 128.
 - `stream` (paged_stream.py), few queries a sequence (decode), limited by the bytes of the cache: all programs get equal shares
   of all keys, whatever the lengths; the last to finish a sequence combines what its programs found.
+- `varlen_sm90` (paged_varlen_sm90.py), many queries a sequence: the loop of attention_sm90.py, over pages; what `sm90` takes.
 - `varlen`, any lengths: a program takes one key/value head and a tile of queries x shared heads, walks the keys from the
   first, and masks only where the diagonal or the window passes.
-- `invariant` is `varlen` with one tile for every batch, so that a row's bits are the same in prefill, in a chunk and in decode.
+- `invariant_sm90` and `invariant`: `varlen_sm90` and `varlen` with one tile for every batch, so a row's bits are the same
+  in prefill, in a chunk and in decode.
 
 Not supported: backward, dropout, biases, non-causal masks, soft caps. A GPU does not say that a length or a page is wrong, but
 never reads outside the cache for it (paged_checks.py).
@@ -54,6 +56,7 @@ from tilewright.kernels.paged_space import (
     value_shape,
 )
 from tilewright.kernels.paged_stream import STREAM
+from tilewright.kernels.paged_varlen_sm90_launch import INVARIANT_SM90, VARLEN_SM90
 from tilewright.kernels.paged_walk import length_of, normalise, walk
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.work import varlen_work
@@ -196,6 +199,7 @@ EXAMPLES = (
     _example("few-window", ((16, 130), (2, 9)), heads=(2, 2), page_size=64, window=30, sinks=True),
     _example("sinks", ((1, 200), (1, 0), (1, 1)), dim=64, page_size=128, sinks=True, dtype=torch.float32),
     _example("wide", ((1, 140), (1, 64), (1, 0)), (8, 2), 128),
+    _example("wide-mixed", ((40, 170), (1, 33), (0, 9)), (4, 2), 128),
     _example("wide-few", ((3, 70), (0, 20), (1, 1)), (4, 2), 64, 64, sinks=True, dtype=torch.float16),
     _example("int8", ((1, 150), (1, 1), (1, 300)), format="int8"),
     _example("fp8", ((2, 150), (1, 17)), dim=64, format="fp8", dtype=torch.float16),
@@ -302,7 +306,9 @@ paged_attention_op = Op(
     impls=(
         SM90,
         STREAM,
+        VARLEN_SM90,
         Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
+        INVARIANT_SM90,
         Impl(name="invariant", launch=_varlen_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),
     ),
 )

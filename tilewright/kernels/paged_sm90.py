@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewright.kernels.hopper import block_barrier, clear_end, load_box, viewed
 
-__all__ = ["paged_sm90_kernel"]
+__all__ = ["PANEL", "boxes_joined", "page_row", "paged_sm90_kernel"]
 
 
 ROWS = gl.constexpr(64)  # keys of a tile, and rows of the products
@@ -134,7 +134,7 @@ def _fetch(desc, bufs, full, empty, rows, j, BOXES: gl.constexpr, PANELS: gl.con
 
 
 @gluon.jit
-def _row(table_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr):
+def page_row(table_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr):
     """Where a page's keys from `key` on begin, as a row of the cache [P * G * S, D]."""
     inside = key < kv_len
     page = gl.load(table_ptr + key // S, mask=inside, other=0)
@@ -161,13 +161,13 @@ def _load(
             key = first + i * ROWS
             # The pages are read before the wait for free memory.
             if BOXES == 1:
-                rows = (_row(row_ptr, key, kv_len, g, G, S),)
+                rows = (page_row(row_ptr, key, kv_len, g, G, S),)
             elif BOXES == 2:
-                rows = (_row(row_ptr, key, kv_len, g, G, S), _row(row_ptr, key + STEP, kv_len, g, G, S))
+                rows = (page_row(row_ptr, key, kv_len, g, G, S), page_row(row_ptr, key + STEP, kv_len, g, G, S))
             else:
                 rows = (
-                    _row(row_ptr, key, kv_len, g, G, S), _row(row_ptr, key + STEP, kv_len, g, G, S),
-                    _row(row_ptr, key + 2 * STEP, kv_len, g, G, S), _row(row_ptr, key + 3 * STEP, kv_len, g, G, S),
+                    page_row(row_ptr, key, kv_len, g, G, S), page_row(row_ptr, key + STEP, kv_len, g, G, S),
+                    page_row(row_ptr, key + 2 * STEP, kv_len, g, G, S), page_row(row_ptr, key + 3 * STEP, kv_len, g, G, S),
                 )  # fmt: skip
             _fetch(k_desc, k_bufs, k_full, k_empty, rows, j, BOXES, PANELS, STAGES)
             _fetch(v_desc, v_bufs, v_full, v_empty, rows, j, BOXES, PANELS, STAGES)
@@ -384,10 +384,10 @@ def _barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _joined(boxes, COUNT: gl.constexpr, D: gl.constexpr):
-    """The boxes of each stage as one tile [64, D]: rows of a panel, then the next panel."""
+def boxes_joined(boxes, COUNT: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
+    """The boxes of each of COUNT buffers as one tile [N, D]: rows of a panel, then the next panel."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return viewed(boxes, boxes.dtype, [COUNT, ROWS, D], LAYOUT)
+    return viewed(boxes, boxes.dtype, [COUNT, N, D], LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "table_row_stride"])
@@ -408,7 +408,7 @@ def paged_sm90_kernel(
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES * PANELS * BOXES, ROWS // BOXES, PANEL], v_desc.layout)
     bars = (_barriers(STAGES), _barriers(STAGES), _barriers(STAGES), _barriers(STAGES))
     at, stop, b, before, share = _range_of(kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW)
-    tiles = (_joined(k_bufs, STAGES, D), _joined(v_bufs, STAGES, D))
+    tiles = (boxes_joined(k_bufs, STAGES, ROWS, D), boxes_joined(v_bufs, STAGES, ROWS, D))
     descs = (k_desc, v_desc)
     bufs = (k_bufs, v_bufs)
     gl.warp_specialize([

@@ -29,6 +29,8 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.activation import gelu_tanh, silu
 from tilewright.kernels.arguments_pointwise import activation_arguments
 from tilewright.kernels.flat import dense, load_flat, store_flat
+from tilewright.kernels.prepared import launch
+from tilewright.kernels.shapes import ceil_div
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -208,7 +210,8 @@ def _activation_kernel(x_ptr, y_ptr, size, alpha, KIND: tl.constexpr, BLOCK: tl.
 def _launch(config: Config, x: Tensor, kind: str, alpha: float) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
-        _activation_kernel[(triton.cdiv(x.numel(), config["BLOCK"]),)](x, y, x.numel(), alpha, KIND=kind, **config)
+        grid = (ceil_div(x.numel(), config["BLOCK"]),)
+        launch(_activation_kernel, grid, (x, y), (x.numel(), alpha), {"KIND": kind, **config})
     return y
 
 

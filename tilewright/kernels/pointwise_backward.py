@@ -20,6 +20,8 @@ from tilewright.kernels.arguments_pointwise import activation_backward_arguments
 from tilewright.kernels.flat import load_flat, store_flat
 from tilewright.kernels.pointwise import EXAMPLES as FORWARD_EXAMPLES
 from tilewright.kernels.pointwise import FLAT_SPACE, FlatProblem, float32_at_most, normal_cdf, sigmoid, tanh
+from tilewright.kernels.prepared import launch
+from tilewright.kernels.shapes import ceil_div
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
@@ -153,8 +155,8 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, size, alpha, KIND: tl.constexpr, BLO
 def _launch(config: Config, dy: Tensor, x: Tensor, kind: str, alpha: float) -> Tensor:
     dx = torch.empty_like(x)
     if x.numel():
-        grid = (triton.cdiv(x.numel(), config["BLOCK"]),)
-        _backward_kernel[grid](dy, x, dx, x.numel(), alpha, KIND=kind, **config)
+        grid = (ceil_div(x.numel(), config["BLOCK"]),)
+        launch(_backward_kernel, grid, (dy, x, dx), (x.numel(), alpha), {"KIND": kind, **config})
     return dx
 
 

@@ -29,7 +29,8 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_pooling import avg_pool_arguments, max_pool_arguments
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.prepared import launch
+from tilewright.kernels.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -400,11 +401,10 @@ def _max_launch(
     rows = y.numel() // channels if channels else 0
     depth, height, width = kernel or widest(sizes, out)
     if rows:
-        grid = (triton.cdiv(rows, config["BLOCK_P"]) * triton.cdiv(channels, config["BLOCK_C"]),)
-        _max_kernel[grid](
-            x, y, place, rows, *sizes, *out, *(stride or ONES), *(padding or NONE), *(dilation or ONES),
-            C=channels, KD=depth, KH=height, KW=width, ADAPTIVE=not kernel, INDICES=indices, AT_ONCE=_at_once(width), **config,
-        )  # fmt: skip
+        grid = (ceil_div(rows, config["BLOCK_P"]) * ceil_div(channels, config["BLOCK_C"]),)
+        numbers = (rows, *sizes, *out, *(stride or ONES), *(padding or NONE), *(dilation or ONES))
+        constants = {"C": channels, "KD": depth, "KH": height, "KW": width, "ADAPTIVE": not kernel, "INDICES": indices}
+        launch(_max_kernel, grid, (x, y, place), numbers, {**constants, "AT_ONCE": _at_once(width), **config})
     return y, place
 
 
@@ -417,7 +417,7 @@ def _avg_launch(
     rows = y.numel() // channels if channels else 0
     depth, height, width = kernel or widest(sizes, out)
     if rows:
-        grid = (triton.cdiv(rows, config["BLOCK_P"]) * triton.cdiv(channels, config["BLOCK_C"]),)
+        grid = (ceil_div(rows, config["BLOCK_P"]) * ceil_div(channels, config["BLOCK_C"]),)
         _avg_kernel[grid](
             x, y, rows, *sizes, *out, *(stride or ONES), *(padding or NONE), divisor or 1,
             C=channels, KD=depth, KH=height, KW=width, ADAPTIVE=not kernel, COUNT=count_of(kernel, include_pad, divisor),

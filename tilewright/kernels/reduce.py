@@ -5,7 +5,7 @@ import triton.language as tl
 
 from tilewright.hw import env
 
-__all__ = ["dot"]
+__all__ = ["dot", "two_sums"]
 
 _INTERPRETED = tl.constexpr(env.interpreting())
 
@@ -18,3 +18,10 @@ def dot(a, b, acc):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def two_sums(a, b):
+    """Row sums of two tiles, [BLOCK_T, 1] each, in one round of barriers: what a row waits for is mostly these."""
+    sums = tl.split(tl.sum(tl.join(a, b), axis=1))
+    return sums[0][:, None], sums[1][:, None]

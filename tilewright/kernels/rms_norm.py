@@ -23,6 +23,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import add_norm_arguments, norm_arguments
+from tilewright.kernels.norm_split import RMS_SPLIT, split_first
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
 from tilewright.kernels.work import add_norm_work, norm_work
@@ -265,7 +266,8 @@ rms_norm_op = Op(
     examples=EXAMPLES,
     make=norm_arguments,
     tolerance=_TOLERANCE,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=norm_work),),
+    first=split_first,
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=norm_work), RMS_SPLIT),
 )
 
 add_rms_norm_op = Op(

@@ -8,7 +8,8 @@
 
 Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one each
 thread keeps a running maximum and a sum relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-2018), and what registers do not hold is read again, from L2 (wide_rows.py). Rows may be strided, the last dimension may not.
+2018), and what registers do not hold is read again, from L2 (wide_rows.py); several programs
+share it where a card runs them (softmax_split.py). Rows may be strided, the last dimension may not.
 Not supported: other dimensions, a last dimension with a stride other than 1 (it is copied first by the public functions). The
 gradients are softmax_backward.py's.
 """
@@ -25,6 +26,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import softmax_arguments
 from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.softmax_split import LOG_SPLIT, SPLIT, split_first
 from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
 from tilewright.kernels.work import softmax_work
 from tilewright.op import Example, Impl, Inputs, Op
@@ -224,7 +226,8 @@ softmax_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=softmax_arguments,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=softmax_work),),
+    first=split_first,
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=softmax_work), SPLIT),
 )
 
 log_softmax_op = Op(
@@ -234,7 +237,8 @@ log_softmax_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=softmax_arguments,
-    impls=(Impl(name="triton", launch=_log_launch, space=LOG_SPACE, batch_invariant=True, work=softmax_work),),
+    first=split_first,
+    impls=(Impl(name="triton", launch=_log_launch, space=LOG_SPACE, batch_invariant=True, work=softmax_work), LOG_SPLIT),
 )
 
 

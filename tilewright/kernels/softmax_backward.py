@@ -23,6 +23,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import log_softmax_backward_arguments, softmax_backward_arguments
 from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import next_pow2, rows_of
+from tilewright.kernels.softmax_backward_split import SPLIT_SPACE, launch_split, refuse_split
 from tilewright.kernels.wide_rows import load_block, store_block
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -202,7 +203,17 @@ softmax_backward_op = Op(
     cost=_cost,
     examples=_examples(False),
     make=softmax_backward_arguments,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
+    impls=(
+        Impl(
+            name="split",
+            launch=lambda config, dy, y: launch_split(config, dy, y, False),
+            space=SPLIT_SPACE,
+            refuse=refuse_split,
+            batch_invariant=True,
+            interpretable=False,
+        ),
+        Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),
+    ),
 )
 
 log_softmax_backward_op = Op(
@@ -212,5 +223,15 @@ log_softmax_backward_op = Op(
     cost=_cost,
     examples=_examples(True),
     make=log_softmax_backward_arguments,
-    impls=(Impl(name="triton", launch=_log_launch, space=SPACE, batch_invariant=True),),
+    impls=(
+        Impl(
+            name="split",
+            launch=lambda config, dy, y: launch_split(config, dy, y, True),
+            space=SPLIT_SPACE,
+            refuse=refuse_split,
+            batch_invariant=True,
+            interpretable=False,
+        ),
+        Impl(name="triton", launch=_log_launch, space=SPACE, batch_invariant=True),
+    ),
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_pooling import upsample_backward_arguments
 from tilewright.kernels.pooling import SPACE, place_of
-from tilewright.kernels.upsample import CASES, NUMBERS, Case, neighbours, resampling, upsample_problem
+from tilewright.kernels.upsample import CASES, NUMBERS, Case, around, keys_weight, neighbours, resampling, upsample_problem
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
@@ -64,19 +64,28 @@ def _example(case: Case) -> Example:
 
 
 @triton.jit
-def _first_user(i, num, den, LINEAR: tl.constexpr, CORNERS: tl.constexpr):
-    """A place of y at or right before the first that place i of x went into, t(o) > i - 1; from here they are MANY at most."""
+def _first_user(i, num, den, MODE: tl.constexpr, CORNERS: tl.constexpr):
+    """A place of y at or right before the first that place i of x went into; from here they are MANY at most.
+
+    Interpolated, that is where t(o) > i - 1, of cubic i - 2.
+    """
     step = tl.maximum(num, 1)
-    if LINEAR:
-        return tl.maximum((i - 1) * den // step if CORNERS else ((2 * i - 1) * den - num) // (2 * step), 0)
-    else:
+    if MODE == "nearest":
         return (i * den + num - 1) // step
+    else:
+        i = i - 2 if MODE == "cubic" else i - 1
+        return tl.maximum(i * den // step if CORNERS else ((2 * i + 1) * den - num) // (2 * step), 0)
 
 
 @triton.jit
-def _weight(o, i, size, out, num, den, LINEAR: tl.constexpr, CORNERS: tl.constexpr):
+def _weight(o, i, size, out, num, den, MODE: tl.constexpr, CORNERS: tl.constexpr):
     """How much of place i of x is in place o of y."""
-    if LINEAR:
+    if MODE == "cubic":
+        first, fraction = around(o, num, den, CORNERS)
+        weight = tl.zeros(o.shape, tl.float32)
+        for tap in tl.static_range(-1, 3):
+            weight += tl.where(tl.minimum(tl.maximum(first + tap, 0), size - 1) == i, keys_weight(fraction, tap), 0.0)
+    elif MODE == "linear":
         first, fraction = neighbours(o, size, num, den, CORNERS)
         weight = tl.where(first == i, 1 - fraction, 0.0) + tl.where(tl.minimum(first + 1, size - 1) == i, fraction, 0.0)
     else:
@@ -87,7 +96,7 @@ def _weight(o, i, size, out, num, den, LINEAR: tl.constexpr, CORNERS: tl.constex
 @triton.jit(do_not_specialize=NUMBERS)
 def _upsample_backward_kernel(
     dy_ptr, dx_ptr, n_rows, height, width, out_h, out_w, num_h, num_w, den_h, den_w,
-    C: tl.constexpr, LINEAR: tl.constexpr, CORNERS: tl.constexpr, MANY_H: tl.constexpr, MANY_W: tl.constexpr,
+    C: tl.constexpr, MODE: tl.constexpr, CORNERS: tl.constexpr, MANY_H: tl.constexpr, MANY_W: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
@@ -95,15 +104,15 @@ def _upsample_backward_kernel(
     cols = (tl.program_id(0) % TILES) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     live = (rows < n_rows)[:, None] & (cols < C)
     n, _, h, w = place_of(rows, 1, height, width)
-    first_h, first_w = _first_user(h, num_h, den_h, LINEAR, CORNERS), _first_user(w, num_w, den_w, LINEAR, CORNERS)
+    first_h, first_w = _first_user(h, num_h, den_h, MODE, CORNERS), _first_user(w, num_w, den_w, MODE, CORNERS)
     image_ptr = dy_ptr + (n.to(tl.int64) * (out_h * out_w) * C)[:, None] + cols
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for step in range(MANY_H * MANY_W):
         o_h, o_w = first_h + step // MANY_W, first_w + step % MANY_W
-        weight = _weight(o_h, h, height, out_h, num_h, den_h, LINEAR, CORNERS)
-        weight *= _weight(o_w, w, width, out_w, num_w, den_w, LINEAR, CORNERS)
+        weight = _weight(o_h, h, height, out_h, num_h, den_h, MODE, CORNERS)
+        weight *= _weight(o_w, w, width, out_w, num_w, den_w, MODE, CORNERS)
         place = (o_h * out_w + o_w).to(tl.int64) * C
-        dy = tl.load(image_ptr + place[:, None], mask=(weight > 0)[:, None] & live, other=0.0).to(tl.float32)
+        dy = tl.load(image_ptr + place[:, None], mask=(weight != 0)[:, None] & live, other=0.0).to(tl.float32)
         total += weight[:, None] * dy
     tl.store(dx_ptr + rows.to(tl.int64)[:, None] * C + cols, total.to(dx_ptr.dtype.element_ty), mask=live)
 
@@ -115,7 +124,7 @@ def _many(out: int, mode: str, num: int, den: int) -> int:
     """How many places of y to look at for a place of x."""
     if not num:
         return out
-    return min(out, -(-2 * den // num) + 2 if mode == "linear" else -(-den // num) + 1)
+    return min(out, -(-den // num) + 1 if mode == "nearest" else -(-(4 if mode == "cubic" else 2) * den // num) + 2)
 
 
 def _launch(config: Config, dy: Tensor, size: list[int], mode: str, num: list[int], den: list[int], corners: bool) -> Tensor:
@@ -126,7 +135,7 @@ def _launch(config: Config, dy: Tensor, size: list[int], mode: str, num: list[in
         grid = (triton.cdiv(rows, config["BLOCK_P"]) * triton.cdiv(channels, config["BLOCK_C"]),)
         _upsample_backward_kernel[grid](
             dy, dx, rows, *size, *out, *num, *den,
-            C=channels, LINEAR=mode == "linear", CORNERS=corners, MANY_H=many_h, MANY_W=many_w, **config,
+            C=channels, MODE=mode, CORNERS=corners, MANY_H=many_h, MANY_W=many_w, **config,
         )  # fmt: skip
     return dx
 

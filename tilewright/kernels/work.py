@@ -22,6 +22,7 @@ __all__ = [
     "add_norm_work",
     "gemv_work",
     "layer_norm_work",
+    "library_activates",
     "norm_work",
     "skinny_work",
     "sm90_work",
@@ -51,6 +52,11 @@ def _unit(dtype: torch.dtype) -> str:
 # ---- linear
 
 # Arguments: x, weight, bias, activation, residual
+
+
+def library_activates(dtype: torch.dtype, activation: str, bias: bool, batched: bool) -> bool:
+    """Whether cuBLAS applies an activation itself: ReLU or the tanh form of GELU, behind a bias, to one product of 16 bits."""
+    return activation in ("relu", "gelu_tanh") and bias and not batched and dtype.itemsize == 2
 
 
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int, int, int]:
@@ -217,17 +223,22 @@ def vendor_work(
 ) -> Work:
     """The operands once, the product without padding: what a library gets of that is in the model's constants.
 
-    cuBLAS minds rows of the result that do not start at 16 bytes as it minds those of the operands.
+    cuBLAS minds rows of the result that do not start at 16 bytes as it minds those of the operands. An activation or a residual
+    that it does not take (matmul_vendor.py) is a kernel of its own, which reads the product and writes the result.
     """
-    batch, m, n, k, _ = _sizes(x, weight)
+    batch, m, n, k, size = _sizes(x, weight)
     read, written = _compulsory(x, weight, activation, residual)
     whole = all(max(t.stride()[-2:]) * t.element_size() % 16 == 0 for t in (x, weight)) and n * x.element_size() % 16 == 0
+    activates = activation != "none" and not library_activates(x.dtype, activation, bias is not None, x.dim() == 3)
+    adds = residual is not None and (bias is not None or activation != "none")
     return Work(
         blocks=device.sms,
         flops=2.0 * batch * m * n * k,
         unit=_unit(x.dtype),
         dram_bytes=read + written,
         l2_bytes=read + written,
+        rounds=activates + adds,
+        end_bytes=activates * (batch * m * n * size + written) + adds * 3 * written,
         library=True,
         vector=16 if whole else x.element_size(),
     )

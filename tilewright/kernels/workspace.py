@@ -4,12 +4,32 @@ A split kernel writes partial results, then takes a ticket; whoever draws the la
 back to zero. So the counters are zero between launches, and a CUDA graph can replay the launch any number of times.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-__all__ = ["tickets"]
+__all__ = ["own_tickets", "tickets"]
 
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
+_OWN: list[Tensor] = []
+"""Of the graph that is being captured; the innermost last."""
+
+
+@contextmanager
+def own_tickets(device: torch.device, count: int = 1 << 16) -> Iterator[Tensor]:
+    """Counters for one CUDA graph, around its capture: none is shared with another graph, none zeroed in a replay.
+
+    Whoever keeps the graph keeps them.
+    """
+    held = torch.zeros(count, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)
+    _OWN.append(held)
+    try:
+        yield held
+    finally:
+        _OWN.pop()
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
@@ -18,6 +38,8 @@ def tickets(device: torch.device, count: int) -> Tensor:
     Where a CUDA graph is captured on a stream that has none yet, they are the graph's own, and each replay zeroes them first:
     a call that ran once before on that stream saves this.
     """
+    if _OWN and _OWN[-1].device == device and _OWN[-1].numel() >= count and torch.cuda.is_current_stream_capturing():
+        return _OWN[-1]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     held = _TICKETS.get((device, stream))
     if held is None or held.numel() < count:

@@ -47,9 +47,11 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x if self.downsample is None else self.downsample(x)
+        parts = self._modules
         for i in range(1, self.depth + 1):
-            x = self.get_submodule(f"bn{i}")(self.get_submodule(f"conv{i}")(x))
-            x = ops.activation(x if i < self.depth else x + kept, "relu")
+            norm: Any = parts[f"bn{i}"]
+            conv: Any = parts[f"conv{i}"]
+            x = norm(conv(x), "relu", kept if i == self.depth else None)
         return x
 
 
@@ -84,7 +86,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, classes]."""
-        x = self.maxpool(ops.activation(self.bn1(self.conv1(x)), "relu"))
+        x = self.maxpool(self.bn1(self.conv1(x), "relu"))
         for i in range(1, self.stages + 1):
             x = self.get_submodule(f"layer{i}")(x)
         return self.fc(self.avgpool(x).flatten(1))

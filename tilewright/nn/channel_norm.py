@@ -1,6 +1,7 @@
 """Group, instance and batch norms under torch.nn's names: its classes, whose forward pass runs on `tilewright.ops`.
 
 Arguments, parameters, buffers, initialisation and state dicts are torch.nn's own. Images in channels_last stay so.
+`forward` of a batch norm also takes an activation and a residual: in evaluation they are of the same launch.
 Not supported: lazy classes, SyncBatchNorm.
 """
 
@@ -29,7 +30,7 @@ class GroupNorm(nn.GroupNorm):
         return ops.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
-def _batch(layer: _BatchNorm, x: Tensor) -> Tensor:
+def _batch(layer: _BatchNorm, x: Tensor, activation: str, residual: Tensor | None) -> Tensor:
     layer._check_input_dim(x)
     moves = layer.training and layer.track_running_stats
     momentum = layer.momentum
@@ -39,31 +40,33 @@ def _batch(layer: _BatchNorm, x: Tensor) -> Tensor:
             momentum = 1.0 / float(layer.num_batches_tracked)
     training = layer.training or layer.running_mean is None
     mean, var = (layer.running_mean, layer.running_var) if moves or not training else (None, None)
-    return ops.batch_norm(x, mean, var, layer.weight, layer.bias, training, momentum or 0.0, layer.eps)
+    return ops.batch_norm(
+        x, mean, var, layer.weight, layer.bias, training, momentum or 0.0, layer.eps, activation=activation, residual=residual
+    )
 
 
 class BatchNorm1d(nn.BatchNorm1d):
     """Each channel of a batch, made mean 0 and variance 1: [N, C] or [N, C, L]."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[N, C] or [N, C, L] -> the same."""
-        return _batch(self, input)
+    def forward(self, input: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
+        """activation(norm(input) + residual): [N, C] or [N, C, L] -> the same."""
+        return _batch(self, input, activation, residual)
 
 
 class BatchNorm2d(nn.BatchNorm2d):
     """Each channel of a batch, made mean 0 and variance 1: [N, C, H, W]."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[N, C, H, W] -> the same."""
-        return _batch(self, input)
+    def forward(self, input: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
+        """activation(norm(input) + residual): [N, C, H, W] -> the same."""
+        return _batch(self, input, activation, residual)
 
 
 class BatchNorm3d(nn.BatchNorm3d):
     """Each channel of a batch, made mean 0 and variance 1: [N, C, D, H, W]."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[N, C, D, H, W] -> the same."""
-        return _batch(self, input)
+    def forward(self, input: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
+        """activation(norm(input) + residual): [N, C, D, H, W] -> the same."""
+        return _batch(self, input, activation, residual)
 
 
 def _instance(layer: _InstanceNorm, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 `CrossEntropyLoss` takes targets that are classes. Beyond torch's arguments it has `z_loss`, and `gradient`: where its gradient
 is made (`tilewright.ops.cross_entropy` says what that costs). Its result is float32 whatever the logits are.
-Not supported, and refused: weights of classes, targets that are probabilities, the arguments that torch deprecates.
+Not supported, and refused: weights of classes together with label smoothing, targets that are probabilities, the arguments that
+torch deprecates.
 """
 
 from torch import Tensor, nn
@@ -46,9 +47,13 @@ class CrossEntropyLoss(nn.Module):
         gradient: str = "forward",
     ):  # fmt: skip
         super().__init__()
-        for name, value in (("weight", weight), ("size_average", size_average), ("reduce", reduce)):
+        for name, value in (("size_average", size_average), ("reduce", reduce)):
             if value is not None:
                 raise ValueError(f"CrossEntropyLoss: {name} is not supported; leave it out")
+        if weight is not None and label_smoothing:
+            raise ValueError(f"CrossEntropyLoss: weight goes without label_smoothing; got {label_smoothing}")
+        self.weight: Tensor | None
+        self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.z_loss, self.gradient = z_loss, gradient
 
@@ -60,7 +65,7 @@ class CrossEntropyLoss(nn.Module):
         logits = ops.permute(input, (0, *range(2, input.dim()), 1)) if input.dim() > 2 else input
         return ops.cross_entropy(
             logits, target, ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing, z_loss=self.z_loss, gradient=self.gradient,
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, gradient=self.gradient, class_weights=self.weight,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -172,19 +172,19 @@ class AdaptiveAvgPool3d(_AdaptiveAvgPool):
 
 
 class Upsample(_Pool):
-    """torch.nn.Upsample of [N, C, L] and [N, C, H, W]: "nearest", "linear" or "bilinear". The rest is refused."""
+    """torch.nn.Upsample of [N, C, L], [N, C, H, W] and [N, C, D, H, W]. `recompute_scale_factor` is refused."""
 
     def __init__(
         self, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None,
         mode: str = "nearest", align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
     ):  # fmt: skip
         super().__init__()
-        if mode not in ("nearest", "linear", "bilinear"):
-            raise ValueError(f"Upsample: mode={mode!r} is not supported; supported are 'nearest', 'linear' and 'bilinear'")
+        if mode not in ("nearest", "linear", "bilinear", "bicubic", "trilinear"):
+            raise ValueError(f"Upsample: mode={mode!r} is not supported; the others of torch's are")
         if recompute_scale_factor:
             raise ValueError("Upsample: recompute_scale_factor=True is not supported; give the size")
         self.options = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C, L] or [N, C, H, W] -> the same of another size."""
+        """[N, C, L], [N, C, H, W] or [N, C, D, H, W] -> the same of another size."""
         return ops.upsample(x, **self.options)

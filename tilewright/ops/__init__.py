@@ -3,6 +3,7 @@
 from tilewright.kernels.activation import gated_mul_op, gelu_mul_op, silu_mul_op
 from tilewright.kernels.attention import attention_op
 from tilewright.kernels.attention_backward import attention_backward_op
+from tilewright.kernels.batch_statistics import batch_statistics_backward_op, batch_statistics_op
 from tilewright.kernels.block_scaled_linear import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.cast_linear import cast_linear, cast_linear_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
@@ -23,6 +24,7 @@ from tilewright.kernels.mla import mla_attention, mla_attention_op
 from tilewright.kernels.mla_write import mla_rope_write, mla_rope_write_op
 from tilewright.kernels.mx_linear import mx_linear, mx_linear_op
 from tilewright.kernels.norm_backward import layer_norm_backward_op, rms_norm_backward_op
+from tilewright.kernels.normalize_channels import normalize_channels_op
 from tilewright.kernels.paged_attention import paged_attention, paged_attention_op
 from tilewright.kernels.paged_checks import check_paged
 from tilewright.kernels.permute import permute_op
@@ -156,6 +158,8 @@ ALL = (
     attention_op,
     avg_pool_backward_op,
     avg_pool_op,
+    batch_statistics_backward_op,
+    batch_statistics_op,
     block_scaled_linear_op,
     cast_linear_op,
     channel_affine_op,
@@ -184,6 +188,7 @@ ALL = (
     mla_attention_op,
     mla_rope_write_op,
     mx_linear_op,
+    normalize_channels_op,
     paged_attention_op,
     permute_op,
     quantize_blocks_op,

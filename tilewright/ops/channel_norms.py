@@ -6,7 +6,8 @@
 The three differ in what mean and variance are taken over: the channels of a group in one image (Wu and He, "Group
 Normalization", 2018), one channel of one image (Ulyanov et al., "Instance Normalization", 2016), one channel of all images
 (Ioffe and Szegedy, "Batch Normalization", 2015). So each is sums over places, an average of these over groups or images, which
-are [N, C] numbers in float32 and plain torch, and an affine map of each channel. With h = (x - mean) scale, backwards
+are [N, C] numbers in float32, and an affine map of each channel. The numbers are plain torch, but for batch norm, whose layers
+are many: an op, or one launch for all where the statistics are given. With h = (x - mean) scale, backwards
 
     dx = scale (weight dy - mean(weight dy) - h mean(weight dy h))
 
@@ -22,9 +23,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.kernels.batch_statistics import batch_statistics_backward_op, batch_statistics_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
+from tilewright.kernels.conv_common import ACTIVATIONS
 from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.normalize_channels import launched, normalize_channels_op
+from tilewright.kernels.prepared import Held, Prepared, call_key
 from tilewright.ops.permute import permute
+from tilewright.ops.pointwise import activation as activate
 
 __all__ = ["batch_norm", "group_norm", "instance_norm"]
 
@@ -32,7 +38,7 @@ __all__ = ["batch_norm", "group_norm", "instance_norm"]
 
 
 def _channels_last(x: Tensor) -> bool:
-    return x.movedim(1, -1).is_contiguous()
+    return (x.permute(0, 2, 3, 1) if x.dim() == 4 else x.movedim(1, -1)).is_contiguous()
 
 
 def _places(x: Tensor, last: bool) -> Tensor:
@@ -52,18 +58,16 @@ def _image(y: Tensor, shape: torch.Size, last: bool) -> Tensor:
 # ---- the norm
 
 
-def _average(of_channels: Tensor, groups: int | None) -> Tensor:
-    """[N, C] -> the mean over the channels of each group, again [N, C]; without groups over images, [1, C]."""
-    if groups is None:
-        return of_channels.mean(0, keepdim=True)
+def _average(of_channels: Tensor, groups: int) -> Tensor:
+    """[N, C] -> the mean over the channels of each group, again [N, C]."""
     n, c = of_channels.shape
     return of_channels.view(n, groups, -1).mean(2, keepdim=True).expand(-1, -1, c // groups).reshape(n, c).contiguous()
 
 
-def _statistics(x: Tensor, groups: int | None) -> tuple[Tensor, Tensor]:
-    """(mean, biased variance) of x [N, S, C], [N, C] or [1, C] in float32 or wider."""
+def _statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """(mean, biased variance) of x [N, S, C], [N, C] in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    shift = (x[:, 0] if groups is not None else x[:1, 0]).to(wide).contiguous()
+    shift = x[:, 0].to(wide).contiguous()
     first, second = channel_sums_op(x, shift, None)
     first, second = first / x.shape[1], second / x.shape[1]
     means = shift + first
@@ -83,7 +87,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int | None, eps: float
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Runs without gradients, as torch does inside of a Function."""
         mean, variance = _statistics(x, groups)
@@ -111,6 +115,48 @@ class _Normalised(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
+class _Batch(torch.autograd.Function):
+    """Batch norm of x [N, S, C] by its own statistics, which `_by_batch` made, differentiable once in x, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor, a: Tensor, b: Tensor
+    ) -> Tensor:
+        """Runs without gradients, as torch does inside of a Function."""
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.of_bias = None if bias is None else bias.dtype
+        return channel_affine_op(x, a, b, None, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of weight, of bias), and nothing for the rest."""
+        x, weight, mean, scale = ctx.saved_tensors
+        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        given, crossed = channel_sums_op(x, mean, dy)
+        a, b, d, dweight, dbias = batch_statistics_backward_op(given, crossed, mean, scale, weight, x.numel() // x.shape[2])
+        dx = channel_affine_op(x, a, b, dy, d)
+        dweight = None if weight is None else dweight.to(weight.dtype)
+        return dx, dweight, None if ctx.of_bias is None else dbias.to(ctx.of_bias), None, None, None, None
+
+
+def _by_batch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """The norm of x [N, S, C] by its own statistics; moves the running ones, of which there are two or none."""
+    count = x.numel() // x.shape[2]
+    with torch.no_grad():
+        shift = x[:1, 0].to(torch.promote_types(x.dtype, torch.float32))
+        first, second = channel_sums_op(x, shift, None)
+        mean, scale, a, b = batch_statistics_op(
+            first, second, shift, weight, bias, running_mean, running_var, count, momentum, eps
+        )
+    if wants_gradient(x, weight, bias):
+        return _Batch.apply(x, weight, bias, mean, scale, a, b)  # pyright: ignore[reportReturnType]
+    return channel_affine_op(x, a, b, None, None)
+
+
 class _Fixed(torch.autograd.Function):
     """y of x [N, S, C] by statistics that are given, differentiable once in x, weight and bias."""
 
@@ -135,7 +181,7 @@ class _Fixed(torch.autograd.Function):
 
 
 def _normalised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int | None, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     if wants_gradient(x, weight, bias):
         return _Normalised.apply(x, weight, bias, groups, eps)  # pyright: ignore[reportReturnType]
@@ -143,12 +189,23 @@ def _normalised(
     return channel_affine_op(x, *_factors(mean, (variance + eps).rsqrt(), weight, bias), None, None), mean, variance
 
 
-def _fixed(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+def _fixed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float,
+    residual: Tensor | None = None, activation: str = "none",
+) -> Tensor:  # fmt: skip
+    """By statistics that are given; x and residual [N, S, C] as one lie."""
+    if not wants_gradient(x, weight, bias, residual):
+        return normalize_channels_op(x, mean, variance, weight, bias, residual, eps, activation)
     wide = torch.promote_types(x.dtype, torch.float32)
     mean, scale = mean.to(wide)[None], (variance.to(wide) + eps).rsqrt()[None]
-    if wants_gradient(x, weight, bias):
-        return _Fixed.apply(x, weight, bias, mean, scale)  # pyright: ignore[reportReturnType]
-    return channel_affine_op(x, *_factors(mean, scale, weight, bias), None, None)
+    y: Any = _Fixed.apply(x, weight, bias, mean, scale)
+    return _followed(y, residual, activation)
+
+
+def _followed(y: Tensor, residual: Tensor | None, activation: str) -> Tensor:
+    """What may follow a norm, as launches of their own."""
+    y = y if residual is None else y + residual
+    return y if activation == "none" else activate(y, activation)
 
 
 # ---- public functions
@@ -234,11 +291,35 @@ def instance_norm(
     return _image(y, x.shape, last)
 
 
+def _check_batch(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, activation: str, residual: Tensor | None,
+) -> None:  # fmt: skip
+    _check("batch_norm", x, 2, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError("batch_norm: outside of training it wants running_mean and running_var")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("batch_norm: wants both of running_mean and running_var, or neither; got one")
+    count = x.numel() // x.shape[1] if x.shape[1] else 0
+    if training and count < 2:
+        raise ValueError(f"batch_norm: training wants more than one value a channel, got {list(x.shape)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"batch_norm: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"batch_norm: residual must be {list(x.shape)} {x.dtype}; got {list(residual.shape)} {residual.dtype}")
+
+
+_AGAIN = Held()
+
+
 def batch_norm(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
-    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *, activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Batch norm; the arguments of torch.nn.functional.batch_norm.
+    """activation(batch norm + residual); the arguments of torch.nn.functional.batch_norm, and what often follows.
+
+    By running statistics, and without gradients, that is one launch.
 
     Args:
         x: [N, C, ...], bf16, fp16 or fp32, any memory format.
@@ -249,28 +330,43 @@ def batch_norm(
         training: whether the batch's statistics are used.
         momentum: how far the running statistics move.
         eps: added to the variance.
+        activation: none, relu, gelu, gelu_tanh or silu.
+        residual: of x's shape and dtype, added before the activation.
 
     Returns:
         x's shape, dtype and memory format.
 
     Raises:
-        ValueError: a vector is not [C]; in training one value a channel, which has no variance; or there are no statistics.
+        ValueError: a vector is not [C]; the residual is not like x; an activation that is not known;
+            in training one value a channel, which has no variance; there are no statistics, or one kind alone.
     """
-    _check("batch_norm", x, 2, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
-    if not training and (running_mean is None or running_var is None):
-        raise ValueError("batch_norm: outside of training it wants running_mean and running_var")
-    count = x.numel() // x.shape[1] if x.shape[1] else 0
-    if training and count < 2:
-        raise ValueError(f"batch_norm: training wants more than one value a channel, got {list(x.shape)}")
+    key = None
+    if running_mean is not None and running_var is not None and not training and not wants_gradient(x, weight, bias, residual):
+        options = ("batch_norm", normalize_channels_op.generation, eps, activation)
+        key = call_key(options, x, running_mean, running_var, weight, bias, residual)
+        prepared: Prepared | None = None if key is None else _AGAIN.get(key)
+        if prepared is not None:
+            y = torch.empty_like(x)
+            operands = (x, running_mean, running_var, weight, bias, residual, y)
+            prepared([0 if t is None else t.data_ptr() for t in operands])
+            return y
+    _check_batch(x, running_mean, running_var, weight, bias, training, activation, residual)
     if not x.numel():
         return x.clone()
     last = _channels_last(x)
-    flat = _places(x, last)
-    if last:
-        flat = flat.view(1, -1, x.shape[1])
+    flat, rest = (None if t is None else _batch_places(t, last) for t in (x, residual))
+    assert flat is not None, "x is a tensor"
     if running_mean is not None and running_var is not None and not training:
-        return _image(_fixed(flat, weight, bias, running_mean, running_var, eps), x.shape, last)
-    y, mean, variance = _normalised(flat, weight, bias, None, eps)
-    _move(running_mean, mean[0], momentum)
-    _move(running_var, variance[0] * (count / (count - 1)), momentum)
-    return _image(y, x.shape, last)
+        y = _fixed(flat, weight, bias, running_mean, running_var, eps, rest, activation)
+        copied = any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in ((x, flat), (residual, rest)))
+        if key is not None and not copied:
+            _AGAIN.keep(key, launched(flat, running_mean, running_var, weight, bias, rest, eps, activation))
+        return _image(y, x.shape, last)
+    y = _by_batch(flat, weight, bias, running_mean, running_var, momentum, eps)
+    return _image(_followed(y, rest, activation), x.shape, last)
+
+
+def _batch_places(x: Tensor, last: bool) -> Tensor:
+    """`_places`, with all places of a batch as one image's where channels are last."""
+    flat = _places(x, last)
+    return flat.view(1, -1, x.shape[1]) if last else flat

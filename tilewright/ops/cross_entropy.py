@@ -22,7 +22,7 @@ from tilewright.kernels.gradient import wants_gradient
 from tilewright.kernels.scale_in_place import scale_in_place_op
 from tilewright.kernels.shapes import rows_ready
 
-__all__ = ["LossOptions", "check_targets", "cross_entropy", "loss_options", "rows_factor"]
+__all__ = ["LossOptions", "check_targets", "cross_entropy", "loss_options", "rows_factor", "rows_weights"]
 
 _REDUCTIONS = ("mean", "sum", "none")
 _GRADIENTS = ("forward", "in place", "backward")
@@ -74,14 +74,37 @@ def check_targets(op: str, targets: Tensor, rows: torch.Size, classes: int, igno
         )
 
 
-def rows_factor(targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
-    """What each row's loss counts in the reduced one, before any later factor: a scalar on the targets' device."""
+def rows_weights(op: str, class_weights: Tensor | None, targets: Tensor, classes: int, options: LossOptions) -> Tensor | None:
+    """What each row's loss counts: the weight of its class, 0 where it is ignored; None where all count 1.
+
+    Raises:
+        ValueError: not one weight a class, on the targets' device; or label smoothing, which would need them all.
+    """
+    if class_weights is None:
+        return None
+    if class_weights.shape != (classes,) or not class_weights.is_floating_point() or class_weights.device != targets.device:
+        raise ValueError(
+            f"{op}: class_weights must be floats [{classes}] on {targets.device}; got {list(class_weights.shape)} "
+            f"{class_weights.dtype} on {class_weights.device}"
+        )
+    if options.smoothing:
+        raise ValueError(f"{op}: class_weights go without label_smoothing; got {options.smoothing}")
+    # A target out of range has the loss NaN, whatever it counts; it must not read another's weight.
+    weights = class_weights.detach().to(torch.promote_types(class_weights.dtype, torch.float32))[targets.clamp(0, classes - 1)]
+    return weights.masked_fill(targets == options.ignore_index, 0.0)
+
+
+def rows_factor(targets: Tensor, options: LossOptions, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
+    """What the sum of the rows' losses is multiplied by, before any later factor: a scalar on the targets' device."""
+    wide = torch.promote_types(dtype, torch.float32)
     if options.reduction == "mean":
-        return (targets != options.ignore_index).sum().to(torch.promote_types(dtype, torch.float32)).reciprocal()
-    return torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=targets.device)
+        counted = (targets != options.ignore_index).sum() if weights is None else weights.sum()
+        return counted.to(wide).reciprocal()
+    return torch.ones((), dtype=wide, device=targets.device)
 
 
-def _reduced(losses: Tensor, factor: Tensor | None) -> Tensor:
+def _reduced(losses: Tensor, factor: Tensor | None, weights: Tensor | None) -> Tensor:
+    losses = losses if weights is None else losses * weights
     return losses if factor is None else losses.sum() * factor
 
 
@@ -89,31 +112,34 @@ class _CrossEntropy(torch.autograd.Function):
     """The reduced loss, differentiable in the logits once."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, options: LossOptions, gradient: str) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, gradient: str
+    ) -> Tensor:  # fmt: skip
         """Runs without gradients, as torch does inside of a Function."""
-        factor = None if options.reduction == "none" else rows_factor(targets, options, logits.dtype)
+        factor = None if options.reduction == "none" else rows_factor(targets, options, logits.dtype, weights)
         ctx.options, ctx.grad = options, None
         if factor is None or gradient == "backward":
-            ctx.save_for_backward(logits, targets, factor)
-            return _reduced(cross_entropy_op(logits, targets, *options.kernel), factor)
-        scale = factor.expand(targets.shape)
+            ctx.save_for_backward(logits, targets, factor, weights)
+            return _reduced(cross_entropy_op(logits, targets, *options.kernel), factor, weights)
+        scale = factor.expand(targets.shape) if weights is None else factor * weights
         if gradient == "in place":
             losses = cross_entropy_gradient_in_place_op(logits, targets, scale, *options.kernel)
             torch.autograd.graph.increment_version(logits)
             ctx.grad = logits.detach()
         else:
             losses, ctx.grad = cross_entropy_gradient_op(logits, targets, scale, *options.kernel)
-        return _reduced(losses, factor)
+        return _reduced(losses, factor, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(of the logits), and nothing for the rest."""
         if ctx.saved_tensors:
-            logits, targets, factor = ctx.saved_tensors
+            logits, targets, factor, weights = ctx.saved_tensors
             scale = grads[0].to(torch.promote_types(logits.dtype, torch.float32))
             scale = scale if factor is None else (scale * factor).expand(targets.shape)
-            return cross_entropy_gradient_op(logits, targets, scale, *ctx.options.kernel)[1], None, None, None
+            scale = scale if weights is None else scale * weights
+            return cross_entropy_gradient_op(logits, targets, scale, *ctx.options.kernel)[1], None, None, None, None
         if ctx.grad is None:
             raise RuntimeError(
                 "cross_entropy: the gradient that the forward pass made went to a first backward pass; ask for "
@@ -121,12 +147,12 @@ class _CrossEntropy(torch.autograd.Function):
             )
         grad, ctx.grad = ctx.grad, None
         scale_in_place_op(grad, grads[0])
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
-    z_loss: float = 0.0, gradient: str = "forward", checked: bool = False,
+    z_loss: float = 0.0, gradient: str = "forward", checked: bool = False, class_weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of logits against one class a row, without a float32 copy of the logits.
 
@@ -139,14 +165,15 @@ def cross_entropy(
         z_loss: adds z_loss * (log of the softmax's sum)^2 to each row's loss.
         gradient: "forward", "in place" or "backward": where it is made (the module's docstring). Without gradients: no matter.
         checked: on a GPU too, wait for the targets and raise for the first that is out of range.
+        class_weights: [V], no gradient: a row's loss counts the weight of its class, in the mean too, as torch's `weight`.
 
     Returns:
         The loss in float32 (float64 for float64 logits on a CPU): a scalar, or [...] with reduction "none". The mean of no rows
         is NaN, as in torch.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit; a target is out of range (on a CPU, or `checked`); or the gradient
-            is to overwrite logits that are a leaf or not dense.
+        ValueError: shapes, dtypes or options do not fit; class_weights meet label_smoothing; a target is out of range (on a
+            CPU, or `checked`); or the gradient is to overwrite logits that are a leaf or not dense.
     """
     options = loss_options("cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if gradient not in _GRADIENTS:
@@ -165,9 +192,10 @@ def cross_entropy(
             f"{'a leaf' if logits.is_leaf else f'strides {logits.stride()}'} and reduction {reduction!r}"
         )
     rows, ids = rows_ready(logits).reshape(-1, logits.shape[-1]), targets.contiguous().flatten()
+    weights = rows_weights("cross_entropy", class_weights, ids, logits.shape[-1], options)
     if wanted:
-        loss: Tensor = _CrossEntropy.apply(rows, ids, options, gradient)  # pyright: ignore[reportAssignmentType]
+        loss: Tensor = _CrossEntropy.apply(rows, ids, weights, options, gradient)  # pyright: ignore[reportAssignmentType]
     else:
         losses = cross_entropy_op(rows, ids, *options.kernel)
-        loss = _reduced(losses, None if reduction == "none" else rows_factor(ids, options, logits.dtype))
+        loss = _reduced(losses, None if reduction == "none" else rows_factor(ids, options, logits.dtype, weights), weights)
     return loss.view(targets.shape) if reduction == "none" else loss

@@ -1,7 +1,8 @@
-"""Resizing with gradients, in torch's shapes: [N, C, H, W] or [N, C, L].
+"""Resizing with gradients, in torch's shapes: [N, C, H, W], [N, C, L] or [N, C, D, H, W].
 
 The kernels are channels-last (kernels/upsample.py): torch's channels-last memory goes in and comes out without a copy, another
-tensor is copied first. The result is channels-last in memory.
+tensor is copied first. The result is channels-last in memory. A volume is resized plane by plane, then in depth: two passes,
+and 16-bit numbers are rounded between them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from tilewright.kernels.upsample_backward import upsample_backward_op
 
 __all__ = ["upsample"]
 
-_MODES = {"nearest": (3, 4), "linear": (3,), "bilinear": (4,)}
+_MODES = {"nearest": (3, 4, 5), "linear": (3,), "bilinear": (4,), "trilinear": (5,), "bicubic": (4,)}
 _LARGEST = 1 << 31
 
 
@@ -39,12 +40,12 @@ def upsample(
     """x resized, differentiable in x; torch's `interpolate`.
 
     Args:
-        x: [N, C, H, W] or [N, C, L], bf16, fp16 or fp32; channels-last memory is read in place.
-        size: the result's height and width, one number for both; or
+        x: [N, C, H, W], [N, C, L] or [N, C, D, H, W], bf16, fp16 or fp32; channels-last memory is read in place.
+        size: the result's (depth,) height and width, one number for all; or
         scale_factor: how many times as large, rounded down to whole places. Taken as the nearest fraction with a denominator up
             to 1000, by which places are computed exactly.
-        mode: "nearest"; "linear" for [N, C, L], "bilinear" for [N, C, H, W].
-        align_corners: of the linear modes: the corners of both images coincide, instead of their borders.
+        mode: "nearest"; "linear" for [N, C, L], "bilinear" and "bicubic" for [N, C, H, W], "trilinear" for [N, C, D, H, W].
+        align_corners: of all but "nearest": the corners of both images coincide, instead of their borders.
 
     Returns:
         [N, C, *out] of x's dtype, channels-last in memory.
@@ -58,17 +59,31 @@ def upsample(
             f"upsample: wanted a mode and its number of spatial dimensions, {wanted}; got {mode!r}, {list(x.shape)}"
         )
     if mode == "nearest" and align_corners is not None:
-        raise ValueError("upsample: align_corners goes with the linear modes")
+        raise ValueError("upsample: align_corners goes with the linear modes and bicubic")
     if (size is None) == (scale_factor is None):
         raise ValueError(f"upsample: wanted size or scale_factor, one of them; got {size} and {scale_factor}")
     spatial, corners = x.dim() - 2, bool(align_corners)
     steps = [_axis(n, o, f, corners) for n, o, f in zip(x.shape[2:], *_spread(size, scale_factor, spatial), strict=True)]
-    out, num, den = ([1] * (2 - spatial) + list(numbers) for numbers in zip(*steps, strict=True))
-    last = x.movedim(1, -1).contiguous()
-    last = last.view(last.shape[0], *[1] * (2 - spatial), *last.shape[1:])
-    options = ("nearest" if mode == "nearest" else "linear", num, den, corners)
-    y: Any = _Upsample.apply(last, out, *options) if wants_gradient(x) else upsample_op(last, out, *options)
+    of = "nearest" if mode == "nearest" else "cubic" if mode == "bicubic" else "linear"
+    y = x.movedim(1, -1).contiguous()
+    if spatial == 3:
+        images, depth, *_, channels = y.shape
+        y = _resized(y.flatten(0, 1), steps[1:], of, corners)
+        sides = y.shape[1:3]
+        # Each place of a plane is a place of its own along the second axis, which stays as it is.
+        y = _resized(y.reshape(images, depth, -1, channels), [steps[0], (sides.numel(), 1, 1)], of, corners)
+        return y.unflatten(2, sides).movedim(-1, 1)
+    y = _resized(y.view(y.shape[0], *[1] * (2 - spatial), *y.shape[1:]), [(1, 1, 1)] * (2 - spatial) + steps, of, corners)
     return y.reshape(y.shape[0], *y.shape[3 - spatial :]).movedim(-1, 1)
+
+
+def _resized(x: Tensor, steps: list[tuple[int, int, int]], mode: str, corners: bool) -> Tensor:
+    """Images [N, H, W, C], each axis by its (size of the result, num, den)."""
+    out, num, den = (list(numbers) for numbers in zip(*steps, strict=True))
+    options = (out, mode, num, den, corners)
+    if wants_gradient(x):
+        return _Upsample.apply(x, *options)  # pyright: ignore[reportReturnType]
+    return upsample_op(x, *options)
 
 
 def _spread(size: Any, factor: Any, spatial: int) -> tuple[list[Any], list[Any]]:

@@ -31,7 +31,19 @@ from tilewright.tune.ranking import Entry, Stack, ranked
 from tilewright.tune.record import Row, problem_json, source_hash, versions
 from tilewright.tune.space import Config, Space
 
-__all__ = ["LIMIT", "Candidate", "Found", "NoRecord", "count", "counters", "find", "measured", "missing", "use_table"]
+__all__ = [
+    "LIMIT",
+    "Candidate",
+    "Found",
+    "NoRecord",
+    "count",
+    "counters",
+    "find",
+    "measured",
+    "missing",
+    "refresh",
+    "use_table",
+]
 
 LIMIT = 0.6
 """How far a problem may be: the Euclidean distance of the base-2 logarithms of its integers. One of them 1.5 times as large
@@ -162,6 +174,12 @@ def use_table(path: Path | str, device: Device) -> str:
     return table.sha256
 
 
+def refresh() -> None:
+    """Read the database anew: rows were added to it since. What an op has chosen already it forgets by `Op.forget`."""
+    with _LOCK:
+        _RECORDS.reopen()
+
+
 # ---- where rows come from
 
 
@@ -175,6 +193,11 @@ class _Records:
         self._database: Database | None = None
         self._opened_by: int | None = None
         self.near: dict[Any, dict[Any, list[tuple[tuple[float, ...], str]]]] = {}
+
+    def reopen(self) -> None:
+        """Look at the database again, which may not have been there before."""
+        self._opened_by = None
+        self.near.clear()
 
     def of(self, op: str, problem: str, device: Device, invariant: bool) -> list[Entry]:
         """All rows of a problem on a card."""

@@ -82,7 +82,8 @@ class Work(NamedTuple):
     persistent: Numbers = False
     """The grid is one block an SM, and each takes tile after tile."""
     library: Numbers = False
-    """The vendor's kernel, of which nothing is known: only flops, dram_bytes and vector count."""
+    """The vendor's kernel, of which nothing is known: only flops, dram_bytes and vector count; and what is launched behind it,
+    `rounds` kernels that move `end_bytes` in all."""
 
 
 class Facts(Protocol):
@@ -104,7 +105,7 @@ class Prediction(NamedTuple):
     seconds: float
     limiter: str
     """The largest part: "math", "fetch", "issue", "latency", "start and end", "longest block", "memory" or "launch"; of a
-    vendor's kernel "math", "memory" or "launch"."""
+    vendor's kernel "math", "memory", "launch", or "start and end" for the kernels behind it."""
     waves: float
     """Blocks over those that run at once."""
     occupancy: float
@@ -189,7 +190,9 @@ def _library(work: Work, peak: Numbers, read: float, c: Constants) -> tuple[Numb
     narrow = work.vector < 16
     math = work.flops / (peak * np.where(narrow, c.library_narrow, c.library))
     memory = work.dram_bytes / (read * np.where(narrow, c.library_narrow_memory, c.memory))
-    return np.maximum(math, memory) + c.library_s, {"math": math, "memory": memory, "launch": c.library_s}
+    after = work.rounds * c.launch_s + work.end_bytes / (read * c.memory)
+    parts = {"math": math, "memory": memory, "launch": c.library_s, "start and end": after}
+    return np.maximum(math, memory) + c.library_s + after, parts
 
 
 def library_seconds(work: Work, found: Ceilings, c: Constants) -> float:

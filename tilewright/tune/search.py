@@ -14,6 +14,7 @@ in a program that serves: that takes rows (`tilewright.tune.lookup`).
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from tilewright.tune.offline import compile_all
 from tilewright.tune.ranking import Entry, Stack, Verdict, ranked, verdict
 from tilewright.tune.record import Row, canonical, versions
 
-__all__ = ["Plan", "Report", "planned", "search"]
+__all__ = ["Plan", "Report", "planned", "search", "settled"]
 
 _FINALISTS = 3
 _SPARE = 4
@@ -94,6 +95,7 @@ def search(
     limit_s: float = 20.0,
     progress: Callable[[str], None] = lambda words: None,
     compiler: Callable[..., Any] = compile_all,
+    measurer: Measurer | None = None,
 ) -> Report:
     """Find the best config of a problem, and write what was measured.
 
@@ -106,6 +108,7 @@ def search(
         force: search although the problem was measured before.
         limit_s: seconds for compiling one candidate, and for measuring one.
         compiler: `compile_all`, or what stands for it.
+        measurer: a measuring process that runs already, for one problem after another; the caller ends it.
 
     Raises:
         DatabaseError: the database cannot be written; told before anything is measured where that can be known.
@@ -120,17 +123,24 @@ def search(
     if past.compared and not (again or force or exhaustive):
         report.how = "known"
     else:
-        with Measurer(command, limit_s=limit_s) as measurer:
-            run = _Run(report, database, measurer, compiler, workers, limit_s, progress)
+        with nullcontext(measurer) if measurer else Measurer(command, limit_s=limit_s) as process:
+            run = _Run(report, database, process, compiler, workers, limit_s, progress)
             if again and run.measured(again, [], {}):
                 report.how = "verified again"
             else:
                 run.measured(plan.first, plan.rest, {} if force else past.fresh)
             run.finals()
-            report.notes += measurer.notes
+            report.notes += process.notes
+            process.notes.clear()
     report.ranking = past.ranking()
     report.seconds = time.monotonic() - began
     return report
+
+
+def settled(task: Task, database: Database) -> bool:
+    """Whether a search would measure nothing: today's versions have compared the best of this problem already."""
+    past = _Past(task, database)
+    return past.compared and not past.again(planned(task, top=0))
 
 
 class _Past:

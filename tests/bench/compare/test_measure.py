@@ -1,0 +1,203 @@
+"""Measuring in turns: what is checked before anything is timed, how rounds are made, when they end. Engines are made up."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilewright.bench.compare.attribution import Design
+from tilewright.bench.compare.engine import EngineError, Settings, flat_outputs
+from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
+
+LAYERS = 4
+SETTINGS = Settings(device=torch.device("cpu"), threads=1, build_limit_s=5, run_limit_s=5)
+
+
+@dataclass
+class Part:
+    """The first layers of a chain, as a variant."""
+
+    depth: int
+
+    @property
+    def name(self) -> str:
+        return "whole" if self.depth == LAYERS else f"prefix {self.depth}"
+
+    @property
+    def module(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[part for _ in range(LAYERS) for part in (nn.Linear(6, 6), nn.Tanh())][: 2 * self.depth])
+
+    inputs = (torch.linspace(-1, 1, 12).reshape(2, 6),)
+
+    def release(self) -> None:
+        pass
+
+
+PARTS = [Part(LAYERS), *(Part(k) for k in range(1, LAYERS))]
+DESIGN = Design(
+    layers=tuple(f"layer{i}" for i in range(LAYERS)), groups=tuple(range(LAYERS)), flops=(1.0,) * LAYERS, bytes=(1.0,) * LAYERS,
+    parts={p.name: tuple(range(p.depth)) for p in PARTS}, border={p.name: (1.0, 1.0) for p in PARTS},
+)  # fmt: skip
+
+
+class Spy:
+    """An engine that computes eagerly, changes the answer as it is told, and notes every call."""
+
+    facts: dict[str, Any] = {"precision": "fp32"}  # noqa: RUF012
+
+    def __init__(self, change: Callable[[list[Tensor], int], list[Tensor]] = lambda x, depth: x, build_s: float = 0.0):
+        self.change, self.build_s, self.noted = change, build_s, []
+
+    def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> Any:
+        time.sleep(self.build_s)
+        spy, depth = self, len(list(module)) // 2  # pyright: ignore
+
+        class Built:
+            facts: dict[str, Any] = {}  # noqa: RUF012
+
+            def time(self, calls: int) -> float:
+                spy.noted.append((name, calls))
+                return calls * depth * 1e-5
+
+            def outputs(self) -> list[Tensor]:
+                return spy.change(flat_outputs(module(*inputs)), depth)
+
+            def close(self) -> None:
+                spy.noted.append((name, "closed"))
+
+        return Built()
+
+    def close(self) -> None:
+        pass
+
+
+def contender(engine: Any, name: str = "spy") -> Contender:
+    return Contender(name=name, engine=engine, settings=SETTINGS)
+
+
+def build(*sides: Contender, budget_s: float = 100.0, needed: int = len(PARTS)) -> list[str]:
+    return build_all(sides, PARTS, needed, DESIGN, budget_s, lambda words: None)[0]
+
+
+def spoilt(at: int) -> Callable[[list[Tensor], int], list[Tensor]]:
+    """From layer `at` on the third number of the second row is wrong."""
+
+    def change(x: list[Tensor], depth: int) -> list[Tensor]:
+        if depth >= at:
+            x[0][1, 2] = 7.5
+        return x
+
+    return change
+
+
+def test_truth_is_float64_and_changes_nothing() -> None:
+    part = Part(2)
+    module = part.module
+    truth = truth_of(module, part.inputs)
+    assert truth[0].dtype == torch.float64
+    assert next(module.parameters()).dtype == torch.float32
+    near = flat_outputs(module(*part.inputs))[0]
+    assert 0 < float((truth[0] - near).abs().max()) < 1e-6
+
+
+WRONG = [
+    (lambda x, depth: [x[0].T], "spy, whole: outputs of shapes [(6, 2)], the model's are [(2, 6)]"),
+    (lambda x, depth: [], "outputs of shapes []"),
+    (spoilt(3), "output 0, element [1, 2]: 7.5, the model's is"),
+    (spoilt(3), "first wrong at layer layer2"),
+    (spoilt(1), "first wrong at layer layer0"),
+    (spoilt(4), "first wrong at layer layer3"),
+    (lambda x, depth: [torch.full_like(x[0], float("nan"))], "spy, whole: wrong numbers, inf off"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG)
+def test_wrong_answers_stop_it_with_the_layer_and_both_values(change: Callable, words: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        build(contender(Spy()), contender(Spy(change)))
+    assert words in str(caught.value)
+
+
+def test_rounding_is_not_wrong_and_is_kept() -> None:
+    half = contender(Spy(lambda x, depth: [x[0].half().double()]))
+    build(half)
+    assert 1e-5 < half.errors["whole"] < 1e-3
+
+
+def test_an_engine_that_fails_is_named() -> None:
+    class Broken(Spy):
+        def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> Any:
+            raise AttributeError("no such attribute: luck")
+
+    with pytest.raises(EngineError, match="mine building whole failed: AttributeError: no such attribute: luck"):
+        build(contender(Broken(), "mine"))
+    slow = contender(Spy(build_s=30))
+    slow.settings = Settings(device=torch.device("cpu"), threads=1, build_limit_s=0.1)
+    with pytest.raises(EngineError, match="spy building whole took longer than"):
+        build(slow)
+
+
+def test_building_ends_with_its_share_of_the_budget() -> None:
+    one, other = contender(Spy(build_s=0.05)), contender(Spy())
+    assert build(one, other, budget_s=0.04) == ["whole", "prefix 1"], "the whole model counts for nothing"
+    assert list(one.built) == list(other.built) == ["whole", "prefix 1"]
+    everything = contender(Spy())
+    assert build(everything) == ["whole", "prefix 1", "prefix 2", "prefix 3"]
+    spares = contender(Spy(build_s=0.2))
+    assert build(spares, budget_s=0.8, needed=2) == ["whole", "prefix 1"], "spares may take less"
+
+
+def test_rounds_have_every_variant_once_in_new_orders() -> None:
+    sides = [contender(Spy()), contender(Spy())]
+    build(*sides)
+    for side in sides:
+        side.engine.noted.clear()  # pyright: ignore
+    looks = []
+
+    def decided() -> bool:
+        looks.append(len(sides[0].runs))
+        return len(looks) == 3
+
+    started = time.monotonic()
+    assert race(sides, decided, started + 30, 1, started, lambda words: None) == "decided"
+    assert looks == [8 * len(PARTS), 16 * len(PARTS), 32 * len(PARTS)], "asked when the rounds have doubled"
+    for side in sides:
+        assert Counter(run.variant for run in side.runs) == dict.fromkeys(side.built, 32)
+        orders = {tuple(run.variant for run in side.runs[i : i + len(PARTS)]) for i in range(0, len(side.runs), len(PARTS))}
+        assert len(orders) > 8
+        assert all(set(order) == set(side.built) for order in orders)
+        assert [run.at for run in side.runs] == sorted(run.at for run in side.runs)
+        # A call that is not timed goes before each batch, and a batch is at least a millisecond.
+        noted = side.engine.noted  # pyright: ignore
+        assert all(calls == 1 for _, calls in noted[::2])
+        assert all(calls * len(DESIGN.parts[name]) * 1e-5 >= 1e-3 for name, calls in noted[1::2])
+        for run in side.runs:
+            assert run.seconds == pytest.approx(len(DESIGN.parts[run.variant]) * 1e-5), "of one forward pass"
+    merged = sorted([(run.at, s) for s, side in enumerate(sides) for run in side.runs])
+    assert sum(a[1] != b[1] for a, b in pairwise(merged)) > len(merged) / 4, "the sides take turns"
+
+
+def test_it_ends_with_the_budget_or_ctrl_c() -> None:
+    side = contender(Spy())
+    build(side)
+    started = time.monotonic()
+    assert race([side], lambda: False, started, 1, started, lambda words: None) == "budget"
+    assert len(side.runs) == 8 * len(PARTS), "eight rounds whatever they take"
+
+    told = []
+
+    def interrupt(words: str) -> None:
+        told.append(words)
+        if len(told) == 2 + 5:  # the first two rounds warm up
+            raise KeyboardInterrupt
+
+    side.runs.clear()
+    assert race([side], lambda: False, started + 60, 1, started, interrupt) == "interrupted"
+    assert len(side.runs) == 5 * len(PARTS), "what was measured stays"

@@ -1,0 +1,284 @@
+"""`optimize` of small modules: the right numbers, in the module's own structure, and exactly the fusions that are expected."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tilewright
+from tilewright.fuse import Partial, Untraceable
+from tilewright.fuse.check import Inaccurate, compare_outputs
+
+LIMITS = {"fp32": 1e-5, "fp16": 3e-3}
+
+
+class Residual(nn.Module):
+    """conv-bn-relu-conv-bn, sum, relu in place: a block of a residual network, on its way a pool and a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.n1 = nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.two, self.n2 = nn.Conv2d(16, 8, 1), nn.BatchNorm2d(8)
+        self.relu, self.pool, self.mean = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.n2(self.two(self.relu(self.n1(self.one(x)))))
+        y += x
+        return self.head(torch.flatten(self.mean(self.pool(self.relu(y))), 1))
+
+
+class Gated(nn.Module):
+    """silu(a) * b of two linears, and of the halves of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.both, self.out = nn.Linear(16, 48, bias=False), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        up, gate = self.both(x).chunk(2, -1)
+        return self.out(up * F.gelu(gate))
+
+
+class Separate(nn.Module):
+    """Attention with three linears, residual, norm after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.norm(x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
+
+
+class Written(Separate):
+    """The same, softmax(q k^T / sqrt d) v as it is written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        weights = ((q @ k.transpose(-1, -2)) / 8**0.5).softmax(-1)
+        return self.norm(x + self.o((weights @ v).transpose(1, 2).flatten(2)))
+
+
+class Many(nn.Module):
+    """Token ids in, a dict of tuples out; one weight used twice; a scale on a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Embedding(11, 16), nn.Parameter(torch.rand(16) + 0.5)
+        self.shared = nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor, shift: int = 2) -> dict[str, Any]:
+        x = self.table(ids + shift)
+        y = x + self.scale * self.shared(x)
+        return {"y": y, "more": (self.shared(y).relu(), ids * 2, 7)}
+
+
+class Patches(nn.Module):
+    """Patches of an image, a token before them, which alone is read in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.head, self.token = nn.Conv2d(3, 24, 4, 4), nn.Linear(24, 8), nn.Parameter(torch.randn(1, 1, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        return self.head(torch.cat([self.token.expand(len(x), -1, -1), x], 1)[:, 0])
+
+
+class Case(NamedTuple):
+    """A module, its inputs, and what is taken of each kind."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    taken: dict[str, int]
+    calls: dict[str, int]
+    """How many calls of each operator the graph has; what is not ours is counted as "rest"."""
+
+
+def _ids() -> tuple[Tensor, ...]:
+    return (torch.tensor([[1, 4, 0], [8, 2, 5]]),)
+
+
+CASES = {
+    "residual block": Case(
+        Residual, lambda: (torch.randn(2, 8, 6, 6),), {"batch_norm": 2, "activation": 2, "residual": 1},
+        {"conv": 2, "max_pool": 1, "mean": 1, "linear": 1},
+    ),
+    "linear gelu": Case(
+        lambda: nn.Sequential(nn.Linear(12, 20), nn.Dropout(0.5), nn.GELU(), nn.Linear(20, 4), nn.BatchNorm1d(4), nn.ReLU()),
+        lambda: (torch.randn(6, 12),), {"activation": 2, "batch_norm": 1}, {"linear": 2},
+    ),
+    "gated": Case(Gated, lambda: (torch.randn(2, 3, 16),), {"activation": 1, "gate": 2, "residual": 1}, {"linear": 4}),
+    "attention": Case(
+        Separate, lambda: (torch.randn(2, 5, 16),), {"merge": 1, "residual": 1}, {"linear": 2, "attention": 1, "layer_norm": 1}
+    ),
+    "attention written out": Case(
+        Written, lambda: (torch.randn(2, 5, 16),), {"merge": 1, "residual": 1}, {"linear": 2, "attention": 1, "layer_norm": 1}
+    ),
+    "torch's encoder layer": Case(
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation="gelu"), lambda: (torch.randn(2, 5, 16),),
+        {"activation": 1, "residual": 2, "bias": 1}, {"linear": 4, "attention": 1, "layer_norm": 2},
+    ),
+    "ids, shared, dict": Case(Many, _ids, {"scale": 1, "activation": 1, "residual": 1}, {"linear": 2, "rest": 3}),
+    "patches": Case(Patches, lambda: (torch.randn(2, 3, 8, 12),), {"patches": 1}, {"linear": 2, "rest": 1}),
+    "one dimension": Case(
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding="same"), nn.SiLU(), nn.Conv1d(6, 6, 5, stride=2, groups=3)),
+        lambda: (torch.randn(2, 4, 9),), {"activation": 1}, {"conv": 2},
+    ),
+}  # fmt: skip
+
+
+def _model(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    model = make()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d):
+            nn.init.uniform_(m.running_mean, -1, 1)  # pyright: ignore[reportArgumentType]
+            nn.init.uniform_(m.running_var, 0.5, 2)  # pyright: ignore[reportArgumentType]
+    return model.eval()
+
+
+def _right(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """In float64, on copies: a module may write to its inputs."""
+    floats = tuple(x.double() if x.is_floating_point() else x.clone() for x in inputs)
+    with torch.no_grad():
+        found = model.double()(*floats)
+    model.float()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    case = CASES[name]
+    model, inputs = _model(case.make), case.inputs()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    precision = "fp16" if name == "residual block" else "fp32"
+    done = tilewright.optimize(model, inputs, precision, report=False, compiled=False)
+    other = tuple(x.flip(0) for x in inputs)
+    got, want = done(*other), _right(model, other)
+    for apart in compare_outputs(want, got):
+        assert apart.rms <= LIMITS[precision], f"{apart}\n{done.report}"
+    kinds = {d.kind for d in done.report.decisions if d.taken}
+    assert {kind: done.report.count(kind) for kind in kinds} == case.taken, str(done.report)
+    ours = {"conv", "linear", "attention", "layer_norm", "max_pool", "mean"}
+    calls = [launch["op"] if launch["op"] in ours else "rest" for launch in done.report.launches]
+    assert {op: calls.count(op) for op in calls} == case.calls, str(done.report)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items()), "the user's model was changed"
+
+
+def test_inputs_are_not_written() -> None:
+    model, x = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), torch.randn(3, 4)
+    kept = x.clone()
+    done = tilewright.optimize(model, x, "fp32", report=False, compiled=False)
+    done(x)
+    assert torch.equal(x, kept)
+    assert "not written" in done.report.facts
+
+
+def test_other_calls_are_refused() -> None:
+    done = tilewright.optimize(nn.Linear(4, 4), torch.randn(3, 4), "fp32", report=False, compiled=False)
+    with pytest.raises(ValueError, match=r"input 0 is \[2, 4\]; it was optimised for \[3, 4\].*pad or split"):
+        done(torch.randn(2, 4))
+    with pytest.raises(ValueError, match="structure"):
+        done(torch.randn(3, 4), torch.randn(3, 4))
+    with pytest.raises(ValueError, match="inference only"):
+        done(torch.randn(3, 4, requires_grad=True))
+
+
+def test_arguments_are_refused() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    with pytest.raises(ValueError, match="precision must be one of fp32, fp16, bf16, int8; got 'fp17'"):
+        tilewright.optimize(model, x, "fp17")
+    with pytest.raises(ValueError, match="example inputs"):
+        tilewright.optimize(model, ())
+    with pytest.raises(ValueError, match="CUDA graph"):
+        tilewright.optimize(model, x, graph=True)
+
+
+class Branching(nn.Module):
+    """Reads a value, which no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.act, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Tanh(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if y.sum().item() > 1e9:
+            y = -y
+        return self.head(self.act(y))
+
+
+def test_untraceable_is_taken_apart() -> None:
+    model, x = _model(Branching), torch.randn(3, 8)
+    done = tilewright.optimize(model, x, "fp32", report=False, compiled=False)
+    assert isinstance(done, Partial)
+    first = done.report.decisions[0]
+    assert not first.taken
+    assert "test_optimize.py" in first.reason
+    assert "y.sum().item()" in first.reason
+    assert [d.anchor for d in done.report.decisions if d.kind == "capture" and d.taken] == ["body", "head"]
+    assert [d.anchor for d in done.report.decisions if d.kind == "eager"] == ["act"]
+    assert compare_outputs(_right(model, (x,)), done(x))[0].rms < 1e-5
+
+
+class Hopeless(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum().item() > 0 else -x
+
+
+def test_nothing_to_optimise() -> None:
+    with pytest.raises(Untraceable, match="Nothing of it can be optimised"):
+        tilewright.optimize(Hopeless(), torch.randn(3))
+
+
+def test_inaccurate_names_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        next(model[1].parameters()).mul_(1e6)  # overflows float16
+    with pytest.raises(Inaccurate, match="guilty layer is 1"):
+        tilewright.optimize(model, torch.ones(3, 4), "fp16", report=False, compiled=False)
+
+
+def test_int8_keeps_what_it_would_spoil() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8)).eval()
+    with torch.no_grad():
+        # One input counts a thousand times as much as the rest and hardly moves: codes of the others are zeros.
+        model[2].weight[:, 1:].mul_(1e-4)
+        model[0].bias[1:].fill_(500.0)
+        model[0].bias[0] = 0.0
+    done = tilewright.optimize(model, torch.randn(40, 64), "int8", report=False, compiled=False)
+    reasons = {d.anchor: (d.taken, d.reason) for d in done.report.decisions if d.kind == "quantise"}
+    assert [reasons[name][0] for name in "023"] == [True, False, False]
+    assert "its own error" in reasons["2"][1]
+    assert "saves nothing" in reasons["3"][1]
+
+
+def test_report() -> None:
+    done = tilewright.optimize(_model(Residual), torch.randn(2, 8, 6, 6), "fp32", report=False, compiled=False)
+    text, found = done.report.text(), done.report.as_dict()
+    assert "folded into weight and bias" in text
+    assert "added in the epilogue" in text
+    assert found["bytes_saved"] == sum(d["bytes_saved"] for d in found["decisions"]) > 0
+
+
+def test_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor is given can be traced, and is right; its own code would take the test fifteen seconds to compile."""
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, fullgraph, options: real(model, fullgraph=fullgraph, backend="aot_eager")
+    )
+    for make, x in ((Separate, torch.randn(2, 5, 16)), (Residual, torch.randn(2, 8, 6, 6))):
+        model = _model(make)
+        done = tilewright.optimize(model, x, "fp32", report=False)
+        assert done.report.facts["compiled"].startswith("by Inductor")
+        assert compare_outputs(_right(model, (x,)), done(x))[0].rms < 1e-5

@@ -1,0 +1,83 @@
+"""Launches that are made again: the same arguments with other addresses, and nothing kept alive."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright.hw import env
+from tilewright.kernels.pointwise import activation_op
+from tilewright.kernels.prepared import Held, Prepared, pointer_kind
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: what is launched again has run on one")
+KERNEL = SimpleNamespace(arg_names=["x_desc", "x_ptr", "bias_ptr", "y_ptr", "N", "BLOCK"])
+
+
+class Compiled:
+    """What Triton gives for a launch, as far as it is used: indexing by a grid gives a function of all arguments."""
+
+    def __init__(self) -> None:
+        self.grid: Any = None
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        self.grid = grid
+        return lambda *arguments: self.launches.append(arguments)
+
+
+def described(x: Tensor) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    box = [8, 32]
+    layout: Any = gl.NVMMASharedLayout.get_default_for(box, gl.float16)
+    return TensorDescriptor(x[1:], list(x[1:].shape), list(x.stride()), box, layout)
+
+
+@pytest.mark.skipif(env.interpreting(), reason="Gluon's descriptors are not for the interpreter")
+def test_other_memory_same_launch() -> None:
+    compiled: Any = Compiled()
+    first = [torch.zeros(16, 64, dtype=torch.float16), torch.zeros(64, dtype=torch.float16)]
+    x, y = first
+    arguments = (described(x), x[2:], None, y, 7)
+    prepared = Prepared(
+        KERNEL, compiled, (5, 2), arguments, {"BLOCK": 32}, (0, 0, None, 1), [x.data_ptr(), y.data_ptr()]
+    )  # fmt: skip
+    kept = weakref.ref(x)
+    shape, strides = list(arguments[0].shape), list(arguments[0].strides)
+    del x, y, first, arguments
+    gc.collect()
+    assert kept() is None
+    for start in (4096, 8192):
+        prepared((start, 512))
+    assert compiled.grid == (5, 2, 1)
+    for start, (descriptor, *rest) in zip((4096, 8192), compiled.launches, strict=True):
+        assert descriptor.base.data_ptr() == start + 128
+        assert (list(descriptor.shape), list(descriptor.strides), descriptor.padding) == (shape, strides, "zero")
+        assert rest == [start + 256, None, 512, 7, 32]
+
+
+@needs_gpu
+def test_launched_again() -> None:
+    """Through an op whose launcher has nothing else: numbers that are equal but of another type are another launch."""
+    for i, alpha in enumerate((1, 1.0, 1, 2.5, 1.0)):
+        x = torch.randn(999 + i % 2, generator=torch.Generator().manual_seed(i)).cuda()
+        torch.testing.assert_close(activation_op(x, "elu", alpha), torch.nn.functional.elu(x, alpha))
+
+
+def test_the_oldest_go() -> None:
+    held = Held(most=2)
+    for key in "abc":
+        held.keep(key, key.upper())
+    assert [held.get(key) for key in "abc"] == [None, "B", "C"]
+
+
+def test_kinds_of_pointers() -> None:
+    x = torch.zeros(16, dtype=torch.float16)
+    assert pointer_kind(None) is None
+    assert pointer_kind(x) != pointer_kind(x[1:]) == pointer_kind(x[2:])
+    assert pointer_kind(x) == pointer_kind(x[8:]) != pointer_kind(x.view(torch.bfloat16))

@@ -1,0 +1,295 @@
+"""Seconds of every layer from run times of whole programs: drift, location, weighted least squares, bootstrap. numpy only.
+
+    seconds of variant v = overhead + c (bytes in + bytes out) + sum_l n_vl t_l + sum_b a_vb d_b
+
+n_vl: how often layer l runs in v; a_vb: how often boundary b (layer i, then i + 1) is crossed in v; d_b is 0 until segments.py
+finds that the engine fuses or overlaps the two. Layers of one group (same operations, same shapes, same layer before them)
+share one unknown. What each step assumes: docs/compare.md, "How layers are timed without opening the engine".
+
+Times are never forced to be positive: a bound at zero pushes small layers up and takes the difference from their neighbours,
+and an interval around a clipped estimate does not cover. Only what is shown is cut at zero.
+
+Not done here: building, running, merging, verdicts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewright.bench.compare.results import Interval, Run
+
+__all__ = ["FIRST", "TRIMS", "Design", "Fit", "Sample", "boundary_columns", "columns", "critical", "fit", "interval", "sample"]
+
+Floats = NDArray[np.float64]
+
+# V variants, R rounds, P unknowns, S segments, D draws
+
+TRIMS = {"the middle half of its runs": (0.25, 0.25), "the faster third of its runs": (0.05, 0.6)}
+"""Shares of a variant's runs that its location leaves out, the fastest and the slowest: a midmean, which 10 % of disturbed runs
+move by a tenth of one run's noise, and one for a machine that is disturbed more often than not."""
+
+FIRST = 2
+"""Column of the first group, behind the overhead and the border."""
+_PRIOR_RUNS = 16  # the weight of all variants' common noise in that of one, in runs
+_RANK = 1e-7  # relative singular value that counts as zero; columns are scaled to 1 before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """Which layers each variant runs, in which order. Plain data."""
+
+    layers: tuple[str, ...]
+    """In order of execution."""
+    groups: tuple[int, ...]
+    """Of each layer: layers of one group take the same time."""
+    flops: tuple[float, ...]
+    bytes: tuple[float, ...]
+    parts: dict[str, tuple[int, ...]]
+    """Variant -> the layers that it runs, in order, with repetitions. "whole" is one of them."""
+    border: dict[str, tuple[float, float]]
+    """Variant -> bytes of its inputs and of its outputs."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Run times of one side with the drift taken out."""
+
+    variants: tuple[str, ...]
+    seconds_V: Floats
+    """Robust location (trimmed mean of logarithms)."""
+    influence_RV: Floats
+    """What each run moves its variant's location by, relative, times R; zero where a round lacks the variant."""
+    noise_V: Floats
+    """Relative standard error of the location, shrunk towards the common one."""
+    single: float
+    """Relative noise of one run, all variants together, as it reaches the location."""
+
+    def draws(self, count: int, seed: int) -> Floats:
+        """[D, V] relative deviations of the locations: rounds drawn with replacement, each with all its variants."""
+        rounds = len(self.influence_RV)
+        rng = np.random.default_rng(seed)
+        times_DR = rng.multinomial(rounds, np.full(rounds, 1 / rounds), size=count)
+        found = (times_DR - 1.0) @ self.influence_RV / rounds
+        # A resampled variance is short of the true one by (R - 1) / R, and the few runs of one variant know their own noise
+        # badly: every column is scaled to the shrunk noise.
+        spread = np.sqrt((self.influence_RV**2).sum(0)) / rounds
+        scale = np.where(spread > 0, self.noise_V / np.where(spread > 0, spread, 1), 0)
+        # ... whose own uncertainty, of a variance known from that many runs, makes the tails those of Student's t.
+        freedom = _PRIOR_RUNS + (self.influence_RV != 0).sum(0) - 1
+        return found * scale * np.sqrt(freedom / rng.chisquare(freedom, size=found.shape))
+
+
+def _undrifted(at: Floats, logs: Floats, of: NDArray[np.intp], count: int) -> Floats:
+    """Logarithms without what all variants share at a time: clocks, temperature, other load.
+
+    Residuals against the variant's median, in bins of consecutive runs as long as one round (15 at least): medians of bins,
+    joined by lines. Multiplicative, so it needs variants in random order, not a clock model.
+    """
+    order = np.argsort(at, kind="stable")
+    width = max(count, 15)
+    bins = len(at) // width
+    if bins < 3:
+        return logs
+    drift = np.zeros_like(logs)
+    edges = np.linspace(0, len(at), bins + 1).astype(int)
+    for _ in range(3):
+        flat = logs - drift
+        middle = np.array([np.median(flat[of == v]) for v in range(count)])
+        residual = (logs - middle[of])[order]
+        levels = np.array([np.median(residual[a:b]) for a, b in pairwise(edges)])
+        centres = np.array([np.median(at[order][a:b]) for a, b in pairwise(edges)])
+        drift = np.interp(at, centres, levels)
+        drift -= drift.mean()
+    return logs - drift
+
+
+def sample(runs: Sequence[Run], design: Design, trim: tuple[float, float] = (0.25, 0.25)) -> Sample:
+    """Locations and noise of the variants that were run; `trim` is one of `TRIMS`.
+
+    ValueError: a variant that the design does not have, fewer than 3 runs of one, a run of no time.
+    """
+    names = sorted({run.variant for run in runs})
+    unknown = [name for name in names if name not in design.parts]
+    if unknown:
+        raise ValueError(f"runs of variants {', '.join(unknown)} that the design does not have")
+    index = {name: v for v, name in enumerate(names)}
+    of = np.array([index[run.variant] for run in runs], dtype=np.intp)
+    seconds = np.array([run.seconds for run in runs])
+    counts = np.bincount(of, minlength=len(names))
+    if not len(runs) or counts.min() < 3 or not (seconds > 0).all():
+        few = names[int(counts.argmin())] if len(runs) else "any variant"
+        raise ValueError(
+            f"{counts.min() if len(runs) else 0} runs of {few}; wanted at least 3 of each, all of more than 0 seconds"
+        )
+    logs = _undrifted(np.array([run.at for run in runs]), np.log(seconds), of, len(names))
+    rounds = int(counts.max())
+    influence = np.zeros((rounds, len(names)))
+    place, variance = np.zeros(len(names)), np.zeros(len(names))
+    for v in range(len(names)):
+        x = logs[of == v]
+        low, high = (int(share * len(x)) for share in trim)
+        ordered = np.sort(x)
+        place[v] = ordered[low : len(x) - high].mean()
+        bent = np.clip(x, ordered[low], ordered[len(x) - high - 1])
+        # Influence of a trimmed mean: winsorised deviations over the share that is kept (Tukey and McLaughlin 1963).
+        moved = (bent - bent.mean()) / ((len(x) - low - high) / len(x))
+        influence[: len(x), v] = moved * rounds / len(x)
+        variance[v] = (moved**2).sum() / (len(x) - 1)
+    pooled = float(np.average(variance, weights=counts - 1))
+    shrunk = (_PRIOR_RUNS * pooled + (counts - 1) * variance) / (_PRIOR_RUNS + counts - 1)
+    least = 1e-12  # a clock that always says the same
+    return Sample(tuple(names), np.exp(place), influence, np.sqrt(shrunk / counts + least), float(np.sqrt(pooled)))
+
+
+# ---- the design as a matrix
+
+
+def boundary_columns(design: Design, names: Sequence[str]) -> dict[tuple[int, int], Floats]:
+    """(group, group of the next layer) -> [V] how often a variant runs the one right before the other.
+
+    Of the model's own boundaries, and of a layer with its own copy, which only variants have.
+    """
+    kinds = {*pairwise(design.groups), *((g, g) for g in design.groups)}
+    found = {kind: np.zeros(len(names)) for kind in sorted(kinds)}
+    for v, name in enumerate(names):
+        part = design.parts[name]
+        for a, b in pairwise(part):
+            kind = (design.groups[a], design.groups[b])
+            if kind in found:
+                found[kind][v] += 1
+    return found
+
+
+def columns(design: Design, names: Sequence[str], merged: Sequence[tuple[int, int]]) -> Floats:
+    """[V, P]: overhead, bytes in and out (beyond the whole model's), groups from FIRST on, merged boundaries.
+
+    A byte in costs what a byte out does: in a chain, where what one piece gives out the next takes in, the two cannot be told
+    apart. The column is zero, a border free, where there are fewer variants than unknowns (joined layers are so large that a
+    border is little), where borders hardly differ, and where the other columns span it (cuts that are all of one size).
+    """
+    groups = max(design.groups) + 1
+    x = np.zeros((len(names), FIRST + groups + len(merged)))
+    x[:, 0] = 1
+    for v, name in enumerate(names):
+        for i in design.parts[name]:
+            x[v, FIRST + design.groups[i]] += 1
+    beyond = np.array([sum(design.border[name]) - sum(design.border["whole"]) for name in names])
+    # Of three different borders two can be explained by the layers at their cuts.
+    if len(np.unique(beyond)) >= 4 and len(names) >= FIRST + groups:
+        largest = np.maximum(np.abs(x).max(0), 1e-300)
+        with_border = np.column_stack([x / largest, beyond / np.abs(beyond).max()])
+        if np.linalg.matrix_rank(with_border) > np.linalg.matrix_rank(x / largest):
+            x[:, 1] = beyond
+    crossed = boundary_columns(design, names)
+    for k, kind in enumerate(merged):
+        x[:, FIRST + groups + k] = crossed[kind]
+    return x
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A weighted least-squares fit, linear in the locations: unknowns = operator @ seconds."""
+
+    sample: Sample
+    x_VP: Floats
+    operator_PV: Floats
+    model_error: float
+    """Relative standard deviation of a variant's time from additivity beyond the noise (Paule, Mandel 1982); 0: none seen."""
+    rank: int
+
+    @cached_property
+    def unknowns_P(self) -> Floats:
+        return self.operator_PV @ self.sample.seconds_V
+
+    @cached_property
+    def residual_V(self) -> Floats:
+        """Seconds that are left over."""
+        return self.sample.seconds_V - self.x_VP @ self.unknowns_P
+
+    @cached_property
+    def scale_V(self) -> Floats:
+        """Standard error of each location in seconds, with the model error."""
+        return self.sample.seconds_V * np.sqrt(self.sample.noise_V**2 + self.model_error**2)
+
+    @property
+    def freedom(self) -> int:
+        """Variants beyond the unknowns: without any, additivity cannot be tested."""
+        return len(self.sample.variants) - self.rank
+
+    def estimable(self, contrasts_SP: Floats) -> NDArray[np.bool_]:
+        """Whether the variants that were run determine each contrast, whatever the unknowns are."""
+        size = np.abs(self.x_VP).max(0)
+        x = self.x_VP / np.where(size > 0, size, 1)
+        c = contrasts_SP / np.where(size > 0, size, 1)
+        _, s, vt = np.linalg.svd(x, full_matrices=False)
+        span = vt[s > _RANK * s[0]]
+        seen = (size > 0) | (np.abs(contrasts_SP) == 0)
+        return seen.all(1) & (np.linalg.norm(c - c @ span.T @ span, axis=1) < 1e-5 * np.linalg.norm(c, axis=1))
+
+    def misfit(self, draws_DV: Floats) -> float:
+        """Probability of residuals this large where layers add up (lack of fit against pure error, from the draws).
+
+        1 where no variant is left to tell.
+        """
+        if self.freedom < 1:
+            return 1.0
+        scale = self.sample.seconds_V * self.sample.noise_V
+        found = float(((self.residual_V / scale) ** 2).sum())
+        left = (draws_DV * self.sample.seconds_V) @ (np.eye(len(scale)) - self.x_VP @ self.operator_PV).T / scale
+        return float(((left**2).sum(1) >= found).mean())
+
+    def drawn(self, contrasts_SP: Floats, draws_DV: Floats, seed: int) -> Floats:
+        """[D, S] deviations of the contrasts in seconds: resampled runs, and the model error where there is one."""
+        noise = np.random.default_rng(seed).standard_normal(draws_DV.shape) * self.model_error
+        return ((draws_DV + noise) * self.sample.seconds_V) @ (contrasts_SP @ self.operator_PV).T
+
+
+def _solve(taken: Sample, x_VP: Floats, model_error: float) -> tuple[Floats, int]:
+    weight = 1 / (taken.seconds_V * np.sqrt(taken.noise_V**2 + model_error**2))
+    size = np.abs(x_VP).max(0)
+    size = np.where(size > 0, size, 1)
+    u, s, vt = np.linalg.svd(x_VP * weight[:, None] / size, full_matrices=False)
+    kept = s > _RANK * s[0]
+    inverse = (vt[kept].T / s[kept]) @ u[:, kept].T
+    return inverse * weight[None, :] / size[:, None], int(kept.sum())
+
+
+def fit(taken: Sample, x_VP: Floats) -> Fit:
+    """Weighted least squares with weights of each variant's own noise and a common relative model error.
+
+    The model error is the smallest for which the residuals are as large as their degrees of freedom say. Where layers add up it
+    is about 0; where they do not it keeps precise variants from ruling, and widens the intervals.
+    """
+
+    def at(error: float) -> tuple[Fit, float]:
+        operator, rank = _solve(taken, x_VP, error)
+        found = Fit(taken, x_VP, operator, error, rank)
+        return found, float(((found.residual_V / found.scale_V) ** 2).sum())
+
+    best, misfit = at(0.0)
+    if best.freedom < 1 or misfit <= best.freedom:
+        return best
+    low, high = 0.0, 1.0
+    for _ in range(18):
+        middle = (low + high) / 2 if low else high / 4
+        best, misfit = at(middle)
+        low, high = (middle, high) if misfit > best.freedom else (low, middle)
+        if high - low < 0.02 * high:
+            break
+    return best
+
+
+def critical(deviations_DS: Floats, confidence: float) -> tuple[Floats, float]:
+    """Standard errors [S], and the factor that makes all intervals hold together: the quantile of the largest |t| (max-t)."""
+    error = np.sqrt((deviations_DS**2).mean(0))
+    safe = np.where(error > 0, error, 1)
+    return error, float(np.quantile(np.abs(deviations_DS / safe).max(1), confidence))
+
+
+def interval(value: float, error: float, factor: float) -> Interval:
+    """Estimate and bounds of a time, cut at zero."""
+    return Interval(max(value, 0.0), max(value - factor * error, 0.0), max(value + factor * error, 0.0))

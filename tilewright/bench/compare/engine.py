@@ -1,0 +1,218 @@
+"""What an engine is to `compare`: something that is built from a module, runs, and says how long. Nothing else is asked of it.
+
+An engine is named as on the command line, NAME or NAME:OPTION:
+
+    eager[:DTYPE]          the module as it is given, under inference_mode
+    graph[:DTYPE]          the same in a CUDA graph
+    compile[:DTYPE]        torch.compile, mode max-autotune
+    aoti[:DTYPE]           an ahead-of-time package of Inductor
+    onnxruntime            ONNX Runtime, of the module exported to ONNX
+    openvino[:DTYPE]       OpenVINO, likewise
+    optimize[:PRECISION]   tilewright.fuse.optimize
+    cmd:COMMAND            any program that speaks JSON lines: engines/command.py has the protocol
+
+DTYPE is fp32, fp16 or bf16: weights and floating-point inputs are cast once, before anything is timed.
+
+`Built.time(calls)` is seconds of that many forward passes, one after the other, each waited for: what somebody waits for one
+answer. On a GPU that is from one CUDA event on an idle device to another behind the last kernel. Were the next call issued
+meanwhile, a call would take the longer of its host's and its device's time, and layers would not add up: 19 layers of a small
+captured model cost what one costs (H100: 41 against 38 us, the host's). Where one of the two engines has no such events, and on
+a CPU, it is the wall clock on both sides. Inputs lie where the engine wants them (on its device) and outputs stay there; what
+an engine copies inside its own call is in its time.
+
+Every step has a time limit. Engines in this process are stopped when they come back to Python; one that never does ends the
+process after a grace period. A foreign engine that may crash belongs behind `cmd:`.
+"""
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "DTYPES", "ENGINES", "Built", "Engine", "EngineError", "Settings", "cast", "engine_of", "flat_outputs", "limited", "need",
+    "timed",
+]  # fmt: skip
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+ENGINES = {
+    "eager": "tilewright.bench.compare.engines.torch_engines:Eager",
+    "graph": "tilewright.bench.compare.engines.torch_engines:Graph",
+    "compile": "tilewright.bench.compare.engines.torch_engines:Compile",
+    "aoti": "tilewright.bench.compare.engines.aoti:Aoti",
+    "onnxruntime": "tilewright.bench.compare.engines.onnx_runtime:OnnxRuntime",
+    "openvino": "tilewright.bench.compare.engines.open_vino:OpenVino",
+    "optimize": "tilewright.bench.compare.engines.optimize:Optimize",
+    "cmd": "tilewright.bench.compare.engines.command:Command",
+}
+"""Name -> where its class is; its package is imported when it is asked for."""
+
+_GRACE_S = 20.0
+
+
+class EngineError(ValueError):
+    """An engine that cannot be had, crashed, hung, or answered something else than it should."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every engine of a comparison is told alike."""
+
+    device: torch.device
+    threads: int
+    """Of one call on a CPU."""
+    build_limit_s: float = 600.0
+    run_limit_s: float = 60.0
+    """Of one batch of calls, and of fetching outputs."""
+    host_clock: bool = False
+    """On a GPU: the wall clock around waiting for the device, on both sides, since one engine has no events to offer."""
+
+    @property
+    def clock(self) -> str:
+        """What `timed` reads."""
+        return "wall clock" if self.device.type != "cuda" else "wall clock, synchronised" if self.host_clock else "cuda events"
+
+
+class Built(Protocol):
+    """A module inside an engine, with its example inputs."""
+
+    facts: dict[str, Any]
+    """What is particular to this build: seconds, what was decided; JSON."""
+
+    def time(self, calls: int) -> float:
+        """Seconds of `calls` forward passes."""
+        ...
+
+    def outputs(self) -> list[Tensor]:
+        """Of the example inputs, flattened, on the CPU; floating-point ones in float64."""
+        ...
+
+    def close(self) -> None:
+        """Give back memory and processes."""
+        ...
+
+
+class Engine(Protocol):
+    """A black box. `Engine(option, settings)` starts it and raises EngineError when it cannot be had here."""
+
+    facts: dict[str, Any]
+    """What holds for all its builds: versions, precision asked for, threads, graph, copies, clock; JSON."""
+
+    def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> Built:
+        """Make `module` ready for calls with `inputs`; neither is changed. `name` is for error messages and files."""
+        ...
+
+    def close(self) -> None:
+        """Give back what outlives its builds."""
+        ...
+
+
+def engine_of(text: str, settings: Settings) -> Engine:
+    """The engine that a command line names."""
+    name, colon, option = text.partition(":")
+    if name not in ENGINES:
+        raise EngineError(f"no engine {name!r}; wanted one of {', '.join(ENGINES)} (cmd:COMMAND for any other program)")
+    if colon and not option:
+        raise EngineError(
+            f"engine {text!r} has nothing behind the colon; leave it out, or see docs/compare.md for what it takes"
+        )
+    module, _, kind = ENGINES[name].partition(":")
+    return getattr(importlib.import_module(module), kind)(option, settings)
+
+
+def need(package: str, engine: str) -> Any:
+    """Import a package that is not among tilewright's own; EngineError says what to install."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise EngineError(f"engine {engine} needs the package {package}: pip install 'tilewright[compare]' ({error})") from None
+
+
+def dtype_of(option: str, engine: str) -> torch.dtype | None:
+    """What DTYPE asks for; None: as the module is."""
+    if option and option not in DTYPES:
+        raise EngineError(f"engine {engine}:{option} is not known; wanted {engine} or {engine}: and one of {', '.join(DTYPES)}")
+    return DTYPES.get(option)
+
+
+def cast(
+    module: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype | None, copy: Callable[[nn.Module], nn.Module]
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """`module` and `inputs` in `dtype`, integers as they are; a copy of the module, unless there is nothing to cast."""
+    if dtype is None:
+        return module, inputs
+    return copy(module).to(dtype), tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+
+def flat_outputs(answer: Any) -> list[Tensor]:
+    """Every tensor of an answer in the order of its structure, as `Built.outputs` has them."""
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [x.detach().cpu() for x in tree_leaves(answer) if isinstance(x, Tensor)]
+    return [x.double() if x.is_floating_point() else x for x in tensors]
+
+
+def timed(call: Callable[[], Any], calls: int, settings: Settings) -> float:
+    """Seconds of `calls` calls by `settings.clock`, on a GPU each waited for."""
+    device, total = settings.device, 0.0
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        if not settings.host_clock:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for _ in range(calls):
+                start.record()
+                call()
+                end.record()
+                end.synchronize()
+                total += start.elapsed_time(end) * 1e-3
+            return total
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+@contextmanager
+def limited(seconds: float, what: str) -> Iterator[None]:
+    """EngineError when the block takes longer; the process ends when the block does not come back to Python after that.
+
+    The signal needs the main thread; in another one only the second limit holds.
+    """
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise EngineError(f"{what} took longer than {seconds:g} s; raise the limit, or leave this engine out")
+
+    def end() -> None:
+        sys.stderr.write(f"error: {what} hangs: it did not come back within {seconds + _GRACE_S:g} s\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    main = threading.current_thread() is threading.main_thread()
+    watchdog = threading.Timer(seconds + _GRACE_S, end)
+    watchdog.daemon = True
+    watchdog.start()
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, late) if main else None
+    left, every = signal.setitimer(signal.ITIMER_REAL, seconds) if main else (0.0, 0.0)
+    try:
+        yield
+    finally:
+        if main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            if left:  # somebody around this block has a limit too
+                signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), every)
+        watchdog.cancel()

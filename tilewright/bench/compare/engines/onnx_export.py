@@ -1,0 +1,83 @@
+"""A module as an ONNX file, and its example inputs as arrays, as the engines that take neither Python nor torch want them.
+
+By torch's own exporter over torch.export, which keeps layer norms and gelus whole. What it cannot say in ONNX is an error here,
+with the operator; nothing is left out. Shapes are the example's.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tilewright.bench.compare.engine import EngineError, need
+
+__all__ = ["export_onnx", "input_arrays", "input_name"]
+
+_MOST_IN_ONE_FILE = 1 << 30
+"""Bytes of weights: protobuf ends at 2 GiB; above, they lie beside the file."""
+
+
+def input_name(i: int) -> str:
+    """Of the i-th example input, in the ONNX file and in the .npz beside it."""
+    return f"input_{i}"
+
+
+def input_arrays(inputs: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
+    """Name -> array, contiguous. EngineError: a type that numpy does not have (bf16)."""
+    try:
+        return {input_name(i): x.detach().cpu().contiguous().numpy() for i, x in enumerate(inputs)}
+    except TypeError as error:
+        raise EngineError(f"the example inputs cannot be handed on: {error}; give them as fp32 or fp16") from None
+
+
+def export_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, name: str, opset: int | None = None) -> None:
+    """Write `module` to `path`. `opset`: the exporter's own, unless given. EngineError: what ONNX cannot say, and why."""
+    need("onnxscript", "onnxruntime, openvino and cmd")
+    weights = sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                module,
+                inputs,
+                dynamo=True,
+                input_names=[input_name(i) for i in range(len(inputs))],
+                opset_version=opset,
+                verbose=False,
+            )
+            assert program is not None, "the exporter over torch.export returns its program"
+            program.save(path, external_data=weights > _MOST_IN_ONE_FILE)
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError, TypeError) as error:
+        raise EngineError(f"{name} cannot be exported to ONNX{f' opset {opset}' if opset else ''}: {_reason(error)}") from error
+    # Asked for, but left as it is where the exporter's converter does not know the way back.
+    if opset and (got := program.model.opset_imports.get("", opset)) != opset:
+        raise EngineError(f"{name}: ONNX opset {opset} is not supported by torch's exporter, which writes {got}; leave it out")
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line: the exporter wraps it in pages of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:600] or type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter tells of its progress and of packages that are not there: of no use to somebody who compares engines."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

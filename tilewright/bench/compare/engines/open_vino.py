@@ -1,0 +1,93 @@
+"""OpenVINO on the module exported to ONNX, on the CPU, for the shortest time of one call.
+
+Without a DTYPE it computes in whatever it takes for best on this processor, as a user has it (bf16 where there are matrix units
+for it); openvino:fp32 and openvino:bf16 say so.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tilewright.bench.compare.engine import EngineError, Settings, need, timed
+from tilewright.bench.compare.engines.onnx_export import export_onnx, input_arrays
+from tilewright.bench.compare.engines.torch_engines import shapes_of
+
+__all__ = ["OpenVino"]
+
+_TYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+
+
+class OpenVino:
+    """One compiled model a build."""
+
+    def __init__(self, option: str, settings: Settings):
+        if option and option not in _TYPES:
+            raise EngineError(
+                f"engine openvino:{option} is not known; wanted openvino, or one of {', '.join(_TYPES)} behind a colon"
+            )
+        if settings.device.type != "cpu":
+            raise EngineError(f"engine openvino runs on the CPU, and the device is {settings.device}; give --device cpu")
+        self._settings, self._ov = settings, need("openvino", "openvino")
+        self._core = self._ov.Core()
+        self._config: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": settings.threads}
+        if option:
+            self._config["INFERENCE_PRECISION_HINT"] = _TYPES[option]
+        self.facts: dict[str, Any] = {
+            "device": "cpu",
+            "versions": {"openvino": self._ov.__version__, "torch": torch.__version__},
+            "precision": option or "fp32",
+            "threads": settings.threads,
+            "graph": False,
+            "copies": "none: inputs are shared, outputs stay in the request's buffers",
+            "clock": settings.clock,
+        }
+
+    def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_Request":
+        began = time.perf_counter()
+        arrays = input_arrays(inputs)
+        with tempfile.TemporaryDirectory(prefix="tilewright-onnx-") as folder:
+            path = Path(folder) / "model.onnx"
+            export_onnx(module, inputs, path, name)
+            exported = time.perf_counter() - began
+            compiled = self._core.compile_model(self._core.read_model(path), "CPU", self._config)
+        hint = str(compiled.get_property("INFERENCE_PRECISION_HINT"))
+        built = _Request(self._ov, compiled, arrays, settings=self._settings)
+        built.time(1)
+        built.facts = {
+            "export_s": exported,
+            "build_s": time.perf_counter() - began,
+            "inputs": shapes_of(inputs),
+            "precision hint of the compiled model": hint,
+        }
+        return built
+
+    def close(self) -> None:
+        del self._core
+
+
+class _Request:
+    def __init__(self, ov: Any, compiled: Any, arrays: dict[str, np.ndarray], settings: Settings):
+        self._compiled, self._request = compiled, compiled.create_infer_request()
+        names = {name for port in compiled.inputs for name in port.get_names()}
+        for key, x in arrays.items():
+            if key in names:
+                self._request.set_tensor(key, ov.Tensor(x, shared_memory=True))
+        self._held, self._settings = arrays, settings
+        self.facts: dict[str, Any] = {}
+
+    def time(self, calls: int) -> float:
+        return timed(self._request.infer, calls, self._settings)
+
+    def outputs(self) -> list[Tensor]:
+        self._request.infer()
+        found = [torch.from_numpy(self._request.get_output_tensor(i).data.copy()) for i in range(len(self._compiled.outputs))]
+        return [x.double() if x.is_floating_point() else x for x in found]
+
+    def close(self) -> None:
+        del self._request
+        del self._compiled

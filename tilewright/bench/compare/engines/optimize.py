@@ -1,0 +1,45 @@
+"""Ours: `tilewright.fuse.optimize`, as a user calls it.
+
+Without a precision: fp16 on a GPU, fp32 on a CPU. What it decided, launch by launch, is in the facts of a build.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.bench.compare.engine import EngineError, Settings
+from tilewright.bench.compare.engines.torch_engines import Called, described, precision_name, shapes_of
+from tilewright.fuse.optimize import PRECISIONS, optimize
+
+__all__ = ["Optimize"]
+
+
+class Optimize:
+    """One `Optimized` a build."""
+
+    def __init__(self, option: str, settings: Settings):
+        cuda = settings.device.type == "cuda"
+        self._settings = settings
+        self._precision = option or ("fp16" if cuda else "fp32")
+        if self._precision not in PRECISIONS:
+            raise EngineError(f"engine optimize:{option} is not known; wanted one of {', '.join(PRECISIONS)} behind the colon")
+        self.facts: dict[str, Any] = {
+            **described(settings),
+            "precision": precision_name(None, settings.device) if self._precision == "fp32" else self._precision,
+            "graph": "cuda graph" if cuda else False,
+            "copies": "in and out: into and out of the graph's buffers" if cuda else "none",
+        }
+
+    def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> Called:
+        began = time.perf_counter()
+        optimized = optimize(module, inputs, precision=self._precision, report=False)
+        with torch.inference_mode():
+            optimized(*inputs)
+        said = optimized.report.as_dict()
+        facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs), "optimize": said["facts"], "report": said}
+        return Called(lambda: optimized(*inputs), self._settings, facts)
+
+    def close(self) -> None:
+        pass

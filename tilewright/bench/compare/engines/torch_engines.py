@@ -1,0 +1,162 @@
+"""PyTorch as it is used: eager, in a CUDA graph, compiled with max-autotune.
+
+    eager      the module under inference_mode, called in a loop
+    graph      the same captured once and replayed; needs a GPU. Inputs and outputs stay in their buffers: nothing is copied
+    compile    torch.compile(mode="max-autotune"), which captures a CUDA graph of its own and copies inputs into it
+
+Nobody's settings are changed: on a GPU, float32 convolutions use tf32 as PyTorch does unless told otherwise.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import __version__
+from tilewright.bench.compare.engine import DTYPES, EngineError, Settings, cast, dtype_of, flat_outputs, timed
+from tilewright.hw.device import device_of
+
+__all__ = ["Called", "Compile", "Eager", "Graph", "described", "device_name", "precision_name", "shapes_of"]
+
+
+class Called:
+    """A build that is a Python call."""
+
+    def __init__(self, call: Callable[[], Any], settings: Settings, facts: dict[str, Any]):
+        self._call: Callable[[], Any] | None = call
+        self._settings = settings
+        self.facts = facts
+
+    def time(self, calls: int) -> float:
+        assert self._call is not None, "not after close"
+        with torch.inference_mode():
+            return timed(self._call, calls, self._settings)
+
+    def outputs(self) -> list[Tensor]:
+        assert self._call is not None, "not after close"
+        with torch.inference_mode():
+            return flat_outputs(self._call())
+
+    def close(self) -> None:
+        self._call = None
+
+
+class Eager:
+    """The module as a user has it, or in DTYPE."""
+
+    name = "eager"
+    graph: bool | str = False
+    copies = "none"
+
+    def __init__(self, option: str, settings: Settings):
+        self._dtype, self._settings = dtype_of(option, self.name), settings
+        self.facts = {
+            **described(settings),
+            "precision": precision_name(self._dtype, settings.device),
+            "graph": self.graph,
+            "copies": self.copies,
+        }
+
+    def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> Called:
+        began = time.perf_counter()
+        module, inputs = cast(module, inputs, self._dtype, copy.deepcopy)
+        with torch.inference_mode():
+            call = self._made(module, inputs)
+            call()
+            if self._settings.device.type == "cuda":
+                torch.cuda.synchronize(self._settings.device)
+        return Called(call, self._settings, {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs)})
+
+    def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+        return lambda: module(*inputs)
+
+    def close(self) -> None:
+        pass
+
+
+class Graph(Eager):
+    """Eager, captured."""
+
+    name = "graph"
+    graph = "cuda graph"
+    copies = "none: inputs and outputs stay in the graph's buffers"
+
+    def __init__(self, option: str, settings: Settings):
+        if settings.device.type != "cuda":
+            raise EngineError(f"engine graph needs a GPU, and the device is {settings.device}; use eager")
+        super().__init__(option, settings)
+
+    def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+        side = torch.cuda.Stream(self._settings.device)
+        side.wait_stream(torch.cuda.current_stream(self._settings.device))
+        with torch.cuda.stream(side):
+            for _ in range(3):  # libraries choose their kernels and take their workspaces
+                module(*inputs)
+        torch.cuda.current_stream(self._settings.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            held = module(*inputs)
+
+        def replay(kept: Any = (module, inputs)) -> Any:  # what the graph reads must not be freed before it
+            graph.replay()
+            return held
+
+        return replay
+
+
+class Compile(Eager):
+    """torch.compile at its best."""
+
+    name = "compile"
+
+    def __init__(self, option: str, settings: Settings):
+        self.graph = "cuda graph" if settings.device.type == "cuda" else False
+        self.copies = "in: inputs into the graph's buffers" if self.graph else "none"
+        super().__init__(option, settings)
+        self.facts |= {"mode": "max-autotune"}
+
+    def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+        compiled = torch.compile(module, mode="max-autotune", dynamic=False)
+        for _ in range(3):  # compiled, warmed up, recorded
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(*inputs)
+
+        def call() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(*inputs)
+
+        return call
+
+
+def described(settings: Settings) -> dict[str, Any]:
+    """Facts that every engine in this process has."""
+    return {
+        "device": device_name(settings.device),
+        "versions": {"torch": torch.__version__, "tilewright": __version__},
+        "threads": settings.threads,
+        "clock": settings.clock,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """ "cpu", "cuda:0 (NVIDIA H100 80GB HBM3)"."""
+    return f"{device} ({device_of(device.index or 0).name})" if device.type == "cuda" else str(device)
+
+
+def precision_name(dtype: torch.dtype | None, device: torch.device) -> str:
+    """What float32 means on this device, by PyTorch's settings, or the type asked for."""
+    if dtype not in (None, torch.float32):
+        return next(name for name, known in DTYPES.items() if known == dtype)
+    if device.type != "cuda":
+        return "fp32"
+    parts = ["convolutions"] if torch.backends.cudnn.allow_tf32 else []
+    parts += ["products"] if torch.backends.cuda.matmul.allow_tf32 else []
+    return f"fp32 (tf32 {' and '.join(parts)})" if parts else "fp32"
+
+
+def shapes_of(inputs: tuple[Tensor, ...]) -> list[str]:
+    """ "float32[32,3,224,224]" of each."""
+    return [f"{str(x.dtype).removeprefix('torch.')}[{','.join(map(str, x.shape))}]" for x in inputs]

@@ -1,0 +1,356 @@
+"""The fairness card: what would make a comparison worthless if it differed between the two sides, point by point.
+
+A point is closed with a reason, or open; an open one withholds the headline. Differences that a user of both engines would have
+too (16 bits against 32, a captured graph against single launches) are not unfair: they are stated. Open is what nobody can know
+(an engine does not say what its call copies) and what is not as an engine says (it computes in fewer bits).
+
+Precision is not taken from an engine's word but from the distance of its output to the same model in float64. Operands
+rounded to a significand of p bits have a relative RMS error of 0.425 * 2^-p (uniform rounding, significands by Benford's law),
+a sum of products of two of them 0.6 * 2^-p: 3.6e-8 for float32, 2.9e-4 for float16 and tf32 (both 11 bits: no distance tells
+them apart), 2.3e-3 for bfloat16; 1e-2 and more for codes of 8 bits. Errors of layers add up as a random walk: times
+sqrt(depth); skips and biases dilute them (cf. Higham, Accuracy and Stability of Numerical Algorithms, chapter 3). Sharper than
+theory: `yardsticks`, the errors that this very model shows when PyTorch runs it in each type.
+"""
+
+import copy
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tilewright.bench.compare.results import Point, Run, Side
+from tilewright.hw.state import State, others_share
+
+__all__ = ["CLASSES", "by_variant", "card", "precision_of", "relative_error", "yardsticks"]
+
+CLASSES = ("fp64", "fp32", "fp16/tf32", "bf16", "8-bit", "4-bit", "wrong")
+"""Classes of precision that an output error can be told to be of, finest first."""
+
+# Largest error of each class but the last, for one layer. Between neighbours the geometric mean of the coarsest error of the
+# finer and the finest of the coarser one, seen over residual, encoder and plain nets of 2 to 72 layers: fp16 5e-5 to 2.8e-4,
+# bf16 4e-4 to 2.4e-3, int8 7e-4 (diluted) to 8.5e-3, fp8 4e-3 to 3.5e-2.
+_LARGEST = (1e-10, 4e-6, 3.4e-4, 3.0e-3, 6e-2, 0.15)
+_WRONG = 0.5
+"""An output this far from the truth is another function's, whatever the depth."""
+
+_NAMES = {
+    "fp64": "fp64", "float64": "fp64", "double": "fp64",
+    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+    "tf32": "fp16/tf32", "fp16": "fp16/tf32", "float16": "fp16/tf32", "half": "fp16/tf32",
+    "bf16": "bf16", "bfloat16": "bf16",
+    "int8": "8-bit", "uint8": "8-bit", "fp8": "8-bit", "float8": "8-bit", "mxfp8": "8-bit",
+    "int4": "4-bit", "fp4": "4-bit", "mxfp4": "4-bit", "nvfp4": "4-bit",
+}  # fmt: skip
+
+_LEAST_RUNS = 5
+"""Of a variant: fewer have no spread worth the name."""
+_DRIFT = 0.05
+"""Difference between the two sides' drifts that the intervals do not cover."""
+_OTHERS_CPU, _OTHERS_GPU = 0.2, 0.8
+"""Share of all processors that others may use meanwhile: where the engines compute on them, and where they only launch."""
+
+
+def relative_error(outputs: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """|| outputs - truth || / || truth || over all tensors together, in float64; inf where one is missing or not finite."""
+    if len(outputs) != len(truth) or any(a.shape != b.shape for a, b in zip(outputs, truth)):
+        return math.inf
+    off = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(outputs, truth))
+    size = sum(float(b.double().square().sum()) for b in truth)
+    if not math.isfinite(off):
+        return math.inf
+    return math.sqrt(off / size) if size else (0.0 if off == 0 else math.inf)
+
+
+def precision_of(error: float, depth: int, measured: Mapping[str, float] | None = None) -> str:
+    """The class that an output error is typical of: one of CLASSES.
+
+    `depth` is the number of layers that multiply, one after the other; `measured` are the model's `yardsticks`, if any.
+    """
+    if not error < _WRONG:
+        return "wrong"
+    limits = [limit * math.sqrt(max(depth, 1)) for limit in _LARGEST]
+    if measured:
+        limits = _sharpened(limits, measured)
+    return next((name for name, limit in zip(CLASSES, limits) if error <= limit), "wrong")
+
+
+def _sharpened(limits: list[float], measured: Mapping[str, float]) -> list[float]:
+    """Limits between two classes that both were measured lie between them; one that was measured alone is inside its own."""
+    sharper = list(limits)
+    for i, (finer, coarser) in enumerate(pairwise(CLASSES)):
+        a, b = measured.get(finer), measured.get(coarser)
+        if a is not None and b is not None and 0 < a < b:
+            sharper[i] = math.sqrt(a * b)
+        elif a is not None:
+            sharper[i] = max(sharper[i], 3 * a)
+    return [max(sharper[: i + 1]) for i in range(len(sharper))]
+
+
+def yardsticks(module: nn.Module, inputs: tuple[Tensor, ...], truth: Sequence[Tensor]) -> dict[str, float]:
+    """Errors against `truth` (float64 outputs, flat) of the module run eagerly in float32, float16 and bfloat16, by class.
+
+    A type that the module cannot be run in on this device is left out. tf32 is off meanwhile.
+    """
+    found = {}
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        for name, dtype in (("fp32", torch.float32), ("fp16/tf32", torch.float16), ("bf16", torch.bfloat16)):
+            cast = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+            try:
+                with torch.inference_mode():
+                    answer = copy.deepcopy(module).to(dtype)(*cast)
+            except (RuntimeError, NotImplementedError):  # no kernel of that type, or a type written into the module
+                continue
+            error = relative_error([x.cpu() for x in tree_leaves(answer) if isinstance(x, Tensor)], truth)
+            if math.isfinite(error):  # float16 overflows
+                found[name] = error
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
+    return found
+
+
+def card(
+    ours: Side, baseline: Side, *, depth: int, before: State, after: State, measured: Mapping[str, float] | None = None
+) -> list[Point]:
+    """Every point, in the order in which they are read.
+
+    `before` and `after` are looks at the machine around the measurement, `depth` and `measured` as for `precision_of`. Facts
+    that are read: "precision", "device", "inputs", "threads", "graph", "copies", "clock", "versions" (docs/compare.md).
+    """
+    on_cpu = str(ours.facts.get("device", "cpu")).startswith("cpu")
+    return [
+        _precision(ours, baseline, depth, measured),
+        _outputs(ours, baseline),
+        _device(ours, baseline),
+        _inputs(ours, baseline),
+        _threads(ours, baseline, on_cpu),
+        _graph(ours, baseline, on_cpu),
+        _copies(ours, baseline),
+        _clock(ours, baseline),
+        _versions(ours, baseline),
+        _runs(ours, baseline),
+        _order(ours, baseline),
+        _drift(ours, baseline),
+        _clocks(before, after, on_cpu),
+        _load(before, after, on_cpu),
+    ]
+
+
+def _precision(ours: Side, baseline: Side, depth: int, measured: Mapping[str, float] | None) -> Point:
+    shown, faults = [], []
+    for side in (ours, baseline):
+        said = side.facts.get("precision")
+        found = precision_of(side.output_error, depth, measured)
+        shown.append(f"{_told(said)}; error {side.output_error:.1e}: {found}")
+        if (fault := _fault(str(said) if said else "", found)) is not None:
+            faults.append(f"{side.engine} {fault}")
+    how = "this model's own errors in each type" if measured else f"what {depth} layers in each type can lose"
+    why = "; ".join(faults) or f"The distance of both outputs to float64 is what they say they compute in, judged by {how}."
+    return Point(name="precision", ours=shown[0], baseline=shown[1], open=bool(faults), why=why)
+
+
+def _fault(said: str, found: str) -> str | None:
+    """What is wrong with an engine that says `said` and computes as `found`."""
+    named = [_NAMES[word] for word in re.findall(r"[a-z]+\d*", said.lower()) if word in _NAMES]
+    if not named:
+        return None if found != "wrong" else "gives other numbers than the model"
+    places = [CLASSES.index(name) for name in named]
+    finest, coarsest, place = min(places), max(places), CLASSES.index(found)
+    if coarsest > CLASSES.index("bf16"):
+        # Engines keep layers in 16 bits that would lose too much in codes.
+        finest = min(finest, CLASSES.index("fp16/tf32"))
+    elif finest == CLASSES.index("bf16"):
+        # Skips dilute errors by up to the factor 8 between the two 16-bit types; they run at one speed.
+        finest = CLASSES.index("fp16/tf32")
+    if place > coarsest:
+        return f"says {said}, but computes in {found}"
+    if place < finest and found != "fp64":
+        return f"says {said}, but its output is as exact as {found}: it does not compute in what it says"
+    return None
+
+
+def _outputs(ours: Side, baseline: Side) -> Point:
+    wrong = [side.engine for side in (ours, baseline) if not side.output_error < _WRONG]
+    why = f"{' and '.join(wrong)}: not the model's answer." if wrong else "Both answer as the model does in float64."
+    shown = [f"{side.output_error:.1e} off" for side in (ours, baseline)]
+    return Point(name="outputs", ours=shown[0], baseline=shown[1], open=bool(wrong), why=why)
+
+
+def _device(ours: Side, baseline: Side) -> Point:
+    a, b = (side.facts.get("device") for side in (ours, baseline))
+    if a is None or b is None:
+        return _point("device", a, b, _silent(ours, baseline, "device"))
+    return _point("device", a, b, None if a == b else "The engines run on different devices.", "The same device.")
+
+
+def _inputs(ours: Side, baseline: Side) -> Point:
+    """Batch and shapes; types may differ, they are part of precision."""
+    a, b = (side.facts.get("inputs") for side in (ours, baseline))
+    if a is None or b is None:
+        return _point("batch and shapes", a, b, _silent(ours, baseline, "inputs"))
+    shapes = [[re.sub(r"^[^\[]*", "", str(text)) for text in side] for side in (a, b)]
+    open_because = None if shapes[0] == shapes[1] else "The engines were given different shapes."
+    return _point("batch and shapes", ", ".join(map(str, a)), ", ".join(map(str, b)), open_because, "The same shapes.")
+
+
+def _threads(ours: Side, baseline: Side, on_cpu: bool) -> Point:
+    a, b = (side.facts.get("threads") for side in (ours, baseline))
+    if not on_cpu:
+        return _point("threads", a, b, None, "The work is on the GPU.")
+    if a is None or b is None:
+        return _point("threads", a, b, _silent(ours, baseline, "threads"))
+    return _point("threads", a, b, None if a == b else "The engines use different numbers of threads.", "The same number.")
+
+
+def _graph(ours: Side, baseline: Side, on_cpu: bool) -> Point:
+    a, b = (side.facts.get("graph") for side in (ours, baseline))
+    if on_cpu:
+        return _point("graph capture", a, b, None, "There is none on a processor.")
+    if a and b is None:
+        return _point("graph capture", a, b, _silent(ours, baseline, "graph"))
+    why = (
+        "Alike."
+        if bool(a) == bool(b)
+        else "They differ, as they do for a user of both; what a call costs without layers is the overhead."
+    )
+    return _point("graph capture", a, b, None, why)
+
+
+def _copies(ours: Side, baseline: Side) -> Point:
+    a, b = (side.facts.get("copies") for side in (ours, baseline))
+    if b is None or a is None:
+        return _point("copies in a call", a, b, _silent(ours, baseline, "copies"))
+    more = _directions(str(b)) - _directions(str(a))
+    open_because = f"The baseline's time holds copies ({' and '.join(sorted(more))}) that ours does not." if more else None
+    return _point("copies in a call", a, b, open_because, "The baseline's time holds no copy that ours does not.")
+
+
+def _directions(copies: str) -> set[str]:
+    return set(re.findall(r"\b(in|out)\b", copies.partition(":")[0]))
+
+
+def _clock(ours: Side, baseline: Side) -> Point:
+    a, b = (side.facts.get("clock") for side in (ours, baseline))
+    if a is None or b is None:
+        return _point("stop-watch", a, b, _silent(ours, baseline, "clock"))
+    ours_only_device = "event" in str(a).lower() and "event" not in str(b).lower()
+    open_because = (
+        "Ours is timed on the device alone, the baseline with what its calls cost the host." if ours_only_device else None
+    )
+    return _point("stop-watch", a, b, open_because, "Nothing is in the baseline's time that ours is spared.")
+
+
+def _versions(ours: Side, baseline: Side) -> Point:
+    shown = [", ".join(f"{k} {v}" for k, v in (side.facts.get("versions") or {}).items()) for side in (ours, baseline)]
+    return _point(
+        "versions", shown[0] or None, shown[1] or None, _silent(ours, baseline, "versions"), "Both told: it can be repeated."
+    )
+
+
+def _runs(ours: Side, baseline: Side) -> Point:
+    least = [min(map(len, by_variant(side.runs).values()), default=0) for side in (ours, baseline)]
+    shown = [f"{len(side.runs)} of {len(by_variant(side.runs))} variants" for side in (ours, baseline)]
+    few = min(least) < _LEAST_RUNS
+    why = f"At least {min(least)} of each variant."
+    return _point("runs", shown[0], shown[1], f"Only {min(least)} of a variant, wanted {_LEAST_RUNS}." if few else None, why)
+
+
+def _order(ours: Side, baseline: Side) -> Point:
+    """Both engines' runs must be spread over the same time, or whatever changes on the machine hits one of them."""
+    if not ours.runs or not baseline.runs:
+        return _point("order of runs", "none", "none", "Nothing was timed.")
+    times = [sorted(run.at for run in side.runs) for side in (ours, baseline)]
+    first, last = min(t[0] for t in times), max(t[-1] for t in times)
+    apart = abs(statistics.fmean(times[0]) - statistics.fmean(times[1])) / max(last - first, 1e-9)
+    shown = [f"{t[0]:.1f} to {t[-1]:.1f} s" for t in times]
+    return _point(
+        "order of runs", shown[0], shown[1], None if apart < 0.2 else "One engine was timed after the other.", "Interleaved."
+    )
+
+
+def _drift(ours: Side, baseline: Side) -> Point:
+    drifts = [_drift_of(side.runs) for side in (ours, baseline)]
+    shown = [f"{drift:+.1%}" for drift in drifts]
+    apart = abs(drifts[0] - drifts[1])
+    why = "Last third against first third of the runs; what both share cancels in the ratio."
+    return _point(
+        "drift",
+        shown[0],
+        shown[1],
+        f"One side became {apart:.0%} slower than the other meanwhile." if apart > _DRIFT else None,
+        why,
+    )
+
+
+def _drift_of(runs: list[Run]) -> float:
+    """Median of (run / median of its variant) in the last third of the time over that in the first third, less one."""
+    usual = {name: statistics.median(seconds) or 1.0 for name, seconds in by_variant(runs).items()}
+    relative = [run.seconds / usual[run.variant] for run in sorted(runs, key=lambda run: run.at)]
+    third = len(relative) // 3
+    return statistics.median(relative[-third:]) / statistics.median(relative[:third]) - 1 if third else 0.0
+
+
+def _clocks(before: State, after: State, on_cpu: bool) -> Point:
+    if on_cpu:
+        shown = f"governor {before.governor}" if before.governor else "no governor to read"
+        return _point("clocks", shown, shown, None, "One processor for both, runs interleaved.")
+    if not after.gpu:
+        return _point("clocks", None, None, "No driver told the clocks: they may differ between the runs.")
+    sm = [state.gpu.get("sm") for state in (before, after)]
+    shown = f"{sm[0]} to {sm[1]} of {after.gpu.get('sm_max')} MHz"
+    slow = sorted({*before.gpu.get("slowdowns", []), *after.gpu.get("slowdowns", [])})
+    return _point(
+        "clocks", shown, shown, f"The card slows itself down: {', '.join(slow)}." if slow else None, "One card, interleaved."
+    )
+
+
+def _load(before: State, after: State, on_cpu: bool) -> Point:
+    share = others_share(before, after)
+    load = "load not readable" if before.load is None else f"load {before.load:.1f} before"
+    processes = 0 if on_cpu else after.gpu.get("processes", 0)
+    shown = f"{load}, {processes} processes on the GPU" if processes else load
+    if share is None:
+        return _point(
+            "machine load", shown, shown, None, "What others used is not readable here; their noise is in the intervals."
+        )
+    why = f"Others used {share:.0%} of the processors meanwhile"
+    if share > (_OTHERS_CPU if on_cpu else _OTHERS_GPU):
+        return _point("machine load", shown, shown, f"{why}: measure on a quieter machine.")
+    if processes > 2:  # ours, and a baseline's in a process of its own
+        return _point("machine load", shown, shown, f"{processes} processes compute on the GPU.")
+    return _point("machine load", shown, shown, None, f"{why}.")
+
+
+def by_variant(runs: list[Run]) -> dict[str, list[float]]:
+    """Seconds of the runs of each variant, in order."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        found.setdefault(run.variant, []).append(run.seconds)
+    return found
+
+
+def _told(value: Any) -> str:
+    return (
+        "not told"
+        if value is None
+        else {True: "yes", False: "no"}.get(value, str(value))
+        if isinstance(value, bool)
+        else str(value)
+    )
+
+
+def _silent(ours: Side, baseline: Side, key: str) -> str | None:
+    """Why a point is open for want of a fact."""
+    silent = [side.engine for side in (ours, baseline) if not side.facts.get(key)]
+    return f"{' and '.join(silent)} does not tell its {key}; give it in the engine's facts." if silent else None
+
+
+def _point(name: str, ours: Any, baseline: Any, open_because: str | None, why: str = "") -> Point:
+    return Point(name=name, ours=_told(ours), baseline=_told(baseline), open=open_because is not None, why=open_because or why)

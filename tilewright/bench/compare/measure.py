@@ -1,0 +1,250 @@
+"""Builds every variant on both engines, checks what they answer, and times them in turns until the claim is decided.
+
+A variant counts only after its outputs were compared with the same variant in float64, run eagerly. Wrong numbers, other
+shapes, a crash or a hang stop everything, with the engine, the variant and both values; the layer is found by halving prefixes.
+
+Then rounds: every variant of both engines once, in a new random order. A turn is one call that is not timed, which brings back
+what the other engine drove out of the caches, and a batch of calls that is. Batches are long enough for the clock (at least a
+millisecond) and as long as gives a few hundred rounds in the time there is.
+
+Nothing is fitted here, and no run is left out but the first two rounds, which warm up.
+"""
+
+import copy
+import gc
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.bench.compare.engine import Built, Engine, EngineError, Settings, flat_outputs, limited
+from tilewright.bench.compare.fairness import relative_error
+from tilewright.bench.compare.results import Run
+
+if TYPE_CHECKING:
+    from tilewright.bench.compare.attribution import Design
+    from tilewright.bench.compare.variants import Variant
+
+__all__ = ["Contender", "build_all", "race", "truth_of"]
+
+_LEAST_BATCH_S, _MOST_BATCH_S = 1e-3, 50e-3
+_ROUNDS = 200
+"""Aimed at: what a bootstrap wants, and what a report can show."""
+_WARM_UP_ROUNDS = 2
+_FIRST_LOOK = 8
+_LONG_CALL_S = 5e-3
+"""A call this long does not notice what it finds in the caches."""
+_NEEDED_SHARE, _SPARE_SHARE = 0.8, 0.3
+"""Of the budget that may go into building the variants that every layer needs, and into those beyond."""
+# Largest error before an engine's numbers count as wrong: five times what bf16 loses over 70 layers; and, for an engine that
+# says it computes in 8 or 4 bits, what no rounding explains.
+_WRONG_FLOAT, _WRONG_CODES = 0.1, 0.5
+_CODES = ("int8", "uint8", "fp8", "mxfp8", "int4", "fp4", "mxfp4")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """One side of the comparison while it runs."""
+
+    name: str
+    """As it was asked for: "optimize:fp16"."""
+    engine: Engine
+    settings: Settings
+    built: dict[str, Built] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    """Of a batch, by variant."""
+    call_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of one call, as first seen."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Relative error of the outputs, by variant."""
+    build_s: float = 0.0
+    """Of all variants together."""
+    runs: list[Run] = field(default_factory=list)
+
+    def build(self, variant: "Variant", truth: Sequence[Tensor]) -> None:
+        """Build, check and warm up. EngineError: it cannot, or what it answers is wrong."""
+        began, what = time.monotonic(), f"{self.name} building {variant.name}"
+        built = self._guarded(what, self.settings.build_limit_s, lambda: self._made(variant))
+        try:
+            answer = self._guarded(f"{self.name} running {variant.name}", self.settings.run_limit_s, built.outputs)
+            self.errors[variant.name] = self._checked(variant.name, answer, truth)
+            self.call_s[variant.name] = min(self._time(built, variant.name, 1) for _ in range(3))
+        except BaseException:
+            built.close()
+            raise
+        self.built[variant.name] = built
+        self.build_s += time.monotonic() - began
+
+    def _made(self, variant: "Variant") -> Built:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the engines' own making, of no use to whoever compares them
+            return self.engine.build(variant.module, variant.inputs, variant.name)
+
+    def _time(self, built: Built, name: str, calls: int) -> float:
+        return self._guarded(f"{self.name} running {name}", self.settings.run_limit_s, lambda: built.time(calls))
+
+    def _guarded(self, what: str, limit_s: float, step: Callable):
+        """`step()` within its time; whatever it raises says what it was."""
+        try:
+            # A little more than the limit that a foreign engine is held to: its own message says more.
+            with limited(1.1 * limit_s + 1, what):
+                return step()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{what} failed: {type(error).__name__}: {str(error)[:600]}") from error
+
+    def _checked(self, variant: str, answer: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+        got, wanted = [tuple(x.shape) for x in answer], [tuple(x.shape) for x in truth]
+        if got != wanted:
+            raise EngineError(f"{self.name}, {variant}: outputs of shapes {got}, the model's are {wanted}")
+        error = relative_error(answer, truth)
+        said = str(self.engine.facts.get("precision", ""))
+        limit = _WRONG_CODES if any(word in said for word in _CODES) else _WRONG_FLOAT
+        if not error <= limit:
+            raise WrongNumbers(
+                f"{self.name}, {variant}: wrong numbers, {error:.3g} off, rounding ends at {limit:g}; {_worst(answer, truth)}"
+            )
+        return error
+
+    def choose_batches(self, batch_s: float) -> None:
+        """Calls of a batch that takes about `batch_s`, for every variant."""
+        self.calls = {name: max(1, math.ceil(batch_s / max(one, 1e-7))) for name, one in self.call_s.items()}
+
+    def turn(self, name: str, started: float) -> Run:
+        """A batch of one variant."""
+        built, calls = self.built[name], self.calls[name]
+        if self.call_s[name] < _LONG_CALL_S:
+            self._time(built, name, 1)
+        at = time.monotonic() - started
+        return Run(at=at, variant=name, seconds=self._time(built, name, calls) / calls)
+
+
+class WrongNumbers(EngineError):
+    """An engine's outputs are not the model's."""
+
+
+def _worst(answer: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
+    """The element that is farthest off, with both values."""
+    offs = [(got.double() - want.double()).abs() for got, want in zip(answer, truth, strict=True)]
+    offs = [torch.where(off.isnan(), math.inf, off) for off in offs]
+    i = max(range(len(offs)), key=lambda k: float(offs[k].max()) if offs[k].numel() else -1.0)
+    place = tuple(int(x) for x in torch.unravel_index(offs[i].argmax(), offs[i].shape))
+    return f"output {i}, element {list(place)}: {float(answer[i][place]):.6g}, the model's is {float(truth[i][place]):.6g}"
+
+
+def truth_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Outputs of `module` in float64, on the device where it is; the module stays as it is."""
+    with torch.inference_mode():
+        return flat_outputs(copy.deepcopy(module).double()(*(x.double() if x.is_floating_point() else x for x in inputs)))
+
+
+def build_all(
+    sides: Sequence[Contender],
+    variants: Sequence["Variant"],
+    needed: int,
+    design: "Design",
+    budget_s: float,
+    progress: Progress,
+) -> tuple[list[str], float]:
+    """Build variants, the best first, on every side, while the budget lasts.
+
+    Returns the names of those that are there on all sides, and when (`time.monotonic()`) the first was: the budget counts from
+    there, since libraries, compilers and caches that are used for the first time are no cost of a variant.
+
+    `needed` is how many of them tell every layer apart. EngineError: see `Contender.build`; where numbers are wrong it names
+    the first layer whose prefix is.
+    """
+    began, last, ready = time.monotonic(), 0.0, []
+    for i, variant in enumerate(variants):
+        share = _NEEDED_SHARE if i < needed else _SPARE_SHARE
+        at = time.monotonic()
+        if ready and at - began + last > share * budget_s:
+            break
+        progress(f"building variants {i + 1}/{needed if i < needed else len(variants)}")
+        truth = truth_of(variant.module, variant.inputs)
+        for side in sides:
+            try:
+                side.build(variant, truth)
+            except WrongNumbers as error:
+                progress(f"finding the layer at which {side.name} is wrong")
+                raise EngineError(f"{error}{_guilty(side, variant, variants, design)}") from None
+        variant.release()
+        ready.append(variant.name)
+        last = time.monotonic() - at
+        if i == 0:
+            began, last = time.monotonic(), 0.0
+    return ready, began
+
+
+def _guilty(side: Contender, wrong: "Variant", variants: Sequence["Variant"], design: "Design") -> str:
+    """ "; first wrong at LAYER", by halving the prefixes among the variants."""
+    prefixes = {len(part): name for name, part in design.parts.items() if part == tuple(range(len(part)))}
+    known = {v.name: v for v in variants}
+    depths = sorted(k for k, name in prefixes.items() if name in known and 0 < k <= len(design.parts[wrong.name]))
+    if design.parts[wrong.name] != tuple(range(len(design.parts[wrong.name]))):
+        return f" (layers of this variant: {', '.join(design.layers[i] for i in design.parts[wrong.name][-3:])})"
+    right, low, high, said = 0, 0, len(depths) - 1, ""
+    while low < high:
+        middle = (low + high) // 2
+        variant = known[prefixes[depths[middle]]]
+        try:
+            side.build(variant, truth_of(variant.module, variant.inputs))
+        except WrongNumbers as error:
+            high, said = middle, f"; there: {error}"
+        else:
+            right, low = depths[middle], middle + 1
+    suspects = [design.layers[i] for i in range(right, depths[high])]
+    shown = suspects[0] if len(suspects) == 1 else f"one of {suspects[0]} ... {suspects[-1]}"
+    return f"; first wrong at layer {shown}{said}"
+
+
+def race(
+    sides: Sequence[Contender], decided: Callable[[], bool], until: float, seed: int, started: float, progress: Progress
+) -> str:
+    """Rounds until `decided()`, asked whenever their number has doubled, or `time.monotonic()` reaches `until`.
+
+    Returns why it ended: "decided", "budget" or "interrupted" (Ctrl-C: what was measured stays).
+    """
+    turns = [(side, name) for side in sides for name in side.built]
+    _choose_batches(sides, until - time.monotonic())
+    order, look, rounds = random.Random(seed), _FIRST_LOOK, -_WARM_UP_ROUNDS
+    gc.collect()
+    gc.disable()
+    try:
+        while True:
+            order.shuffle(turns)
+            found = [(side, side.turn(name, started)) for side, name in turns]
+            rounds += 1
+            if rounds > 0:
+                for side, run in found:
+                    side.runs.append(run)
+            left = until - time.monotonic()
+            progress(f"measuring, seconds left: {max(left, 0):.0f}")
+            if rounds == look:
+                if decided():
+                    return "decided"
+                look *= 2
+            if left <= 0 and rounds >= _FIRST_LOOK:
+                return "decided" if decided() else "budget"
+    except KeyboardInterrupt:
+        return "interrupted"
+    finally:
+        gc.enable()
+
+
+def _choose_batches(sides: Sequence[Contender], left_s: float) -> None:
+    """As long as gives `_ROUNDS` rounds, within limits."""
+    single = sum(min(one, _LONG_CALL_S) for side in sides for one in side.call_s.values())
+    turns = sum(len(side.built) for side in sides)
+    batch_s = (left_s / _ROUNDS - single) / max(turns, 1)
+    for side in sides:
+        side.choose_batches(min(max(batch_s, _LEAST_BATCH_S), _MOST_BATCH_S))

@@ -1,0 +1,138 @@
+"""Which variants to build, in which order: each the one that lowers the layers' expected errors most.
+
+An engine may take a minute to build a program, so the list begins with the variants that say most. Errors are expected from a
+guess of each layer's time (operations and bytes over round numbers of the machine: only ratios matter), a relative error of
+every variant's time, and weak prior knowledge of the unknowns; each variant is a rank-one update of their covariance. Pieces
+cut out of the model count as less exact than what begins where the model begins: what they read comes from nowhere.
+
+Nothing is run here but the model once, to trace it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tilewright.bench.compare.attribution import FIRST, Design, columns
+from tilewright.bench.compare.layers import Chain, trace
+from tilewright.bench.compare.variants import Variant, candidates
+
+__all__ = ["Plan", "design_of", "plan"]
+
+Floats = NDArray[np.float64]
+
+# Round numbers for a guess: operations and bytes a second, seconds of a launch.
+_MACHINES = {"cuda": (3e14, 2e12, 3e-6), "cpu": (5e10, 1e10, 3e-6)}
+_ERROR = 0.01  # relative, of a variant's time: noise after some tens of rounds, and what additivity does not hold
+_PIECE_ERROR = 0.03  # of one that does not begin where the model begins
+_MOST_PER_UNKNOWN = 2.0
+_SPARE = 0.15  # of the needed variants: degrees of freedom to test additivity with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Variants in the order in which they are worth building."""
+
+    chain: Chain
+    variants: list[Variant]
+    needed: list[Variant]
+    """The beginning of `variants` that tells every layer apart, with some to spare."""
+    design: Design
+    """Of all of them."""
+    rest: list[Variant]
+    """Beyond the budget, best first."""
+
+    def more(self, count: int) -> list[Variant]:
+        """The next best `count` variants; `design` has them already."""
+        return self.rest[:count]
+
+
+def design_of(chain: Chain, found: list[Variant]) -> Design:
+    """The design matrix's data, without any torch in it."""
+    return Design(
+        layers=tuple(layer.name for layer in chain.layers),
+        groups=chain.groups,
+        flops=tuple(layer.flops for layer in chain.layers),
+        bytes=tuple(layer.bytes for layer in chain.layers),
+        parts={v.name: v.part for v in found},
+        border={v.name: v.border for v in found},
+    )
+
+
+def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None) -> Plan:
+    """At most `budget` variants of `model` (None: as many as twice the unknowns), "whole" first.
+
+    With fewer than `needed` some layers cannot be told apart: `attribute` then joins them. Untraceable: see layers.py.
+    """
+    if budget is not None and budget < 1:
+        raise ValueError(f"budget is {budget} variants, wanted at least 1: the whole model")
+    chain = trace(model, inputs)
+    found = candidates(chain)
+    design = design_of(chain, found)
+    order, needed = _ordered(chain, design, found)
+    ranked = [found[k] for k in order]
+    unknowns = 2 + len(set(chain.groups))
+    most = budget if budget is not None else max(needed, round(_MOST_PER_UNKNOWN * unknowns))
+    chosen = ranked[:most]
+    return Plan(chain=chain, variants=chosen, needed=chosen[:needed], design=design, rest=ranked[most:])
+
+
+def _guesses(chain: Chain) -> Floats:
+    """Seconds of each layer, roughly."""
+    rate, bandwidth, launch = _MACHINES["cuda" if chain.inputs[0].is_cuda else "cpu"]
+    return np.array([max(layer.flops / rate, layer.bytes / bandwidth) + launch for layer in chain.layers])
+
+
+def _ordered(chain: Chain, design: Design, found: list[Variant]) -> tuple[list[int], int]:
+    """Numbers of the variants, best first, and how many are needed."""
+    x_VP = columns(design, [v.name for v in found], [])
+    guess = _guesses(chain)
+    group_seconds = np.zeros(max(design.groups) + 1)
+    group_seconds[list(design.groups)] = guess
+    bandwidth = _MACHINES["cuda" if chain.inputs[0].is_cuda else "cpu"][1]
+    overhead = 0.1 * guess.sum() + 2e-5
+    # Prior standard deviations: a layer's guess may be wrong by its size, a border costs a few copies.
+    prior = np.concatenate([[overhead, 4 / bandwidth], 2 * group_seconds])
+    seconds = x_VP[:, FIRST:] @ group_seconds + overhead
+    begins = np.array([v.part[0] == 0 for v in found])
+    error = seconds * np.where(begins, _ERROR, _PIECE_ERROR)
+    weight = np.zeros(len(prior))
+    weight[FIRST:] = 1 / group_seconds**2
+    covariance = np.diag(prior**2)
+    begin = [0, *_alone(found, guess), *_halves(found, len(chain.layers))]
+    order: list[int] = []
+    left = np.ones(len(found), dtype=bool)
+    for step in range(len(found)):
+        moved = x_VP @ covariance
+        gain = (moved**2 @ weight) / (error**2 + np.einsum("vp,vp->v", moved, x_VP))
+        best = begin[step] if step < len(begin) else int(np.where(left, gain, -1.0).argmax())
+        order.append(best)
+        left[best] = False
+        covariance -= np.outer(moved[best], moved[best]) / (error[best] ** 2 + moved[best] @ x_VP[best])
+    full = np.linalg.matrix_rank(x_VP / np.maximum(np.abs(x_VP).max(0), 1e-300))
+    return order, _needed(design, [found[k].name for k in order], int(full))
+
+
+def _needed(design: Design, names: list[str], full: int) -> int:
+    """How many of the variants, from the first on, determine as much as all of them, and some to spare."""
+    for count in range(min(full, len(names)), len(names) + 1):
+        x = columns(design, names[:count], [])
+        if np.linalg.matrix_rank(x / np.maximum(np.abs(x).max(0), 1e-300)) == full:
+            return min(len(names), count + max(2, round(_SPARE * count)))
+    return len(names)
+
+
+def _alone(found: list[Variant], guess: Floats) -> list[int]:
+    """Numbers of a cheap layer alone, once and repeated: what a call costs, without which the first segment is never known."""
+    where = {v.part: k for k, v in enumerate(found)}
+    pairs = [(guess[part[0]], where[part[:1]], k) for part, k in where.items() if set(part) == {part[0]} and part[:1] in where]
+    pairs = [pair for pair in pairs if pair[1] != pair[2]]
+    return list(min(pairs)[1:]) if pairs else []
+
+
+def _halves(found: list[Variant], layers: int) -> list[int]:
+    """Numbers of the prefixes to the middle, the quarters, the eighths: wherever a budget ends, there are segments."""
+    depth = {len(v.part): k for k, v in enumerate(found) if v.part == tuple(range(len(v.part))) and len(v.part) < layers}
+    cuts = [round(layers * part / 8) for part in (4, 2, 6, 1, 3, 5, 7)]
+    return list(dict.fromkeys(depth[cut] for cut in cuts if cut in depth))

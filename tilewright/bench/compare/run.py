@@ -1,0 +1,224 @@
+"""A whole comparison: engines started, variants built and checked, runs in turns, layers attributed, the fairness card.
+
+Everything that is measured is kept in the answer; nothing is printed or written here.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright.bench.compare.engine import Settings, engine_of
+from tilewright.bench.compare.fairness import card, precision_of, yardsticks
+from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
+from tilewright.bench.compare.models import Model
+from tilewright.bench.compare.plan import Plan, plan
+from tilewright.bench.compare.results import Comparison, Interval, Point, Side, Verdict
+from tilewright.bench.compare.segments import Attribution, SideFit, attribute, decided
+from tilewright.bench.harness import environment
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.cpu import cpu
+from tilewright.hw.device import device_of
+from tilewright.hw.state import State, state
+
+__all__ = ["compare"]
+
+CONFIDENCE = 0.95
+_MULTIPLY = ("conv", "linear", "matmul", "attention", "embedding")
+_NO_EVENTS = ("cmd", "onnxruntime")
+"""Engines whose work does not go through PyTorch's stream."""
+
+
+def compare(
+    model: Model,
+    ours: str,
+    baseline: str,
+    claim: float,
+    *,
+    budget_s: float = 120.0,
+    seed: int = 0,
+    threads: int | None = None,
+    whole: bool = False,
+    progress: Callable[[str], None] = lambda words: None,
+) -> Comparison:
+    """Whether every layer of `model` is at least `claim` times faster on engine `ours` than on engine `baseline`.
+
+    Args:
+        model: on the device where both run.
+        ours, baseline: NAME or NAME:OPTION, see `tilewright.bench.compare.engine`.
+        claim: the ratio that every layer must reach, above 0.
+        budget_s: for building variants, at most 80 % of it, and measuring together; it counts from when the whole model stands
+            on both engines. Eight rounds are run however long they take.
+        seed: of the order of runs.
+        threads: of a call on a CPU; default: PyTorch's number.
+        whole: the whole model as one segment: nothing else is built, for engines that take minutes to build.
+        progress: told where it is.
+
+    Raises EngineError (a ValueError): an engine that cannot be had, crashes, hangs or answers wrong. ValueError: a claim or a
+    budget that is none. Ctrl-C while it measures ends measuring; before that it raises KeyboardInterrupt.
+    """
+    if not claim > 0 or not budget_s > 0:
+        raise ValueError(f"claim is {claim} and the budget {budget_s} s, wanted both above 0")
+    began, device = time.monotonic(), model.inputs[0].device
+    apart = any(name.partition(":")[0] in _NO_EVENTS for name in (ours, baseline))
+    with _threads(threads) as count, ExitStack() as ends:
+        settings = Settings(device=device, threads=count, host_clock=apart)
+        sides = []
+        for name in (ours, baseline):
+            progress(f"starting {name}")
+            side = Contender(name=name, engine=engine_of(name, settings), settings=settings)
+            ends.callback(side.engine.close)
+            sides.append(side)
+        progress("looking for layers")
+        planned = plan(model.module, model.inputs)
+        if whole:
+            only = [variant for variant in planned.variants if variant.name == "whole"]
+            planned = replace(planned, variants=only, needed=only)
+        design = planned.design
+        ready, began_at = build_all(sides, planned.variants, len(planned.needed), design, budget_s, progress)
+        before, started = _look(device), time.monotonic()
+
+        def enough() -> bool:
+            runs = sides[0].runs, sides[1].runs
+            if not decided(*runs, design, claim):
+                return False
+            return _measured_whole(attribute(*runs, design, claim), claim).verdict != "undecided"
+
+        ended = race(sides, enough, began_at + budget_s, seed, started, progress)
+        after = _look(device)
+        progress("fitting")
+        found = _measured_whole(attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed), claim)
+        run = _Run(model, planned, sides, ready, before, after)
+        return run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What was measured, before it is told."""
+
+    model: Model
+    planned: Plan
+    sides: list[Contender]
+    ready: list[str]
+    before: State
+    after: State
+
+    def comparison(self, found: Attribution, claim: float, asked: dict[str, Any], seconds: float) -> Comparison:
+        """Everything in one place."""
+        depth = sum(layer.kind in _MULTIPLY for layer in self.planned.chain.layers)
+        ours, baseline = (_side(side, fit, depth) for side, fit in zip(self.sides, (found.ours, found.baseline)))
+        needed, design = len(self.planned.needed), self.planned.design
+        return Comparison(
+            model=self.model.name,
+            claim=claim,
+            confidence=CONFIDENCE,
+            verdict=_verdict(found.verdict, len(self.ready), needed),
+            ratio=found.ratio,
+            segments=found.segments,
+            ours=ours,
+            baseline=baseline,
+            card=[*self._card(ours, baseline, depth), _told_apart(len(self.ready), needed, len(found.segments))],
+            fusions=_reported(self.sides[0], "decisions"),
+            tuning=_reported(self.sides[0], "launches"),
+            ceilings=_ceilings(self.model.inputs[0].device),
+            environment={
+                **environment(),
+                "processor": cpu().name,
+                **asked,
+                "variants": {name: [design.layers[i] for i in design.parts[name]] for name in self.ready},
+            },
+            seconds=seconds,
+        )
+
+    def _card(self, ours: Side, baseline: Side, depth: int) -> list[Point]:
+        module, inputs = self.model.module, self.model.inputs
+        measured = yardsticks(module, inputs, truth_of(module, inputs))
+        return card(ours, baseline, depth=depth, before=self.before, after=self.after, measured=measured)
+
+
+def _look(device: torch.device) -> State:
+    return state((device.index or 0) if device.type == "cuda" else None)
+
+
+@contextmanager
+def _threads(wanted: int | None) -> Iterator[int]:
+    """PyTorch's number of threads inside; as it was afterwards."""
+    before = torch.get_num_threads()
+    if wanted is not None and not 1 <= wanted <= 1024:
+        raise ValueError(f"threads is {wanted}, wanted 1 to 1024")
+    torch.set_num_threads(wanted or before)
+    try:
+        yield wanted or before
+    finally:
+        torch.set_num_threads(before)
+
+
+def _side(side: Contender, fit: SideFit, depth: int) -> Side:
+    of_whole = {key: value for key, value in side.built["whole"].facts.items() if key != "report"}
+    error = side.errors["whole"]
+    return Side(
+        engine=side.name,
+        facts={**side.engine.facts, **of_whole, "additivity": fit.why, "noise of a run": fit.noise, "variants": len(side.built),
+               "all builds_s": side.build_s, "calls of a batch": side.calls["whole"]},
+        whole=fit.whole,
+        layers=fit.layers,
+        overhead=fit.overhead,
+        residual=fit.residual,
+        additive=fit.additive,
+        output_error=error,
+        precision=precision_of(error, depth),
+        runs=side.runs,
+    )  # fmt: skip
+
+
+def _measured_whole(found: Attribution, claim: float) -> Attribution:
+    """Where all layers are one segment, it is the whole model as measured, not what a fit leaves of it beside the overhead."""
+    if len(found.segments) > 1:
+        return found
+    ratio, name = found.ratio, found.segments[0].name
+    verdict: Verdict = "pass" if ratio.low >= claim else "fail" if ratio.high < claim else "undecided"
+    ours, baseline = (
+        replace(s, layers={name: s.whole}, overhead=Interval(0.0, 0.0, 0.0)) for s in (found.ours, found.baseline)
+    )
+    only = replace(found.segments[0], ours=ours.whole, baseline=baseline.whole, ratio=ratio, verdict=verdict)
+    return Attribution(segments=[only], verdict=verdict, ratio=ratio, ours=ours, baseline=baseline)
+
+
+def _verdict(found: Verdict, ready: int, needed: int) -> Verdict:
+    """Layers that nobody tried to tell apart prove nothing of each."""
+    return "undecided" if found == "pass" and ready < needed else found
+
+
+def _told_apart(ready: int, needed: int, segments: int) -> Point:
+    """Whether the budget sufficed to build what tells every layer apart."""
+    short = ready < needed
+    why = (
+        "The budget ended before all were built, so layers are joined: give it more."
+        if short
+        else "The whole model alone, as it was asked for."
+        if needed == 1
+        else f"Enough to tell {segments} segments apart."
+    )
+    shown = f"{ready}, needed {needed}"
+    return Point(name="variants", ours=shown, baseline=shown, open=short, why=why)
+
+
+def _reported(side: Contender, what: str) -> list[dict[str, Any]]:
+    """A list of what `optimize` says of the whole model; of another engine there is none."""
+    return list(side.built["whole"].facts.get("report", {}).get(what, []))
+
+
+def _ceilings(device: torch.device) -> dict[str, float]:
+    """Measured ones, or none: a data sheet's are no ceilings that anything was seen to reach."""
+    if device.type != "cuda":
+        return {}
+    try:
+        found = ceilings(device_of(device.index or 0))
+    except ValueError:  # a card that nobody has described
+        return {}
+    if not found.measured:
+        return {}
+    return {"bytes_per_s": found.copy} | {f"flops_per_s.{unit}": rate for unit, rate in found.flops.items()}

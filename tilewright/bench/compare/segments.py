@@ -1,0 +1,369 @@
+"""From run times of both engines to segments, their speed-ups, and what is proven of the claim.
+
+A segment is a layer, or neighbours that cannot be told apart: because the variants do not determine each alone, because the
+engine takes another time for the two together than for the two apart (fused, overlapped, a conversion between them), or because
+one takes no time of its own. What is merged on one side is merged on both, so that a ratio compares the same work; the reason
+is kept.
+
+A ratio's interval is Fieller's: all r for which baseline - r * ours is within its error of zero. So a layer passes exactly when
+baseline - claim * ours is positive at the confidence asked for, simultaneously over all segments.
+
+Not done here: choosing the confidence by the outcome. `decided`, which is asked again and again, is stricter than the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewright.bench.compare.attribution import (
+    FIRST,
+    TRIMS,
+    Design,
+    Fit,
+    Sample,
+    boundary_columns,
+    columns,
+    critical,
+    fit,
+    interval,
+    sample,
+)  # fmt: skip
+from tilewright.bench.compare.results import Interval, Run, Segment, Verdict
+
+__all__ = ["Attribution", "SideFit", "attribute", "decided"]
+
+Floats = NDArray[np.float64]
+Kind = tuple[int, int]
+"""A boundary: group of a layer, group of the one behind it."""
+
+ADDITIVE = 0.01
+"""Model error, relative to a variant's time, below which layers count as additive however precise the runs are."""
+_REJECTED = 0.01  # probability below which the residuals are not noise
+_SMALLEST_JOINT = 0.02  # of the pair's time: a smaller gain of two neighbours is left where it is
+_NOTHING = 0.005  # of the whole model: a layer whose upper bound is below and whose lower bound is 0 has no time of its own
+_ALIKE = 0.99  # cosine of what is left of two boundaries' columns: the variants hardly tell them apart
+_MUCH_BETTER = 0.5  # in variance; by noise alone the middle is the better one by 1.5
+_MOST_RATIO = 1e6  # JSON has no infinity
+_LOOK = 0.99  # confidence of `decided`: it looks some five times, each time the runs have doubled
+_LOOK_DRAWS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideFit:
+    """One engine's times, as results.Side has them."""
+
+    whole: Interval
+    layers: dict[str, Interval]
+    overhead: Interval
+    residual: float
+    additive: bool
+    why: str
+    """One sentence on additivity."""
+    noise: float
+    """Relative noise of one run."""
+    located: str
+    """What stands for a variant's time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """What the run times of both sides say."""
+
+    segments: list[Segment]
+    verdict: Verdict
+    ratio: Interval
+    ours: SideFit
+    baseline: SideFit
+
+
+@dataclass
+class _Cut:
+    """A segmentation: where neighbours are joined, and why."""
+
+    design: Design
+    kinds: dict[Kind, str] = field(default_factory=dict)
+    """Boundary -> reason."""
+    joint: list[Kind] = field(default_factory=list)
+    """Those of them at which two layers together take another time than apart: unknowns of the fit."""
+
+    def segments(self) -> list[list[int]]:
+        found = [[0]]
+        for i in range(1, len(self.design.layers)):
+            if self.kind(i - 1) in self.kinds:
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return found
+
+    def kind(self, i: int) -> Kind:
+        return self.design.groups[i], self.design.groups[i + 1]
+
+    def contrasts(self, segments: list[list[int]]) -> Floats:
+        """[S, P]: each segment's time in terms of the unknowns."""
+        groups, merged = max(self.design.groups) + 1, {kind: k for k, kind in enumerate(self.joint)}
+        c = np.zeros((len(segments), FIRST + groups + len(merged)))
+        for s, segment in enumerate(segments):
+            for i in segment:
+                c[s, FIRST + self.design.groups[i]] += 1
+            for i in segment[:-1]:
+                if self.kind(i) in merged:
+                    c[s, FIRST + groups + merged[self.kind(i)]] += 1
+        return c
+
+    def fit(self, taken: Sample) -> Fit:
+        return fit(taken, columns(self.design, taken.variants, self.joint))
+
+
+def _join_unknown(cut: _Cut, sides: Sequence[Sample]) -> None:
+    """Join what the variants do not tell apart, with the neighbour that makes it known soonest."""
+    while True:
+        segments = cut.segments()
+        if len(segments) == 1:
+            return
+        contrasts = cut.contrasts(segments)
+        known = np.all([cut.fit(taken).estimable(contrasts) for taken in sides], axis=0)
+        if known.all():
+            return
+        first = int(np.flatnonzero(~known)[0])
+        # The one behind, unless this is the last: unknown runs then grow to the right until a variant ends one.
+        at = segments[first][-1] if first + 1 < len(segments) else segments[first][0] - 1
+        cut.kinds[cut.kind(at)] = "the variants that were run do not tell them apart"
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Boundaries that explain what a fit leaves, and that no variant tells apart; usually one."""
+
+    kinds: list[Kind]
+    seconds: float
+    """Of the two together beyond the two apart."""
+    probability: float
+    """Of so good an explanation where there is nothing to explain."""
+
+
+def _joint(cut: _Cut, found: Fit, draws_DV: Floats) -> _Joint | None:
+    """The boundary that explains the residuals best."""
+    taken = found.sample
+    scale = taken.seconds_V * taken.noise_V
+    crossed = {k: c for k, c in boundary_columns(cut.design, taken.variants).items() if k not in cut.joint}
+    if not crossed or found.freedom < 1:
+        return None
+    # Residuals against what the fit leaves of each candidate's column (Frisch, Waugh and Lovell).
+    projector = (np.eye(len(scale)) - found.x_VP @ found.operator_PV) * scale[None, :] / scale[:, None]
+    a_VK = np.stack(list(crossed.values()), 1) / scale[:, None]
+    before = np.sqrt((a_VK**2).sum(0))
+    a_VK = projector @ a_VK
+    norm = np.sqrt((a_VK**2).sum(0))
+    seen = norm > 1e-6 * before.max()
+    if not seen.any():
+        return None
+    kinds = [k for k, s in zip(crossed, seen, strict=True) if s]
+    unit = a_VK[:, seen] / norm[seen]
+    t = (found.residual_V / scale) @ unit
+    null = np.abs((draws_DV * taken.seconds_V / scale) @ projector.T @ unit).max(1)
+    best = int(np.abs(t).argmax())
+    alike = np.abs(unit.T @ unit[:, best]) > _ALIKE
+    chosen = [k for k, a in zip(kinds, alike, strict=True) if a]
+    return _Joint(chosen, float(t[best] / norm[seen][best]), float((null >= abs(t[best])).mean()))
+
+
+def _join_fused(cut: _Cut, side: str, taken: Sample, draws_DV: Floats) -> bool:
+    """Join boundaries of one side until its fit is additive, or no boundary explains what is left. Whether any was joined."""
+    joined, own = False, set(pairwise(cut.design.groups))
+    while len(cut.segments()) > 1:
+        found = cut.fit(taken)
+        if found.misfit(draws_DV) >= _REJECTED:
+            return joined
+        best = _joint(cut, found, draws_DV)
+        if best is None or best.probability >= _REJECTED:
+            return joined
+        pair = min(sum(abs(float(found.unknowns_P[FIRST + g])) for g in kind) for kind in best.kinds)
+        if abs(best.seconds) < _SMALLEST_JOINT * pair:
+            return joined
+        how = "less" if best.seconds < 0 else "more"
+        where = "the two together than for the two apart" if len(best.kinds) == 1 else "some of these together than apart"
+        for kind in best.kinds:
+            if kind not in own:
+                continue  # copies of a layer that fuse with each other, or find their data in a cache: nothing to join
+            cut.kinds[kind] = f"{side} takes {abs(best.seconds):.3g} s {how} for {where}"
+        cut.joint += best.kinds
+        joined = True
+    return joined
+
+
+def _join_nothing(cut: _Cut, sides: Sequence[tuple[str, Sample, Floats]], confidence: float) -> bool:
+    """Join the first layer that takes no time of its own with the neighbour of its module, else with the one before it."""
+    segments = cut.segments()
+    if len(segments) == 1:
+        return False
+    names = cut.design.layers
+    contrasts = cut.contrasts(segments)
+    for side, taken, draws_DV in sides:
+        found = cut.fit(taken)
+        error, factor = critical(found.drawn(contrasts, draws_DV, 1), confidence)
+        whole = taken.seconds_V[taken.variants.index("whole")]
+        times = contrasts @ found.unknowns_P
+        for s in np.flatnonzero((times <= factor * error) & (times + factor * error < _NOTHING * whole)):
+            segment = segments[s]
+            before = segment[0] > 0 and (
+                segment[-1] == len(names) - 1 or _parent(names[segment[-1]]) != _parent(names[segment[-1] + 1])
+                or _parent(names[segment[0]]) == _parent(names[segment[0] - 1])
+            )  # fmt: skip
+            at = segment[0] - 1 if before else segment[-1]
+            bound = (times + factor * error)[s] / whole
+            cut.kinds[cut.kind(at)] = f"on {side} {names[segment[0]]} takes no time of its own: below {bound:.2%} of the model"
+            return True
+    return False
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _additive(found: Fit, draws_DV: Floats) -> bool:
+    if found.freedom < 1:
+        return False
+    return found.model_error < ADDITIVE or found.misfit(draws_DV) >= _REJECTED
+
+
+def _side(
+    cut: _Cut, taken: Sample, draws_DV: Floats, confidence: float, located: str, seed: int
+) -> tuple[SideFit, Floats, Floats]:
+    """Intervals of one side, and its segments' times and deviations for the ratios; the whole model's are the last column."""
+    segments = cut.segments()
+    found = cut.fit(taken)
+    contrasts = cut.contrasts(segments)
+    overhead = np.zeros((1, contrasts.shape[1]))
+    overhead[0, 0] = 1
+    known = bool(found.estimable(overhead)[0])
+    all_SP = np.concatenate([contrasts, overhead]) if known else contrasts
+    whole = taken.variants.index("whole")
+    times = np.append(all_SP @ found.unknowns_P, taken.seconds_V[whole])
+    moved = np.concatenate(
+        [found.drawn(all_SP, draws_DV, seed), draws_DV[:, whole : whole + 1] * taken.seconds_V[whole]], axis=1
+    )  # fmt: skip
+    error, factor = critical(moved, confidence)
+    shown = [interval(t, e, factor) for t, e in zip(times.tolist(), error.tolist(), strict=True)]
+    names = [_name(cut.design, segment) for segment in segments]
+    additive = _additive(found, draws_DV)
+    answer = SideFit(
+        whole=shown[-1],
+        layers=dict(zip(names, shown, strict=False)),
+        overhead=shown[len(segments)] if known else Interval(0.0, 0.0, shown[-1].high),
+        residual=float(np.sqrt((found.residual_V**2).mean()) / taken.seconds_V[whole]),
+        additive=additive,
+        why=_why(found, additive, found.misfit(draws_DV)),
+        noise=taken.single,
+        located=located,
+    )
+    keep = [*range(len(segments)), len(times) - 1]
+    return answer, times[keep], moved[:, keep]
+
+
+def _why(found: Fit, additive: bool, probability: float) -> str:
+    if found.freedom < 1:
+        return f"not tested: {len(found.sample.variants)} variants for {found.rank} unknowns leave nothing to compare"
+    what = f"model error {found.model_error:.2%} of a variant's time, lack of fit p = {probability:.3f}"
+    left = "" if additive else "; no single boundary explains it, and every interval is wider for it"
+    return f"{what}, {found.freedom} degrees of freedom{left}"
+
+
+def _name(design: Design, segment: list[int]) -> str:
+    names = [design.layers[i] for i in segment]
+    return " + ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
+
+
+def _ratios(times: tuple[Floats, Floats], moved: tuple[Floats, Floats], confidence: float) -> list[Interval]:
+    """Baseline over ours with Fieller's bounds, simultaneously."""
+    (a, b), (da, db) = times, moved
+    least = 1e-9 * float(np.abs(a).max())
+    ratio = np.clip(np.maximum(b, 0.0) / np.maximum(a, least), 0, _MOST_RATIO)
+    _, factor = critical(db - ratio * da, confidence)
+    va, vb = (da**2).mean(0), (db**2).mean(0)
+    found = []
+    for s, r in enumerate(ratio.tolist()):
+        # (b - r a)^2 <= factor^2 (vb + r^2 va): a quadratic in r; its roots are the bounds where a is surely positive.
+        p, q, c = a[s] ** 2 - factor**2 * va[s], a[s] * b[s], b[s] ** 2 - factor**2 * vb[s]
+        root = np.sqrt(max(q * q - p * c, 0.0))
+        if p > 0 and a[s] > 0:
+            low, high = (q - root) / p, (q + root) / p
+        else:  # ours may take no time at all: no upper bound; a lower one where the baseline's is surely positive
+            low, high = (c / (q + root) if c > 0 and q > 0 else 0.0), _MOST_RATIO
+        low, high = (min(max(float(x), 0.0), _MOST_RATIO) for x in (low, high))
+        found.append(Interval(min(max(r, low), high), low, high))
+    return found
+
+
+def _located(sides: Sequence[Sequence[Run]], design: Design) -> tuple[list[Sample], str]:
+    """Both sides' samples, located alike: by the middle of the runs, unless the fastest of them agree much better."""
+    found = {name: [sample(runs, design, trim) for runs in sides] for name, trim in TRIMS.items()}
+    noise = {name: sum(one.single**2 for one in samples) for name, samples in found.items()}
+    middle, fastest = TRIMS
+    chosen = fastest if noise[fastest] < _MUCH_BETTER * noise[middle] else middle
+    return found[chosen], chosen
+
+
+def _verdict(ratio: Interval, claim: float) -> Verdict:
+    return "pass" if ratio.low >= claim else "fail" if ratio.high < claim else "undecided"
+
+
+def attribute(
+    runs_ours: Sequence[Run],
+    runs_baseline: Sequence[Run],
+    design: Design,
+    claim: float,
+    *,
+    confidence: float = 0.95,
+    draws: int = 1000,
+    seed: int = 0,
+) -> Attribution:
+    """Segments with their times, ratios and verdicts, and the verdict on "every layer is at least `claim` times faster".
+
+    The i-th run of a variant is of round i. The two sides need not have run the same variants, but "whole" on both.
+    ValueError: no "whole", a variant that the design does not have, fewer than 3 runs of one.
+    """
+    taken, where = _located((runs_ours, runs_baseline), design)
+    for side, one in zip(("ours", "the baseline"), taken, strict=True):
+        if "whole" not in one.variants:
+            raise ValueError(f"no run of the whole model on {side}; wanted runs of the variant 'whole'")
+    drawn = [one.draws(draws, seed + k) for k, one in enumerate(taken)]
+    cut = _Cut(design)
+    _join_unknown(cut, taken)
+    sides = [("ours", taken[0], drawn[0]), ("the baseline", taken[1], drawn[1])]
+    while any(_join_fused(cut, *side) for side in sides) or _join_nothing(cut, sides, confidence):
+        _join_unknown(cut, taken)
+    ours, a, da = _side(cut, taken[0], drawn[0], confidence, where, seed + 2)
+    baseline, b, db = _side(cut, taken[1], drawn[1], confidence, where, seed + 3)
+    ratios = _ratios((a, b), (da, db), confidence)
+    segments = [
+        Segment(
+            name=name,
+            layers=[design.layers[i] for i in segment],
+            ours=ours.layers[name],
+            baseline=baseline.layers[name],
+            ratio=ratio,
+            verdict=_verdict(ratio, claim),
+            flops=sum(design.flops[i] for i in segment),
+            bytes=sum(design.bytes[i] for i in segment),
+            why="; ".join(dict.fromkeys(cut.kinds[cut.kind(i)] for i in segment[:-1])),
+        )
+        for segment, name, ratio in zip(cut.segments(), ours.layers, ratios, strict=False)
+    ]
+    verdicts = {segment.verdict for segment in segments}
+    verdict: Verdict = "fail" if "fail" in verdicts else "pass" if verdicts == {"pass"} else "undecided"
+    return Attribution(segments=segments, verdict=verdict, ratio=ratios[-1], ours=ours, baseline=baseline)
+
+
+def decided(runs_ours: Sequence[Run], runs_baseline: Sequence[Run], design: Design, claim: float) -> bool:
+    """Whether more runs would change nothing: the claim passes, or a segment fails, at 99 % instead of 95 %.
+
+    Ask when the runs have doubled. Looking more often makes false verdicts likelier than the confidence says.
+    """
+    fewest = min((sum(r.variant == "whole" for r in runs) for runs in (runs_ours, runs_baseline)), default=0)
+    if fewest < 5:
+        return False
+    found = attribute(runs_ours, runs_baseline, design, claim, confidence=_LOOK, draws=_LOOK_DRAWS)
+    return found.verdict != "undecided"

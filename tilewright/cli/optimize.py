@@ -1,0 +1,62 @@
+"""`tilewright optimize`: what would become of a model, fusion by fusion, and how far its outputs are from the float model's."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewright.cli.root import app, ends_on_sigterm, plain_errors, say
+
+__all__ = ["optimize"]
+
+
+@app.command(
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright optimize resnet50@32\n\n"
+    "tilewright optimize my_pkg.my_model:build --precision bf16 --out fusions.json\n\n"
+    "tilewright optimize small_encoder --device cpu --precision fp32 --json"
+)
+def optimize(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="resnet50, vit_b16@32 ..., or MODULE:FUNCTION that returns (model, inputs)")],
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, or int8: fp16 with quantised products")] = "fp16",
+    tolerance: Annotated[
+        float | None, typer.Option(help="relative RMS error that outputs may have; default: what the precision may")
+    ] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="on a GPU: search every launch thoroughly first; takes minutes")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, else the CPU")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the report here, as JSON")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON instead of text")] = False,
+) -> None:
+    """Optimise a model and print the report: every fusion taken or refused and why, bytes saved, and the error.
+
+    Exit code 1 where the outputs are too far from the float model's, or nothing of the model can be traced.
+    """
+    with plain_errors(context), ends_on_sigterm():
+        if out is not None and (out.is_dir() or not out.parent.is_dir()):
+            raise ValueError(f"--out is {out}; wanted a file in a folder that is there")
+        from tilewright.fuse.settings import PRECISIONS
+
+        if precision not in PRECISIONS:
+            raise ValueError(f"--precision is {precision!r}; wanted one of {', '.join(PRECISIONS)}")
+        import torch
+
+        from tilewright.bench.compare.models import load_model
+        from tilewright.fuse import optimize as optimized
+        from tilewright.hw.device import cuda_count, default_device
+
+        if device is not None and device != "cpu" and not (device.startswith("cuda") and cuda_count()):
+            raise ValueError(f"--device is {device!r}; here there is {'cuda, ' if cuda_count() else ''}cpu")
+        place = default_device() if device is None else torch.device(device)
+        say(f"Loading {model} ...")
+        loaded = load_model(model, device=place)
+        say(f"Optimising for {place} ...")
+        # The report is about fusions and errors: on a CPU Inductor's code would cost a minute and change neither.
+        compiled = False if place.type == "cpu" else None
+        report = optimized(
+            loaded.module, loaded.inputs, precision, tolerance=tolerance, tune=tune, compiled=compiled, report=False
+        ).report
+        if out is not None:
+            out.write_text(report.json() + "\n", encoding="utf-8")
+            say(f"Wrote {out}")
+        print(report.json() if as_json else report.text())

@@ -1,0 +1,11 @@
+"""A user's torch.nn model on the operators here: traced, folded, fused, arranged once, replayed as one CUDA graph."""
+
+from tilewright.fuse.anchors import READERS, Anchor, read
+from tilewright.fuse.decisions import Decision
+from tilewright.fuse.optimize import optimize
+from tilewright.fuse.optimized import Optimized
+from tilewright.fuse.partial import Partial
+from tilewright.fuse.report import Report
+from tilewright.fuse.trace import Untraceable
+
+__all__ = ["READERS", "Anchor", "Decision", "Optimized", "Partial", "Report", "Untraceable", "optimize", "read"]

@@ -1,0 +1,105 @@
+"""Finding an activation in a graph where it has been taken apart.
+
+Inductor decomposes GELU into seven nodes and SiLU into four, with casts to float32 around them in 16 bits. The form depends on
+torch's version, so it is not written down here: each activation is traced with the decompositions in force, and that small
+graph is looked for.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tilewright.fuse.anchors import tensor_of
+
+__all__ = ["ACTIVATIONS", "Activation", "find_activation"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+"""Name, as the operators take it -> what it is in torch."""
+
+
+class Activation(NamedTuple):
+    """An activation found in a graph."""
+
+    name: str
+    node: fx.Node
+    """Its last node, whose value it is."""
+    inside: frozenset[fx.Node]
+    """All of its nodes, the last one too."""
+
+
+@lru_cache(maxsize=64)
+def _template(name: str, dtype: torch.dtype) -> fx.Graph:
+    """The activation's graph, as Inductor decomposes it."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    activation = ACTIVATIONS[name]
+    with unset_fake_temporarily(), torch.no_grad():
+        # A lambda, since make_fx reads the signature, and F.relu has options.
+        return make_fx(lambda x: activation(x), decomposition_table=select_decomp_table())(torch.zeros(2, 2, dtype=dtype)).graph
+
+
+def _same(wanted: Any, found: Any, x: fx.Node, seen: dict[fx.Node, fx.Node]) -> bool:
+    """Whether `found` computes from x what `wanted` computes from the template's input; fills `seen`: wanted -> found."""
+    if not isinstance(wanted, fx.Node):
+        if isinstance(wanted, list | tuple):
+            return (
+                isinstance(found, list | tuple)
+                and len(wanted) == len(found)
+                and all(_same(w, f, x, seen) for w, f in zip(wanted, found))
+            )
+        return not isinstance(found, fx.Node) and wanted == found
+    if wanted.op == "placeholder":
+        return found is x
+    if wanted in seen:
+        return seen[wanted] is found
+    if not isinstance(found, fx.Node) or found.op != "call_function" or found.target != wanted.target:
+        return False
+    if len(wanted.args) != len(found.args) or wanted.kwargs.keys() != found.kwargs.keys():
+        return False
+    if not all(_same(w, f, x, seen) for w, f in zip(wanted.args, found.args)):
+        return False
+    if not all(_same(w, found.kwargs[key], x, seen) for key, w in wanted.kwargs.items()):
+        return False
+    seen[wanted] = found
+    return True
+
+
+def _below(x: fx.Node, depth: int) -> list[fx.Node]:
+    """What is computed from x in at most so many steps, nearest first."""
+    level, found = [x], dict[fx.Node, None]()
+    for _ in range(depth):
+        level = [user for node in level for user in node.users if user.op == "call_function" and user not in found]
+        found.update(dict.fromkeys(level))
+    return list(found)
+
+
+def find_activation(x: fx.Node) -> Activation | None:
+    """The activation of x's value, where x has no other reader; None where there is none.
+
+    What lies inside of it may be read elsewhere (a backward pass keeps it): see `inside`.
+    """
+    value = tensor_of(x)
+    if value is None or not value.is_floating_point():
+        return None
+    for name in ACTIVATIONS:
+        graph = _template(name, value.dtype)
+        last = next(n for n in graph.nodes if n.op == "output").args[0]
+        if not isinstance(last, fx.Node):
+            continue
+        steps = sum(n.op == "call_function" for n in graph.nodes)
+        for candidate in _below(x, steps):
+            seen: dict[fx.Node, fx.Node] = {}
+            if candidate.target == last.target and _same(last, candidate, x, seen):
+                return Activation(name, candidate, frozenset(seen.values()))
+    return None

@@ -1,0 +1,167 @@
+"""Tensors of an optimised graph while it is built: buffers, views of them, constants, and copies where nothing else helps.
+
+A value of the exported graph is a buffer of the new one and a `View` of it. Our calls say how their buffer lies in memory, so a
+chain of views behind one costs nothing, whatever it does; where no strides can say it, one copy is made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+
+from tilewright.fuse import calls
+from tilewright.fuse.anchors import tensor_of
+from tilewright.fuse.naming import layer_name
+from tilewright.fuse.patterns import VIEWS, Group, batch_norm_of
+from tilewright.fuse.quantise import Quantiser
+from tilewright.fuse.report import Report
+from tilewright.fuse.view_calls import follow
+from tilewright.fuse.views import View, channels_last, dense
+from tilewright.fuse.weights import Weights
+
+__all__ = ["Buffers", "Value"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a node of the old graph is in the new one."""
+
+    node: Node | None
+    """The buffer; None for a constant."""
+    view: View
+    constant: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the old node's value."""
+        return self.view.shape
+
+
+class Buffers:
+    """A graph that grows, and where each value of the old one lies in it.
+
+    Args:
+        weights: parameters.
+        report: launches go there.
+        quantiser: says which products are quantised; None: none.
+    """
+
+    def __init__(self, weights: Weights, report: Report, quantiser: Quantiser | None):
+        self.weights, self.report, self.quantiser = weights, report, quantiser
+        self.graph = fx.Graph()
+        self.values: dict[Node, Any] = {}
+        """Node of the old graph -> `Value`, or a node of the new one that is no tensor."""
+        self.memory: dict[Node, View] = {}
+        """Buffer -> how it lies, seen as the tensor that the new node returns."""
+        self.made: dict[tuple[Node, View], Node] = {}
+        """Views that were made before, so that they are made once."""
+        self.merged: dict[Node, Value] = {}
+        """Anchor of a linear -> the product of several that it is part of."""
+
+    # ---- tensors
+
+    def buffer(self, target: Callable[..., Any], args: tuple[Any, ...], view: View, old: Node | None) -> Value:
+        """Emit a call whose result lies as `view` says."""
+        node = self.graph.call_function(target, args)
+        self.memory[node] = view
+        if old is not None:
+            node.meta = {key: old.meta[key] for key in ("nn_module_stack", "stack_trace") if key in old.meta}
+        return Value(node, view)
+
+    def tensor(self, value: Any) -> Any:
+        """A node of the new graph whose tensor has the value's shape; other things pass."""
+        if not isinstance(value, Value):
+            return value
+        if value.constant is not None:
+            return self.attribute(value.constant, "constant")
+        base = value.node
+        assert base is not None, "a value is a buffer or a constant"
+        if self.memory[base] == value.view:
+            return base
+        key = (base, value.view)
+        if key not in self.made:
+            self.made[key] = self._strided(base, value.view)
+        return self.made[key]
+
+    def _strided(self, base: Node, view: View) -> Node:
+        strides, atoms = view.strides, view.atoms
+        if strides is not None:
+            return self.graph.call_function(calls.strided, (base, list(view.shape), list(strides), view.offset))
+        sizes, steps = [size for size, _ in atoms], [stride for _, stride in atoms]
+        whole = self.graph.call_function(calls.strided, (base, sizes, steps, view.offset))
+        node = self.graph.call_function(aten.reshape.default, (whole, list(view.shape)))
+        self.memory[node] = dense(view.shape)
+        return node
+
+    def attribute(self, value: Tensor | nn.Module, hint: str) -> Node:
+        """The new graph's node of a tensor that never changes."""
+        name = self.weights.keep(value, hint)
+        for node in self.graph.nodes:
+            if node.op == "get_attr" and node.target == name:
+                return node
+        with self.graph.inserting_before(next(iter(self.graph.nodes), None)):  # pyright: ignore[reportArgumentType]
+            node = self.graph.get_attr(name)
+        return node
+
+    def opened(self, value: Value) -> Value:
+        """The value, a constant among them, as a view of a buffer."""
+        if value.constant is None:
+            return value
+        node = self.tensor(value)
+        self.memory[node] = dense(value.shape)
+        return Value(node, dense(value.shape))
+
+    def copied(self, value: Value, last: bool) -> Value:
+        """The value in memory of its own, contiguous or with channels last."""
+        view = channels_last(value.shape) if last else dense(value.shape)
+        return self.buffer(calls.as_dense, (self.tensor(value), last), view, None)
+
+    def arranged(self, value: Value, last: bool) -> Value:
+        """The value as it lies if it lies so, else copied."""
+        value = self.opened(value)
+        wanted = channels_last(value.shape) if last else dense(value.shape)
+        return value if value.view.strides == wanted.strides else self.copied(value, last)
+
+    def rows(self, value: Value) -> tuple[Node, View, bool]:
+        """(a tensor of rows [R, K], the leading dims as view of a buffer [R, 1], whether rows stand in their logical order)."""
+        value = self.opened(value)
+        count = 1
+        for size in value.shape[:-1]:
+            count *= size
+        found = value.view.memory_order()
+        if found is not None:
+            flat, lead = found
+            return self.tensor(Value(value.node, flat)), lead, lead.strides == dense(lead.shape).strides
+        plain = value.view.reshape((count, value.shape[-1]))
+        if plain is None or plain.strides is None or plain.strides[-1] != 1:
+            value = self.copied(value, False)
+            plain = dense((count, value.shape[-1]))
+        return self.tensor(Value(value.node, plain)), dense(value.shape[:-1]), True
+
+    def behind(self, group: Group, value: Value) -> Value:
+        """The value seen through the views of a group's chain."""
+        for node in group.chain:
+            if node.target in VIEWS:
+                view = follow(node, value.view)
+                value = Value(value.node, view) if view is not None else self._reshaped(value, node)
+        return value
+
+    def _reshaped(self, value: Value, node: Node) -> Value:
+        out = tensor_of(node)
+        assert out is not None, "a view of a tensor is one"
+        return self.opened(self.copied(value, False)) if value.shape == tuple(out.shape) else self.buffer(
+            aten.reshape.default, (self.tensor(value), list(out.shape)), dense(out.shape), node
+        )  # fmt: skip
+
+    def launched(self, group: Group, op: str, value: Value, what: str) -> None:
+        """Note a launch."""
+        self.report.launches.append({"layer": layer_name(group.anchor.node), "op": op, "what": what})
+
+    def norm_of(self, group: Group) -> tuple[Any, ...] | None:
+        """The batch norm of a group."""
+        return None if group.norm is None else batch_norm_of(group.norm)

@@ -1,0 +1,180 @@
+"""The calls of an optimised graph: our public operators with what the graph knows fixed, and the few moves of memory between.
+
+Each says in its result where elements lie: convolutions and pools are channels-last, everything else is contiguous. The graph
+counts on it (`views.View`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright import ops
+from tilewright.kernels.conv import conv_op
+from tilewright.kernels.conv_checks import window_of
+from tilewright.kernels.matmul import linear_op
+from tilewright.op import Op, prefer
+from tilewright.ops.linear import Weight
+from tilewright.tune.space import Config
+
+__all__ = [
+    "OPERATORS", "Choice", "as_dense", "attention", "conv", "conv_operands", "enter", "global_mean", "layer_norm", "linear",
+    "max_pool", "run", "strided",
+]  # fmt: skip
+
+Choice = tuple[str, Config]
+"""The implementation and the config that `choose` has measured to be the fastest."""
+
+
+def run(op: Op, args: tuple[Any, ...], choice: Choice | None) -> Any:
+    """Call an op, or the very implementation and config that were chosen for it."""
+    if choice is None:
+        return op(*args)
+    impl = next(impl for impl in op.impls if impl.name == choice[0])
+    return impl.launch(choice[1], *args)
+
+
+_CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def _halves(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def gated(y: Tensor) -> Tensor:
+        gate, up = y.chunk(2, -1)
+        return act(gate) * up
+
+    return gated
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "silu": F.silu,
+    "silu_mul": _halves(F.silu),
+    "gelu_mul": _halves(F.gelu),
+}
+
+
+def _for_inductor(x: Tensor) -> bool:
+    """On a CPU under torch.compile: calls are torch's own, whose convolutions and products Inductor packs and fuses there."""
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+def _dense_strides(size: Sequence[int]) -> list[int]:
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= n
+    return strides[::-1]
+
+
+def enter(x: Tensor, dtype: torch.dtype | None, last: bool) -> Tensor:
+    """An input in the graph's dtype (None: its own) and memory format; itself if it is so already."""
+    return as_dense(x if dtype is None else x.to(dtype), last)
+
+
+def as_dense(x: Tensor, last: bool) -> Tensor:
+    """x contiguous, or with its channels last; itself if it is so already."""
+    if not last:
+        return x.contiguous()
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def strided(base: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """A view of a dense buffer."""
+    if _for_inductor(base):
+        flat = (base if base.is_contiguous() else base.movedim(1, -1)).reshape(-1)
+        if offset == 0 and list(stride) == _dense_strides(size):
+            return flat.narrow(0, 0, math.prod(size)).view(size)
+        return flat.narrow(0, offset, flat.numel() - offset).as_strided(size, stride)
+    return base.as_strided(size, stride, base.storage_offset() + offset)
+
+
+def conv_operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int] | str, dilation: list[int], groups: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What `conv_op` is called with: channels last, which for tensors of this graph is a view."""
+    window = window_of("conv", x, weight, stride, padding, dilation)
+    x, weight, residual = x.movedim(1, -1), weight.movedim(1, -1), None if residual is None else residual.movedim(1, -1)
+    return (
+        x, weight, bias, residual, activation, window.stride, window.low, window.dilation, groups, window.size, None, None,
+        x.dtype,
+    )  # fmt: skip
+
+
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int] | str, dilation: list[int], groups: int, choice: Choice | None = None,
+) -> Tensor:  # fmt: skip
+    """ops.conv1d, conv2d or conv3d of channels-last tensors, by x's dims."""
+    if _for_inductor(x):
+        y = _CONVS[x.dim() - 2](x, weight, bias, stride, padding, dilation, groups)
+        return _ACTIVATIONS[activation](y if residual is None else y + residual)
+    args = conv_operands(x, weight, bias, residual, activation, stride, padding, dilation, groups)
+    return run(conv_op, args, choice).movedim(-1, 1)
+
+
+def linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, activation: str, shape: Sequence[int],
+    choice: Choice | None = None,
+) -> Tensor:  # fmt: skip
+    """ops.linear of rows [R, K], the result with dims `shape`."""
+    if _for_inductor(x) and isinstance(weight, Tensor):
+        y = _ACTIVATIONS[activation](F.linear(x, weight, bias))
+        return (y if residual is None else y + residual).view(shape)
+    if choice is not None:
+        return run(linear_op, (x, weight, bias, activation, residual), choice).view(shape)
+    return ops.linear(x, weight, bias, activation, residual).view(shape)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, choice: Choice | None = None
+) -> Tensor:  # fmt: skip
+    """ops.attention of [B, S, H, D]."""
+    if _for_inductor(q):
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2).contiguous()
+    with nullcontext() if choice is None else prefer(choice[0]):
+        out = ops.attention(q, k, v, causal=causal, scale=scale)
+    assert isinstance(out, Tensor), "without return_lse there is one result"
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int]) -> Tensor:
+    """ops.layer_norm of rows [R, D], the result with dims `shape`."""
+    if _for_inductor(x):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps).view(shape)
+    return ops.layer_norm(x, weight, bias, eps).view(shape)
+
+
+def max_pool(
+    x: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
+) -> Tensor:  # fmt: skip
+    """ops.max_pool of [N, C, H, W]."""
+    if _for_inductor(x):
+        return F.max_pool2d(x, kernel_size, stride or None, padding, dilation, ceil_mode)
+    y = ops.max_pool(x, kernel_size, stride or None, padding, dilation, ceil_mode)
+    assert isinstance(y, Tensor), "without indices there is one result"
+    return y
+
+
+def global_mean(x: Tensor) -> Tensor:
+    """The mean over all pixels of [N, C, *S] with channels last -> [N, C]."""
+    if _for_inductor(x):
+        return x.mean(list(range(2, x.dim())))
+    return ops.mean(x.movedim(1, -1).flatten(1, -2), 1)
+
+
+OPERATORS = {
+    conv: "conv", linear: "linear", attention: "attention", layer_norm: "layer_norm", max_pool: "max_pool",
+    global_mean: "mean",
+}  # fmt: skip
+"""Calls that launch our kernels -> their names in a report."""

@@ -1,0 +1,366 @@
+"""Groups as calls of our operators: one function a kind of anchor.
+
+Each takes the graph that is being built and a group whose operands are there already, emits one launch, and returns the value
+of the group's last call.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from tilewright.fuse import calls
+from tilewright.fuse.anchors import tensor_of
+from tilewright.fuse.buffers import Buffers, Value
+from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
+from tilewright.fuse.naming import layer_name
+from tilewright.fuse.patterns import Gate, Group
+from tilewright.fuse.views import View, channels_last, dense
+
+__all__ = ["EMIT", "emit_gate", "emit_merged"]
+
+
+def _what(group: Group, shape: Any) -> str:
+    parts = ["batch_norm"] * (group.norm is not None) + ["bias"] * (group.anchor.bias is not None and not group.moved)
+    parts += ["scale"] * len(group.scales) + [group.activation] * (group.activation != "none")
+    parts += ["residual"] * (group.residual is not None)
+    return f"{list(shape)}" + (" + " + ", ".join(parts) if parts else "")
+
+
+def _dtype(node: Node) -> torch.dtype:
+    value = tensor_of(node)
+    assert value is not None, "an anchor's value is a tensor"
+    return value.dtype
+
+
+def _finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
+    """Through the views of the chain; the note in the report, and which value it is for whoever compares."""
+    end = b.behind(group, value)
+    b.launched(group, op, value, _what(group, end.shape))
+    # Compared by value where the call returns the very tensor of the old graph.
+    if end.node is not None and b.memory[end.node] == end.view and not group.plus:
+        end.node.meta.update({FLOAT_NODE: group.last.name, ANCHOR_NODE: group.anchor.node.name})
+    return end
+
+
+# ---- weights
+
+
+def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Tensor | None] | None:
+    """(weight, bias) in float64 with all that is folded in; None where one of them is computed."""
+    a = group.anchor
+    if not b.weights.known(a.weight) or (a.bias is not None and not b.weights.known(a.bias)):
+        return None
+    assert a.weight is not None, "convolutions and products have one"
+    weight, bias = b.weights.folded(a.weight, a.bias, b.norm_of(group), group.scales, transposed)
+    bias = None if group.moved else bias
+    for extra in group.minus:
+        taken = weight @ b.weights.double(extra)
+        bias = -taken if bias is None else bias - taken
+    return weight, bias
+
+
+def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tuple[Node, Node | None]:
+    dtype, name = _dtype(group.anchor.node), layer_name(group.anchor.node)
+    weight, bias = pair
+    quantised = None
+    if b.quantiser is not None and group.anchor.kind == "linear":
+        quantised = b.quantiser.weight(group.anchor.node, weight, dtype)
+    elif b.quantiser is not None:
+        b.quantiser.refuse(group.anchor.node)
+    if quantised is not None:
+        return b.attribute(quantised, f"{name}_weight"), None if bias is None else b.attribute(bias.to(dtype), f"{name}_bias")
+    weight = weight.to(dtype)
+    if weight.dim() > 2:
+        weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)
+    return b.attribute(weight.contiguous() if weight.dim() == 2 else weight, f"{name}_weight"), (
+        None if bias is None else b.attribute(bias.to(dtype), f"{name}_bias")
+    )
+
+
+# ---- convolutions
+
+
+def _conv(b: Buffers, group: Group) -> Value:
+    a, out = group.anchor, tensor_of(group.anchor.node)
+    assert out is not None, "a convolution has a result"
+    assert a.weight is not None, "and a weight"
+    pair = _parameters(b, group, False)
+    single = out.dim() == len(a.options["stride"]) + 1
+    x = b.values[a.x]
+    residual = None if group.residual is None else b.values[group.residual]
+    if single:
+        x = Value(x.node, x.view.unsqueeze(0), x.constant)
+        residual = None if residual is None else Value(residual.node, residual.view.unsqueeze(0), residual.constant)
+    shape = (1, *out.shape) if single else tuple(out.shape)
+    if pair is not None and not single and _is_product(group, pair[0]):
+        return _pointwise(b, group, pair, shape)
+    if pair is not None and not single and _is_patches(group, pair[0], b.values[a.x].shape):
+        return _patches(b, group, pair, shape)
+    before = len(b.graph.nodes)
+    x = b.arranged(x, True)
+    operand = None if residual is None else b.tensor(b.arranged(residual, True))
+    if any(n.target is calls.as_dense for n in list(b.graph.nodes)[before:]):
+        b.report.add(layer_name(a.node), "layout", a.node.name, False, "an operand comes with other strides, and is copied")
+    if pair is None:
+        weight = b.tensor(b.arranged(b.values[a.weight], True))
+        bias = None if a.bias is None else b.tensor(b.values[a.bias])
+    else:
+        weight, bias = _stored(b, group, pair)
+    o = a.options
+    args = (b.tensor(x), weight, bias, operand, group.activation, o["stride"], o["padding"], o["dilation"], o["groups"])
+    value = b.buffer(calls.conv, args, channels_last(shape), a.node)
+    if single:
+        value = Value(value.node, value.view.squeeze((0,)))
+    return _finish(b, group, "conv", value)
+
+
+def _is_product(group: Group, weight: Tensor) -> bool:
+    """Whether a convolution is a product of pixels that `linear` computes: it adds a residual behind its activation."""
+    o, plain = group.anchor.options, group.residual is None or group.activation == "none"
+    ones = all(n == 1 for n in (*weight.shape[2:], *o["stride"])) and o["groups"] == 1
+    return plain and ones and (o["padding"] in ("same", "valid") or not any(o["padding"]))
+
+
+def _pointwise(
+    b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None], shape: tuple[int, ...]
+) -> Value:  # fmt: skip
+    """A 1 x 1 convolution with stride 1 as a product of rows of channels."""
+
+    def rows(value: Value) -> Node:
+        value = b.arranged(value, True)
+        count, width = value.view.permute((0, *range(2, len(shape)), 1)), value.shape[1]
+        view = count.reshape((-1 if not width else _count(value.shape) // width, width))
+        assert view is not None, "channels-last memory is rows of channels"
+        return b.tensor(Value(value.node, view))
+
+    weight, bias = _stored(b, group, (pair[0].flatten(1), pair[1]))
+    x = rows(b.values[group.anchor.x])
+    residual = None if group.residual is None else rows(b.values[group.residual])
+    flat = (_count(shape) // shape[1], shape[1])
+    new = b.buffer(calls.linear, (x, weight, bias, residual, group.activation, list(flat)), dense(flat), group.anchor.node)
+    value = Value(new.node, channels_last(shape))
+    b.launched(group, "linear", value, _what(group, shape))
+    return b.behind(group, value)
+
+
+def _is_patches(group: Group, weight: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether filters stand side by side and cover the image: a product of patches, once they are copied out."""
+    o, kernel = group.anchor.options, tuple(weight.shape[2:])
+    plain = group.residual is None and o["groups"] == 1 and tuple(o["stride"]) == kernel and set(o["dilation"]) == {1}
+    whole = all(size % k == 0 for size, k in zip(shape[2:], kernel, strict=True))
+    # Few channels: a convolution of many reads them as they are.
+    return plain and whole and math.prod(kernel) > 1 and shape[1] <= 16 and not any(_sides(o["padding"]))
+
+
+def _sides(padding: Any) -> list[int]:
+    return [0 if padding == "valid" else 1] if isinstance(padding, str) else list(padding)
+
+
+def _patches(
+    b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None], shape: tuple[int, ...]
+) -> Value:  # fmt: skip
+    """A convolution of patches side by side: one copy that gathers each patch, one product."""
+    a, dims = group.anchor, len(shape) - 2
+    x = b.opened(b.values[a.x])
+    kernel = list(pair[0].shape[2:])
+    split = [n for size, k in zip(x.shape[2:], kernel, strict=True) for n in (size // k, k)]
+    view = x.view.reshape((*x.shape[:2], *split))
+    assert view is not None, "filters divide the image"
+    order = (0, *range(2, 2 * dims + 2, 2), 1, *range(3, 2 * dims + 3, 2))
+    gathered = b.copied(Value(x.node, view.permute(order)), False)
+    rows, k = _count(shape) // shape[1], pair[0][0].numel()
+    weight, bias = _stored(b, group, (pair[0].flatten(1), pair[1]))
+    flat = b.tensor(Value(gathered.node, dense((rows, k))))
+    new = b.buffer(
+        calls.linear, (flat, weight, bias, None, group.activation, [rows, shape[1]]), dense((rows, shape[1])), a.node
+    )
+    b.launched(group, "linear", new, _what(group, shape) + " of patches")
+    b.report.add(layer_name(a.node), "patches", a.node.name, True, "filters side by side: a product of rows of pixels")
+    return b.behind(group, Value(new.node, channels_last(shape)))
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
+
+
+# ---- products
+
+
+def _linear(b: Buffers, group: Group) -> Value:
+    a = group.anchor
+    transposed = a.options["kn"]
+    pair = _parameters(b, group, transposed)
+    if pair is None:
+        weight, bias = _computed(b, group)
+        n = tensor_of(a.node).shape[-1]  # pyright: ignore[reportOptionalMemberAccess]
+    else:
+        n = pair[0].shape[0]
+        weight, bias = _stored(b, group, pair)
+    value = _product(b, group, weight, bias, n, n, group.activation)
+    if group.residual is None or value.node.args[3] is not None:  # pyright: ignore[reportOptionalMemberAccess]
+        return _finish(b, group, "linear", value)
+    b.report.add(layer_name(a.node), "residual", group.residual.name, False, "its rows lie in another order: added by itself")
+    end = b.behind(group, value)
+    b.launched(group, "linear", value, _what(group, end.shape))
+    added = b.graph.call_function(torch.ops.aten.add.Tensor, (b.tensor(end), b.tensor(b.values[group.residual])))
+    return b.buffer(calls.as_dense, (added, False), dense(end.shape), group.last)
+
+
+def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
+    """Weight [N, K] and bias where they are no parameters."""
+    a = group.anchor
+    assert a.weight is not None, "a product has a weight"
+    value = b.opened(b.values[a.weight])
+    view = value.view.permute((1, 0)) if a.options["kn"] else value.view
+    return b.tensor(Value(value.node, view)), None if a.bias is None else b.tensor(b.values[a.bias])
+
+
+def _product(
+    b: Buffers, group: Group, weight: Node, bias: Node | None, n: int, width: int, activation: str
+) -> Value:  # fmt: skip
+    """One launch of ops.linear: rows in the order in which they lie, the result seen in the order that is asked for."""
+    value = b.values[group.anchor.x]
+    x, lead, in_order = b.rows(value)
+    count = 1
+    for size in lead.shape:
+        count *= size
+    shape = (*lead.shape, width) if in_order else (count, width)
+    residual = None
+    if group.residual is not None:
+        residual = _residual(b, group, lead, count, width)
+    new = b.buffer(calls.linear, (x, weight, bias, residual, activation, list(shape)), dense(shape), group.anchor.node)
+    return new if in_order else Value(new.node, lead.with_columns(width, width))
+
+
+def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> Node | None:
+    """The other operand of the sum as rows in the order of the product's, without a copy; None where it lies otherwise."""
+    assert group.residual is not None, "the caller has looked"
+    other = b.opened(b.values[group.residual])
+    # Where each element of the sum will lie in the product's buffer.
+    probe = b.behind(group, Value(other.node, lead.with_columns(width, width)))
+    if probe.node is other.node and _steps(probe.view) is not None and _steps(probe.view) == _steps(other.view):
+        return b.tensor(Value(other.node, View((((count, width),), ((width, 1),)), other.view.offset)))
+    if probe.node is other.node and probe.view.is_dense():
+        view = other.view.reshape((count, width))
+        if view is not None and view.strides is not None and view.strides[1] == 1:
+            return b.tensor(Value(other.node, view))
+    return None
+
+
+def _steps(view: View) -> list[int] | None:
+    """Strides of the dims that have any."""
+    strides = view.strides
+    return None if strides is None else [step for step, size in zip(strides, view.shape, strict=True) if size != 1]
+
+
+def emit_gate(b: Buffers, gate: Gate) -> Value:
+    """act(gate) * up as one product with the weights one above the other."""
+    group = gate.groups[0]
+    pairs = [_parameters(b, g, False) for g in gate.groups]
+    weight, bias = b.weights.joined([p for p in pairs if p is not None])
+    if not gate.gate_first:
+        half = weight.shape[0] // 2
+        weight, bias = weight.roll(half, 0), None if bias is None else bias.roll(half, 0)
+    n = weight.shape[0]
+    value = _product(b, group, *_stored(b, group, (weight, bias)), n, n // 2, gate.activation)
+    b.launched(group, "linear", value, f"{list(value.shape)} + {gate.activation}")
+    if value.node is not None and b.memory[value.node] == value.view:
+        value.node.meta[FLOAT_NODE] = gate.node.name
+    return value
+
+
+def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
+    """The columns of one group of a product that several share; emitted where the first of them stands."""
+    sizes = [tensor_of(g.anchor.node).shape[-1] for g in batch]  # pyright: ignore[reportOptionalMemberAccess]
+    whole = next((b.merged[g.anchor.node] for g in batch if g.anchor.node in b.merged), None)
+    if whole is None:
+        pairs = [_parameters(b, g, False) for g in batch]
+        weight, bias = b.weights.joined([p for p in pairs if p is not None])
+        n = sum(sizes)
+        whole = _product(b, batch[0], *_stored(b, batch[0], (weight, bias)), n, n, "none")
+        b.launched(batch[0], "linear", whole, f"{list(whole.shape)}: {len(batch)} linears of one input")
+    b.merged[group.anchor.node] = whole
+    start = sum(sizes[: batch.index(group)])
+    view = whole.view.narrow(len(whole.view.dims) - 1, start, sizes[batch.index(group)])
+    assert view is not None, "columns lie side by side"
+    return b.behind(group, Value(whole.node, view))
+
+
+# ---- attention, norms, pools
+
+
+def _attention(b: Buffers, group: Group) -> Value:
+    a = group.anchor
+    operands = []
+    for node in (a.x, *a.others):
+        value = b.opened(b.values[node])
+        value = Value(value.node, value.view.permute((0, 2, 1, 3)))
+        strides = value.view.strides
+        if strides is None or (strides[-1] != 1 and value.shape[-1] != 1) or 0 in strides:
+            b.report.add(layer_name(a.node), "layout", node.name, False, "no strides say how it lies: copied")
+            value = b.copied(value, False)
+        operands.append(value)
+    q, v = operands[0], operands[2]
+    shape = (*q.shape[:3], v.shape[-1])
+    args = (*(b.tensor(o) for o in operands), a.options["causal"], a.options["scale"])
+    value = b.buffer(calls.attention, args, dense(shape), a.node)
+    b.launched(group, "attention", value, f"{list(shape)}")
+    return Value(value.node, value.view.permute((0, 2, 1, 3)))
+
+
+def _layer_norm(b: Buffers, group: Group) -> Value:
+    a = group.anchor
+    x, lead, in_order = b.rows(b.values[a.x])
+    width = b.values[a.x].shape[-1]
+    count = 1
+    for size in lead.shape:
+        count *= size
+    shape = (*lead.shape, width) if in_order else (count, width)
+    dtype = _dtype(a.node)
+    weight = b.attribute(torch.ones(width, dtype=dtype), "ones") if a.weight is None else b.tensor(b.values[a.weight])
+    bias = None if a.bias is None else b.tensor(b.values[a.bias])
+    if a.bias is not None and group.plus:
+        whole = b.weights.double(a.bias)
+        for extra in group.plus:
+            whole = whole + b.weights.double(extra)
+        bias = b.attribute(whole.to(dtype), f"{layer_name(a.node)}_bias")
+    value = b.buffer(calls.layer_norm, (x, weight, bias, a.options["eps"], list(shape)), dense(shape), a.node)
+    if not in_order:
+        value = Value(value.node, lead.with_columns(width, width))
+    return _finish(b, group, "layer_norm", value)
+
+
+def _max_pool(b: Buffers, group: Group) -> Value:
+    a, out = group.anchor, tensor_of(group.anchor.node)
+    assert out is not None, "a pool has a result"
+    o = a.options
+    args = (b.tensor(b.arranged(b.values[a.x], True)), *(o[k] for k in ("kernel_size", "stride", "padding", "dilation")))
+    value = b.buffer(calls.max_pool, (*args, o["ceil_mode"]), channels_last(tuple(out.shape)), a.node)
+    return _finish(b, group, "max_pool", value)
+
+
+def _global_mean(b: Buffers, group: Group) -> Value:
+    a = group.anchor
+    x = b.values[a.x]
+    value = b.buffer(calls.global_mean, (b.tensor(b.arranged(x, True)),), dense(x.shape[:2]), a.node)
+    if a.options["keepdim"]:
+        view = value.view
+        for _ in x.shape[2:]:
+            view = view.unsqueeze(2)
+        value = Value(value.node, view)
+    return _finish(b, group, "mean", value)
+
+
+EMIT: dict[str, Callable[[Buffers, Group], Value]] = {
+    "conv": _conv,
+    "linear": _linear,
+    "attention": _attention,
+    "layer_norm": _layer_norm,
+    "max_pool": _max_pool,
+    "global_mean": _global_mean,
+}
+"""Kind of anchor -> what emits a group of it."""

@@ -1,0 +1,61 @@
+"""A bias that a layer norm adds instead of the product behind it, so that a library adds the residual in its one launch.
+
+    r = norm(x) * g + s;  y = W z + b + r;  u = V r + c        becomes
+    r' = norm(x) * g + (s + b);  y = W z + r';  u = V r' + (c - V b)
+
+as post-norm transformers have it. cuBLAS adds a bias or a matrix to its product, not both; our own kernels do not mind. Only
+where everything that reads r is a product with a parameter, or that one sum.
+"""
+
+from torch.fx import Node
+
+from tilewright.fuse.anchors import tensor_of
+from tilewright.fuse.check import layer_name
+from tilewright.fuse.patterns import VIEWS, Group
+from tilewright.fuse.report import Report
+
+__all__ = ["move_biases"]
+
+
+def _readers(node: Node) -> list[tuple[Node, Node]]:
+    """(what a call reads, the call), for all that read a node's value through views."""
+    found = []
+    for user in node.users:
+        found += _readers(user) if user.op == "call_function" and user.target in VIEWS else [(node, user)]
+    return found
+
+
+def _parameter(node: Node | None) -> bool:
+    return node is not None and node.op == "get_attr"
+
+
+def _movable(group: Group) -> bool:
+    """A product with a bias of its own that adds a residual, and nothing between."""
+    plain = group.activation == "none" and group.norm is None and not group.scales and not group.minus
+    return group.anchor.kind == "linear" and plain and _parameter(group.anchor.bias) and _parameter(group.anchor.weight)
+
+
+def move_biases(groups: list[Group], report: Report) -> None:
+    """Note in groups which norm adds which product's bias, and which products take it off again."""
+    norms = {group.last: group for group in groups if group.anchor.kind == "layer_norm"}
+    products = {group.anchor.node: group for group in groups if group.anchor.kind == "linear"}
+    for group in groups:
+        norm = norms.get(group.residual) if group.residual is not None else None
+        if norm is None or norm.plus or not _movable(group) or not _parameter(norm.anchor.bias):
+            continue
+        readers = _readers(norm.last)
+        sums = [call for _, call in readers if call in group.chain]
+        others = [products.get(call) for read, call in readers if call not in group.chain and call.args[0] is read]
+        known = [p for p in others if p is not None and _parameter(p.anchor.weight) and p is not group and not p.moved]
+        bias = group.anchor.bias
+        if bias is None or len(sums) != 1 or len(sums) + len(known) != len(readers):
+            continue
+        if any(p.anchor.bias is not None and not _parameter(p.anchor.bias) for p in known):
+            continue
+        group.moved = True
+        norm.plus.append(bias)
+        for product in known:
+            product.minus.append(bias)
+        value = tensor_of(group.last)
+        saved = 0 if value is None else 2 * value.numel() * value.element_size()
+        report.add(layer_name(group.anchor.node), "bias", bias.name, True, f"added by {layer_name(norm.anchor.node)}", saved)

@@ -1,0 +1,162 @@
+"""`optimize`: a torch.nn model on our operators, as fast as they are, with the reasons for all that was done and left.
+
+    model -> traced (trace.py) -> groups of calls (patterns.py) -> calls of our operators (lower.py, emit.py)
+          -> implementations measured (choose.py) -> one CUDA graph (optimized.py) -> compared with the float model (check.py)
+
+The user's model is never changed: a copy is cast to the precision, and the float model's own parameters are what is folded. A
+model that is no graph is optimised child by child (partial.py).
+
+Refuses: training, dynamic shapes (an optimised model is for the examples' shapes), models on several devices.
+"""
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from tilewright.fuse.anchors import tensor_of
+from tilewright.fuse.check import verify
+from tilewright.fuse.choose import choose
+from tilewright.fuse.lower import Lowering
+from tilewright.fuse.optimized import Optimized
+from tilewright.fuse.partial import optimize_children
+from tilewright.fuse.quantise import Quantiser
+from tilewright.fuse.report import Report
+from tilewright.fuse.settings import PRECISIONS, Settings
+from tilewright.fuse.trace import Traced, Untraceable, trace
+from tilewright.fuse.tuning import choices
+from tilewright.fuse.tuning import tune as tune_calls
+
+__all__ = ["optimize"]
+
+
+def optimize(
+    model: nn.Module, example_inputs: Tensor | Sequence[Any], precision: str = "fp16", *,
+    example_kwargs: Mapping[str, Any] | None = None, report: bool = True, tolerance: float | None = None,
+    graph: bool | None = None, copy_outputs: bool = True, search: int | None = 4,
+    tune: bool = False, compiled: bool | None = None,
+) -> Optimized:  # fmt: skip
+    """A model for inference that computes what `model` does, on our operators.
+
+    Args:
+        model: any torch.nn.Module; it is copied, and stays as it is.
+        example_inputs: its arguments, a tuple; or its one tensor. Their shapes are those of every later call.
+        precision: fp32, fp16, bf16: of weights and activations. int8: fp16 with quantised products (quantise.py).
+        example_kwargs: arguments by name.
+        report: print it when done; it stays in `.report`.
+        tolerance: relative RMS error of outputs that is allowed; None: what the precision is allowed (check.TOLERANCES).
+        graph: whether to capture a CUDA graph; None: on a GPU.
+        search: on a GPU: measure for each launch the implementations that take it, and so many configs more that the model
+            ranks first; 0 for the implementations alone, None for no measuring.
+        tune: on a GPU: search every launch of the model thoroughly first (minutes), into the user's database (tuning.py).
+        compiled: on a CPU: whether Inductor compiles the whole graph, weights packed; None for yes. Else operators run singly.
+        copy_outputs: whether results outlive the next call; without, one launch less for each.
+
+    Returns:
+        A module with the model's own call. `.report` has every decision, as text and JSON.
+
+    Raises:
+        ValueError: an unknown precision, no inputs, or tensors on several devices.
+        Untraceable: nothing of the model can be traced; the user's line.
+        check.Inaccurate: the outputs are too far from the float model's; the guilty layer.
+    """
+    start = time.perf_counter()
+    if precision not in PRECISIONS:
+        raise ValueError(f"optimize: precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    kwargs = dict(example_kwargs or {})
+    device = _device(model, (args, kwargs))
+    graph = device.type == "cuda" if graph is None else graph
+    if graph and device.type != "cuda":
+        raise ValueError(f"optimize: graph=True captures a CUDA graph, and the model is on {device}; leave it None")
+    gpu = device.type == "cuda"
+    compiled = not gpu if compiled is None else compiled
+    if (compiled and gpu) or (tune and not gpu):
+        raise ValueError(f"optimize: compiled=True is for a CPU and tune=True for a GPU; the model is on {device}")
+    settings = Settings(precision, tolerance, graph, copy_outputs, search if gpu else None, tune, compiled)
+    float_model = copy.deepcopy(model).eval().requires_grad_(False)
+    try:
+        done = _whole(float_model, args, kwargs, settings)
+    except Untraceable as error:
+        done = optimize_children(float_model, args, kwargs, settings, error, _whole)
+    facts = done.report.facts
+    facts.update(precision=precision, device=str(device), cuda_graph=graph, inputs="copied in, cast, images channels-last")
+    facts.update(compiled="by Inductor, weights frozen" if compiled else "no")
+    facts.update(outputs="copied out" if copy_outputs else "overwritten by the next call")
+    facts.update(seconds=round(time.perf_counter() - start, 2))
+    if report:
+        print(done.report.text())
+    return done
+
+
+def _device(model: nn.Module, inputs: Any) -> torch.device:
+    given = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    if not given:
+        raise ValueError("optimize: wanted example inputs, a tensor or a tuple with at least one; got none")
+    devices = {t.device for t in (*model.parameters(), *model.buffers(), *given)}
+    if len(devices) > 1:
+        raise ValueError(f"optimize: model and inputs must be on one device; got {', '.join(sorted(map(str, devices)))}")
+    return devices.pop()
+
+
+def _compiled(fused: fx.GraphModule, flat: list[Any]) -> Any:
+    """The graph through Inductor, weights packed as constants; torch.compile loses `freezing` when it is given as an option."""
+    from torch._inductor import config  # seconds to import, and for CPUs alone
+
+    called = torch.compile(fused, fullgraph=True)
+    with config.patch(freezing=True), torch.no_grad():
+        called(*flat)
+    return called
+
+
+def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings) -> Optimized:
+    """A module that can be traced, as one graph. Raises Untraceable."""
+    exact, found = trace(model, args, kwargs), Report()
+    flat = pytree.tree_leaves((args, dict(kwargs)))
+    quantiser = Quantiser(exact, flat, found) if settings.quantised else None
+    fused, traced = lowered(model, exact, args, kwargs, settings.dtype, found, quantiser)
+    if settings.tune:
+        found.tuned = tune_calls(lambda: fused(*flat))
+    if settings.search is not None:
+        found.choices = choose(fused, flat, settings.search)
+        found.provenance = choices(lambda: fused(*flat))
+    results = next(n for n in exact.graph.nodes if n.op == "output").args[0]
+    outputs = [None if (o := tensor_of(n)) is None else o.dtype for n in results]  # pyright: ignore[reportGeneralTypeIssues]
+    called = _compiled(fused, flat) if settings.compiled else fused
+    done = Optimized(fused, called, exact, flat, outputs, found, graph=settings.graph, copy_outputs=settings.copy_outputs)
+
+    def native() -> Any:
+        """torch's own calls in the precision."""
+        given, named = pytree.tree_map(partial(_cast, settings.dtype), (args, dict(kwargs)))
+        return traced.module(*given, **named)
+
+    tolerance = settings.tolerance
+    check = verify(
+        exact.module, fused, args, kwargs, precision=settings.precision, tolerance=tolerance, run=done, native=native
+    )  # fmt: skip
+    found.error = check.to_json()
+    if traced.mutated:
+        found.facts["not written"] = f"inputs that the model writes to stay as they are: {', '.join(traced.mutated)}"
+    return done
+
+
+def _cast(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def lowered(
+    model: nn.Module, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, report: Report,
+    quantiser: Quantiser | None = None,
+) -> tuple[Any, Traced]:  # fmt: skip
+    """(the optimised graph, what was traced in `dtype`)."""
+    cast = partial(_cast, dtype)
+    floats = [t for t in (*exact.state.values(), *pytree.tree_leaves(args)) if isinstance(t, Tensor) and t.is_floating_point()]
+    traced = exact
+    if any(t.dtype != dtype for t in floats):
+        traced = trace(copy.deepcopy(model).to(dtype), pytree.tree_map(cast, args), pytree.tree_map(cast, dict(kwargs)))
+    return Lowering(traced, exact.state, report, quantiser).run(), traced

@@ -1,0 +1,176 @@
+"""A model that is no graph as a whole: the children that are, optimised one by one; the rest runs as the user wrote it.
+
+Each child's arguments are recorded in one call of the model. A child that cannot be traced either is taken apart in turn. What
+stays eager stays in the user's own dtype, and is listed in the report with the reason.
+
+Refuses: children that are called with several shapes, that are called by other ways than `child(...)`, or whose attributes the
+model's own code reads (an optimised one has none of them).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tilewright.fuse.check import LARGEST_OVER_RMS, TOLERANCES, Check, Inaccurate, Tolerance, compare_outputs, exact_products
+from tilewright.fuse.optimized import Optimized
+from tilewright.fuse.report import Report
+from tilewright.fuse.settings import Settings
+from tilewright.fuse.trace import Untraceable
+
+__all__ = ["Partial", "optimize_children"]
+
+Whole = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Settings], Optimized]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Partial(Optimized):
+    """The user's own module, some children of which are optimised.
+
+    Args:
+        model: a copy of the user's.
+        report: what was decided.
+    """
+
+    def __init__(self, model: nn.Module, report: Report):
+        nn.Module.__init__(self)
+        self.model, self.report, self.captured = model, report, None
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's call."""
+        with torch.no_grad():
+            return self.model(*args, **kwargs)
+
+
+def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[nn.Module, list[Call]], Any]:
+    """(arguments of every call of every child, the model's result)."""
+    calls: dict[nn.Module, list[Call]] = {}
+
+    def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.setdefault(module, []).append(pytree.tree_map(_kept, (given, named)))
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if m is not model]
+    try:
+        with torch.no_grad(), exact_products():
+            result = model(*pytree.tree_map(_kept, args), **pytree.tree_map(_kept, dict(kwargs)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, result
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _shapes(call: Call) -> list[Any]:
+    return [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in pytree.tree_leaves(call)]
+
+
+class _Children:
+    """Goes through a model's children and puts optimised ones in their place."""
+
+    def __init__(self, calls: dict[nn.Module, list[Call]], settings: Settings, whole: Whole, report: Report):
+        self.calls, self.settings, self.whole, self.report = calls, settings, whole, report
+        self.taken = 0
+
+    def visit(self, parent: nn.Module, path: str) -> None:
+        """The children of a module that is no graph itself."""
+        for name, child in list(parent.named_children()):
+            where = f"{path}.{name}" if path else name
+            found = self._optimized(child, where)
+            if found is not None:
+                setattr(parent, name, found)
+                self.taken += 1
+
+    def _optimized(self, child: nn.Module, where: str) -> Optimized | None:
+        calls = self.calls.get(child, [])
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not calls:
+            self.visit(child, where)
+            return None
+        if not calls:
+            return self._eager(where, "the model does not call it")
+        if any(_shapes(call) != _shapes(calls[0]) for call in calls[1:]):
+            return self._eager(where, "it is called with several shapes")
+        if not any(isinstance(t, Tensor) for t in pytree.tree_leaves(calls[0])):
+            return self._eager(where, "it is called without tensors")
+        try:
+            done = self.whole(child, *calls[0], self.settings)
+        except Untraceable as error:
+            self._eager(where, str(error))
+            self.visit(child, where)
+            return None
+        if not any(launch["op"] in _OURS for launch in done.report.launches):
+            return self._eager(where, "none of our operators is in it")
+        self._merge(done.report, where)
+        return done
+
+    def _eager(self, where: str, reason: str) -> None:
+        self.report.add(where, "eager", where, False, reason)
+
+    def _merge(self, found: Report, where: str) -> None:
+        self.report.add(where, "capture", where, True, "optimised by itself: the model around it is no graph")
+        self.report.decisions += found.decisions
+        self.report.launches += found.launches
+        self.report.choices += found.choices
+
+
+_OURS = frozenset({"conv", "linear", "attention", "layer_norm", "max_pool", "mean"})
+"""Names of launches of our operators in a report."""
+
+
+def _restore(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Buffers as they were: a model that counts its calls has counted ours."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+
+
+def optimize_children(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, why: Untraceable, whole: Whole
+) -> Partial:
+    """A model whose children are optimised as far as they are graphs.
+
+    Args:
+        model: a copy of the user's; it is changed.
+        args: example arguments.
+        kwargs: the same by name.
+        settings: for each child.
+        why: why the model is no graph.
+        whole: what optimises a module that is one.
+
+    Raises:
+        Untraceable: nothing in it is a graph.
+        Inaccurate: the outputs are too far from the float model's.
+    """
+    report = Report()
+    report.add(type(model).__name__, "capture", type(model).__name__, False, str(why))
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        calls, want = _recorded(model, args, kwargs)
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:  # the user's code, as it is, on the user's inputs
+        raise Untraceable(f"{type(model).__name__} itself fails on the example inputs: {error} ({why})") from error
+    _restore(model, state)
+    children = _Children(calls, settings, whole, report)
+    children.visit(model, "")
+    if not children.taken:
+        reasons = "; ".join(f"{d.anchor}: {d.reason}" for d in report.decisions[1:]) or "it has no children"
+        raise Untraceable(f"{why}. Nothing of it can be optimised by itself: {reasons}") from why
+    done = Partial(model, report)
+    try:
+        got = done(*pytree.tree_map(_kept, args), **pytree.tree_map(_kept, dict(kwargs)))
+    except AttributeError as error:
+        raise Untraceable(f"{why}. Its code reads what optimised children do not have: {error}") from error
+    _restore(model, state)
+    allowed = TOLERANCES[settings.precision]
+    if settings.tolerance is not None:
+        allowed = Tolerance(settings.tolerance, settings.tolerance * LARGEST_OVER_RMS)
+    check = Check(settings.precision, allowed, compare_outputs(want, got))
+    if check.failed:
+        raise Inaccurate(check)
+    report.error = check.to_json()
+    return done

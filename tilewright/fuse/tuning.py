@@ -1,0 +1,161 @@
+"""Measure the ops that a model calls, in the shapes that it calls them in, before it runs: `optimize(..., tune=True)`.
+
+    calls of the model -> distinct problems -> searched by another process -> rows of the user's database -> chosen from now on
+
+The search itself is `tilewright tune`'s (`tilewright.tune.search`): certified configs in the model's order, compiled on all
+cores, each checked against the definition and timed, the best in turns, libraries among them. What was measured before with
+these versions is not measured again, so the second time costs seconds. Where arguments cannot be drawn from their shapes
+(tables of indices) the op keeps what the rule gives it, and the answer says so.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewright.fuse.spec import Unspoken, spelled
+from tilewright.hw.device import device_of
+from tilewright.op import Op
+from tilewright.ops import ALL
+from tilewright.tune import lookup
+from tilewright.tune.record import problem_json
+
+__all__ = ["Called", "calls_of", "choices", "tune"]
+
+_OPS = {op.name: op for op in ALL}
+
+
+@dataclass(frozen=True)
+class Called:
+    """An op with arguments like these, and how often a run called it."""
+
+    op: Op
+    args: tuple[Any, ...]
+    """Tensors on the meta device."""
+    problem: Any
+    text: str
+    """The problem as rows have it."""
+    index: int
+    """Of the CUDA device; negative on a CPU."""
+    count: int
+
+
+class _Listener(TorchDispatchMode):
+    """Notes every call of an op of ours, and lets it through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[str, str], Called] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tilewright":
+            self._note(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        op = _OPS[func._schema.name.split("::")[1]]
+        whole = (*args, *(argument.default_value for argument in func._schema.arguments[len(args) :]))
+        problem = op.problem(*whole)
+        text = problem_json(problem)
+        before = self.found.get((op.name, text))
+        count = before.count + 1 if before else 1
+        self.found[op.name, text] = Called(op, tuple(_shape_of(a) for a in whole), problem, text, args[0].get_device(), count)
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def calls_of(run: Callable[[], Any]) -> list[Called]:
+    """The distinct problems of our ops in one run, in their order."""
+    with torch.inference_mode(), _Listener() as listener:
+        run()
+    return list(listener.found.values())
+
+
+def choices(run: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What each op of a run launches, and what says so: {"op", "problem", "count", "impl", "config", "source", "us"}.
+
+    source: "exact" or "bucket" for a measured row, whose microseconds stand in "us"; else "model", "default" or "fixed".
+    """
+    return [
+        {
+            "op": called.op.name,
+            "problem": json.loads(called.text),
+            "count": called.count,
+            "impl": choice.impl.name,
+            "config": dict(choice.config),
+            "source": choice.source,
+            "us": choice.entry.us if choice.entry else None,
+        }
+        for called in calls_of(run)
+        for choice in [called.op.choose(device_of(called.index), called.problem)]
+    ]
+
+
+def tune(
+    run: Callable[[], Any], *, top: int = 6, limit_s: float = 25.0, progress: Callable[[str], None] = lambda words: None
+) -> list[dict[str, Any]]:
+    """Search the best implementation and config of every op that a run calls, on the GPU that it runs on.
+
+    Args:
+        run: calls the model once, not captured in a graph.
+        top: configs measured of each problem, beside its default and libraries.
+        limit_s: seconds for compiling one config, and for measuring one.
+        progress: told in words how far it is.
+
+    Returns:
+        One row a problem: {"op", "problem", "how", "best", "us", "notes"}; "how" is "search", "verified again", "known", or
+        "refused" with the reason in "notes". Empty where nothing runs on a GPU.
+
+    Raises:
+        RuntimeError: the searching process failed; its last words.
+    """
+    wanted, refused = [], []
+    for called in calls_of(run):
+        if called.index < 0:
+            continue
+        head = {"op": called.op.name, "problem": json.loads(called.text)}
+        try:
+            spec = spelled(called.args)
+        except Unspoken as reason:
+            refused.append({**head, "how": "refused", "best": None, "us": None, "notes": [str(reason)]})
+            continue
+        wanted.append({"op": called.op.name, "problem": called.text, "arguments": spec})
+    answers = _searched(wanted, top, limit_s, progress) if wanted else []
+    lookup.refresh()
+    for op in ALL:
+        op.forget()
+    return answers + refused
+
+
+def _searched(wanted: list[dict[str, Any]], top: int, limit_s: float, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The answers of `python -m tilewright.fuse.tuner`: a process without a CUDA context, which may fork compilers."""
+    torch.cuda.empty_cache()
+    order = json.dumps({"top": top, "limit_s": limit_s, "wanted": wanted})
+    command = [sys.executable, "-m", "tilewright.fuse.tuner", "search"]
+    answers = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(order)
+        process.stdin.close()
+        for line in process.stdout:
+            said = json.loads(line)
+            if "progress" in said:
+                progress(said["progress"])
+            elif "failed" in said:
+                raise RuntimeError(f"tuning: {said['failed']}")
+            else:
+                answers.append(said)
+    if process.returncode:
+        raise RuntimeError(f"tuning: the searching process ended with exit code {process.returncode}; its words are above")
+    return answers

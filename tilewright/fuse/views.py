@@ -1,0 +1,172 @@
+"""Views as arithmetic on one dense buffer: what chains of reshape, transpose, select ... read, and whether strides can say it.
+
+A `View` names, for each dimension, its atoms: (size, stride) pairs, slowest first, whose product is the dimension. A reshape
+regroups atoms and splits them where it must; a permutation moves dimensions; a copy changes nothing, since no memory is looked
+at before somebody asks for a tensor. So [S, B, 3 E] -> [S, B, 3, E] -> ... -> [S, B H, D] -> [B, H, S, D], which torch writes
+with a copy in the middle, comes out as strides of the first buffer.
+
+`strides` merges each dimension's atoms to one stride where that is possible, else says None: then a copy is needed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["View", "channels_last", "dense"]
+
+Atom = tuple[int, int]
+"""(size, stride), in elements."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Where the elements of a tensor lie in a buffer."""
+
+    dims: tuple[tuple[Atom, ...], ...]
+    offset: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return tuple(math.prod(size for size, _ in dim) for dim in self.dims)
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """One stride for each dimension, or None where no strides say it."""
+        found = [_merged(dim) for dim in self.dims]
+        if any(atom is None for atom in found):
+            return None
+        # A dim of one has any stride; kernels read alignment from strides, so it gets what a dense tensor would have.
+        steps, reach = [], 1
+        for size, stride in reversed([atom for atom in found if atom is not None]):
+            steps.append(stride if size != 1 else reach)
+            reach = max(reach, size * steps[-1])
+        return tuple(reversed(steps))
+
+    @property
+    def atoms(self) -> tuple[Atom, ...]:
+        """Of all dimensions: always the sizes and strides of a tensor that `shape` reshapes."""
+        return tuple(atom for dim in self.dims for atom in dim)
+
+    def is_dense(self) -> bool:
+        """Whether the elements stand in order, without holes, from the buffer's start."""
+        return self.offset == 0 and dense(self.shape).strides == self.strides
+
+    def reshape(self, sizes: Sequence[int]) -> "View | None":
+        """The same elements in order with other sizes; None where atoms cannot be split so."""
+        if 0 in sizes or 0 in self.shape:
+            return None
+        rest = [atom for atom in reversed(self.atoms) if atom[0] != 1]
+        dims: list[tuple[Atom, ...]] = []
+        for size in sizes:
+            taken: list[Atom] = []
+            while size > 1:
+                if not rest:
+                    return None
+                count, stride = rest.pop()
+                if size % count == 0:
+                    taken.append((count, stride))
+                    size //= count
+                elif count % size == 0:
+                    inner = count // size
+                    taken.append((size, stride * inner))
+                    rest.append((inner, stride))
+                    size = 1
+                else:
+                    return None
+            dims.append(tuple(taken) or ((1, 1),))
+        return View(tuple(dims), self.offset) if not rest else None
+
+    def permute(self, order: Sequence[int]) -> "View":
+        """Dimension i of the result is dimension order[i]."""
+        return View(tuple(self.dims[d] for d in order), self.offset)
+
+    def narrow(self, dim: int, start: int, length: int, step: int = 1) -> "View | None":
+        """Elements start, start + step ... of a dimension that has one stride."""
+        atom = _merged(self.dims[dim])
+        if atom is None:
+            return None
+        dims = list(self.dims)
+        dims[dim] = ((length, atom[1] * step),)
+        return View(tuple(dims), self.offset + start * atom[1])
+
+    def select(self, dim: int, index: int) -> "View | None":
+        """Without the dimension, at one index of it."""
+        found = self.narrow(dim, index, 1)
+        return None if found is None else View(found.dims[:dim] + found.dims[dim + 1 :], found.offset)
+
+    def squeeze(self, dims: Sequence[int]) -> "View":
+        """Without these dimensions where their size is 1."""
+        return View(tuple(d for i, d in enumerate(self.dims) if i not in dims or self.shape[i] != 1), self.offset)
+
+    def unsqueeze(self, dim: int) -> "View":
+        """With a dimension of size 1 before `dim`."""
+        return View((*self.dims[:dim], ((1, 1),), *self.dims[dim:]), self.offset)
+
+    def expand(self, sizes: Sequence[int]) -> "View":
+        """Dimensions of size 1 repeated, new ones in front; -1 keeps a size."""
+        new = len(sizes) - len(self.dims)
+        dims: list[tuple[Atom, ...]] = [((size, 0),) for size in sizes[:new]]
+        for size, dim, had in zip(sizes[new:], self.dims, self.shape, strict=True):
+            dims.append(dim if size in (-1, had) else ((size, 0),))
+        return View(tuple(dims), self.offset)
+
+    def rows(self) -> tuple[tuple[Atom, ...], int] | None:
+        """(atoms of the leading dimensions, K): the last dimension has K elements side by side; None where it has not."""
+        last = _merged(self.dims[-1])
+        if last is None or (last[1] != 1 and last[0] != 1):
+            return None
+        return tuple(atom for dim in self.dims[:-1] for atom in dim if atom[0] != 1), last[0]
+
+    def memory_order(self) -> "tuple[View, View] | None":
+        """Rows of the last dimension in the order in which they lie in memory, where they fill it without holes.
+
+        Returns:
+            ([R, K] dense from `offset`, and the view of an [R, 1] buffer that has this view's leading dims), else None: an
+            operation on rows may run on the first, and its result is read by the second.
+        """
+        found = self.rows()
+        if found is None:
+            return None
+        leads, k = found
+        expected = k
+        for size, stride in sorted(leads, key=lambda atom: atom[1]):
+            if stride != expected:
+                return None
+            expected *= size
+        count = math.prod(size for size, _ in leads)
+        back = tuple(tuple((size, stride // k) if size != 1 else (1, 1) for size, stride in dim) for dim in self.dims[:-1])
+        return View((((count, k),), ((k, 1),)), self.offset), View(back)
+
+    def with_columns(self, n: int, base: int) -> "View":
+        """Of a view of rows (`memory_order`): the view of an [R, base] buffer, its first n columns as last dimension."""
+        dims = tuple(tuple((size, stride * base) for size, stride in dim) for dim in self.dims)
+        return View((*dims, ((n, 1),)), self.offset * base)
+
+
+def _merged(dim: tuple[Atom, ...]) -> Atom | None:
+    """The atoms of one dimension as one, or None."""
+    real = [atom for atom in dim if atom[0] != 1]
+    if not real:
+        return (1, 1)
+    size, stride = real[-1]
+    for count, step in reversed(real[:-1]):
+        if step != size * stride:
+            return None
+        size *= count
+    return size, stride
+
+
+def dense(shape: Sequence[int]) -> View:
+    """Contiguous, as torch means it."""
+    dims, stride = [], 1
+    for size in reversed(shape):
+        dims.append(((size, stride if size != 1 else 1),))
+        stride *= max(1, size)
+    return View(tuple(reversed(dims)))
+
+
+def channels_last(shape: Sequence[int]) -> View:
+    """[N, C, *S] with channels side by side: [N, *S, C] in memory."""
+    last = dense((shape[0], *shape[2:], shape[1]))
+    return View((last.dims[0], last.dims[-1], *last.dims[1:-1]))

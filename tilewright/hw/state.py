@@ -1,0 +1,101 @@
+"""What the machine does at this moment besides our work: load, clocks, other users of the GPU.
+
+Two states around a measurement tell how much of the processor went to others meanwhile. What a machine does not tell (no /proc,
+no frequency governor, no driver) is None or absent, never a guess.
+"""
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilewright.hw import nvml
+
+__all__ = ["State", "others_share", "state"]
+
+_GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+# nvmlClocksEventReasons: the card is slowed down by what nobody asked for.
+_SLOWDOWNS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """One look at the machine."""
+
+    at: float
+    """`time.monotonic()`."""
+    load: float | None
+    """Processes that ran or waited to run, mean of a minute."""
+    ticks: tuple[int, int] | None
+    """Clock ticks of all processors since boot: busy, and in all."""
+    own_ticks: int
+    """Of them those of this process and its descendants."""
+    governor: str | None
+    """Of the processor's frequency: "performance", "powersave" ..."""
+    gpu: dict[str, Any] = field(default_factory=dict)
+    """"sm", "memory", "sm_max", "memory_max" in MHz, "slowdowns" (reasons), "processes" computing on it; or empty."""
+
+
+def state(cuda: int | None = None) -> State:
+    """Look now; `cuda` is the index of the GPU to look at. Costs a few milliseconds."""
+    return State(
+        at=time.monotonic(),
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        ticks=_ticks(),
+        own_ticks=_own_ticks(),
+        governor=_GOVERNOR.read_text().strip() if _GOVERNOR.is_file() else None,
+        gpu={} if cuda is None else _gpu(cuda),
+    )
+
+
+def others_share(before: State, after: State) -> float | None:
+    """Which part of all processors others used between two states, 0 to 1; None where the system does not tell."""
+    if before.ticks is None or after.ticks is None or after.ticks[1] <= before.ticks[1]:
+        return None
+    busy, total = (b - a for a, b in zip(before.ticks, after.ticks))
+    # A descendant that ended without being waited for takes its ticks along.
+    own = max(after.own_ticks - before.own_ticks, 0)
+    return min(max(busy - own, 0) / total, 1.0)
+
+
+def _ticks() -> tuple[int, int] | None:
+    path = Path("/proc/stat")
+    if not path.is_file():
+        return None
+    # user nice system idle iowait irq softirq steal; guest time, the rest of the line, is in user time already.
+    fields = [int(text) for text in path.read_text().partition("\n")[0].split()[1:9]]
+    return sum(fields) - sum(fields[3:5]), sum(fields)
+
+
+def _own_ticks() -> int:
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = entry.read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        # The name in brackets may hold anything, brackets too.
+        fields = text.rpartition(")")[2].split()
+        pid = int(entry.parent.name)
+        parents[pid] = int(fields[1])
+        ticks[pid] = sum(int(number) for number in fields[11:15])
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return sum(ticks.get(pid, 0) for pid in own)
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    try:
+        clocks = nvml.clocks_mhz(index)
+        slowdowns, processes = nvml.disturbances(index)
+    except nvml.NoDriver:
+        return {}
+    return {**clocks, "slowdowns": [text for bit, text in _SLOWDOWNS.items() if slowdowns & bit], "processes": processes}

@@ -1,0 +1,167 @@
+"""Launches that are made again: the same compiled kernel, grid and numbers on other memory.
+
+A launch through Triton's `kernel[grid](...)` looks at each argument to find out which binary is meant, and a descriptor of the
+copy engine is checked and written down as text for that: tens of microseconds of host time for a kernel of forty arguments,
+more than a convolution of one image takes. Where a launcher knows that a call differs from an earlier one by its addresses
+alone, it keeps a `Prepared` and hands it those. What a launcher has to compare for that, `Held` is asked by: shapes, strides,
+dtypes, constants, the card, and which addresses are multiples of 16.
+
+A held launch keeps no tensor alive: it has offsets into operands. Launchers make one of every launch and hold those that a card
+has run: a recording for a card that is not here (asm/compile.py) goes the same way, and shows what is wrong with it.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from triton.compiler import CompiledKernel
+
+from tilewright.hw import env
+from tilewright.op import dispatch_modes, scope
+
+__all__ = ["Held", "Prepared", "call_key", "launch", "pointer_kind"]
+
+
+class _Base:
+    """What a descriptor is told its memory is: an address."""
+
+    __slots__ = ("pointer",)
+
+    def __init__(self, pointer: int):
+        self.pointer = pointer
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+class Prepared:
+    """A launch with places for addresses.
+
+    Args:
+        kernel: the jitted function: names the order of its parameters.
+        compiled: what launching it gave.
+        grid: programs, one to three numbers.
+        arguments: those of the launch, by position: tensors, descriptors, numbers, None.
+        constants: the rest, by name.
+        owners: for each of the first arguments, which operand it points into; None for what is no pointer.
+        operands: addresses of the operands of that launch.
+    """
+
+    def __init__(
+        self, kernel: Any, compiled: CompiledKernel, grid: Sequence[int], arguments: Sequence[Any],
+        constants: Mapping[str, Any], owners: Sequence[int | None], operands: Sequence[int],
+    ):  # fmt: skip
+        rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        self._arguments = [*arguments, *rest]
+        self._places: list[tuple[int, int, int, Any]] = []
+        for i, owner in enumerate(owners):
+            value = arguments[i]
+            if owner is None or value is None:
+                continue
+            described = None if isinstance(value, Tensor) else value
+            at = (value if described is None else described.base).data_ptr()
+            fields = None
+            if described is not None:
+                fields = (type(described), {name: field for name, field in vars(described).items() if name != "base"})
+            self._places.append((i, owner, at - operands[owner], fields))
+            self._arguments[i] = None
+        self._compiled, self._grid = compiled, (*grid, 1, 1)[:3]
+        self._run: Any = None
+
+    def __call__(self, operands: Sequence[int]) -> None:
+        """Launch on operands at these addresses."""
+        arguments = self._arguments.copy()
+        for i, owner, offset, fields in self._places:
+            at: Any = operands[owner] + offset
+            if fields is not None:
+                # Its own constructor checks what was checked when the launch was made first.
+                described = object.__new__(fields[0])
+                described.__dict__.update(fields[1], base=_Base(at))
+                at = described
+            arguments[i] = at
+        if self._run is None:  # not sooner: a kernel that was only compiled, for a card that is not here, has no handle
+            self._run = self._compiled[self._grid]  # pyright: ignore[reportArgumentType]
+        self._run(*arguments)
+
+
+class Held:
+    """What a launcher holds of its launches, by all that tells one from another; the oldest go where there are too many."""
+
+    def __init__(self, most: int = 4096):
+        self._most = most
+        self._kept: dict[Hashable, Any] = {}
+        self.get = self._kept.get
+        """What was kept for a key, or None."""
+
+    def keep(self, key: Hashable, kept: Any) -> None:
+        """Hold it for a key."""
+        if len(self._kept) >= self._most:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = kept
+
+
+def pointer_kind(x: Tensor | None) -> tuple[torch.dtype, bool] | None:
+    """What Triton chooses a kernel by where it is given a tensor: dtype, whether it starts at 16 bytes; None without one."""
+    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
+
+
+def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Hashable | None:
+    """All by which calls of a public function may differ but the memory of their tensors; None: go the long way.
+
+    That is what is not on a GPU, is traced, wrapped or unaligned, or has a list among its options, which has no hash.
+    """
+    if type(x) not in (Tensor, Parameter) or not x.is_cuda or torch.compiler.is_compiling() or dispatch_modes():
+        return None
+    key: list[Any] = [options, scope()]
+    starts = 0
+    for t in (x, *others):
+        if t is None:
+            key.append(None)
+            continue
+        starts |= t.data_ptr()
+        key += (t.shape, t.stride(), t.dtype, t.get_device())
+    found = tuple(key)
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return None if starts % 16 else found
+
+
+_LAUNCHED = Held()
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], operands: Sequence[Tensor | None], numbers: tuple[int | float | bool, ...],
+    constants: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """`kernel[grid](*operands, *numbers, **constants)`, the short way where such a launch was made before.
+
+    Args:
+        kernel: a jitted function of a module, whose first parameters are pointers.
+        grid: programs.
+        operands: what they point to; the first is no None.
+        numbers: the parameters behind them.
+        constants: the rest by name, and options of the launch, in the same order every time.
+    """
+    starts = [0 if t is None else t.data_ptr() for t in operands]
+    low = 0
+    for start in starts:
+        low |= start
+    first: Any = operands[0]
+    key = (
+        id(kernel), first.get_device(), grid, numbers, *map(type, numbers), *constants.values(),
+        *[None if t is None else t.dtype for t in operands],
+        tuple(start % 16 for start in starts) if low % 16 else 0,
+    )  # fmt: skip
+    held = _LAUNCHED.get(key)
+    if held is not None:
+        held(starts)
+        return
+    compiled = kernel[grid](*operands, *numbers, **constants)
+    if not env.interpreting():
+        prepared = Prepared(kernel, compiled, grid, (*operands, *numbers), constants, range(len(operands)), starts)
+        if first.is_cuda:
+            _LAUNCHED.keep(key, prepared)
