@@ -274,9 +274,7 @@ def test_report() -> None:
 def test_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Inductor is given can be traced, and is right; its own code would take the test fifteen seconds to compile."""
     real = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda model, fullgraph, options: real(model, fullgraph=fullgraph, backend="aot_eager")
-    )
+    monkeypatch.setattr(torch, "compile", lambda model, fullgraph: real(model, fullgraph=fullgraph, backend="aot_eager"))
     for make, x in ((Separate, torch.randn(2, 5, 16)), (Residual, torch.randn(2, 8, 6, 6))):
         model = _model(make)
         done = tilewright.optimize(model, x, "fp32", report=False)

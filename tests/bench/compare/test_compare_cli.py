@@ -100,6 +100,16 @@ def test_verdicts_are_exit_codes(ours: str, baseline: str, claim: str, budget: s
     assert "measuring" in done.stderr
 
 
+def test_the_whole_model_alone() -> None:
+    done = compare("--ours", "fake:1", "--baseline", "fake:2", "--json", "--budget", "20", "--whole")
+    found = Comparison.from_json(json.loads(done.stdout))
+    assert done.exit_code == 0
+    assert set(found.environment["variants"]) == {"whole"}
+    assert [s.layers for s in found.segments] == [["0", "2", "4"]]
+    assert found.segments[0].ratio == found.ratio
+    assert found.ratio.value == pytest.approx(2, rel=0.05)  # a call costs something beside its layers
+
+
 def test_json_is_one_object_and_has_the_truth() -> None:
     done = compare("--ours", "fake:1", "--baseline", "fake:2", "--json", "--budget", "20", "--seed", "3")
     found = Comparison.from_json(json.loads(done.stdout))

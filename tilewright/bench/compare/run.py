@@ -75,8 +75,7 @@ def compare(
         progress("looking for layers")
         planned = plan(model.module, model.inputs)
         if whole:
-            only = [variant for variant in planned.variants if variant.name == "whole"]
-            planned = replace(planned, variants=only, needed=only)
+            planned = _only_whole(planned)
         design = planned.design
         ready, began_at = build_all(sides, planned.variants, len(planned.needed), design, budget_s, progress)
         before, started = _look(device), time.monotonic()
@@ -93,6 +92,11 @@ def compare(
         found = _measured_whole(attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed), claim)
         run = _Run(model, planned, sides, ready, before, after)
         return run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
+
+
+def _only_whole(planned: Plan) -> Plan:
+    only = [variant for variant in planned.variants if variant.name == "whole"]
+    return replace(planned, variants=only, needed=only)
 
 
 @dataclass(frozen=True)
