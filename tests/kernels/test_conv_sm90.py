@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tilewright.hw import env
 from tilewright.hw.device import CARD_OF_ARCH
@@ -26,9 +27,11 @@ from tilewright.op import Inputs
 H100 = CARD_OF_ARCH[90]
 
 
-def by_shifts(config: Mapping[str, Any], work: Launch) -> None:
+def by_shifts(config: Mapping[str, Any], work: Launch, whole: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
     """What the kernel computes, position by position of the filter."""
-    for t in (work.x, work.weight, work.y):
+    operands = (work.x, work.weight, work.y)
+    for t, of in zip(operands, whole or operands, strict=True):
+        assert t.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
         assert t.stride(-1) == 1
         assert all(step * t.element_size() % 16 == 0 for step in t.stride()[:-1])
         assert t.storage_offset() * t.element_size() % 16 == 0
