@@ -89,7 +89,7 @@ def _build(
     calls = _calls(op, words, label)
     cards = _cards(arch)
     choices = _choices(impls, config)
-    for one in impls:
+    for one in [i for i in impls if not choices or choices.keys() & i.space.axes.keys()]:
         for card in cards:
             at, args, refusal = _first_taken(op, one, card, calls)
             if refusal is not None:
