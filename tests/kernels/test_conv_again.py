@@ -1,5 +1,6 @@
 """Convolutions and norms that were called before go straight to their launch: same results, whatever memory comes next."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from tests import conformance
 from tilewright import ops
+from tilewright.kernels import conv_again
 from tilewright.kernels.conv import conv_op
+from tilewright.kernels.matmul import linear_op
 from tilewright.kernels.normalize_channels import normalize_channels_op
 from tilewright.kernels.prepared import call_key
 from tilewright.op import Inputs, prefer
@@ -75,3 +78,17 @@ def test_what_goes_the_long_way() -> None:
     assert call_key((1,), torch.zeros(2)) is None
     with torch.device("meta"):
         assert call_key((1,), torch.zeros(2)) is None
+
+
+def test_product_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 x 1 as `linear` has chosen it, of torch's own shapes; on a CPU its reference stands for the choice."""
+    chosen = SimpleNamespace(launch=lambda config, *args: linear_op.reference(*args))
+    monkeypatch.setattr(linear_op, "chosen", lambda *args: (chosen, {}), raising=False)
+    inputs = Inputs()
+    x, weight, bias = inputs.randn(2, 3, 5, 8), inputs.randn(6, 1, 1, 8), inputs.randn(6)
+    call = conv_again._product(x, weight, bias, None, "relu")
+    for _ in range(2):
+        image, filters = inputs.randn(2, 3, 5, 8).permute(0, 3, 1, 2), inputs.randn(6, 1, 1, 8).permute(0, 3, 1, 2)
+        y = call(image, filters, bias, None)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(y, F.conv2d(image, filters, bias).relu())

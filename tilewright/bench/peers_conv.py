@@ -125,6 +125,10 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *(_shape(n, c, h, c, k, s, more=f" groups={g}") for n, c, h, k, s, g in _GROUPED),
         *(_shape(32, c, h, c, 3, 1, more=" bias=true activation=relu residual=true") for c, h in ((64, 56), (256, 14))),
     ),
+    "conv_codes": (
+        *(_shape(32, c, h, c, 3, 1, more=" bias=true activation=relu") for c, h in ((64, 56), (128, 28), (256, 14), (512, 7))),
+        *(f"N=32 C={c} H={h} O={4 * c} K=1 bias=true activation=relu residual=true" for c, h in ((64, 56), (512, 7))),
+    ),
     # a U-Net's way up; of stride 2 and 1 as gradients
     "conv_transpose": (
         *(f"N=8 C={2 * c} H={h} O={c} K=2 S=2" for c, h in ((64, 64), (128, 32), (256, 16))),

@@ -12,8 +12,8 @@ from tilewright.kernels.conv_common import output_size
 from tilewright.op import Inputs
 
 __all__ = [
+    "batch_norm_backward_arguments",
     "batch_statistics_arguments",
-    "batch_statistics_backward_arguments",
     "conv_arguments",
     "conv_transpose_arguments",
     "conv_weight_gradient_arguments",
@@ -118,18 +118,17 @@ def normalize_channels_arguments(
 
 
 def batch_statistics_arguments(
-    inputs: Inputs, *, N: int, B: int = 1, M: int = 3136, dtype: torch.dtype = torch.float32
+    inputs: Inputs, *, M: int, N: int, B: int = 1, dtype: torch.dtype = torch.float16, first: bool = False
 ) -> tuple[Any, ...]:
-    """Sums of B images with M places and N channels; weights and running statistics of `dtype`."""
-    first, shift, weight, bias, mean = (inputs.randn(*shape) for shape in ((B, N), (1, N), (N,), (N,), (N,)))
-    second, var = inputs.randn(B, N).square() + 2.0, inputs.randn(N).square() + 0.5
-    vectors = tuple(t.to(dtype) for t in (weight, bias, mean, var))
-    return first * M**0.5, second * M, shift, *vectors, B * M, 0.1, 1e-5
+    """x of B images with M places and N channels, dense along the channels, or with `first` the places; running statistics."""
+    x = inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype)
+    return x, inputs.randn(N), inputs.randn(N).square() + 0.5, 0.1
 
 
-def batch_statistics_backward_arguments(
-    inputs: Inputs, *, N: int, B: int = 1, M: int = 3136, dtype: torch.dtype = torch.float32
+def batch_norm_backward_arguments(
+    inputs: Inputs, *, M: int, N: int, B: int = 1, dtype: torch.dtype = torch.float16, first: bool = False, relu: bool = True
 ) -> tuple[Any, ...]:
-    """Sums of the gradient of such a batch; weights of `dtype`."""
-    given, crossed, mean, weight = (inputs.randn(*shape) for shape in ((B, N), (B, N), (1, N), (N,)))
-    return given * M**0.5, crossed * M**0.5, mean, inputs.randn(1, N).square() + 0.5, weight.to(dtype), B * M
+    """dy and x of such a batch, with `relu` y behind one; statistics and a weight."""
+    dy, x, y = (inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype) for _ in range(3))
+    mean, variance, weight = inputs.randn(N) / 4, inputs.randn(N).square() + 0.5, inputs.randn(N)
+    return dy, x, y.relu() if relu else None, mean, variance, weight, 1e-5

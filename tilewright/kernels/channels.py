@@ -29,7 +29,7 @@ from tilewright.hw.device import Device, device_of
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import channel_affine_arguments, channel_sums_arguments
 from tilewright.kernels.column_sums import column_sums
-from tilewright.kernels.prepared import launch
+from tilewright.kernels.prepared import Prepared, launch
 from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
@@ -37,6 +37,7 @@ from tilewright.tune.space import Config
 
 __all__ = [
     "CHANNEL_SPACE",
+    "affine_into",
     "channel_affine_op",
     "channel_problem",
     "channel_sums_op",
@@ -253,16 +254,23 @@ def _sums_launch(config: Config, x: Tensor, shift: Tensor, dy: Tensor | None) ->
     return first.view(n, c), second.view(n, c)
 
 
+def affine_into(
+    config: Config, x: Tensor, a: Tensor, b: Tensor, dy: Tensor | None, d: Tensor | None, y: Tensor
+) -> Prepared | None:
+    """The map, written to y; x has elements. Gives what makes the launch again, of x, dy or x, a, b, d or a, y."""
+    n, s, c = x.shape
+    vector = places_at_once(x)
+    operands = (x, x if dy is None else dy, a, b, a if d is None else d, y)
+    numbers = (s // vector, _step(a), _step(b), 0 if d is None else _step(d))
+    constants = {"C": c, "VECTOR": vector, "LAST": channels_last(x), "HAS_DY": dy is not None, **config}
+    programs = n * ceil_div(s, config["BLOCK_S"]) * ceil_div(c, config["BLOCK_C"])
+    return launch(_affine_kernel, (programs,), operands, numbers, constants)
+
+
 def _affine_launch(config: Config, x: Tensor, a: Tensor, b: Tensor, dy: Tensor | None, d: Tensor | None) -> Tensor:
     y = torch.empty_like(x)
-    n, s, c = x.shape
     if x.numel():
-        vector = places_at_once(x)
-        operands = (x, x if dy is None else dy, a, b, a if d is None else d, y)
-        numbers = (s // vector, _step(a), _step(b), 0 if d is None else _step(d))
-        constants = {"C": c, "VECTOR": vector, "LAST": channels_last(x), "HAS_DY": dy is not None, **config}
-        programs = n * ceil_div(s, config["BLOCK_S"]) * ceil_div(c, config["BLOCK_C"])
-        launch(_affine_kernel, (programs,), operands, numbers, constants)
+        affine_into(config, x, a, b, dy, d, y)
     return y
 
 

@@ -193,15 +193,22 @@ def activated(y: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels, channels, mask, O, ACTIVATION: tl.constexpr):
+def finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels, channels, mask, O, ACTIVATION: tl.constexpr, factor=None):
     """Bias, residual, activation and the one rounding of a float32 tile; then its store.
 
     pixels [BLOCK_M, 1] int64: where a row is in y and in the residual; channels [1, BLOCK_N]; O: elements from pixel to pixel.
-    bias_ptr and residual_ptr may be None.
+    bias_ptr and residual_ptr may be None. factor: to multiply the activation by where y is int8, codes: saturated, a NaN is 0.
     """
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + channels, mask=channels < O, other=0.0).to(tl.float32)
     at = pixels * O + channels
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, activate(acc, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+    y = activate(acc, ACTIVATION)
+    if factor is None:
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        y *= factor
+        held = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
+        # From 2^23 to 2^24 a float32 counts in ones: the sum is rounded to even, its low bits are the integer.
+        tl.store(y_ptr + at, (held + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), mask=mask)

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewright.kernels.hopper import block_barrier, load_box, store_box, viewed
 from tilewright.kernels.matmul_sm90 import piece_count, piece_of, place_of, program_rank
-from tilewright.kernels.matmul_sm90_end import activate, add_parts, column_blocks, leave_part
+from tilewright.kernels.matmul_sm90_end import activate, add_parts, column_blocks, leave_part, rounded
 
 __all__ = ["VIEWS_REACH_ON", "conv_sm90_kernel"]
 
@@ -69,9 +69,9 @@ def _box_at(units, unit, dtype: gl.constexpr, desc):
 
 
 @gluon.jit
-def _matrix_at(units, unit, dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+def _matrix_at(units, unit, dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SWIZZLE: gl.constexpr):
     """ROWS pixels from a unit on, as a matrix."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(units.layout.swizzle_byte_width, dtype.primitive_bitwidth, 2)
+    layout: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, dtype.primitive_bitwidth, 2)
     shape: gl.constexpr = [ROWS, COLS]
     return viewed(units.index(unit), dtype, shape, layout)
 
@@ -234,6 +234,7 @@ def _sum_steps(
     COLS: gl.constexpr = w_bufs.shape[1 if W_MAJOR == "k" else 2]
     # An instruction takes 32 bytes of K. Triton knows those of int8 up to 224 columns.
     INTEGERS: gl.constexpr = dtype == gl.int8
+    SWIZZLE: gl.constexpr = x_units.layout.swizzle_byte_width
     N: gl.constexpr = 128 if INTEGERS and COLS > 128 else COLS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 256 // dtype.primitive_bitwidth]
@@ -243,7 +244,7 @@ def _sum_steps(
         mbarrier.wait(full.index(stage), phase)
         unit = (stage * M_BOXES + (wg if M_BOXES == 2 else 0)) * UNITS
         for t in gl.static_range(TAPS):
-            x = _matrix_at(x_units, unit + (TAPS - 1 - t if BACKWARD else t), dtype, ROWS, BLOCK_K)
+            x = _matrix_at(x_units, unit + (TAPS - 1 - t if BACKWARD else t), dtype, ROWS, BLOCK_K, SWIZZLE)
             w = w_bufs.index(stage * TAPS + t)
             if W_MAJOR == "k":
                 w = w.permute((1, 0))
@@ -282,33 +283,44 @@ def _finish(
     blocks, tile_boxes, x_units, full, empty, residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr, passed, box, first_col,
     N, O, period, boxes_h, boxes_w, wg: gl.constexpr, M_BOXES: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Scales, bias, residual, activation, the one rounding, the store: a block of columns at a time, through shared memory."""
+    """Scales, bias, residual, activation, the one rounding, the store: a block of columns at a time, through shared memory.
+
+    Where the result is codes (conv_codes.py), an image's scale comes last.
+    """
     COUNT: gl.constexpr = len(blocks)
+    CODES: gl.constexpr = y_desc.dtype == gl.int8
     ROWS: gl.constexpr = blocks[0].shape[0]
     COLS: gl.constexpr = blocks[0].shape[1]
     UNITS: gl.constexpr = x_units.shape[0] // (STAGES * M_BOXES)
     OWN: gl.constexpr = tile_boxes.shape[0] // 2
     BUFS: gl.constexpr = OWN if OWN < COUNT else COUNT  # taken in turn: a tile uses each equally often
     box_shape: gl.constexpr = y_desc.block_type.shape
+    # A residual's boxes are as wide as y's.
+    SWIZZLE: gl.constexpr = y_desc.layout.swizzle_byte_width
     tile_bufs = _as_matrices(tile_boxes)
     p, n, q = _corner(box, boxes_h, boxes_w, box_shape)
     for j in gl.static_range(COUNT):
         y = blocks[j]
         if x_scale_ptr is not None:
-            y = y * _image_scales(x_scale_ptr, box, N, boxes_h, boxes_w, box_shape, y)
             y = y * _per_channel(w_scale_ptr, first_col + j * COLS, O, O, y)
+            if not CODES:
+                y = y * _image_scales(x_scale_ptr, box, N, boxes_h, boxes_w, box_shape, y)
         if bias_ptr is not None:
             y += _per_channel(bias_ptr, first_col + j * COLS, O, period, y)
         if residual_desc is not None:
             stage = (passed + j) % STAGES
             mbarrier.wait(full.index(stage), (passed + j) // STAGES & 1)
-            residual = _matrix_at(x_units, (stage * M_BOXES + wg) * UNITS, residual_desc.dtype, ROWS, COLS)
+            residual = _matrix_at(x_units, (stage * M_BOXES + wg) * UNITS, residual_desc.dtype, ROWS, COLS, SWIZZLE)
             y += residual.load(y.type.layout).to(gl.float32)
             block_barrier()  # one thread gives the stage back for all
             mbarrier.arrive(empty.index(stage))
         y = activate(y, ACTIVATION)
+        if CODES:
+            y = rounded(y, _image_scales(x_scale_ptr, box, N, boxes_h, boxes_w, box_shape, y), y_desc.dtype)
+        else:
+            y = y.to(y_desc.dtype)
         tma.store_wait(pendings=BUFS - 1)
-        tile_bufs.index(wg * OWN + j % BUFS).store(y.to(y_desc.dtype))
+        tile_bufs.index(wg * OWN + j % BUFS).store(y)
         fence_async_shared()
         store_box(y_desc, [p, n, q, first_col + j * COLS], tile_boxes.index(wg * OWN + j % BUFS))
 

@@ -18,7 +18,18 @@ from tilewright.kernels.workspace import tickets
 from tilewright.op import scope
 from tilewright.tune.space import Config
 
-__all__ = ["AXES", "Again", "Launch", "Shape", "best_tile", "box_of", "launch_boxes", "phases_of", "tile_refusal"]
+__all__ = [
+    "AXES",
+    "Again",
+    "Launch",
+    "Shape",
+    "best_tile",
+    "box_of",
+    "fetched_box",
+    "launch_boxes",
+    "phases_of",
+    "tile_refusal",
+]
 
 # N images, C channels, O output channels; H, W spatial dims of x, P, Q of y; KH, KW of the filter
 
@@ -26,6 +37,10 @@ Two = tuple[int, int]
 Three = tuple[int, int, int]
 
 # ---- boxes of pixels
+
+
+_FETCH_CYCLES = 4.6
+"""What a pixel of x costs the copy engine of an SM, whatever it holds (docs/log.md)."""
 
 
 def _blocks(size: int, block: int) -> int:
@@ -45,6 +60,24 @@ def box_of(rows: int, images: int, height: int, width: int, column: bool) -> Thr
             n = rows // (w * h)
             boxes = _blocks(images, n) * _blocks(height, h) * _blocks(width, w)
             cost = boxes * (1 + (0.1 / h if column else 0) + 0.02 * (h + 2) * (w + 2) / (h * w))
+            if cost < least:
+                best, least = (h, n, w), cost
+    return best
+
+
+@lru_cache(maxsize=1024)
+def fetched_box(rows: int, images: int, height: int, width: int, once: float, below: float, product: float) -> Three:
+    """As `box_of`, by the cycles a pixel costs: its products, or to fetch it `once` times, and `below` for each row of a box.
+
+    With `below` the rows of a box have eight pixels at least.
+    """
+    best, least = (1, rows, 1), float("inf")
+    for h in (1 << i for i in range((rows // 8 if below else rows).bit_length())):
+        for w in (1 << i for i in range((rows // h).bit_length())):
+            n = rows // (w * h)
+            boxes = _blocks(images, n) * _blocks(height, h) * _blocks(width, w)
+            around = 1 + 0.002 * (h + 2) * (w + 2) / (h * w)
+            cost = boxes * max(product, _FETCH_CYCLES * (once + below / h)) * around
             if cost < least:
                 best, least = (h, n, w), cost
     return best
@@ -115,10 +148,7 @@ def _box(config: Config, images: int, rows: int, cols: int) -> Three:
 
 
 def best_tile(device: Device, shape: Shape) -> Config:
-    """The tile with the least estimated time, by the estimate of `linear` (matmul_sm90_launch.py), which takes K in 16 bits.
-
-    A pixel of x costs the copy engine about 4.6 cycles, whatever it holds (docs/log.md).
-    """
+    """The tile with the least estimated time, by the estimate of `linear` (matmul_sm90_launch.py), which takes K in 16 bits."""
     best, best_cycles = _config(_TILES[-1], False, 1), float("inf")
     block_k, (kh, kw) = _block_k(shape.c, shape.itemsize), shape.kernel
     chunks = _blocks(shape.c, block_k)
@@ -137,7 +167,7 @@ def best_tile(device: Device, shape: Shape) -> Config:
         cycles = max(
             k * block_m * block_n * (1.02 if turns and waves else 1.15) / 2048,  # one tile a program: nobody to take turns with
             k * (pixels + block_n) * 2 / 50,
-            kh * kw * chunks * pixels * 4.6,
+            kh * kw * chunks * pixels * _FETCH_CYCLES,
         )
         end = 1800 + block_m * block_n * (0.28 * shape.slow_activation + 0.03 * shape.residual)
         ways = {1: (waves + (left > 0)) * (cycles + (360 if turns else end)) + (end if turns else 0)}
@@ -266,8 +296,8 @@ def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tens
         for height, (h, w) in product(heights, phases)
     ]
     w_desc = _descriptor(work.weight, [block_n, 1, 1, block_k] if work.w_major == "k" else [block_k, 1, 1, block_n])
-    # A residual comes through the stages of x, so its blocks are as wide as those.
-    y_box = [*box, _WIDTH if work.residual is None else block_k * x.element_size() // 2]
+    # A residual comes through the stages of x, so its blocks are no wider than those.
+    y_box = [*box, _WIDTH if work.residual is None else min(_WIDTH, block_k * x.element_size() // y.element_size())]
     y_desc, residual_desc = (None if t is None else _descriptor(t.transpose(0, 1), y_box) for t in (y, work.residual))
     down, deep, across = _box_count(box, n, rows, cols)
     count = down * deep * across

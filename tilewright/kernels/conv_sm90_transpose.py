@@ -15,6 +15,7 @@ narrower than their stride (some outputs would be the bias alone).
 
 from itertools import product
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from tilewright.kernels.prepared import Held, pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["TRANSPOSE_SM90", "taps_of"]
+__all__ = ["TRANSPOSE_SM90", "launched", "taps_of"]
 
 _LARGEST_STRIDE = 4
 
@@ -94,6 +95,21 @@ SPACE = Space(
 _HELD = Held()
 
 
+def _key(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, size: list[int],
+) -> tuple[Any, ...]:  # fmt: skip
+    return (
+        x.get_device(), x.dtype, x.shape, weight.shape, pointer_kind(bias), activation, *stride, *padding, *dilation, *size,
+        *config.values(),
+    )  # fmt: skip
+
+
+def launched(config: Config, *args: Any) -> list[Again] | None:
+    """What makes the launches again that `TRANSPOSE_SM90` made of these arguments, one a phase; None where it made none."""
+    return _HELD.get(_key(config, *args))
+
+
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, size: list[int],
@@ -101,10 +117,7 @@ def _launch(
     y = torch.empty((x.shape[0], *size, weight.shape[-1]), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    key = (
-        x.get_device(), x.dtype, x.shape, weight.shape, pointer_kind(bias), activation, *stride, *padding, *dilation, *size,
-        *config.values(),
-    )  # fmt: skip
+    key = _key(config, x, weight, bias, activation, stride, padding, dilation, groups, size)
     held: list[Again] | None = _HELD.get(key)
     if held is not None:
         for again in held:

@@ -248,12 +248,20 @@ def _finish(
     acc, y_ptr, bias_ptr, residual_ptr, x_scales_ptr, w_scales_ptr, image, pixels, channels, row_mask, mask, O: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Scales, then the epilogue and the store. image, pixels, row_mask: [BLOCK_M, 1]; channels: [1, BLOCK_N]."""
+    """Scales, then the epilogue and the store. image, pixels, row_mask: [BLOCK_M, 1]; channels: [1, BLOCK_N].
+
+    Where the result is codes (conv_codes.py), an image's scale comes last.
+    """
+    factor = None
     if x_scales_ptr is not None:
         scale = tl.load(x_scales_ptr + image, mask=row_mask, other=0.0)
-        scale = scale * tl.load(w_scales_ptr + channels, mask=channels < O, other=0.0)
+        if y_ptr.dtype.element_ty == tl.int8:
+            factor = scale
+            scale = tl.load(w_scales_ptr + channels, mask=channels < O, other=0.0)
+        else:
+            scale = scale * tl.load(w_scales_ptr + channels, mask=channels < O, other=0.0)
         acc = acc.to(tl.float32) * scale
-    finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels.to(tl.int64), channels, mask, O, ACTIVATION)
+    finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels.to(tl.int64), channels, mask, O, ACTIVATION, factor)
 
 
 @triton.jit

@@ -8,8 +8,7 @@ With a relu at the end cuDNN runs bias, residual and activation in its epilogue.
 residual and activation, each of which rounds again.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +21,7 @@ from tilewright.kernels.conv_reference import convolved, plain_padding
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["VENDOR", "cudnn_choosing", "vendor_again"]
+__all__ = ["VENDOR", "cudnn_choosing", "takes_padding", "vendor_again"]
 
 _FLAGS: tuple[tuple[Any, Any], ...] = (
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
@@ -31,21 +30,31 @@ _FLAGS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-@contextmanager
-def cudnn_choosing(*, deterministic: bool) -> Iterator[None]:
+class cudnn_choosing:
     """The scope in which cuDNN tries its kernels on a shape's first call and multiplies float32 as such.
 
-    deterministic: it takes only kernels that give the same bits every time, as gradients want it.
+    deterministic: it takes only kernels that give the same bits every time, as gradients want it; it does so as well where
+    `torch.backends.cudnn.deterministic` asks for it.
     """
-    # torch.backends.cudnn.flags does the same in 20 microseconds: as long as a convolution.
-    before = [get() for get, _ in _FLAGS]
-    for (_, put), flag in zip(_FLAGS, (True, deterministic, False), strict=True):
-        put(flag)
-    try:
-        yield
-    finally:
-        for (_, put), flag in zip(_FLAGS, before, strict=True):
-            put(flag)
+
+    # torch.backends.cudnn.flags does the same in 20 microseconds, as long as a convolution; a generator takes 3 more than this.
+    __slots__ = ("_before", "_deterministic", "_wanted")
+
+    def __init__(self, *, deterministic: bool):
+        self._deterministic = deterministic
+
+    def __enter__(self) -> None:
+        self._before = tuple(get() for get, _ in _FLAGS)
+        self._wanted = (True, self._deterministic or self._before[1], False)
+        self._put(self._before, self._wanted)
+
+    def __exit__(self, *error: object) -> None:
+        self._put(self._wanted, self._before)
+
+    def _put(self, now: tuple[bool, ...], then: tuple[bool, ...]) -> None:
+        if now != then:
+            for (_, put), flag in zip(_FLAGS, then, strict=True):
+                put(flag)
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -61,7 +70,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     weight = weight.contiguous()  # a depthwise one may stand with dense channels
     window = (tuple(stride), tuple(padding), tuple(dilation))
-    plain = _plain(x.shape[1:-1], weight.shape[1:-1], *window, tuple(size))
+    plain = takes_padding(x.shape[1:-1], weight.shape[1:-1], *window, tuple(size))
     with cudnn_choosing(deterministic=False):
         if activation == "relu" and plain and x.dim() == 4 and x.is_cuda:
             # torch knows no shapes of the fused call without a GPU
@@ -81,8 +90,8 @@ _TO_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
 
 
 @lru_cache(maxsize=4096)
-def _plain(x: torch.Size, kernel: torch.Size, *window: tuple[int, ...]) -> bool:
-    """`plain_padding` of sizes, which takes as long as to launch a kernel."""
+def takes_padding(x: torch.Size, kernel: torch.Size, *window: tuple[int, ...]) -> bool:
+    """`plain_padding` of the sizes of x, filter, stride, padding, dilation and y, remembered: it takes as long as a launch."""
     return plain_padding(torch.empty(1, *x, 1, device="meta"), torch.empty(1, *kernel, 1, device="meta"), *window)
 
 
@@ -103,7 +112,7 @@ def vendor_again(
     """The same convolution of torch's own shapes, channels dense: one call of torch. None where it takes more than one."""
     window = (tuple(stride), tuple(padding), tuple(dilation))
     fused = activation == "relu" and x.dim() == 4
-    if not _plain(x.shape[1:-1], weight.shape[1:-1], *window, tuple(size)) or not (
+    if not takes_padding(x.shape[1:-1], weight.shape[1:-1], *window, tuple(size)) or not (
         fused or (activation == "none" and residual is None)
     ):
         return None

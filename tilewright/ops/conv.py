@@ -5,7 +5,7 @@ used as they are, others converted first, and results are channels-last. Weights
 
 Gradients are ops of their own: of x a transposed convolution, of the weight a sum over pixels in a fixed order. Where one is
 asked for, an activation is a launch of its own, and what is kept for the backward pass is x and the weight. A gradient of a
-gradient is refused: the ops are forward only.
+gradient is refused.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from tilewright.kernels.conv import conv_op
@@ -29,8 +30,9 @@ from tilewright.kernels.conv_checks import (
 )
 from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.prepared import Held, call_key
+from tilewright.kernels.gradient import no_view, wants_gradient
+from tilewright.kernels.prepared import Held, call_key, in_place
+from tilewright.ops.conv_training import ConvTraining
 from tilewright.ops.pointwise import activation as activate
 
 __all__ = [
@@ -70,10 +72,12 @@ class _Conv(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.options = (window.stride, window.low, window.dilation, groups)
         stride, low, dilation, groups = ctx.options
-        return conv_op(x, weight, bias, residual, "none", stride, low, dilation, groups, window.size, None, None, x.dtype)
+        y = conv_op(x, weight, bias, residual, "none", stride, low, dilation, groups, window.size, None, None, x.dtype)
+        return no_view(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         dy = grads[0].contiguous()
         dx = dw = db = None
@@ -93,10 +97,11 @@ class _Transposed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, groups: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options = (window.stride, window.low, window.dilation, groups)
-        return conv_transpose_op(x, weight, bias, "none", *ctx.options, window.size)
+        return no_view(conv_transpose_op(x, weight, bias, "none", *ctx.options, window.size))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         dy = grads[0].contiguous()
         dx = dw = db = None
@@ -151,9 +156,11 @@ def _planned(op: str, dims: int, x: Tensor, weight: Tensor, *rest: Any) -> tuple
     if type(x) not in (Tensor, Parameter) or torch.compiler.is_compiling():
         return _plan(op, dims, x, weight, *rest)
     bias, stride, padding, dilation, groups, mode, activation, residual, x_scales, w_scales, dtype = rest
+    if isinstance(padding, (list, tuple)):
+        padding = tuple(tuple(v) if isinstance(v, list) else v for v in padding)
     key = (
         op, dims, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device, _kind(bias), _kind(residual),
-        _kind(x_scales), _kind(w_scales), *(tuple(v) if isinstance(v, list) else v for v in (stride, padding, dilation)),
+        _kind(x_scales), _kind(w_scales), *(tuple(v) if isinstance(v, list) else v for v in (stride, dilation)), padding,
         groups, mode, activation, dtype,
     )  # fmt: skip
     found = _PLANS.get(key)
@@ -166,20 +173,31 @@ def _planned(op: str, dims: int, x: Tensor, weight: Tensor, *rest: Any) -> tuple
 _AGAIN = Held()
 
 
+def _arguments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, window: Window, groups: int,
+    x_scales: Tensor | None, w_scales: Tensor | None, out: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Of `conv_op`, for channels-last tensors."""
+    stride, low, _, dilation, size = window
+    return x, weight, bias, residual, activation, stride, low, dilation, groups, size, x_scales, w_scales, out
+
+
 def _conv(
     op: str, dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Int, padding: Padding, dilation: Int,
     groups: int, padding_mode: str, activation: str, residual: Tensor | None, x_scales: Tensor | None, w_scales: Tensor | None,
     dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    key = None
-    if x_scales is None and w_scales is None and not wants_gradient(x, weight, bias, residual):
-        options = (stride, padding, dilation, groups, padding_mode, activation, dtype)
+    key, trains = None, wants_gradient(x, weight, bias, residual)
+    if x_scales is None and w_scales is None:
+        options = (stride, padding, dilation, groups, padding_mode, activation, dtype, trains)
         key = call_key((op, conv_op.generation, options), x, weight, bias, residual)
-        call: Again | None = None if key is None else _AGAIN.get(key)
+        call: Again | ConvTraining | None = None if key is None else _AGAIN.get(key)
         if call is not None:
-            return call(x, weight, bias, residual)
+            y = call(x, weight, bias, residual)
+            return activate(y, activation) if trains and activation != "none" else y
     given, single = (x, weight, residual), x.dim() == dims + 1
     if single:
+        key = None
         x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
     window, out = _planned(
         op, dims, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual, x_scales, w_scales,
@@ -189,25 +207,24 @@ def _conv(
         x, window = _padded(x, window, padding_mode)
     x, weight = _last(x), _weight_last(weight, groups == x.shape[1] > 1)
     residual = None if residual is None else _last(residual)
-    if wants_gradient(x, weight, bias, residual):
+    if key is not None and not in_place(*zip((x, weight, residual), given, strict=True)):
+        key = None
+    if trains:
         if x.dtype == torch.int8:
             raise ValueError(f"{op}: int8 has no gradient; call it under torch.no_grad()")
         y: Any = _Conv.apply(x, weight, bias, residual, window, groups)
+        found = None if key is None else again(*_arguments(x, weight, bias, residual, "none", window, groups, None, None, out))
+        if found is not None:
+            _AGAIN.keep(key, ConvTraining(found, window, groups))
         y = y if activation == "none" else activate(y, activation)
     else:
         if x_scales is not None:
             x_scales = x_scales.expand(x.shape[0]).contiguous()
-        arguments = (
-            x, weight, bias, residual, activation, window.stride, window.low, window.dilation, groups, window.size,
-            x_scales, w_scales, out,
-        )  # fmt: skip
+        arguments = _arguments(x, weight, bias, residual, activation, window, groups, x_scales, w_scales, out)
         y = conv_op(*arguments)
-        # Operands that were copied are copied every time.
-        taken = zip((x, weight, residual), given, strict=True)
-        if key is not None and not single and all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in taken):
-            found = again(*arguments)
-            if found is not None:
-                _AGAIN.keep(key, found)
+        found = None if key is None else again(*arguments)
+        if found is not None:
+            _AGAIN.keep(key, found)
     y = y.permute(_TO_FIRST[dims + 2])
     return y.squeeze(0) if single else y
 

@@ -1,0 +1,139 @@
+"""A convolution in training that was called before: from torch's tensors straight to its launches, forward and backward.
+
+As kernels/conv_again.py for calls without gradients, with one `torch.autograd.Function` around it. The gradients of x and of
+the weight are those of ops/conv.py: what its ops have chosen is launched again. Where both are cuDNN's that is one call, which
+also sums the bias's; a gradient by a Hopper kernel is a launch of its own. Anything else goes through the ops every
+time, as does a gradient that comes under another scope or a dispatch mode.
+
+No tensor is kept alive between calls. Second derivatives are refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.kernels import conv_sm90_phases, conv_sm90_transpose, conv_sm90_weight_gradient
+from tilewright.kernels.conv_again import FORMATS, Again
+from tilewright.kernels.conv_checks import Window
+from tilewright.kernels.conv_sm90_boxes import Again as Launched
+from tilewright.kernels.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv_vendor import cudnn_choosing, takes_padding
+from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.gradient import no_view
+from tilewright.op import dispatch_modes, scope
+
+__all__ = ["ConvTraining"]
+
+_BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+class ConvTraining:
+    """A call to be made again; tensors have torch's shapes, [N, C, *S], with dense channels.
+
+    Args:
+        forward: the call without gradients and activation.
+        window: strides, padding, dilation and the result's size.
+        groups: of the channels.
+    """
+
+    def __init__(self, forward: Again, window: Window, groups: int):
+        self.forward = forward
+        self._options = (window.stride, window.low, window.dilation, groups)
+        self._size = tuple(window.size)
+        self._scope = scope()
+        self._short: dict[tuple[Any, ...], bool] = {}
+        """By which gradients are wanted, and what their ops' choices are of: whether there is a short way to them."""
+        self._of_x: list[Launched] | None = None
+        """What launches the gradient of x; None: cuDNN does it in the same call."""
+        self._of_weight: conv_sm90_weight_gradient.Again | None = None
+        """The same of the weight."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """conv(x, weight) + bias + residual, differentiable once in all four."""
+        return _Trained.apply(x, weight, bias, residual, self)  # pyright: ignore[reportReturnType]
+
+    def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
+        """The gradients of x, weight and bias that are needed."""
+        layout = FORMATS[x.dim()]
+        dy = dy.contiguous(memory_format=layout)
+        plain = dy.data_ptr() % 16 == 0 and type(dy) is Tensor and scope() == self._scope and not dispatch_modes()
+        key = (needs, conv_transpose_op.generation, conv_weight_gradient_op.generation)
+        known = self._short.get(key) if plain else False
+        if known is None:
+            found = self._by_ops(dy, x, weight, needs)
+            self._short[key] = self._learn(dy, x, weight, needs)
+            return found
+        if not known:
+            return self._by_ops(dy, x, weight, needs)
+        stride, padding, dilation, groups = self._options
+        own = self._of_x if needs[0] else None
+        mask = [needs[0] and own is None, needs[1] and self._of_weight is None, needs[2]]
+        found = (None, None, None)
+        if any(mask):
+            with cudnn_choosing(deterministic=True):
+                found = _BACKWARD(
+                    dy, x, weight, list(weight.shape[:1]), stride, padding, dilation, False, [0] * len(stride), groups, mask
+                )  # fmt: skip
+        dx, dw, db = (gradient if asked else None for gradient, asked in zip(found, mask, strict=True))
+        if own is not None:
+            dx = torch.empty_like(x)
+            for launch in own:
+                launch.launch(dy, weight, dx, None, None, None, None)
+        if self._of_weight is not None and needs[1]:
+            dw = torch.empty_like(weight)
+            self._of_weight.launch(dy, x, dw)
+        return [dx, dw, db]
+
+    def _by_ops(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
+        of_x, of_weight = self._arguments(dy, x, weight)
+        dx = conv_transpose_op(*of_x).movedim(-1, 1) if needs[0] else None
+        dw = conv_weight_gradient_op(*of_weight).movedim(-1, 1) if needs[1] else None
+        return [dx, dw, of_x[0].flatten(0, -2).sum(0) if needs[2] else None]
+
+    def _arguments(self, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Of the ops for the gradients of x and of the weight."""
+        dy, pixels, filters = (t.movedim(1, -1) for t in (dy, x, weight))
+        return (dy, filters, None, "none", *self._options, list(x.shape[2:])), (
+            dy, pixels, *self._options, list(weight.shape[2:]),
+        )  # fmt: skip
+
+    def _learn(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> bool:
+        """Whether there is a short way for what the ops have done, who make x's gradient by a launch of ours or by cuDNN."""
+        of_x, of_weight = self._arguments(dy, x, weight)
+        stride, padding, dilation, _ = (tuple(o) if isinstance(o, list) else o for o in self._options)
+        shapes = (x.shape[2:], weight.shape[2:], stride, padding, dilation, self._size)
+        if not needs[1] or not takes_padding(*shapes):
+            return False
+        choice = conv_weight_gradient_op.chosen(*of_weight)
+        own = choice.impl.name == "sm90"
+        self._of_weight = conv_sm90_weight_gradient.launched(choice.config, *of_weight) if own else None
+        if self._of_weight is None and choice.impl.name != "vendor":
+            return False
+        if not needs[0]:
+            return True
+        choice = conv_transpose_op.chosen(*of_x)
+        if choice.impl.name in ("sm90", "phases"):
+            module = conv_sm90_transpose if choice.impl.name == "sm90" else conv_sm90_phases
+            self._of_x = module.launched(choice.config, *of_x)
+            return self._of_x is not None
+        self._of_x = None
+        return choice.impl.name == "vendor"
+
+
+class _Trained(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: ConvTraining
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return no_view(call.forward(x, weight, bias, residual))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return *ctx.call.backward(grads[0], x, weight, needs[:3]), grads[0] if needs[3] else None, None
