@@ -1,7 +1,9 @@
 """Launches that are made again: the same arguments with other addresses, and nothing kept alive."""
 
 import gc
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +76,25 @@ def test_the_oldest_go() -> None:
     for key in "abc":
         held.keep(key, key.upper())
     assert [held.get(key) for key in "abc"] == [None, "B", "C"]
+
+
+def test_threads_keep_at_once() -> None:
+    """Backward passes run in threads of their own."""
+    held, before = Held(most=2), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(lambda i=i: [held.keep((i, n), n) for n in range(30000)]) for i in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_kept_again_pushes_nothing_out() -> None:
+    held = Held(most=2)
+    for key in "abb":
+        held.keep(key, key)
+    assert held.get("a") == "a"
 
 
 def test_kinds_of_pointers() -> None:

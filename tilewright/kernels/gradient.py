@@ -1,11 +1,19 @@
-"""Whether a call needs gradients: the one question a public function asks before it takes its `torch.autograd.Function`."""
+"""What public functions ask before they take their `torch.autograd.Function`, and what such a Function gives back."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["wants_gradient"]
+__all__ = ["no_view", "wants_gradient"]
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether gradients are being recorded and one of the tensors asks for its own; None, an operand left out, does not."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def no_view(y: Tensor) -> Tensor:
+    """The same memory without torch's note that it is a view: torch forbids writing in place to views that a Function made.
+
+    Of what the forward pass of a Function has made and nobody else holds. A trace has no launchers' views, and keeps y.
+    """
+    return y if torch.compiler.is_compiling() else y.data

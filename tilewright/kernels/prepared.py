@@ -6,22 +6,26 @@ more than a convolution of one image takes. Where a launcher knows that a call d
 alone, it keeps a `Prepared` and hands it those. What a launcher has to compare for that, `Held` is asked by: shapes, strides,
 dtypes, constants, the card, and which addresses are multiples of 16.
 
-A held launch keeps no tensor alive: it has offsets into operands. Launchers make one of every launch and hold those that a card
-has run: a recording for a card that is not here (asm/compile.py) goes the same way, and shows what is wrong with it.
+From its second launch on it goes the way of bare_launch.py. A held launch keeps no tensor alive: it has offsets into operands.
+Launchers make one of every launch and hold those that a card has run: a recording for a card that is not here (asm/compile.py)
+goes the same way, and shows what is wrong with it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from triton import knobs
 from triton.compiler import CompiledKernel
 
 from tilewright.hw import env
+from tilewright.kernels.bare_launch import BareLaunch, bare_launch
 from tilewright.op import dispatch_modes, scope
 
-__all__ = ["Held", "Prepared", "call_key", "launch", "pointer_kind"]
+__all__ = ["Held", "Prepared", "call_key", "in_place", "launch", "pointer_kind"]
 
 
 class _Base:
@@ -69,9 +73,26 @@ class Prepared:
             self._arguments[i] = None
         self._compiled, self._grid = compiled, (*grid, 1, 1)[:3]
         self._run: Any = None
+        self._bare: BareLaunch | None = None
 
     def __call__(self, operands: Sequence[int]) -> None:
         """Launch on operands at these addresses."""
+        bare, runtime = self._bare, knobs.runtime
+        if bare is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            self._launch(operands)  # profilers hook into launches
+            return
+        if not bare.encodes:
+            arguments = self._arguments.copy()
+            for i, owner, offset, _ in self._places:
+                arguments[i] = operands[owner] + offset
+            bare(arguments)
+            return
+        key = tuple(operands)
+        if not bare.again(key):
+            bare.encode(key, self._on(operands))
+
+    def _on(self, operands: Sequence[int]) -> list[Any]:
+        """The launch's arguments on operands at these addresses."""
         arguments = self._arguments.copy()
         for i, owner, offset, fields in self._places:
             at: Any = operands[owner] + offset
@@ -81,8 +102,14 @@ class Prepared:
                 described.__dict__.update(fields[1], base=_Base(at))
                 at = described
             arguments[i] = at
+        return arguments
+
+    def _launch(self, operands: Sequence[int]) -> None:
+        """Triton's way; the first time it makes the kernel's handle."""
+        arguments = self._on(operands)
         if self._run is None:  # not sooner: a kernel that was only compiled, for a card that is not here, has no handle
             self._run = self._compiled[self._grid]  # pyright: ignore[reportArgumentType]
+            self._bare = bare_launch(self._compiled, self._grid, arguments)
         self._run(*arguments)
 
 
@@ -92,14 +119,16 @@ class Held:
     def __init__(self, most: int = 4096):
         self._most = most
         self._kept: dict[Hashable, Any] = {}
+        self._keeping = Lock()  # backward passes run in threads of their own
         self.get = self._kept.get
         """What was kept for a key, or None."""
 
     def keep(self, key: Hashable, kept: Any) -> None:
         """Hold it for a key."""
-        if len(self._kept) >= self._most:
-            del self._kept[next(iter(self._kept))]
-        self._kept[key] = kept
+        with self._keeping:
+            if len(self._kept) >= self._most and key not in self._kept:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = kept
 
 
 def pointer_kind(x: Tensor | None) -> tuple[torch.dtype, bool] | None:
@@ -114,6 +143,10 @@ def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Has
     """
     if type(x) not in (Tensor, Parameter) or not x.is_cuda or torch.compiler.is_compiling() or dispatch_modes():
         return None
+    try:
+        hash(options)
+    except TypeError:
+        return None
     key: list[Any] = [options, scope()]
     starts = 0
     for t in (x, *others):
@@ -122,12 +155,12 @@ def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Has
             continue
         starts |= t.data_ptr()
         key += (t.shape, t.stride(), t.dtype, t.get_device())
-    found = tuple(key)
-    try:
-        hash(found)
-    except TypeError:
-        return None
-    return None if starts % 16 else found
+    return None if starts % 16 else tuple(key)
+
+
+def in_place(*pairs: tuple[Tensor | None, Tensor | None]) -> bool:
+    """Whether of each pair both are views of the same memory: an operand that was copied is copied every time."""
+    return all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
 _LAUNCHED = Held()
@@ -136,8 +169,10 @@ _LAUNCHED = Held()
 def launch(
     kernel: Any, grid: tuple[int, ...], operands: Sequence[Tensor | None], numbers: tuple[int | float | bool, ...],
     constants: Mapping[str, Any],
-) -> None:  # fmt: skip
+) -> Prepared | None:  # fmt: skip
     """`kernel[grid](*operands, *numbers, **constants)`, the short way where such a launch was made before.
+
+    Gives what makes it again, of addresses of operands that begin at 16 bytes where these do; None where no card has run it.
 
     Args:
         kernel: a jitted function of a module, whose first parameters are pointers.
@@ -159,9 +194,11 @@ def launch(
     held = _LAUNCHED.get(key)
     if held is not None:
         held(starts)
-        return
+        return held
     compiled = kernel[grid](*operands, *numbers, **constants)
     if not env.interpreting():
         prepared = Prepared(kernel, compiled, grid, (*operands, *numbers), constants, range(len(operands)), starts)
         if first.is_cuda:
             _LAUNCHED.keep(key, prepared)
+            return prepared
+    return None

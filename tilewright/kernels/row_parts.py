@@ -23,7 +23,7 @@ from torch import Tensor
 from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import rows_of
 
-__all__ = ["PART_BYTES", "SPLIT_SPACE", "draw", "edges", "lead_of", "meet", "mine", "packed", "start_of", "starts"]
+__all__ = ["PART_BYTES", "SPLIT_SPACE", "draw", "edges", "lead_of", "meet", "mine", "packed", "places", "start_of", "starts"]
 
 # What a program holds of a row, in slabs of BLOCK columns: half of the registers of its threads. A slab is gone through at a
 # time, so that little of a part is in float32 at once.
@@ -106,3 +106,11 @@ def edges(part, lead, D: tl.constexpr):
     cols = tl.where(at < 8, at, (D + lead) // 8 * 8 + at - 8)
     whole = (cols // 8 * 8 >= lead) & (cols // 8 * 8 + 8 <= D + lead)
     return cols, (part == 0) & (cols >= lead) & (cols < D + lead) & (whole == 0)
+
+
+@triton.jit
+def places(part, slab, lead, D: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """(columns of a slab of a part, counted from where the row is, and which of them there are)."""
+    lane = part * WIDTH + slab * BLOCK + tl.arange(0, BLOCK // 8)[:, None] * 8
+    cols = lane + tl.arange(0, 8)[None, :]
+    return cols, mine(lane, cols, (part + 1) * WIDTH, lead, D, LEAD)

@@ -19,6 +19,7 @@ from tilewright.tune.model import Work
 from tilewright.tune.space import Config
 
 __all__ = [
+    "add_layer_norm_work",
     "add_norm_work",
     "gemv_work",
     "layer_norm_work",
@@ -291,6 +292,14 @@ def add_norm_work(device: Device, config: Config, x: Tensor, residual: Tensor, w
 def layer_norm_work(device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Work:
     """layer_norm."""
     return _row_work(device, config, x, 2, 1 + (bias is not None), _NORM_OPERATIONS + 3)
+
+
+def add_layer_norm_work(
+    device: Device, config: Config, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool
+) -> Work:
+    """add_layer_norm, whose rows are one block each."""
+    block = {"BLOCK_D": 1 << (x.shape[-1] - 1).bit_length(), "HELD": 1}
+    return _row_work(device, {**config, **block}, x, 3 + want_sum, 1 + (bias is not None), _NORM_OPERATIONS + 5)
 
 
 def softmax_work(device: Device, config: Config, x: Tensor) -> Work:

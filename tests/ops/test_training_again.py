@@ -1,0 +1,178 @@
+"""Layers in training that were called before: the same gradients from the short way on any memory, none of which is kept."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright import ops
+from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
+from tilewright.kernels.batch_statistics import batch_statistics_op
+from tilewright.kernels.conv_checks import window_of
+from tilewright.kernels.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv_vendor import cudnn_choosing
+from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.matmul import linear_op
+from tilewright.op import Inputs
+from tilewright.ops import conv_training, linear_gradient
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: what is launched again has run on one")
+LAST = torch.channels_last
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (True, False, False)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_call_for_all_gradients(needs: tuple[bool, bool, bool], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's own call makes them, here on a CPU: those of torch's autograd, by the ops first, then by the call."""
+    for op in (conv_transpose_op, conv_weight_gradient_op):
+        monkeypatch.setattr(op, "chosen", lambda *args: SimpleNamespace(impl=SimpleNamespace(name="vendor")), raising=False)
+    calls: list[Any] = []
+    backward = conv_training._BACKWARD
+    monkeypatch.setattr(conv_training, "_BACKWARD", lambda *args: calls.append(args[-1]) or backward(*args))
+
+    def tensors(seed: int) -> list[Tensor]:
+        inputs = Inputs(seed=seed)
+        x, weight, bias = (inputs.randn(*s, dtype=torch.float64) for s in ((2, 4, 7, 6), (6, 4 // groups, 3, 3), (6,)))
+        return [t.requires_grad_(n) for t, n in zip((x.contiguous(memory_format=LAST), weight, bias), needs, strict=True)]
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        return F.conv2d(x, weight, bias, 2, 1, 1, groups)
+
+    x, weight, _ = tensors(0)
+    call = conv_training.ConvTraining(forward, window_of("conv2d", x, weight, 2, 1, 1), groups)
+    for seed in range(3):
+        given, twin = tensors(seed), tensors(seed)
+        y, want = call(given[0], given[1], given[2], None), forward(twin[0], twin[1], twin[2], None)
+        dy = Inputs(seed=9).randn(*y.shape, dtype=torch.float64)
+        torch.testing.assert_close(y, want)
+        y.backward(dy)
+        want.backward(dy)
+        for mine, theirs in zip(given, twin, strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad)
+    assert calls == ([list(needs)] * 2 if needs[1] else []), "without a gradient of the weight the ops do it"
+
+
+def test_new_choices_of_gradients_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a gradient's op forgot what it had chosen, a call that is made again asks it anew."""
+    asked: list[str] = []
+    for op in (conv_transpose_op, conv_weight_gradient_op):
+        chosen = SimpleNamespace(impl=SimpleNamespace(name="vendor"))
+        monkeypatch.setattr(op, "chosen", lambda *args, op=op, found=chosen: asked.append(op.name) or found, raising=False)
+    x, weight = (Inputs().randn(*s, dtype=torch.float64).requires_grad_() for s in ((1, 4, 5, 5), (6, 4, 1, 1)))
+    call = conv_training.ConvTraining(lambda x, w, *_: F.conv2d(x, w), window_of("conv2d", x, weight, 1, 0, 1), 1)
+    for _ in range(2):
+        call(x, weight, None, None).sum().backward()
+    monkeypatch.setattr(conv_transpose_op, "generation", conv_transpose_op.generation + 1)
+    call(x, weight, None, None).sum().backward()
+    assert asked == [conv_weight_gradient_op.name, conv_transpose_op.name] * 2
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d", "conv again", "linear", "linear again"])
+def test_results_may_be_written_in_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's may, and as a relu with inplace=True does; and a gradient of a gradient is refused, not wrong."""
+    inputs = Inputs()
+    layout = torch.contiguous_format if "linear" in name else LAST
+    x = inputs.randn(2, 4, 4, 4).contiguous(memory_format=layout).requires_grad_()
+    weight, rows = (inputs.randn(*shape).requires_grad_() for shape in ((4, 4, 1, 1), (4, 4)))
+
+    def product(x: Tensor, w: Tensor, *_: Any) -> Tensor:
+        return (x.detach().permute(0, 2, 3, 1) @ w.detach().flatten(1).mT).permute(0, 3, 1, 2)
+
+    again = linear_gradient._Again(linear_op._reference)
+    again.of_x = again.of_weight = linear_op._reference
+    training = conv_training.ConvTraining(product, window_of("conv2d", x, weight, 1, 0, 1), 1)
+    monkeypatch.setattr(training, "_learn", lambda *args: False)  # nothing is chosen on a CPU
+    call, w, want = {
+        "conv2d": (ops.conv2d, weight, F.conv2d),
+        "conv_transpose2d": (ops.conv_transpose2d, weight, F.conv_transpose2d),
+        "conv again": (lambda x, w: training(x, w, None, None), weight, F.conv2d),
+        "linear": (ops.linear, rows, F.linear),
+        "linear again": (lambda x, w: linear_gradient._ProductAgain.apply(x, w, None, again), rows, F.linear),
+    }[name]
+    y: Any = call(x, w)
+    torch.relu_(y).square().sum().backward()
+    twin = [t.detach().requires_grad_() for t in (x, w)]
+    want(*twin).relu().square().sum().backward()
+    for mine, theirs in zip((x, w), twin, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    y = call(x, w)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+
+
+def test_the_wish_for_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    for wanted in (False, True):
+        with cudnn_choosing(deterministic=wanted):
+            assert torch.backends.cudnn.deterministic
+            assert torch.backends.cudnn.benchmark
+        assert not torch.backends.cudnn.benchmark
+
+
+def no_summary(*args: Any) -> None:
+    raise AssertionError("the call was summarised again")
+
+
+def image(seed: int, *shape: int) -> Tensor:
+    return Inputs("cuda", seed).randn(*shape, dtype=torch.float16).contiguous(memory_format=LAST)
+
+
+def close(got: Tensor | None, want: Tensor | None) -> None:
+    assert got is not None
+    assert want is not None
+    assert float((got.double() - want).norm() / want.norm()) < 2e-3
+
+
+@needs_gpu
+@pytest.mark.parametrize(("activation", "added"), [("none", False), ("relu", False), ("relu", True), ("none", True)])
+def test_batch_norm(activation: str, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = None
+    for i in range(4):
+        x, residual, dy = (image(seed, 4, 24, 7, 5) for seed in (i, i + 7, i + 13))
+        w, b, m, v = (Inputs("cuda", i + s).randn(24).square() + 0.5 for s in range(4))
+        twin = [t.double().requires_grad_() for t in (x, w, b, residual)]
+        mean, variance = m.double(), v.double()
+        mine = [t.requires_grad_() for t in (x, w, b, residual)]
+        y = ops.batch_norm(x, m, v, w, b, True, activation=activation, residual=residual if added else None)
+        want = F.batch_norm(twin[0], mean, variance, twin[1], twin[2], True) + (twin[3] if added else 0)
+        want = want if activation == "none" else torch.where(y.detach() > 0, want, 0.0)
+        y.backward(dy)
+        want.backward(dy.double())
+        close(y, want)
+        for t in range(3 + added):
+            close(mine[t].grad, twin[t].grad)
+        close(m, mean)
+        close(v, variance)
+        assert kept is None or kept() is None, "memory of the call before is still held"
+        kept = weakref.ref(x)
+        del x, residual, dy, twin, mine, y, want
+        gc.collect()
+        for op in (batch_statistics_op, batch_norm_backward_op):
+            monkeypatch.setattr(op, "problem", no_summary)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dims", [(2, 64, 14, 128, 3, 1), (1, 128, 7, 64, 3, 2), (2, 64, 9, 64, 1, 1)], ids=str)
+def test_convolution(dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    n, c, h, o, k, stride = dims
+    p = (h + 2 * (k // 2) - k) // stride + 1
+    for i in range(4):
+        x, weight, dy = image(i, n, c, h, h), image(i + 9, o, c, k, k) / (c * k * k) ** 0.5, image(i + 5, n, o, p, p)
+        given = [t.contiguous(memory_format=LAST).requires_grad_() for t in (x, weight)]
+        twin = [t.detach().double().requires_grad_() for t in given]
+        y = ops.conv2d(given[0], given[1], None, stride, k // 2)
+        want = F.conv2d(twin[0], twin[1], None, stride, k // 2)
+        y.backward(dy)
+        want.backward(dy.double())
+        for got, exact in ((y, want), *((a.grad, b.grad) for a, b in zip(given, twin, strict=True))):
+            close(got, exact)
+        for op in (conv_transpose_op, conv_weight_gradient_op):
+            monkeypatch.setattr(op, "problem", no_summary)
