@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
-from tilewright import ops
+from tilewright import nn, ops
 from tilewright.hw import env
+from tilewright.op import Inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Kernels have no float64: there the same cases run in float32.
@@ -37,6 +39,10 @@ CALLS: dict[str, tuple[Call, Call]] = {
     "batch_norm, training, and what follows": (
         lambda x, m, v, w, b: ops.batch_norm(x, m, v, w, b, True, activation="silu", residual=x / 8),
         lambda x, m, v, w, b: F.silu(F.batch_norm(x, m, v, w, b, True) + x / 8),
+    ),
+    "batch_norm, training, and relu": (
+        lambda x, m, v, w, b: ops.batch_norm(x, m, v, w, b, True, activation="relu", residual=x / 8),
+        lambda x, m, v, w, b: F.relu(F.batch_norm(x, m, v, w, b, True) + x / 8),
     ),
     "batch_norm, no bias": (
         lambda x, m, v, w, b: ops.batch_norm(x, None, None, w, None, True),
@@ -143,3 +149,13 @@ X, V = torch.zeros(2, 6, 5), torch.zeros(6)
 def test_refused_arguments(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_a_layer_whose_weight_is_pruned() -> None:
+    """Then the weight is an attribute, made of a parameter of another name."""
+    layer, twin = nn.BatchNorm2d(4).to(DEVICE), torch.nn.BatchNorm2d(4).to(DEVICE)
+    x = Inputs(DEVICE).randn(2, 4, 3, 3)
+    for norm in (layer, twin):
+        prune.random_unstructured(norm, "weight", 2)
+        norm.get_buffer("weight_mask").copy_(torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    torch.testing.assert_close(layer(x), twin(x), **CLOSE)

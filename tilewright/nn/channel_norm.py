@@ -38,10 +38,16 @@ def _batch(layer: _BatchNorm, x: Tensor, activation: str, residual: Tensor | Non
         layer.num_batches_tracked.add_(1)
         if momentum is None:  # the mean of all batches so far
             momentum = 1.0 / float(layer.num_batches_tracked)
-    training = layer.training or layer.running_mean is None
-    mean, var = (layer.running_mean, layer.running_var) if moves or not training else (None, None)
+    # Straight from where they are held: a module's own way to an attribute costs as much as a look at a tensor.
+    held, own = layer._buffers, layer._parameters
+    mean, var = (held[name] if name in held else getattr(layer, name) for name in ("running_mean", "running_var"))
+    # Pruning and parametrizations put a plain attribute or a property where a parameter was.
+    weight, bias = (own[name] if name in own else getattr(layer, name) for name in ("weight", "bias"))
+    training = layer.training or mean is None
+    if training and not moves:
+        mean = var = None
     return ops.batch_norm(
-        x, mean, var, layer.weight, layer.bias, training, momentum or 0.0, layer.eps, activation=activation, residual=residual
+        x, mean, var, weight, bias, training, momentum or 0.0, layer.eps, activation=activation, residual=residual
     )
 
 

@@ -23,12 +23,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.kernels.batch_statistics import batch_statistics_backward_op, batch_statistics_op
+from tilewright.kernels import batch_statistics
+from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
+from tilewright.kernels.batch_statistics import batch_statistics_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
 from tilewright.kernels.conv_common import ACTIVATIONS
 from tilewright.kernels.gradient import wants_gradient
 from tilewright.kernels.normalize_channels import launched, normalize_channels_op
-from tilewright.kernels.prepared import Held, Prepared, call_key
+from tilewright.kernels.prepared import Held, Prepared, call_key, in_place
+from tilewright.ops.batch_norm_again import BatchNormAgain, wanted
 from tilewright.ops.permute import permute
 from tilewright.ops.pointwise import activation as activate
 
@@ -116,45 +119,50 @@ class _Normalised(torch.autograd.Function):
 
 
 class _Batch(torch.autograd.Function):
-    """Batch norm of x [N, S, C] by its own statistics, which `_by_batch` made, differentiable once in x, weight and bias."""
+    """Batch norm of x [N, S, C] by its own statistics, which are given, plus a residual, perhaps with a relu behind it.
+
+    Differentiable once in x, weight, bias and residual.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor, a: Tensor, b: Tensor
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, mean: Tensor,
+        variance: Tensor, eps: float, activation: str,
+    ) -> Tensor:  # fmt: skip
         """Runs without gradients, as torch does inside of a Function."""
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.of_bias = None if bias is None else bias.dtype
-        return channel_affine_op(x, a, b, None, None)
+        y = normalize_channels_op(x, mean, variance, weight, bias, residual, eps, activation)
+        ctx.save_for_backward(x, weight, mean, variance, None if activation == "none" else y)
+        ctx.options = (eps, None if bias is None else bias.dtype)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of weight, of bias), and nothing for the rest."""
-        x, weight, mean, scale = ctx.saved_tensors
+        """(of x, of weight, of bias, of residual), and nothing for the rest."""
+        x, weight, mean, variance, y = ctx.saved_tensors
+        eps, of_bias = ctx.options
         dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
-        given, crossed = channel_sums_op(x, mean, dy)
-        a, b, d, dweight, dbias = batch_statistics_backward_op(given, crossed, mean, scale, weight, x.numel() // x.shape[2])
-        dx = channel_affine_op(x, a, b, dy, d)
-        dweight = None if weight is None else dweight.to(weight.dtype)
-        return dx, dweight, None if ctx.of_bias is None else dbias.to(ctx.of_bias), None, None, None, None
+        dx, g, dweight, dbias = batch_norm_backward_op(dy, x, y, mean, variance, weight, eps)
+        return dx, *wanted(ctx, dweight, dbias, of_bias, dy if y is None else g), None, None, None, None
 
 
 def _by_batch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    momentum: float, eps: float,
+    momentum: float, eps: float, residual: Tensor | None, activation: str,
 ) -> Tensor:  # fmt: skip
-    """The norm of x [N, S, C] by its own statistics; moves the running ones, of which there are two or none."""
-    count = x.numel() // x.shape[2]
+    """The norm of x [N, S, C] by its own statistics, and what follows; moves the running ones, two or none."""
     with torch.no_grad():
-        shift = x[:1, 0].to(torch.promote_types(x.dtype, torch.float32))
-        first, second = channel_sums_op(x, shift, None)
-        mean, scale, a, b = batch_statistics_op(
-            first, second, shift, weight, bias, running_mean, running_var, count, momentum, eps
-        )
-    if wants_gradient(x, weight, bias):
-        return _Batch.apply(x, weight, bias, mean, scale, a, b)  # pyright: ignore[reportReturnType]
-    return channel_affine_op(x, a, b, None, None)
+        mean, variance = batch_statistics_op(x, running_mean, running_var, momentum)
+    if not wants_gradient(x, weight, bias, residual):
+        return normalize_channels_op(x, mean, variance, weight, bias, residual, eps, activation)
+    if activation in _FUSED:
+        return _Batch.apply(x, weight, bias, residual, mean, variance, eps, activation)  # pyright: ignore[reportReturnType]
+    y: Any = _Batch.apply(x, weight, bias, residual, mean, variance, eps, "none")
+    return activate(y, activation)
+
+
+_FUSED = ("none", "relu")
+"""Activations whose slope the norm's backward pass reads from its result."""
 
 
 class _Fixed(torch.autograd.Function):
@@ -341,14 +349,17 @@ def batch_norm(
             in training one value a channel, which has no variance; there are no statistics, or one kind alone.
     """
     key = None
-    if running_mean is not None and running_var is not None and not training and not wants_gradient(x, weight, bias, residual):
-        options = ("batch_norm", normalize_channels_op.generation, eps, activation)
+    if training or not wants_gradient(x, weight, bias, residual):
+        chosen = (normalize_channels_op.generation, batch_statistics_op.generation)
+        options = ("batch_norm", chosen, training, momentum if training else 0.0, eps, activation)
         key = call_key(options, x, running_mean, running_var, weight, bias, residual)
-        prepared: Prepared | None = None if key is None else _AGAIN.get(key)
-        if prepared is not None:
+        again: BatchNormAgain | Prepared | None = None if key is None else _AGAIN.get(key)
+        if isinstance(again, BatchNormAgain):
+            return again(x, weight, bias, residual, running_mean, running_var)
+        if again is not None:
             y = torch.empty_like(x)
             operands = (x, running_mean, running_var, weight, bias, residual, y)
-            prepared([0 if t is None else t.data_ptr() for t in operands])
+            again([0 if t is None else t.data_ptr() for t in operands])
             return y
     _check_batch(x, running_mean, running_var, weight, bias, training, activation, residual)
     if not x.numel():
@@ -356,14 +367,30 @@ def batch_norm(
     last = _channels_last(x)
     flat, rest = (None if t is None else _batch_places(t, last) for t in (x, residual))
     assert flat is not None, "x is a tensor"
+    keep = key is not None and in_place((x, flat), (residual, rest))
     if running_mean is not None and running_var is not None and not training:
         y = _fixed(flat, weight, bias, running_mean, running_var, eps, rest, activation)
-        copied = any(a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in ((x, flat), (residual, rest)))
-        if key is not None and not copied:
+        if keep:
             _AGAIN.keep(key, launched(flat, running_mean, running_var, weight, bias, rest, eps, activation))
         return _image(y, x.shape, last)
-    y = _by_batch(flat, weight, bias, running_mean, running_var, momentum, eps)
-    return _image(_followed(y, rest, activation), x.shape, last)
+    y = _by_batch(flat, weight, bias, running_mean, running_var, momentum, eps, rest, activation)
+    if keep and activation in _FUSED:
+        _AGAIN.keep(key, _trained(flat, weight, bias, running_mean, running_var, momentum, eps, rest, activation, last))
+    return _image(y, x.shape, last)
+
+
+def _trained(
+    flat: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float, residual: Tensor | None, activation: str, last: bool,
+) -> BatchNormAgain | None:  # fmt: skip
+    """What makes a call of `_by_batch` again that was made with these operands."""
+    statistics = batch_statistics.launched(flat, running_mean, running_var, momentum)
+    # The launcher knows the map by what its operands are, not by their numbers.
+    mean = torch.empty(flat.shape[2], dtype=torch.float32, device=flat.device)
+    normalised = launched(flat, mean, mean, weight, bias, residual, eps, activation)
+    if statistics is None or normalised is None:
+        return None
+    return BatchNormAgain(statistics, normalised, lambda t: _batch_places(t, last), eps, activation == "relu")
 
 
 def _batch_places(x: Tensor, last: bool) -> Tensor:

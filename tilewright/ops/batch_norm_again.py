@@ -1,0 +1,115 @@
+"""Batch norm in training that was called before: from torch's tensors straight to its launches, forward and backward.
+
+Three launches each way (kernels/batch_statistics.py, normalize_channels.py, batch_norm_backward.py), the memory they need and
+one `torch.autograd.Function`: of a network's small layers all else is host time. What may differ between two calls is the
+memory of their tensors; none is kept alive. Where a gradient comes that lies otherwise than x, or a scope or a dispatch mode
+was entered since, the backward pass goes through its op.
+
+Only activations whose slope the result tells: none and relu. Second derivatives are refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.kernels import batch_norm_backward, batch_statistics
+from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
+from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.prepared import Prepared
+from tilewright.op import dispatch_modes, scope
+
+__all__ = ["BatchNormAgain", "wanted"]
+
+
+class BatchNormAgain:
+    """A call to be made again.
+
+    Args:
+        statistics: its first two launches.
+        normalised: the third.
+        places: x, or what lies like it, [N, C, ...], as the op takes it, [N, S, C], without a copy.
+        eps: added to the variance.
+        relu: whether there is one behind the norm.
+    """
+
+    def __init__(
+        self,
+        statistics: batch_statistics.Again,
+        normalised: Prepared,
+        places: Callable[[Tensor], Tensor],
+        eps: float,
+        relu: bool,
+    ):
+        self._statistics, self._normalised, self._places, self._eps, self.relu = statistics, normalised, places, eps, relu
+        self._scope = scope()
+        self._backward: batch_norm_backward.Again | None = None
+        self._generation = -1
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The norm and what follows, with gradients where they are asked for; moves the running statistics."""
+        if wants_gradient(x, weight, bias, residual):
+            return _Again.apply(x, weight, bias, residual, running_mean, running_var, self)  # pyright: ignore[reportReturnType]
+        return self.forward(x, weight, bias, residual, running_mean, running_var)[0]
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(y, mean, variance)."""
+        mean, variance = self._statistics.launch(x, running_mean, running_var)
+        y = torch.empty_like(x)
+        operands = (x, mean, variance, weight, bias, residual, y)
+        self._normalised([0 if t is None else t.data_ptr() for t in operands])
+        return y, mean, variance
+
+    def backward(
+        self, dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(dx, the residual's gradient, dweight, dbias)."""
+        plain = dy.dtype == x.dtype and dy.stride() == x.stride() and not dy.data_ptr() % 16
+        plain = plain and type(dy) is Tensor and scope() == self._scope and not dispatch_modes()
+        if plain and self._backward is not None and self._generation == batch_norm_backward_op.generation:
+            dx, g, dweight, dbias = self._backward.launch(dy, x, y, mean, variance, weight)
+            return dx, dy if g is None else g, dweight, dbias
+        dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
+        given = [None if t is None else self._places(t) for t in (dy, x, y)]
+        args = (*given, mean, variance, weight, self._eps)
+        dx, g, dweight, dbias = batch_norm_backward_op(*args)
+        if plain:
+            self._backward, self._generation = batch_norm_backward.launched(*args), batch_norm_backward_op.generation
+        dx, g = (t.as_strided(x.shape, x.stride()) if t.numel() else dy for t in (dx, g))
+        return dx, g, dweight, dbias
+
+
+class _Again(torch.autograd.Function):
+    """Differentiable once in x, weight, bias and residual, the first four."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bias, _, _, _, again = args
+        y, mean, variance = again.forward(*args[:-1])
+        ctx.save_for_backward(x, weight, mean, variance, y if again.relu else None)
+        ctx.options = (again, None if bias is None else bias.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, mean, variance, y = ctx.saved_tensors
+        again, of_bias = ctx.options
+        dx, dresidual, dweight, dbias = again.backward(grads[0], x, y, mean, variance, weight)
+        return dx, *wanted(ctx, dweight, dbias, of_bias, dresidual), None, None, None
+
+
+def wanted(
+    ctx: Any, dweight: Tensor, dbias: Tensor, of_bias: torch.dtype | None, dresidual: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Of the gradients of weight, bias (of that dtype) and residual, arguments 1 to 3, those that are asked for."""
+    of_weight, bias, of_residual = ctx.needs_input_grad[1:4]
+    return dweight if of_weight else None, dbias.to(of_bias) if bias else None, dresidual if of_residual else None
