@@ -43,6 +43,7 @@ the end: two roundings. The implementations, best first:
     sm90              Hopper, by hand in Gluon (attention_sm90.py): one warp fetches, two or three groups of warps multiply
     vendor            scaled_dot_product_attention: equal lengths, no lse, no mask but a causal one
     sm90_invariant    the kernel of sm90 with one config for every length: the same bits alone, in a batch, packed, in chunks
+    short             Hopper, up to 256 keys, no mask, head dims 32 and 64 (attention_short.py): where it is measured to win
     triton            sm_80 and up, any head dim up to 256, any layout and mask (attention_tile.py); batch-invariant too
 
 attention_backward.py has the gradients. Not supported: dropout, masks as tensors, caches in pages (paged_attention.py has
@@ -62,6 +63,7 @@ from tilewright.kernels.arguments import dense_attention_arguments
 from tilewright.kernels.attention_checks import check_bends, check_lengths, check_operands, window_bounds
 from tilewright.kernels.attention_common import Problem, empty_outputs, lengths_of, pairs_seen, problem_of
 from tilewright.kernels.attention_definition import Bends, attend, sequences
+from tilewright.kernels.attention_short import SHORT
 from tilewright.kernels.attention_sm90_launch import SM90, SM90_INVARIANT
 from tilewright.kernels.attention_tile import TRITON
 from tilewright.kernels.attention_vendor import VENDOR
@@ -188,6 +190,8 @@ EXAMPLES = (
     ),
     _example("narrow values", ((70, 130),), (2, 2), 192, causal=True, value_dim=128, lse=True),
     _example("narrow values fp16", ((20, 30),) * 2, (4, 1), 80, torch.float16, value_dim=64),
+    _example("few keys", ((70, 200),) * 2, (4, 2), dtype=torch.float16),
+    _example("fewer keys", ((20, 50),), dim=32),
     _example("no rows", ((0, 5),)),
     _example("no keys", ((3, 0),) * 2, lse=True),
     _example("no keys, sinks", ((3, 0),), lse=True, sinks=True),
@@ -214,7 +218,7 @@ attention_op = Op(
     problem=problem_of,
     cost=_cost,
     examples=EXAMPLES,
-    impls=(SM90, VENDOR, SM90_INVARIANT, TRITON),
+    impls=(SM90, VENDOR, SM90_INVARIANT, SHORT, TRITON),
     make=dense_attention_arguments,
     first=_first,
     fake=_fake,

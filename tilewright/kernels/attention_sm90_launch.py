@@ -10,7 +10,7 @@ has one config for a head dim and kind of mask, so that a sequence alone, in a b
 the invariant scope it copies what the copy engine cannot address: else strides would choose between kernels, and so bits.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention_common import LOG2_E, Problem, addressable, empty_outputs, lacks, packed
 from tilewright.kernels.attention_sm90 import attention_sm90_kernel
 from tilewright.kernels.attention_sm90_tiles import SLOT
+from tilewright.kernels.prepared import Held, Prepared, pointer_kind
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
@@ -117,6 +118,26 @@ def _descriptor(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(t, [t.shape[0], width], [t.stride(0), 1], box, layout)
 
 
+def _memory(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
+    """Tickets, and what the programs tell each other of them."""
+    return tickets(device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=device)
+
+
+class _Again(NamedTuple):
+    """A launch to be made again on other memory."""
+
+    prepared: Prepared
+    programs: int
+
+    def launch(self, q: Tensor, *others: Tensor | None) -> None:
+        """Only addresses are read: of q, k, v, the result, lse, cu_q, cu_k, sinks."""
+        operands = (q, *others, *_memory(q.device, self.programs))
+        self.prepared([0 if t is None else t.data_ptr() for t in operands])
+
+
+_HELD = Held()
+
+
 def _launch(
     config: Config, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     scale: float, causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
@@ -127,6 +148,15 @@ def _launch(
         return result, lse
     if not k.numel():  # the copy engine has no empty matrices
         return result.zero_(), lse.fill_(float("-inf")) if sinks is None or not want_lse else lse.copy_(sinks[:, None])
+    key = (
+        q.get_device(), *((t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v)),
+        *(pointer_kind(t) for t in (q, cu_q, cu_k, sinks)), None if cu_q is None else cu_q.shape,
+        max_q, max_k, scale, causal, want_lse, left, right, *config.values(),
+    )  # fmt: skip
+    held: _Again | None = _HELD.get(key)
+    if held is not None:
+        held.launch(q, k, v, result, lse if want_lse else None, cu_q, cu_k, sinks)
+        return result, lse
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     q, k, v, out = packed(q), packed(k), packed(v), packed(result)
     # Meta tensors: compiled for a card that is not here.
@@ -145,18 +175,26 @@ def _launch(
     wanted = -(-device.sms * (1 if behind is None else 2) // (blocks * group))
     section = max(1, min(wanted, device.l2_bytes // 2 // max(1, max_k * 2 * (d + dv)))) * group
     programs = min(blocks * batch * heads, device.sms)
-    attention_sm90_kernel[(programs,)](
+    counters, scratch = _memory(q.device, programs)
+    operands = (q, k, v, out, lse if want_lse else None, cu_q, cu_k, sinks, counters, scratch)
+    arguments = (
         _descriptor(q, _ROWS, main), _descriptor(k, block_n, main), _descriptor(v, block_n, dv), _descriptor(out, _ROWS, dv),
         _descriptor(q, _ROWS, tail) if tail else None, _descriptor(k, block_n, tail) if tail else None,
-        out, lse if want_lse else None, cu_q, cu_k, sinks,
-        tickets(q.device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=q.device),
+        out, *operands[4:],
         blocks, batch * heads, min(section, batch * heads), heads, group, total_q, max_q, max_k, left or 0, behind or 0,
         q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), scale * LOG2_E,
-        CONSUMERS=consumers, BLOCK_N=block_n, STAGES=stages, D=main, DV=dv, TAIL=tail,
-        RIGHT=behind is not None, LEFT=left is not None,
-        OVERLAP=bool(config["OVERLAP"]), Q_BUFS=q_buffers, SHARE_Q=share_q,
-        num_warps=4,
     )  # fmt: skip
+    constants = {
+        "CONSUMERS": consumers, "BLOCK_N": block_n, "STAGES": stages, "D": main, "DV": dv, "TAIL": tail,
+        "RIGHT": behind is not None, "LEFT": left is not None, "OVERLAP": bool(config["OVERLAP"]), "Q_BUFS": q_buffers,
+        "SHARE_Q": share_q,
+    }  # fmt: skip
+    compiled = attention_sm90_kernel[(programs,)](*arguments, **constants, num_warps=4)
+    starts = [0 if t is None else t.data_ptr() for t in operands]
+    owners = (0, 1, 2, 3, 0, 1, 3, *range(4, 10))  # which operand each argument points into
+    prepared = Prepared(attention_sm90_kernel, compiled, (programs,), arguments, constants, owners, starts)
+    if q.is_cuda:
+        _HELD.keep(key, _Again(prepared, programs))
     return result, lse
 
 

@@ -1,6 +1,7 @@
 """Which tile a program of `attention_sm90_kernel` computes, which keys its rows see, and the warp that fetches them.
 
-Tiles of a launch are numbered: the heads in sections that keep the SMs busy, inside of a section the longest tiles first.
+Tiles of a launch are numbered: the heads in sections that keep the SMs busy, inside of a section the longest tiles first. What
+is left over when heads are dealt into sections goes first, so that a launch ends with the short tiles of a whole section.
 A program begins with its own number and then draws tickets from a counter, for tiles differ in length; the warp that draws
 hands the number, and what it found out of the tile, to the groups that multiply, through two slots guarded by barriers.
 """
@@ -42,12 +43,12 @@ def _tile_of(tile, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.cons
     blocks, heads, section, H = grid
     cu_q_ptr, cu_k_ptr, max_q, max_k = lengths
     left, right = window
-    first = tile // (section * blocks) * section
-    within = tile % (section * blocks)
+    # From the end, so that a section of few heads is the first one: as the last it kept SMs waiting for its longest tiles.
+    before = blocks * heads - 1 - tile
+    first = before // (section * blocks) * section
+    within = before % (section * blocks)
     width = gl.minimum(section, heads - first)
     block = within // width
-    if RIGHT:
-        block = blocks - 1 - block
     head = first + within % width
     b = head // H
     q_start, q_len = _span(b, cu_q_ptr, max_q)

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.paged_sm90 import paged_sm90_kernel
+from tilewright.kernels.paged_sm90_common import boxes, sm90_refusal
 from tilewright.kernels.paged_space import Problem, room_of, stream_refusal
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.work import stream_work
@@ -25,21 +24,12 @@ from tilewright.tune.space import Config, Space
 __all__ = ["SM90"]
 
 _LOG2_E = 1.4426950408889634
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _ROWS = 64  # of a tile: keys, and queries times heads that share them
 _PANEL = 64  # columns of a box
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
-    if problem.dtype not in _DTYPES or problem.cache != problem.dtype:
-        return f"takes queries and caches of bf16 or fp16, not {problem.dtype} with {problem.cache}"
-    if problem.head_dim not in (64, 128):
-        return f"takes head dims of 64 and 128, not {problem.head_dim}"
-    if problem.page_size not in (16, 32) and problem.page_size % _ROWS:
-        return f"takes pages of 16, 32 or a multiple of {_ROWS} tokens, not {problem.page_size}"
-    if reason := stream_refusal(device, problem):
+    if reason := sm90_refusal(device, problem, _ROWS) or stream_refusal(device, problem):
         return reason
     rows = problem.queries * problem.group
     return f"{rows} rows, queries times heads that share keys, are more than {_ROWS}" if rows > _ROWS else None
@@ -54,13 +44,6 @@ def _default(device: Device, problem: Problem) -> Config:
     # H100, docs/log.md#paged-decode: a single program an SM, with a ring twice as long, is 4 % faster for one sequence of 8,192
     # keys, and 5 to 6 % slower wherever the cache is large.
     return {"PER_SM": 2, "STAGES": 3 if problem.head_dim == 128 else 6}
-
-
-def _boxes(cache: Tensor) -> TensorDescriptor:
-    rows = cache.view(-1, cache.shape[3])
-    box = [min(cache.shape[2], _ROWS), _PANEL]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[cache.dtype])
-    return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], box, layout)
 
 
 def _launch(
@@ -79,7 +62,8 @@ def _launch(
     grid = max(1, min(config["PER_SM"] * device.sms, most))
     part = torch.empty(2 * grid * queries * group * (dim + 2), dtype=torch.float32, device=q.device)
     paged_sm90_kernel[(grid,)](
-        _boxes(k_cache), _boxes(v_cache), q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks,
+        *(boxes(t.view(-1, dim), [min(page_size, _ROWS), _PANEL]) for t in (k_cache, v_cache)),
+        q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks,
         block_table, kv_lens, cu_q, batch, tokens, room_of(k_cache, block_table), window or 0,
         q.stride(0), block_table.stride(0), scale * _LOG2_E,
         G=kv_heads, GROUP=group, D=dim, S=page_size, QUERIES=queries, HAS_WINDOW=window is not None,

@@ -9,12 +9,11 @@ the row is in, and a block that the row does not see leaves it as it was.
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention_common import LOG2_E, addressable
 from tilewright.kernels.attention_sm90_tiles import SLOT
+from tilewright.kernels.paged_sm90_common import boxes, sm90_refusal
 from tilewright.kernels.paged_space import Problem, room_of
 from tilewright.kernels.paged_varlen_sm90 import paged_varlen_sm90_kernel
 from tilewright.kernels.work import varlen_work
@@ -25,7 +24,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["INVARIANT_SM90", "VARLEN_SM90"]
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _ROWS = 64  # of a consumer
 _CONSUMERS = 2
 _BLOCK_N = 128
@@ -33,15 +31,7 @@ _PANEL = 64  # columns of a box
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
-    if problem.dtype not in _DTYPES or problem.cache != problem.dtype:
-        return f"takes queries and caches of bf16 or fp16, not {problem.dtype} with {problem.cache}"
-    if problem.head_dim not in (64, 128):
-        return f"takes head dims of 64 and 128, not {problem.head_dim}"
-    if problem.page_size not in (16, 32, 64) and problem.page_size % _BLOCK_N:
-        return f"takes pages of 16, 32, 64 or a multiple of {_BLOCK_N} tokens, not {problem.page_size}"
-    return None
+    return sm90_refusal(device, problem, _BLOCK_N)
 
 
 def _default(device: Device, problem: Problem) -> Config:
@@ -51,11 +41,6 @@ def _default(device: Device, problem: Problem) -> Config:
 def _pack(group: int) -> int:
     """Heads that a tile holds beside each other: tiles are powers of two high."""
     return min(group & -group, _ROWS)
-
-
-def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
 
 
 def _launch(
@@ -77,8 +62,8 @@ def _launch(
     programs = min(units * tiles, device.sms)
     box = [min(page_size, _BLOCK_N), _PANEL]
     paged_varlen_sm90_kernel[(programs,)](
-        _descriptor(q, [_ROWS // pack, pack, _PANEL]), *(_descriptor(t.view(-1, dim), box) for t in (k_cache, v_cache)),
-        _descriptor(o, [_ROWS // pack, pack, _PANEL]), o, sinks, block_table, kv_lens, cu_q,
+        boxes(q, [_ROWS // pack, pack, _PANEL]), *(boxes(t.view(-1, dim), box) for t in (k_cache, v_cache)),
+        boxes(o, [_ROWS // pack, pack, _PANEL]), o, sinks, block_table, kv_lens, cu_q,
         tickets(q.device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=q.device),
         tiles, units, batch, tokens, room_of(k_cache, block_table), 0 if window is None else window - 1,
         block_table.stride(0), scale * LOG2_E,

@@ -19,7 +19,7 @@ definition can say what they are, and the corrections of what was summed before 
 
 **What 8 bits cost.** e4m3 keeps 4 significant bits, an error of 2.6 % RMS a number; the errors of many keys average out as the
 values themselves do. int8 scores are more exact where no channel stands out, since the codes of a block are evenly spaced.
-Hopper adds float8 products with some 14 bits; docs/log.md#attention-in-8-bits has the figures.
+Hopper adds float8 products with some 14 bits; docs/log.md#8-bits has the figures.
 
 Limited by the tensor cores, and on Hopper as much by exponentials: at D = 128 an SM takes 1024 cycles for the products of
 128 x 128 scores in 8 bits, and 1024 for their exponentials. The implementations, best first:

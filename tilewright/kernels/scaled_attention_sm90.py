@@ -1,21 +1,24 @@
 """Attention over float8 codes for Hopper, scheduled by hand in Gluon.
 
-scaled_attention.py has the definition; attention_sm90.py the schedule, which is the same here: a producer warp has the copy
-engine fetch queries, and blocks of keys and values from the last to the first (scaled_attention_sm90_tiles.py); two warpgroups
-of 64 query rows each multiply. What 8 bits change:
+scaled_attention.py has the definition. A producer warp has the copy engine fetch queries, and blocks of keys and values from
+the last to the first (scaled_attention_sm90_tiles.py); three warpgroups of 64 query rows each multiply. What differs from 16
+bits (attention_sm90.py):
 
-    queries     arrive as they are. Under a tile's last product the consumer codes the next tile's, row by row
+    schedule    a product is half as long as the exponentials beside it, and what one warpgroup overlaps of its own is little
+                (docs/log.md#8-bits): the more warpgroups, the better. Three have 160 registers a thread, which
+                scores and sums of 128 dims fill: each does one thing after the other, and they overlap each other
+    diagonal    a warpgroup begins with the last block of keys that one of its own rows sees, and masks what its own rows need
+    queries     arrive as they are. Under a tile's last store the consumer codes the next tile's, row by row
     operands    float8 products read both operands with the summed dimension dense, so the values come transposed [D, keys]
     weights     P stays in the registers. Its product wants four neighbouring keys in a thread, where the scores' product left
                 two and two of 16: the quantiser has put the keys of the values into that order, a renaming of P's columns
     scales      of a query and of 128 keys: a factor of the exponent. The values' scale is a power of two for 128 keys, and goes
                 into the factor by which a new maximum corrects the sum so far
     maxima      are rounded up to whole numbers (in the exponent of 2), so corrections are exact, and a weight is rounded to
-                the same float8 number whatever the maximum was when its block came by
+                the same float8 number whatever the maximum was when its block came by. They seldom move: a warp none of whose
+                rows has a factor other than 1 leaves the multiplications out
     sums        stay in the tensor core, which adds float8 products with some 14 bits: adding each block in float32 changed the
                 error against float32 operands by less than 1 % of it at 16384 keys
-    overlap     under a block's softmax run both the product with the values of the block before and the scores of the block
-                behind: no softmax waits for its scores
 
 Not supported: what scaled_attention_sm90_launch.py refuses.
 """
@@ -36,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.hopper import block_barrier, store_box
-from tilewright.kernels.scaled_attention_sm90_tiles import KEYS, ROWS, SLOT, load_tiles, take
+from tilewright.kernels.scaled_attention_sm90_tiles import CONSUMERS, KEYS, ROWS, SLOT, load_tiles, take
 
 __all__ = ["scaled_attention_sm90_kernel"]
 
@@ -47,6 +50,28 @@ _PACK = gl.constexpr(
 _LARGEST = gl.constexpr(448.0)
 _SMALLEST = gl.constexpr(2.0**-40)  # of a largest magnitude: products of two scales are no denormal numbers
 _TOP = gl.constexpr(8.0)  # weights go up to 2^8: float8 has numbers from 2^-9 to 448
+
+
+def _correction(numbers: int) -> str:
+    """PTX that multiplies a thread's numbers by the factors of their rows, if those of a lane of its warp are not all 1.
+
+    Operands: results, numbers, and a factor for each. A thread has two rows, by turns two numbers of each.
+    """
+    copies = " ".join(f"mov.f32 ${i}, ${numbers + i};" for i in range(numbers))
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers))
+    one, other = f"${2 * numbers}", f"${2 * numbers + 2}"
+    moved = f"setp.ne.f32 a, {one}, 0f3F800000; setp.ne.or.f32 a, {other}, 0f3F800000, a; vote.sync.any.pred a, a, 0xffffffff;"
+    return f"{{ .reg .pred a; {copies} {moved} @!a bra DONE; {products} DONE: }}"
+
+
+def _operands(numbers: int) -> str:
+    return ",".join(["=f"] * numbers + ["f"] * (2 * numbers))
+
+
+_CORRECTION_32 = gl.constexpr(_correction(32))
+_CORRECTION_64 = gl.constexpr(_correction(64))
+_OPERANDS_32 = gl.constexpr(_operands(32))
+_OPERANDS_64 = gl.constexpr(_operands(64))
 
 # ---- consumers
 
@@ -108,6 +133,17 @@ def _scaled_rows(x, alpha):
 
 
 @gluon.jit
+def _corrected(o, factor):
+    """o [rows, D] times factor [rows]; by warps, where a factor is not 1."""
+    layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    f = gl.expand_dims(gl.convert_layout(factor, layout, assert_trivial=True), 1).broadcast_to(o.shape)
+    if o.shape[1] == 64:
+        return gl.inline_asm_elementwise(_CORRECTION_32, _OPERANDS_32, [o, f], dtype=gl.float32, is_pure=True, pack=32)
+    else:
+        return gl.inline_asm_elementwise(_CORRECTION_64, _OPERANDS_64, [o, f], dtype=gl.float32, is_pure=True, pack=64)
+
+
+@gluon.jit
 def _packed(e):
     """Weights [rows, keys] in float8, four neighbours of the values' order in each int32: [rows, keys / 16, 4].
 
@@ -162,43 +198,44 @@ def _product(q_buf, k_buf):
 
 
 @gluon.jit
-def _weigh(p, v_buf, o, use_acc):
-    """P V, in flight, added to o; alone without use_acc."""
-    return warpgroup_mma(_as_operand(p, o.shape[1]), v_buf.permute((1, 0)), o, use_acc=use_acc, is_async=True)
+def _weigh(p, v_buf, o):
+    """o + P V, in flight."""
+    return warpgroup_mma(_as_operand(p, o.shape[1]), v_buf.permute((1, 0)), o, is_async=True)
 
 
 @gluon.jit
-def _step(bufs, wg: gl.constexpr, bars, state, it, j, place, seen, scale_ptrs, of_group, factor, CAUSAL: gl.constexpr):
-    """The softmax of a tile's j-th block; under it, P V of the block before and the scores of the block behind.
+def _step(bufs, wg: gl.constexpr, bars, state, it, n, seen, scale_ptrs, factor, CAUSAL: gl.constexpr):
+    """The softmax of block n, P V of it, and the scores of the block behind, with unit `it` of the ring.
 
-    A tile's first block has none before it, its last none behind: those products are of whatever the memory holds, the one left
-    out of the sum, the other not read.
+    Behind the last block there is none: those scores are of whatever the memory holds, and nobody reads them.
     """
-    s, o, p, m, l, k_scale, v_scale = state
+    s, o, m, l, k_scale, v_scale = state
     q_bufs, k_bufs, v_bufs, _, _ = bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     full, empty = bars[2], bars[3]
-    row, offset, keys = seen
-    n = place[2] - j
+    row, offset, keys, whole = seen
     stage = it % STAGES
-    phase = it // STAGES & 1
-    mbarrier.wait(full.index(stage), phase)
-    # In this order: the other way round was 3 % slower.
-    ahead = _product(q_bufs.index(wg), k_bufs.index(stage))
-    o = _weigh(p, v_bufs.index(stage), o, j > 1)
-    own_v_scale = gl.load(scale_ptrs[1] + of_group + n)
-    next_k_scale = gl.load(scale_ptrs[0] + of_group + gl.maximum(n - 1, 0))
-    if n >= place[3]:
+    own_v_scale = gl.load(scale_ptrs[1] + n)
+    next_k_scale = gl.load(scale_ptrs[0] + gl.maximum(n - 1, 0))
+    if n >= whole:
         s = _masked(s, n, row, offset, keys, CAUSAL)
     e, m, alpha = _exponentials(s, m, factor * k_scale, CAUSAL)
     l = _scaled_rows(l, alpha) + _row_parts(e)
-    # The assembler would wait for the products before the exponentials, but moves nothing across a loop. This one ends at once.
-    mbarrier.wait(full.index(stage), phase)
-    o, ahead, e = warpgroup_mma_wait(0, deps=(o, ahead, e))
+    # Before the weights are packed: the assembler then keeps packing and exponentials apart.
+    mbarrier.wait(full.index(stage), it // STAGES & 1)
+    p = _packed(e)
+    o = _corrected(o, alpha * (v_scale / own_v_scale))
+    o = _weigh(p, v_bufs.index(stage), o)
+    if v_bufs.shape[1] == 64:
+        s = _product(q_bufs.index(wg), k_bufs.index(stage))
+        o, p, s = warpgroup_mma_wait(0, deps=(o, p, s))
+    else:
+        # P, sums and the next scores together are more than 160 registers: the assembler would make all products wait.
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        s = _product(q_bufs.index(wg), k_bufs.index(stage))
+        s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(empty.index(stage))
-    o = _scaled_rows(o, alpha * (v_scale / own_v_scale))
-    # Packed now: while a product is in flight no operand of the next one may be written, or the assembler makes them all wait.
-    return ahead, o, _packed(e), m, l, next_k_scale, own_v_scale
+    return s, o, m, l, next_k_scale, own_v_scale
 
 
 @gluon.jit
@@ -227,70 +264,82 @@ def _finish(o, l, v_scale, o_buf, out, row, head, queries):
 
 
 @gluon.jit
-def _scales_of(tile, place, total, k_scale_ptr, v_scale_ptr, padded_k, SHARED):
-    """A tile's (scale of its first keys, of its first values, place of its head's scales)."""
-    _row, head, last, _whole = place
-    of_group = head // SHARED * (padded_k // KEYS)
-    k_scale = gl.load(k_scale_ptr + of_group + last, mask=tile < total, other=0.0)
-    v_scale = gl.load(v_scale_ptr + of_group + last, mask=tile < total, other=0.0)
-    return k_scale, v_scale, of_group
+def _own_blocks(row, last, queries, keys, CAUSAL: gl.constexpr):
+    """(last block of keys that one of a consumer's rows sees, first that has keys to mask); row: its first."""
+    whole = keys // KEYS
+    if CAUSAL:
+        own = row + keys - queries  # the key that is the first row's own
+        last = gl.minimum(gl.maximum(own + ROWS - 1, 0) // KEYS, last)
+        whole = gl.minimum(gl.maximum(own + 1, 0) // KEYS, whole)
+    return last, whole
+
+
+@gluon.jit
+def _first_scores(
+    bufs, bars, n, it, place, wg: gl.constexpr, scale_ptrs, scale, padded_k, where, SHARED, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """What a consumer begins its n-th tile with: (unit of its first keys, its last block, `whole`, factor, scales).
+
+    Codes its queries, passes over the units of keys that none of its rows sees, and waits for the first that one does.
+    """
+    _, _, _, queries, keys = where
+    raw_full, raw_empty, full, empty = bars[0], bars[1], bars[2], bars[3]
+    STAGES: gl.constexpr = bufs[1].shape[0]
+    row, head, last = place
+    own_last, whole = _own_blocks(row + wg * ROWS, last, queries, keys, CAUSAL)
+    k_scale_ptr = scale_ptrs[0] + head // SHARED * (padded_k // KEYS)
+    v_scale_ptr = scale_ptrs[1] + head // SHARED * (padded_k // KEYS)
+    k_scale = gl.load(k_scale_ptr + own_last)
+    v_scale = gl.load(v_scale_ptr + own_last)
+    factor = _code_queries(bufs[0], bufs[4], raw_full, raw_empty, n, wg, scale)
+    for i in range(it, it + last - own_last):
+        mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
+        mbarrier.arrive(empty.index(i % STAGES))
+    it += last - own_last
+    mbarrier.wait(full.index(it % STAGES), it // STAGES & 1)
+    return it, own_last, whole, factor, k_scale, v_scale, k_scale_ptr, v_scale_ptr
 
 
 @gluon.jit
 def _attend(
-    bufs, bars, out, slots_ptr, where, k_scale_ptr, v_scale_ptr, scale, padded_k, SHARED,
-    wg: gl.constexpr, CAUSAL: gl.constexpr,
+    bufs, bars, out, slots_ptr, where, scale_ptrs, scale, padded_k, SHARED, wg: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    q_bufs, k_bufs, v_bufs, o_bufs, raw_bufs = bufs
+    """A consumer's share of all tiles of its program."""
+    q_bufs, k_bufs, v_bufs, o_bufs, _ = bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     D: gl.constexpr = v_bufs.shape[1]
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32])
-    raw_full, raw_empty, full, empty, tile_full, tile_empty = bars
+    empty, tile_full, tile_empty = bars[3], bars[4], bars[5]
     blocks, heads, _section, queries, keys = where
     total = blocks * heads
-    scales = (k_scale_ptr, v_scale_ptr)
-    it = 0
     n = 0
     tile, place = take(n, slots_ptr, tile_full, tile_empty)
-    k_scale, v_scale, of_group = _scales_of(tile, place, total, k_scale_ptr, v_scale_ptr, padded_k, SHARED)
-    factor = _code_queries(q_bufs, raw_bufs, raw_full, raw_empty, n, wg, scale)
-    mbarrier.wait(full.index(0), 0)
-    s = _product(q_bufs.index(wg), k_bufs.index(0))
+    first = _first_scores(bufs, bars, n, 0, place, wg, scale_ptrs, scale, padded_k, where, SHARED, CAUSAL)
+    it, own_last, whole, factor, k_scale, v_scale, k_scale_ptr, v_scale_ptr = first
+    s = _product(q_bufs.index(wg), k_bufs.index(it % STAGES))
     s = warpgroup_mma_wait(0, deps=(s,))
     while tile < total:
         mbarrier.arrive(empty.index(it % STAGES))
         it += 1
-        row, head, last, _whole = place
+        row, head, _last = place
         row += wg * ROWS
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
         l = _row_parts(gl.zeros_like(s))
         o = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-        state = (s, o, _packed(gl.zeros_like(s)), m, l, k_scale, v_scale)
-        seen = (row, keys - queries, keys)
-        # By two, or the scores ahead would be moved to where this block's are, a register at a time.
-        for j in range(0, last, 2):
-            state = _step(bufs, wg, bars, state, it, j, place, seen, scales, of_group, factor, CAUSAL)
-            state = _step(bufs, wg, bars, state, it + 1, j + 1, place, seen, scales, of_group, factor, CAUSAL)
-            it += 2
-        if last % 2 == 0:
-            state = _step(bufs, wg, bars, state, it, last, place, seen, scales, of_group, factor, CAUSAL)
-            it += 1
-        s, o, p, m, l, k_scale, v_scale = state
-        of_result = v_scale
-        mbarrier.wait(full.index(it % STAGES), it // STAGES & 1)
-        o = _weigh(p, v_bufs.index(it % STAGES), o, last > 0)
+        state = (s, o, m, l, k_scale, v_scale)
+        seen = (row, keys - queries, keys, whole)
+        of_group = (k_scale_ptr, v_scale_ptr)
+        for j in range(own_last + 1):
+            state = _step(bufs, wg, bars, state, it + j, own_last - j, seen, of_group, factor, CAUSAL)
+        it += own_last + 1
+        s, o, m, l, _k_scale, of_result = state
         n += 1
         tile, place = take(n, slots_ptr, tile_full, tile_empty)
-        k_scale, v_scale, of_group = _scales_of(tile, place, total, k_scale_ptr, v_scale_ptr, padded_k, SHARED)
         if tile < total:
-            factor = _code_queries(q_bufs, raw_bufs, raw_full, raw_empty, n, wg, scale)
-        o = warpgroup_mma_wait(0, deps=(o,))
-        mbarrier.arrive(empty.index(it % STAGES))
-        it += 1
+            first = _first_scores(bufs, bars, n, it, place, wg, scale_ptrs, scale, padded_k, where, SHARED, CAUSAL)
+            it, own_last, whole, factor, k_scale, v_scale, k_scale_ptr, v_scale_ptr = first
         # The next tile's first scores are computed while this one's result is divided, rounded and stored. Beyond the last tile
         # they are of whatever the memory holds, and nobody reads them.
-        if tile < total:
-            mbarrier.wait(full.index(it % STAGES), it // STAGES & 1)
         s = _product(q_bufs.index(wg), k_bufs.index(it % STAGES))
         _finish(o, l, of_result, o_bufs.index(wg), out, row, head, queries)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -316,27 +365,29 @@ def scaled_attention_sm90_kernel(
 ):  # fmt: skip
     """Launch with num_warps=4 on at most as many programs as there are tiles; the others bring their own warps.
 
-    blocks: tiles of 128 queries a head. heads: sequences times H. section: heads that are computed at a time. SHARED: query
+    blocks: tiles of 192 queries a head. heads: sequences times H. section: heads that are computed at a time. SHARED: query
     heads a KV head. padded_k: rows of codes a head. scale: times log2(e). counter_ptr: one int32 of zero, left as zero.
     slots_ptr: int32, 2 * SLOT a program.
     """
     q_bufs = gl.allocate_shared_memory(
-        gl.float8e4nv, [2, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv)
+        gl.float8e4nv, [CONSUMERS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv)
     )
     k_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, KEYS], v_desc.layout)
-    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2, ROWS, D], o_desc.layout)
-    raw_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, D], q_desc.layout)
-    bars = (_barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1), _barriers(2, 2))
+    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, ROWS, D], o_desc.layout)
+    raw_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D], q_desc.layout)
+    raw_bars = (_barriers(CONSUMERS, 1), _barriers(CONSUMERS, 1))
+    ring_bars = (_barriers(STAGES, 1), _barriers(STAGES, CONSUMERS))
+    bars = raw_bars + ring_bars + (_barriers(2, 1), _barriers(2, CONSUMERS))
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs, raw_bufs)
     descs = (q_desc, k_desc, v_desc, o_desc)
     out = (o_desc, out_ptr, H)
     slots_ptr += gl.program_id(0) * (2 * SLOT)
     where = (blocks, heads, section, queries, keys)
-    ks = k_scale_ptr
-    vs = v_scale_ptr
+    scales = (k_scale_ptr, v_scale_ptr)
     gl.warp_specialize([
-        (_attend, (bufs, bars, out, slots_ptr, where, ks, vs, scale, padded_k, SHARED, 0, CAUSAL)),
-        (_attend, (bufs, bars, out, slots_ptr, where, ks, vs, scale, padded_k, SHARED, 1, CAUSAL)),
+        (_attend, (bufs, bars, out, slots_ptr, where, scales, scale, padded_k, SHARED, 0, CAUSAL)),
+        (_attend, (bufs, bars, out, slots_ptr, where, scales, scale, padded_k, SHARED, 1, CAUSAL)),
+        (_attend, (bufs, bars, out, slots_ptr, where, scales, scale, padded_k, SHARED, 2, CAUSAL)),
         (load_tiles, (descs, bufs, bars, counter_ptr, slots_ptr, where, H, SHARED, q_head_stride, padded_k, CAUSAL)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    ], [4, 4, 1], [160, 160, 32])  # fmt: skip

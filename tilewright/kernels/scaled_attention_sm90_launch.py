@@ -13,7 +13,7 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention_common import LOG2_E, packed
 from tilewright.kernels.scaled_attention_common import Problem
 from tilewright.kernels.scaled_attention_sm90 import scaled_attention_sm90_kernel
-from tilewright.kernels.scaled_attention_sm90_tiles import KEYS, ROWS, SLOT
+from tilewright.kernels.scaled_attention_sm90_tiles import CONSUMERS, KEYS, ROWS, SLOT
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config
@@ -60,8 +60,8 @@ def _launch(
         return out.zero_()
     # Meta tensors: compiled for a card that is not here.
     device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
-    rows, block = ROWS.value, KEYS.value
-    blocks = -(-queries // (2 * rows))
+    rows, block, consumers = ROWS.value, KEYS.value, CONSUMERS.value
+    blocks = -(-queries // (consumers * rows))
     shared = heads // groups
     # Heads at a time: as many as give each SM a tile (two under a mask, whose tiles differ), with at most half of L2 for their
     # keys and values. Heads that share them go together.
@@ -69,7 +69,7 @@ def _launch(
     section = max(1, min(wanted, device.l2_bytes // 2 // (2 * padded_k * d))) * shared
     programs = min(blocks * batch * heads, device.sms)
     # Beside the ring: the tile's queries as they are and as codes, and its result.
-    stages = min(6, (device.smem_bytes - 2048 - 2 * rows * d * (2 * q.itemsize + 1)) // (2 * block * d))
+    stages = min(6, (device.smem_bytes - 2048 - consumers * rows * d * (2 * q.itemsize + 1)) // (2 * block * d))
     of_q = packed(q)
     width = (heads - 1) * of_q.stride(1) + d
     q_matrix = of_q.as_strided((batch * queries, width), (of_q.stride(0), 1))

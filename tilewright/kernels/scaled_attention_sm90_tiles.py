@@ -2,8 +2,8 @@
 
 Tiles are numbered as in attention_sm90_tiles.py: heads in sections that keep the SMs busy, in a section the longest first. A
 program begins with its own number and then draws tickets, for tiles differ in length. A unit of the ring is what a consumer
-reads in one step, the next block of keys and the values of the block before this one: one barrier says that both are there,
-one that both are done with.
+multiplies in one step, the values of a block and the keys of the next: one barrier says that both are there, one that both are
+done with.
 """
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false
@@ -14,37 +14,33 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.hopper import hand_out, load_box, next_tile
 
-__all__ = ["KEYS", "ROWS", "SLOT", "load_tiles", "take"]
+__all__ = ["CONSUMERS", "KEYS", "ROWS", "SLOT", "load_tiles", "take"]
 
 
+CONSUMERS = gl.constexpr(3)
 ROWS = gl.constexpr(64)  # query rows of a consumer
 KEYS = gl.constexpr(128)  # keys of a block, and of a scale
-SLOT = gl.constexpr(8)  # numbers that describe a tile
+SLOT = gl.constexpr(4)  # numbers that describe a tile
 
 
 @gluon.jit
 def _tile_of(tile, where, CAUSAL: gl.constexpr):
-    """(first row, sequence * H + head, last block of keys, first block that has keys to mask) of a tile.
+    """(first row, sequence * H + head, last block of keys) of a tile.
 
     Heads in sections that keep the SMs busy; in a section the longest tiles first.
     """
     blocks, heads, section, queries, keys = where
-    first = tile // (section * blocks) * section
-    within = tile % (section * blocks)
+    # From the end, so that a section of few heads is the first one: as the last it kept SMs waiting for its longest tiles.
+    before = blocks * heads - 1 - tile
+    first = before // (section * blocks) * section
+    within = before % (section * blocks)
     width = gl.minimum(section, heads - first)
-    block = within // width
-    if CAUSAL:
-        block = blocks - 1 - block
-    row = block * (2 * ROWS)
+    row = within // width * (CONSUMERS * ROWS)
     seen = keys
-    whole = keys // KEYS
     if CAUSAL:
-        own = row + keys - queries  # the key that is the first row's own
-        seen = gl.minimum(keys, own + 2 * ROWS)
-        whole = gl.minimum(whole, gl.maximum(own + 1, 0) // KEYS)
+        seen = gl.minimum(keys, row + keys - queries + CONSUMERS * ROWS)
     # A tile that sees no key goes through one block, all masked: its result is zero by the same formulae.
-    last = gl.maximum(gl.cdiv(gl.maximum(seen, 0), KEYS) - 1, 0)
-    return row, first + within % width, last, whole
+    return row, first + within % width, gl.maximum(gl.cdiv(gl.maximum(seen, 0), KEYS) - 1, 0)
 
 
 @gluon.jit
@@ -56,9 +52,8 @@ def take(n, slots_ptr, tile_full, tile_empty):
     row = gl.load(ptr + 1, volatile=True)
     head = gl.load(ptr + 2, volatile=True)
     last = gl.load(ptr + 3, volatile=True)
-    whole = gl.load(ptr + 4, volatile=True)
     mbarrier.arrive(tile_empty.index(n & 1))
-    return tile, (row, head, last, whole)
+    return tile, (row, head, last)
 
 
 # ---- the producer
@@ -66,9 +61,9 @@ def take(n, slots_ptr, tile_full, tile_empty):
 
 @gluon.jit
 def _fetch(descs, group, start, u, last, bufs, full, empty, it):
-    """Unit u of a tile, the program's it-th, when its stage is free: the u-th block of keys, the values two blocks before it.
+    """Unit u of a tile, the program's it-th, when its stage is free: the u-th block of keys, the values of the block before.
 
-    The first two units have no values, the last two no keys: a tile of n blocks has n + 2 units.
+    The first unit has no values, the last no keys: a tile of n blocks has n + 1 units.
     """
     _, k_desc, v_desc, _ = descs
     _, k_bufs, v_bufs, _, _ = bufs
@@ -77,12 +72,11 @@ def _fetch(descs, group, start, u, last, bufs, full, empty, it):
     stage = it % STAGES
     mbarrier.wait(empty.index(stage), it // STAGES & 1 ^ 1)
     keys = u <= last
-    values = u >= 2
+    values = u >= 1
     mbarrier.expect(full.index(stage), 2 * KEYS * D, pred=keys & values)
     mbarrier.expect(full.index(stage), KEYS * D, pred=keys ^ values)
-    mbarrier.expect(full.index(stage), 0, pred=(not keys) & (not values))
     load_box(k_desc, [start + (last - u) * KEYS, 0], full.index(stage), k_bufs.index(stage), pred=keys)
-    load_box(v_desc, [group * D, (last - u + 2) * KEYS], full.index(stage), v_bufs.index(stage), pred=values)
+    load_box(v_desc, [group * D, (last - u + 1) * KEYS], full.index(stage), v_bufs.index(stage), pred=values)
 
 
 @gluon.jit
@@ -101,9 +95,9 @@ def load_tiles(
     place = _tile_of(tile, where, CAUSAL)
     hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT)
     while tile < total:
-        row, head, last, _whole = place
+        row, head, last = place
         first = head // H * where[3] + row
-        for wg in gl.static_range(2):
+        for wg in gl.static_range(CONSUMERS):
             mbarrier.wait(raw_empty.index(wg), n & 1 ^ 1)
             mbarrier.expect(raw_full.index(wg), 2 * ROWS * D)
             load_box(q_desc, [first + wg * ROWS, head % H * q_head_stride], raw_full.index(wg), raw_bufs.index(wg))
@@ -116,7 +110,7 @@ def load_tiles(
         after = next_tile(counter_ptr, total)
         place = _tile_of(gl.minimum(after, total - 1), where, CAUSAL)
         hand_out(after, place, n, slots_ptr, tile_full, tile_empty, SLOT)
-        for u in range(2, last + 3):
+        for u in range(2, last + 2):
             _fetch(descs, group, start, u, last, bufs, full, empty, it + u)
-        it += last + 3
+        it += last + 2
         tile = after

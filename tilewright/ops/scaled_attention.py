@@ -1,7 +1,7 @@
 """`attention` in 8 bits, for long prompts: quantise keys and values, then attend over the codes. Two launches.
 
 Forward only, and never chosen silently: `ops.attention(precision=...)` asks for it. kernels/quantize_keys_values.py and
-kernels/scaled_attention.py say what is rounded, and what that costs in accuracy; docs/log.md#attention-in-8-bits has figures.
+kernels/scaled_attention.py say what is rounded, and what that costs in accuracy; docs/log.md#8-bits has figures.
 """
 
 import math
