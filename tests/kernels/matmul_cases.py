@@ -48,7 +48,11 @@ def arguments(
 
 # Implementation -> problems that together reach every config worth having: (m, n, k, dtype, activation).
 _LARGE = {
-    "gemv": ((1, 1001, 4104, torch.bfloat16, "gelu"), (4, 1002, 4104, torch.float16, "silu_mul")),
+    "gemv": (
+        (1, 1001, 4103, torch.bfloat16, "gelu"),
+        (1, 1002, 4104, torch.float16, "silu_mul"),
+        (1, 301, 4112, torch.float16, "none"),
+    ),
     "skinny": ((5, 1002, 2056, torch.bfloat16, "silu_mul"), (11, 1001, 2056, torch.float16, "none")),
     "uneven": ((5, 1002, 2049, torch.bfloat16, "gelu"), (60, 1001, 2050, torch.float16, "none")),
     "sm90": (
@@ -66,7 +70,7 @@ _LARGE = {
 }
 # The interpreter wants few programs.
 _SMALL = {
-    "gemv": ((3, 12, 520, torch.bfloat16, "silu_mul"),),
+    "gemv": ((1, 12, 528, torch.bfloat16, "silu_mul"), (1, 21, 521, torch.float16, "gelu")),
     "skinny": ((3, 22, 520, torch.bfloat16, "silu_mul"), (11, 22, 520, torch.float16, "none")),
     "uneven": ((5, 22, 521, torch.bfloat16, "gelu"), (18, 9, 266, torch.float16, "none")),
     "triton_tma": ((70, 70, 136, torch.bfloat16, "gelu_mul"),),

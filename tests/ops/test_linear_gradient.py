@@ -1,11 +1,16 @@
 """Gradients of `linear` with float weights, for every activation, against torch's in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright import ops
+from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.prepared import Held
+from tilewright.ops import linear_gradient
 
 ACTIVATIONS = {
     "none": lambda y: y,
@@ -47,3 +52,21 @@ def test_only_what_is_asked_for() -> None:
     torch.testing.assert_close(grad, x.sum(0).expand(6, 4))
     y = ops.linear(x[:, ::2].requires_grad_(), weight.detach()[:, ::2])
     assert y.requires_grad
+
+
+def test_again_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that were made before: here on a CPU, where nothing is chosen, every second one goes the short way."""
+    reference = SimpleNamespace(impl=SimpleNamespace(launch=lambda config, *args: linear_op.reference(*args)), config={})
+    monkeypatch.setattr(linear_gradient, "call_key", lambda options, x, *rest: (options, x.shape))
+    monkeypatch.setattr(linear_gradient, "_AGAIN", Held())
+    monkeypatch.setattr(linear_op, "chosen", lambda *args: (reference.impl, reference.config), raising=False)
+    monkeypatch.setattr(linear_gradient, "_launch", lambda known, args: (linear_op.reference(*args), known))
+    for seed in range(3):
+        results = []
+        for ours in (True, False):
+            x, weight, bias = (t.requires_grad_() for t in (randn(2, 3, 4, seed=seed), randn(6, 4, seed=8), randn(6, seed=9)))
+            y = ops.linear(x, weight, bias, "gelu") if ours else F.gelu(F.linear(x, weight, bias))
+            results.append((y.detach(), *torch.autograd.grad(y, (x, weight, bias), randn(*y.shape, seed=5))))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
+    assert len(linear_gradient._AGAIN._kept) == 1

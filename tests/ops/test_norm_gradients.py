@@ -22,6 +22,10 @@ def _added(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return F.rms_norm(x + r, w.shape, w, 1e-3), x + r
 
 
+def _summed(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return F.layer_norm(x + r, w.shape, w, b, 1e-3), x + r
+
+
 # name: (ours, torch's, which of x, residual, weight and bias they take)
 CALLS: dict[str, tuple[Call, Call, str]] = {
     "layer_norm": (ops.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), "xwb"),
@@ -30,6 +34,9 @@ CALLS: dict[str, tuple[Call, Call, str]] = {
     "add_rms_norm": (lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-3), _added, "xrw"),
     "add_rms_norm, the norm": (lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-3)[0], lambda *a: _added(*a)[0], "xrw"),
     "add_rms_norm, the sum": (lambda x, r: ops.add_rms_norm(x, r, torch.ones_like(x[0, 0]))[1], lambda x, r: x + r, "xr"),
+    "add_layer_norm": (lambda x, r, w, b: ops.add_layer_norm(x, r, w, b, 1e-3), _summed, "xrwb"),
+    "add_layer_norm, the norm": (lambda x, r, w, b: ops.add_layer_norm(x, r, w, b, 1e-3)[0], lambda *a: _summed(*a)[0], "xrwb"),
+    "add_layer_norm, the sum": (lambda x, r: ops.add_layer_norm(x, r, torch.ones_like(x[0, 0]))[1], lambda x, r: x + r, "xr"),
     "softmax": (ops.softmax, lambda x: torch.softmax(x, -1), "x"),
     "softmax, first dimension": (lambda x: ops.softmax(x, 0), lambda x: torch.softmax(x, 0), "x"),
     "log_softmax": (ops.log_softmax, lambda x: torch.log_softmax(x, -1), "x"),

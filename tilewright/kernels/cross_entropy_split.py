@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
-from tilewright.kernels.row_parts import PART_BYTES, draw, edges, lead_of, meet, mine, packed, start_of, starts
+from tilewright.kernels.row_parts import PART_BYTES, draw, edges, lead_of, meet, packed, places, start_of, starts
 from tilewright.tune.space import Config
 
 __all__ = ["launch_split", "refuse_split", "row_ends"]
@@ -31,14 +31,6 @@ def row_ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, 
     loss = lse - (1.0 - smoothing) * chosen - smoothing / V * total + z_loss * lse * lse
     loss = tl.where((target >= 0) & (target < V), loss, float("nan"))
     return tl.where(target == ignore_index, 0.0, loss), lse
-
-
-@triton.jit
-def _places(part, slab, lead, V: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """(columns of a slab of a part, counted from where the row is, and which of them there are)."""
-    lane = part * WIDTH + slab * BLOCK + tl.arange(0, BLOCK // 8)[:, None] * 8
-    cols = lane + tl.arange(0, 8)[None, :]
-    return cols, mine(lane, cols, (part + 1) * WIDTH, lead, V, LEAD)
 
 
 @triton.jit
@@ -59,7 +51,7 @@ def _own_sums(
         x = packed(held[slab]).to(tl.float32)
         masses += tl.sum(tl.exp2((x - top) * _LOG2E), axis=1)
         if SMOOTHED:
-            _cols, mask = _places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+            _cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
             totals += tl.sum(tl.where(mask, x, 0.0), axis=1)
     mass, total = tl.sum(masses, axis=0), 0.0
     if SMOOTHED:
@@ -97,13 +89,13 @@ def _write(
     """exp(x - top) rate - level, in the target's column less `hit`; zeros where ignored."""
     if ignored:
         for slab in tl.static_range(SLABS):
-            cols, mask = _places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+            cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
             tl.store(y_ptr + cols, tl.zeros_like(held[slab]), mask=mask, cache_modifier=".cs")
         if LEAD:
             tl.store(y_ptr + at, tl.zeros_like(ends).to(y_ptr.dtype.element_ty), mask=edge)
     else:
         for slab in tl.static_range(SLABS):
-            cols, mask = _places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+            cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
             y = tl.exp2((packed(held[slab]).to(tl.float32) - top) * _LOG2E) * rate - level
             tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
         if LEAD:
@@ -137,7 +129,7 @@ def _split_kernel(
     x_ptr += start_of(row, x_row_stride, lead, STARTS)
     held = ()
     for slab in tl.static_range(SLABS):
-        cols, mask = _places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+        cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
         held = held + (tl.load(x_ptr + cols, mask=mask, other=float("-inf"), cache_modifier=".cg"),)
     at, edge = edges(part, lead, V)
     ends = tl.load(x_ptr + at, mask=edge, other=float("-inf")).to(tl.float32) if LEAD else 0.0

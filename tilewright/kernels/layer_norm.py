@@ -27,7 +27,8 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import layer_norm_arguments
 from tilewright.kernels.norm_split import LAYER_SPLIT, split_first
-from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.prepared import launch
+from tilewright.kernels.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import columns, load_block, store_block, wide_refusal
 from tilewright.kernels.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
@@ -230,10 +231,9 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, row_stride = rows_of(x)
     if rows:
-        _layer_norm_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
-            x, weight, weight if bias is None else bias, y, rows, row_stride, eps,
-            D=x.shape[-1], HAS_BIAS=bias is not None, **config,
-        )  # fmt: skip
+        operands = (x, weight, weight if bias is None else bias, y)
+        constants = {"D": x.shape[-1], "HAS_BIAS": bias is not None, **config}
+        launch(_layer_norm_kernel, (ceil_div(rows, config["BLOCK_T"]),), operands, (rows, row_stride, eps), constants)
     return y
 
 

@@ -186,14 +186,13 @@ def _first(device: Device, problem: Problem) -> str | None:
 
     cuBLAS stores the product before an activation reads it again (not so ReLU and the tanh form of GELU behind a bias): from
     256 rows on gated products are 1.0 to 1.37 times as fast, with GELU 0.97 to 1.4. And rows that do not start at multiples
-    of 16 bytes, the result's among them, cost it a factor: 1.8 at 256 rows, 3 to 8 above. One such row alone it streams as fast
-    as `gemv`.
+    of 16 bytes, the result's among them, cost it a factor: 1.5 with one row, 1.8 at 256, 3 to 8 above.
     """
     if device.arch != 90:
         return None
     uneven = not problem.aligned or problem.n % (16 if problem.gated else 8) != 0
     if problem.m_bucket == 1:
-        return "vendor" if not problem.aligned else None
+        return "gemv" if not problem.aligned and not problem.gated else None
     if problem.m_bucket == 16 and (problem.n, problem.k) in _CUBLAS_OF_16_ROWS:
         return "vendor"
     if not problem.aligned and problem.m_bucket <= UNEVEN_ROWS and not problem.gated:

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewright.kernels.hopper import block_barrier, store_box
 
-__all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part", "residual_blocks"]
+__all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part", "residual_blocks", "rounded"]
 
 
 @gluon.jit
@@ -157,7 +157,7 @@ def _scaled(x, row_scales, w_scale_ptr, first_col, F):
 
 
 @gluon.jit
-def _rounded(y, inverse, dtype: gl.constexpr):
+def rounded(y, inverse, dtype: gl.constexpr):
     """y in the output's dtype; with inverse, the codes of 8 bits of y * inverse, saturated. A NaN's int8 is 0."""
     if inverse is None:
         return y.to(dtype)
@@ -254,9 +254,9 @@ def finish_tile(
         buf = tile_bufs.index(wg * OWN + j % BUFS)
         if y_desc is not None:
             tma.store_wait(pendings=BUFS - 1)
-            buf.store(_rounded(y, inverse, y_ptr.dtype.element_ty))
+            buf.store(rounded(y, inverse, y_ptr.dtype.element_ty))
             fence_async_shared()
             store_box(y_desc, [first_row, col], buf)
         else:
-            buf.store(_rounded(y, inverse, y_ptr.dtype.element_ty))
+            buf.store(rounded(y, inverse, y_ptr.dtype.element_ty))
             _store_lines(buf, y_ptr, F if y_stride is None else y_stride, first_row, col, M, F, ROW_STEP, VECTOR)

@@ -25,7 +25,7 @@ from tilewright.kernels.reduce import dot
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["MOST_ROWS", "UNEVEN"]
+__all__ = ["MOST_ROWS", "UNEVEN", "first_whole"]
 
 MOST_ROWS = 64
 
@@ -80,7 +80,7 @@ SPACE = Space(
 
 
 @triton.jit
-def _first_whole(lead, w_stride, kind):
+def first_whole(lead, w_stride, kind):
     """The first column at which rows of a class are at a multiple of 16 bytes."""
     return ((8 - (lead + kind * w_stride) % 8) % 8).to(tl.int32)
 
@@ -90,7 +90,7 @@ def _shift_kernel(x_ptr, moved_ptr, M, K, lead, x_stride, w_stride, width, BLOCK
     """moved [classes, M, width * 8]: x from each class's first column on."""
     release()
     kind = tl.program_id(2)
-    begin = _first_whole(lead, w_stride, kind)
+    begin = first_whole(lead, w_stride, kind)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1)
     x = tl.load(x_ptr + row.to(tl.int64) * x_stride + begin + cols, mask=begin + cols < K, other=0.0)
@@ -108,7 +108,7 @@ def _uneven_kernel(
         gdc_wait()
     kind = tl.program_id(0) % CLASSES
     first_col = kind + tl.program_id(0) // CLASSES * (BLOCK_N * CLASSES)
-    begin = _first_whole(lead, w_stride, kind)
+    begin = first_whole(lead, w_stride, kind)
     cols = (first_col + tl.arange(0, BLOCK_N) * CLASSES)[:, None]
     rows = tl.arange(0, BLOCK_M)[:, None]
     ks = tl.arange(0, BLOCK_K)[None, :]

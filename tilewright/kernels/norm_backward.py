@@ -33,9 +33,10 @@ from tilewright.kernels.arguments_reduce import layer_norm_backward_arguments, r
 from tilewright.kernels.column_sums import column_sums
 from tilewright.kernels.norm_backward_split import SPLIT_SPACE, refuse_split, split_gradients
 from tilewright.kernels.norm_backward_wide import wide_gradients
+from tilewright.kernels.prepared import launch
 from tilewright.kernels.reduce import two_sums
 from tilewright.kernels.row_space import row_space
-from tilewright.kernels.shapes import next_pow2, rows_of
+from tilewright.kernels.shapes import ceil_div, next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
@@ -231,14 +232,15 @@ def _run(
     if cols > config["BLOCK_D"]:
         return wide_gradients(config, dy, x, weight, dmore, eps, centered)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    programs = min(triton.cdiv(rows, block_t), config["PER_SM"] * device_of(x.get_device()).sms)
+    programs = min(ceil_div(rows, block_t), config["PER_SM"] * device_of(x.get_device()).sms)
     parts = [torch.empty(programs, cols, dtype=torch.float32, device=x.device) for _ in range(1 + centered)]
-    _norm_backward_kernel[(programs,)](
-        dy, x, weight, x if dmore is None else dmore, dx, parts[0], parts[-1],
-        rows, rows_of(dy)[1], x_row_stride, 0 if dmore is None else rows_of(dmore)[1], eps,
-        D=cols, CENTERED=centered, HAS_MORE=dmore is not None,
-        BLOCK_T=block_t, BLOCK_D=config["BLOCK_D"], STAGES=config["STAGES"], num_warps=config["num_warps"],
-    )  # fmt: skip
+    operands = (dy, x, weight, x if dmore is None else dmore, dx, parts[0], parts[-1])
+    numbers = (rows, rows_of(dy)[1], x_row_stride, 0 if dmore is None else rows_of(dmore)[1], eps)
+    constants = {
+        "D": cols, "CENTERED": centered, "HAS_MORE": dmore is not None, "BLOCK_T": block_t, "BLOCK_D": config["BLOCK_D"],
+        "STAGES": config["STAGES"], "num_warps": config["num_warps"],
+    }  # fmt: skip
+    launch(_norm_backward_kernel, (programs,), operands, numbers, constants)
     return dx, *column_sums(weight.dtype, *parts)
 
 

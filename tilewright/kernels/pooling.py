@@ -74,12 +74,9 @@ def _max_reference(
         taps = taps.index_select(2 * axis + 1, index.flatten()).unflatten(2 * axis + 1, index.shape)
         place = place.to(x.device)[..., None, None] * size + index
         inside = inside.to(x.device)[..., None, None] * valid.to(x.device)
-    taps, place, inside = (
-        taps.permute(0, 1, 3, 5, 2, 4, 6, 7),
-        place.permute(0, 2, 4, 1, 3, 5),
-        inside.permute(0, 2, 4, 1, 3, 5),
-    )
-    taps, place, inside = taps.flatten(4, 6), place.flatten(3)[..., None], inside.flatten(3)[..., None].bool()
+    order = (0, 2, 4, 1, 3, 5)
+    taps = taps.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(4, 6)
+    place, inside = (t.permute(order).flatten(3)[..., None] for t in (place, inside.bool()))
     y = taps.masked_fill(~inside, -torch.inf).amax(4)
     first = torch.where(inside & ((taps == y.unsqueeze(4)) | taps.isnan()), place, x.shape[1:4].numel()).amin(4)
     return y.to(x.dtype), first.to(torch.int32) if indices else first.new_empty(0, dtype=torch.int32)
@@ -326,9 +323,12 @@ def _max_kernel(
             inside = (row_in & (tap < KW) & (in_w >= 0) & (in_w < stop_w))[:, None] & live
             place = ((in_d * height + in_h) * width + in_w)[:, None]
             x = tl.load(image_ptr + place.to(tl.int64) * C, mask=inside, other=float("-inf")).to(tl.float32)
-            better = inside & ((x > best) | (chosen < 0) | ((x != x) & (best == best)))
-            chosen = tl.where(better, place, chosen)
-            best = tl.where(better, x, best)
+            if INDICES:
+                better = inside & ((x > best) | (chosen < 0) | ((x != x) & (best == best)))
+                chosen = tl.where(better, place, chosen)
+                best = tl.where(better, x, best)
+            else:
+                best = tl.maximum(best, x, tl.PropagateNan.ALL)
     offsets = rows.to(tl.int64)[:, None] * C + cols
     tl.store(y_ptr + offsets, best.to(y_ptr.dtype.element_ty), mask=live)
     if INDICES:

@@ -23,7 +23,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import log_softmax_backward_arguments, softmax_backward_arguments
 from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import next_pow2, rows_of
-from tilewright.kernels.softmax_backward_split import SPLIT_SPACE, launch_split, refuse_split
+from tilewright.kernels.softmax_backward_split import SPLIT_SPACE, gradient, launch_split, refuse_split, term
 from tilewright.kernels.wide_rows import load_block, store_block
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -112,20 +112,6 @@ def _examples(log: bool) -> tuple[Example, ...]:
 
 # ---- kernel
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _term(dy, y, LOG: tl.constexpr):
-    """What the row's sum adds up."""
-    return dy.to(tl.float32) if LOG else dy.to(tl.float32) * y.to(tl.float32)
-
-
-@triton.jit
-def _gradient(dy, y, total, LOG: tl.constexpr):
-    dy, y = dy.to(tl.float32), y.to(tl.float32)
-    return dy - tl.exp2(y * _LOG2E) * total if LOG else y * (dy - total)
-
 
 @triton.jit
 def _wide_row(dy_ptr, y_ptr, dx_ptr, D: tl.constexpr, LOG: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr):
@@ -138,23 +124,23 @@ def _wide_row(dy_ptr, y_ptr, dx_ptr, D: tl.constexpr, LOG: tl.constexpr, BLOCK_D
         dy = load_block(dy_ptr, i, D, BLOCK_D, False, "again", 0.0)
         # The logarithm's sum asks for dy alone.
         y = dy if LOG else load_block(y_ptr, i, D, BLOCK_D, False, "again", 0.0)
-        sums += tl.sum(_term(dy, y, LOG), axis=1)
+        sums += tl.sum(term(dy, y, LOG), axis=1)
     held = ()
     for block in tl.static_range(FIRST_HELD, LAST + 1):
         dy = load_block(dy_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
         y = load_block(y_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
         held = held + (dy, y)
     for block in tl.static_range(FIRST_HELD, LAST + 1):
-        sums += tl.sum(_term(held[2 * (block - FIRST_HELD)], held[2 * (block - FIRST_HELD) + 1], LOG), axis=1)
+        sums += tl.sum(term(held[2 * (block - FIRST_HELD)], held[2 * (block - FIRST_HELD) + 1], LOG), axis=1)
     total = tl.sum(sums, axis=0)
     for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
-        dx = _gradient(held[2 * (block - FIRST_HELD)], held[2 * (block - FIRST_HELD) + 1], total, LOG)
+        dx = gradient(held[2 * (block - FIRST_HELD)], held[2 * (block - FIRST_HELD) + 1], total, LOG)
         store_block(dx_ptr, block, dx, D, BLOCK_D, RAGGED and block == LAST)
     for i in range(FIRST_HELD):
         j = FIRST_HELD - 1 - i
         dy = load_block(dy_ptr, j, D, BLOCK_D, False, "last time", 0.0)
         y = load_block(y_ptr, j, D, BLOCK_D, False, "last time", 0.0)
-        store_block(dx_ptr, j, _gradient(dy, y, total, LOG), D, BLOCK_D, False)
+        store_block(dx_ptr, j, gradient(dy, y, total, LOG), D, BLOCK_D, False)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -168,8 +154,8 @@ def _softmax_backward_kernel(
         mask = (rows < n_rows) & (cols < D)
         dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=mask, other=0.0)
         y = tl.load(y_ptr + rows * y_row_stride + cols, mask=mask, other=0.0)
-        total = tl.sum(_term(dy, y, LOG), axis=1, keep_dims=True)
-        tl.store(dx_ptr + rows * D + cols, _gradient(dy, y, total, LOG).to(dx_ptr.dtype.element_ty), mask=mask)
+        total = tl.sum(term(dy, y, LOG), axis=1, keep_dims=True)
+        tl.store(dx_ptr + rows * D + cols, gradient(dy, y, total, LOG).to(dx_ptr.dtype.element_ty), mask=mask)
     else:
         row = tl.program_id(0).to(tl.int64)
         _wide_row(dy_ptr + row * dy_row_stride, y_ptr + row * y_row_stride, dx_ptr + row * D, D, LOG, BLOCK_D, HELD)

@@ -17,19 +17,20 @@ from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import rows_of
 from tilewright.tune.space import Config
 
-__all__ = ["SPLIT_SPACE", "launch_split", "refuse_split"]
+__all__ = ["SPLIT_SPACE", "gradient", "launch_split", "refuse_split", "term"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _term(dy, y, LOG: tl.constexpr):
+def term(dy, y, LOG: tl.constexpr):
     """What the row's sum adds up."""
     return dy.to(tl.float32) if LOG else dy.to(tl.float32) * y.to(tl.float32)
 
 
 @triton.jit
-def _gradient(dy, y, total, LOG: tl.constexpr):
+def gradient(dy, y, total, LOG: tl.constexpr):
+    """dx, of which `total` is the row's sum of `term`."""
     dy, y = dy.to(tl.float32), y.to(tl.float32)
     return dy - tl.exp2(y * _LOG2E) * total if LOG else y * (dy - total)
 
@@ -51,21 +52,21 @@ def _split_kernel(
     y_ptr += start_of(row, y_row_stride, lead, STARTS)
     dy = tl.load(dy_ptr + cols, mask=mask, other=0.0, cache_modifier=".cg")
     y = tl.load(y_ptr + cols, mask=mask, other=0.0, cache_modifier=".cg")
-    sums = tl.sum(tl.sum(_term(dy, y, LOG), axis=1), axis=0)
+    sums = tl.sum(tl.sum(term(dy, y, LOG), axis=1), axis=0)
     if LEAD:
         at, edge = edges(part, lead, D)
         dy_end = tl.load(dy_ptr + at, mask=edge, other=0.0)
         y_end = tl.load(y_ptr + at, mask=edge, other=0.0)
-        sums += tl.sum(_term(dy_end, y_end, LOG), axis=0)
+        sums += tl.sum(term(dy_end, y_end, LOG), axis=0)
     tl.store(parts_ptr + row * PARTS + part, sums)
     meet(counters_ptr + 1 + row, PARTS)
     others = tl.arange(0, triton.next_power_of_2(PARTS))
     total = tl.sum(tl.load(parts_ptr + row * PARTS + others, mask=others < PARTS, other=0.0, cache_modifier=".cg"), axis=0)
-    dx = _gradient(packed(dy), packed(y), total, LOG)
+    dx = gradient(packed(dy), packed(y), total, LOG)
     dx_ptr += start_of(row, D, lead, STARTS)
     tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
     if LEAD:
-        tl.store(dx_ptr + at, _gradient(dy_end, y_end, total, LOG).to(dx_ptr.dtype.element_ty), mask=edge)
+        tl.store(dx_ptr + at, gradient(dy_end, y_end, total, LOG).to(dx_ptr.dtype.element_ty), mask=edge)
 
 
 def _default(device: Device, problem: Any) -> Config:

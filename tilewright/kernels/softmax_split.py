@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
-from tilewright.kernels.row_parts import PART_BYTES, SPLIT_SPACE, draw, edges, lead_of, meet, mine, packed, start_of, starts
+from tilewright.kernels.row_parts import PART_BYTES, SPLIT_SPACE, draw, edges, lead_of, meet, packed, places, start_of, starts
 from tilewright.kernels.shapes import rows_of
 from tilewright.op import Impl
 from tilewright.tune.space import Config
@@ -21,14 +21,6 @@ __all__ = ["LOG_SPLIT", "SPLIT", "split_first"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-
-
-@triton.jit
-def _places(part, slab, lead, D: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """(columns of a slab of a part, counted from where the row is, and which of them there are)."""
-    lane = part * WIDTH + slab * BLOCK + tl.arange(0, BLOCK // 8)[:, None] * 8
-    cols = lane + tl.arange(0, 8)[None, :]
-    return cols, mine(lane, cols, (part + 1) * WIDTH, lead, D, LEAD)
 
 
 @triton.jit
@@ -51,7 +43,7 @@ def _split_kernel(
     x_ptr += start_of(row, x_row_stride, lead, STARTS)
     held = ()
     for slab in tl.static_range(SLABS):
-        cols, mask = _places(part, slab, lead, D, WIDTH, LEAD, BLOCK)
+        cols, mask = places(part, slab, lead, D, WIDTH, LEAD, BLOCK)
         held = held + (tl.load(x_ptr + cols, mask=mask, other=float("-inf"), cache_modifier=".cg"),)
     at, edge = edges(part, lead, D)
     ends = tl.load(x_ptr + at, mask=edge, other=float("-inf")).to(tl.float32) if LEAD else 0.0
@@ -82,7 +74,7 @@ def _split_kernel(
     rate = tl.log(mass) if LOG else 1.0 / mass
     y_ptr += start_of(row, D, lead, STARTS)
     for slab in tl.static_range(SLABS):
-        cols, mask = _places(part, slab, lead, D, WIDTH, LEAD, BLOCK)
+        cols, mask = places(part, slab, lead, D, WIDTH, LEAD, BLOCK)
         y = _probability(packed(held[slab]).to(tl.float32), top, rate, LOG)
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
     if LEAD:

@@ -31,7 +31,7 @@ from tilewright.kernels.quantize_tensor import quantize_static_op
 from tilewright.kernels.scaled_linear import scaled_linear, scaled_linear_op
 from tilewright.kernels.shapes import rows_ready
 from tilewright.op import scope
-from tilewright.ops.linear_gradient import linear_with_gradient
+from tilewright.ops.linear_gradient import linear_again, linear_with_gradient
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
 __all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "linear", "linear_codes"]
@@ -139,6 +139,9 @@ LINEAR_OPS: dict[type, LinearOp] = {
 """Weight type -> what multiplies by it. A subclass without a row of its own goes as its nearest base does."""
 
 
+_FLOAT = (Tensor, Parameter)
+
+
 def linear(
     x: Tensor | Codes, weight: Weight, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
@@ -161,6 +164,10 @@ def linear(
     """
     if isinstance(x, Codes):
         return _from_codes(x, weight, bias, activation, residual)
+    if residual is None and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
+        y = linear_again(x, weight, bias, activation)
+        if y is not None:
+            return y
     op = LINEAR_OPS.get(type(weight)) or _inherited(type(weight))
     if torch.is_grad_enabled() and isinstance(weight, QuantizedWeight) and _wants_grad(x, bias, residual):
         return _Frozen.apply(x, weight, bias, activation, residual)  # pyright: ignore[reportReturnType]

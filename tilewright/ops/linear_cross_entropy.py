@@ -23,24 +23,13 @@ from torch.autograd.function import once_differentiable
 from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_op
 from tilewright.kernels.gradient import wants_gradient
 from tilewright.kernels.matmul import matmul
+from tilewright.kernels.product_sum import add_product
 from tilewright.kernels.scale_in_place import scale_in_place_op
 from tilewright.ops.cross_entropy import LossOptions, check_targets, loss_options, rows_factor, rows_weights
 
 __all__ = ["linear_cross_entropy"]
 
 _FEWEST_ROWS = 2048  # H100, 131072 x 4096: a sum of products into float32 takes 1.2 times the products, of 1024 rows 1.7
-
-
-def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in float32 or wider; None for 0. The total is overwritten."""
-    if a.is_cuda and a.dtype.itemsize == 2 and (a.shape[0] | b.shape[1]) % 8 == 0:
-        # The library accumulates into float32 itself, at the speed of the product (H100, 131072 x 4096 from 2048 rows: 3.5 ms;
-        # a product of 16 bits 3.2 and 1.7 for the sum). Elsewhere, and where its operands would start anywhere, two steps.
-        if total is None:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    part = matmul(a, b)
-    return part.to(torch.promote_types(part.dtype, torch.float32)) if total is None else total.add_(part)
 
 
 def _rows_a_chunk(rows: int, features: int) -> int:
@@ -76,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dx[rows] = matmul(logits, weight)
             if of_weight:
                 # One chunk needs no float32.
-                dweight = matmul(logits.mT, x[rows]) if chunk >= x.shape[0] else _added(dweight, logits.mT, x[rows])
+                dweight = matmul(logits.mT, x[rows]) if chunk >= x.shape[0] else add_product(dweight, logits.mT, x[rows])
             if dbias is not None:
                 dbias += logits.sum(0, dtype=wide)
         if of_weight and dweight is None:  # no rows

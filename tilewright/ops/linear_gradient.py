@@ -3,19 +3,25 @@
     y = x w^T + b,   dx = dy w,   dw = dy^T x,   db = the sum of dy over its rows, in float32
 
 The activation follows as an op of its own, whose gradient needs what it was given; in a forward pass without gradients it is
-the product's epilogue. The bits of a gradient depend on the shapes alone. Not supported: a gradient of the gradient.
+the product's epilogue. The bits of a gradient depend on the shapes alone. What a call has chosen is kept, by all in which two
+calls may differ but their memory, and the next one neither checks nor summarises its operands. Not supported: a gradient of the
+gradient.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from tilewright.kernels.gradient import no_view
 from tilewright.kernels.matmul import linear_op, matmul, operand_ready
+from tilewright.kernels.prepared import Held, call_key
+from tilewright.op import Choice, dispatch_modes, scope
 from tilewright.ops.pointwise import activation as activate
 from tilewright.ops.pointwise import gelu_mul, silu_mul
 
-__all__ = ["linear_with_gradient"]
+__all__ = ["linear_again", "linear_with_gradient"]
 
 
 class _Product(torch.autograd.Function):
@@ -27,24 +33,96 @@ class _Product(torch.autograd.Function):
         return linear_op(operand_ready(x), weight, bias, "none", None)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        dy, wide = grads[0].contiguous(), torch.promote_types(grads[0].dtype, torch.float32)
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            matmul(dy, weight) if of_x else None,
-            matmul(dy.mT, x) if of_weight else None,
-            dy.sum(0, dtype=wide).to(dy.dtype) if of_bias else None,
-        )
+        return _gradients(grads[0].contiguous(), x, weight, ctx.needs_input_grad)
+
+
+def _gradients(dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Those of x [M, K], weight and bias that are needed; dy [M, N] is contiguous."""
+    return (
+        matmul(dy, weight) if needs[0] else None,
+        matmul(dy.mT, x) if needs[1] else None,
+        dy.sum(0) if needs[2] else None,  # torch adds 16 bits in float32 and rounds once
+    )
+
+
+class _Again:
+    """What calls with the same key have chosen: of the product, and of the gradients once they were asked for."""
+
+    def __init__(self, product: Choice):
+        self.product, self.scope = product, scope()
+        self.of_x: Choice | None = None
+        self.of_weight: Choice | None = None
+
+    def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+        """The gradients of x [..., K], weight and bias that are needed."""
+        rows, flat = dy.reshape(-1, dy.shape[-1]).contiguous(), x.view(-1, x.shape[-1])
+        if type(dy) is not Tensor or rows.data_ptr() % 16 or dispatch_modes() or scope() != self.scope:
+            dx, dw, db = _gradients(rows, flat, weight, needs)
+            return None if dx is None else dx.view(x.shape), dw, db
+        dx = dw = None
+        if needs[0]:
+            args = (rows, weight.mT, None, "none", None)
+            dx, self.of_x = _launch(self.of_x, args)
+            dx = dx.view(x.shape)
+        if needs[1]:
+            dw, self.of_weight = _launch(self.of_weight, (rows.mT, flat.mT, None, "none", None))
+        return dx, dw, rows.sum(0) if needs[2] else None
+
+
+def _launch(known: Choice | None, args: tuple[Any, ...]) -> tuple[Tensor, Choice]:
+    if known is not None:
+        return known.impl.launch(known.config, *args), known
+    return linear_op(*args), linear_op.chosen(*args)
+
+
+class _ProductAgain(torch.autograd.Function):
+    """x [..., K], weight [N, K], bias [N] or None -> [..., N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: _Again) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.again = again
+        impl, config = again.product[:2]
+        y = impl.launch(config, x.view(-1, x.shape[-1]), weight, bias, "none", None)
+        return no_view(y.view(*x.shape[:-1], y.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        return *ctx.again.backward(grads[0], x, weight, ctx.needs_input_grad), None
+
+
+_AGAIN = Held()
+
+
+def linear_again(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor | None:
+    """`linear_with_gradient` without a residual, of operands as it had before; None where it had none."""
+    key = call_key((linear_op.generation, activation), x, weight, bias)
+    again: _Again | None = None if key is None else _AGAIN.get(key)
+    if again is None:
+        return None
+    y: Any = _ProductAgain.apply(x, weight, bias, again)
+    return y if activation == "none" else _activated(y, activation)
 
 
 def linear_with_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     """activation(x @ weight^T + bias) + residual, differentiable in all; x [..., K], checked by the caller."""
-    y: Any = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    y: Any = _Product.apply(rows, weight, bias)
+    key = call_key((linear_op.generation, activation), x, weight, bias) if residual is None else None
+    if key is not None and x.is_contiguous() and x.dim() > 1 and x.numel() and weight.numel():
+        _AGAIN.keep(key, _Again(linear_op.chosen(rows, weight, bias, "none", None)))
     y = y.view(*x.shape[:-1], weight.shape[0])
+    y = y if activation == "none" else _activated(y, activation)
+    return y if residual is None else y + residual
+
+
+def _activated(y: Tensor, activation: str) -> Tensor:
     if activation in ("silu_mul", "gelu_mul"):
         gate, up = y.chunk(2, -1)
-        y = silu_mul(gate, up) if activation == "silu_mul" else gelu_mul(gate, up)
-    elif activation != "none":
-        y = activate(y, activation)
-    return y if residual is None else y + residual
+        return silu_mul(gate, up) if activation == "silu_mul" else gelu_mul(gate, up)
+    return activate(y, activation)

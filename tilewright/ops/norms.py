@@ -1,7 +1,7 @@
-"""Norms over the last dimension with gradients: the kernels forward (layer_norm.py, rms_norm.py), and norm_backward.py behind.
+"""Norms over the last dimension with gradients: the kernels forward (*_norm.py), and norm_backward.py behind.
 
-Kept for the backward pass are x, or the sum that add_rms_norm returned, and the weight. Gradients are those of x, residual,
-weight and bias, once; the same bits every time on a card.
+Kept for the backward pass are x, or the sum that add_layer_norm or add_rms_norm returned, and the weight. Gradients are those
+of x, residual, weight and bias, once; the same bits every time on a card.
 """
 
 from typing import Any
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.kernels import add_layer_norm as of_sum
 from tilewright.kernels import layer_norm as of_layer
 from tilewright.kernels import rms_norm as of_rms
 from tilewright.kernels.gradient import wants_gradient
 from tilewright.kernels.norm_backward import layer_norm_backward_op, rms_norm_backward_op
 from tilewright.kernels.shapes import rows_ready
 
-__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -82,6 +83,33 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dx, dweight, None
 
 
+class _AddLayerNorm(torch.autograd.Function):
+    """(layer_norm, the sum that it is of), differentiable once in x, residual, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Runs without gradients, as torch does inside of a Function."""
+        y, total = of_sum.add_layer_norm(x, residual, weight, bias, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)  # the sum of a last block goes nowhere: no zeros to read for it
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of residual, of weight, of bias, None)."""
+        total, weight = ctx.saved_tensors
+        dy, dtotal = grads
+        if dy is None:
+            return dtotal, dtotal, None, None, None
+        dx, dweight, dbias = layer_norm_backward_op(rows_ready(dy), total, weight, ctx.eps)
+        dx = dx if dtotal is None else dx + dtotal
+        return dx, dx, dweight, dbias if ctx.needs_input_grad[3] else None, None
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Layer norm over the last dimension.
 
@@ -139,3 +167,26 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
     if wants_gradient(x, residual, weight):
         return _AddRMSNorm.apply(x, residual, weight, eps)  # pyright: ignore[reportReturnType]
     return of_rms.add_rms_norm(x, residual, weight, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """Add a residual, then layer norm over the last dimension: one pass instead of two.
+
+    Args:
+        x: [..., D], bf16, fp16 or fp32.
+        residual: the shape and dtype of x.
+        weight: [D].
+        bias: [D] or None.
+        eps: added to the variance.
+
+    Returns:
+        (layer_norm(x + residual), x + residual), both of x's dtype and contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
+    if wants_gradient(x, residual, weight, bias):
+        return _AddLayerNorm.apply(x, residual, weight, bias, eps)  # pyright: ignore[reportReturnType]
+    return of_sum.add_layer_norm(x, residual, weight, bias, eps)
