@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.bench import peers_conv, peers_pointwise
+from tilewright.kernels.activation_forms import ACTIVATION_FORMS
 
 __all__ = ["NoPeer", "default_shapes", "inductor", "peer"]
 
@@ -41,7 +42,7 @@ def inductor(op_name: str, args: tuple[Any, ...]) -> Call:
 
 
 def _after(y: Tensor, activation: str, residual: Tensor | None) -> Tensor:
-    y = _ACTIVATIONS[activation](y)
+    y = ACTIVATION_FORMS[activation](y)
     return y if residual is None else y + residual
 
 
@@ -53,17 +54,6 @@ def _compiler(shape: torch.Size) -> Callable[..., Tensor]:
 
 def _compiled(y: Tensor, activation: str, residual: Tensor | None) -> Tensor:
     return _compiler(y.shape)(y, activation, residual)
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda y: y,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-    "silu": F.silu,
-    "silu_mul": lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
-    "gelu_mul": lambda y: F.gelu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
-}
 
 
 def _linear(
@@ -96,6 +86,14 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ca
     def call() -> tuple[Tensor, Tensor]:
         total = x + residual
         return F.rms_norm(total, total.shape[-1:], weight, eps), total
+
+    return call
+
+
+def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool) -> Call:
+    def call() -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return F.layer_norm(total, total.shape[-1:], weight, bias, eps), total if want_sum else x.new_empty(0)
 
     return call
 
@@ -186,6 +184,7 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | No
 _PEERS: dict[str, Callable[..., Call]] = {
     **peers_conv.PEERS,
     **peers_pointwise.PEERS,
+    "add_layer_norm": _add_layer_norm,
     "add_rms_norm": _add_rms_norm,
     "attention": _attention,
     "cross_entropy": _cross_entropy,
@@ -236,6 +235,8 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     "attention_backward": _ATTENTION,
     "block_scaled_linear": _PRODUCTS,
     "cast_linear": _PRODUCTS,
+    "batch_norm_backward": _IMAGES,
+    "batch_statistics": _IMAGES,
     "channel_affine": _IMAGES,
     "channel_sums": _IMAGES,
     "cross_entropy": _LOGITS,

@@ -1,13 +1,16 @@
 """The operators: plain functions, and `ALL`, the tuple of every Op behind them."""
 
 from tilewright.kernels.activation import gated_mul_op, gelu_mul_op, silu_mul_op
+from tilewright.kernels.add_layer_norm import add_layer_norm_op
 from tilewright.kernels.attention import attention_op
 from tilewright.kernels.attention_backward import attention_backward_op
-from tilewright.kernels.batch_statistics import batch_statistics_backward_op, batch_statistics_op
+from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
+from tilewright.kernels.batch_statistics import batch_statistics_op
 from tilewright.kernels.block_scaled_linear import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.cast_linear import cast_linear, cast_linear_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
 from tilewright.kernels.conv import conv_op
+from tilewright.kernels.conv_codes import conv_codes, conv_codes_op
 from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_gradient_op, cross_entropy_op
@@ -17,6 +20,7 @@ from tilewright.kernels.embedding_backward import embedding_backward_op
 from tilewright.kernels.gated_backward import gated_backward_op
 from tilewright.kernels.kv_cache import kv_cache_write, kv_cache_write_op
 from tilewright.kernels.layer_norm import layer_norm_op
+from tilewright.kernels.layer_norm_quantize import layer_norm_quantize, layer_norm_quantize_op
 from tilewright.kernels.logprobs import token_logprobs, token_logprobs_op
 from tilewright.kernels.matmul import linear_op, matmul
 from tilewright.kernels.mixed_linear import mixed_linear, mixed_linear_op
@@ -72,7 +76,7 @@ from tilewright.ops.cross_entropy import cross_entropy
 from tilewright.ops.embedding import embedding, embedding_bag
 from tilewright.ops.linear import linear, linear_codes
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
-from tilewright.ops.norms import add_rms_norm, layer_norm, rms_norm
+from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tilewright.ops.permute import permute, transpose
 from tilewright.ops.pointwise import activation, dropout, gated_mul, gelu_mul, glu, rope, silu_mul
 from tilewright.ops.pooling import adaptive_avg_pool, adaptive_max_pool, avg_pool, max_pool
@@ -86,6 +90,7 @@ __all__ = [
     "activation",
     "adaptive_avg_pool",
     "adaptive_max_pool",
+    "add_layer_norm",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "argmax",
@@ -98,6 +103,7 @@ __all__ = [
     "conv1d",
     "conv2d",
     "conv3d",
+    "conv_codes",
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
@@ -113,6 +119,7 @@ __all__ = [
     "instance_norm",
     "kv_cache_write",
     "layer_norm",
+    "layer_norm_quantize",
     "linear",
     "linear_codes",
     "linear_cross_entropy",
@@ -152,19 +159,21 @@ __all__ = [
 ALL = (
     activation_backward_op,
     activation_op,
+    add_layer_norm_op,
     add_rms_norm_op,
     add_rms_norm_quantize_op,
     attention_backward_op,
     attention_op,
     avg_pool_backward_op,
     avg_pool_op,
-    batch_statistics_backward_op,
+    batch_norm_backward_op,
     batch_statistics_op,
     block_scaled_linear_op,
     cast_linear_op,
     channel_affine_op,
     channel_sums_op,
     conv_op,
+    conv_codes_op,
     conv_transpose_op,
     conv_weight_gradient_op,
     cross_entropy_gradient_in_place_op,
@@ -179,6 +188,7 @@ ALL = (
     kv_cache_write_op,
     layer_norm_backward_op,
     layer_norm_op,
+    layer_norm_quantize_op,
     linear_op,
     log_softmax_backward_op,
     log_softmax_op,
