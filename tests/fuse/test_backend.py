@@ -26,7 +26,7 @@ from tilewright.fuse import post_grad
 from tilewright.fuse.backend import FusePass, explain_last
 from tilewright.fuse.decisions import Decision
 from tilewright.fuse.post_grad import fuse_graph
-from tilewright.fuse.race import Race
+from tilewright.fuse.race import Race, _drawn
 from tilewright.hw.device import device_named
 from tilewright.op import invariant, on_card, prefer
 
@@ -282,7 +282,7 @@ def test_what_the_operator_would_hand_to_cublas_stays(rows: int, activation: boo
 
 @pytest.mark.parametrize("times", [Race(20.0, 10.0), Race(10.0, 20.0)], ids=["slower", "faster"])
 def test_a_gpu_takes_what_is_measured_to_be_faster(times: Race, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post_grad, "race", lambda op, choice, args: times)
+    monkeypatch.setattr(post_grad, "race", lambda op, choice, args, free: times._replace(choice=choice))
     with on_card(device_named("h100")):
         decisions = fuse_graph(meta_graph(256, True))
         anyway = [prefer("triton"), invariant()]
@@ -291,7 +291,7 @@ def test_a_gpu_takes_what_is_measured_to_be_faster(times: Race, monkeypatch: pyt
                 assert fuse_graph(meta_graph(256, True))[0].taken
     assert decisions[0].taken == times.won
     assert decisions[0].reason == f"linear, sm90: {times}"
-    assert "with a pass for what follows" in str(times)
+    assert "with what follows" in str(times)
 
 
 # ---- all the way through Inductor
@@ -370,3 +370,10 @@ def test_an_unknown_option() -> None:
     model = torch.compile(nn.Linear(2, 2), backend="tilewright", options={"tilewright.gpu": True})
     with pytest.raises(Exception, match=r"unknown option 'tilewright\.gpu'; there is tilewright\.cpu"):
         model(torch.randn(1, 2))
+
+
+def test_expanded_operands_are_drawn_for_a_race() -> None:
+    given = torch.randn(8).expand(4, 8)
+    made = _drawn(given, torch.Generator().manual_seed(0))
+    assert (made.shape, made.stride()) == (given.shape, given.stride())
+    assert made.count_nonzero() == 32

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tilewright.cli.root import app, ends_on_sigterm, plain_errors, say
+from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, say
 
 __all__ = ["optimize"]
 
@@ -53,9 +53,12 @@ def optimize(
         say(f"Optimising for {place} ...")
         # The report is about fusions and errors: on a CPU Inductor's code would cost a minute and change neither.
         compiled = False if place.type == "cpu" else None
-        report = optimized(
-            loaded.module, loaded.inputs, precision, tolerance=tolerance, tune=tune, compiled=compiled, report=False
-        ).report
+        progress = Progress()
+        asked = {"tolerance": tolerance, "tune": tune, "compiled": compiled, "progress": progress}
+        try:
+            report = optimized(loaded.module, loaded.inputs, precision, report=False, **asked).report
+        finally:
+            progress.end()
         if out is not None:
             out.write_text(report.json() + "\n", encoding="utf-8")
             say(f"Wrote {out}")

@@ -5,27 +5,21 @@ torch's version, so it is not written down here: each activation is traced with 
 graph is looked for.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilewright.fuse.anchors import tensor_of
+from tilewright.kernels.activation_forms import ACTIVATION_FORMS
 
 __all__ = ["ACTIVATIONS", "Activation", "find_activation"]
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
-"""Name, as the operators take it -> what it is in torch."""
+ACTIVATIONS = {name: ACTIVATION_FORMS[name] for name in ("relu", "gelu", "gelu_tanh", "silu")}
+"""What is looked for: name, as the operators take it -> what it is in torch."""
 
 
 class Activation(NamedTuple):

@@ -62,23 +62,18 @@ def _given(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> dic
 
 
 def _conv(node: Node) -> Anchor | None:
-    a = _given(
-        node, ("input", "weight", "bias", "stride", "padding", "dilation", "groups"), (None, [1], [0], [1], 1)
-    )  # fmt: skip
-    x = tensor_of(a["input"])
-    if x is None or not isinstance(a["weight"], Node):
-        return None
-    dims = _spatial(a["weight"])
-    each = {name: _spread(a[name], dims) for name in ("stride", "padding", "dilation")}
-    return Anchor(
-        kind="conv", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={**each, "groups": a["groups"]}
-    )  # fmt: skip
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    return _read_conv(node, _given(node, names, (None, [1], [0], [1], 1)))
 
 
 def _convolution(node: Node) -> Anchor | None:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
     a = _given(node, names, (None, [1], [0], [1], False, [0], 1))
-    if a["transposed"] or not isinstance(a["weight"], Node):
+    return None if a["transposed"] else _read_conv(node, a)
+
+
+def _read_conv(node: Node, a: dict[str, Any]) -> Anchor | None:
+    if tensor_of(a["input"]) is None or not isinstance(a["weight"], Node):
         return None
     dims = _spatial(a["weight"])
     each = {name: _spread(a[name], dims) for name in ("stride", "padding", "dilation")}

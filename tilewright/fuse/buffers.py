@@ -16,7 +16,6 @@ from tilewright.fuse import calls
 from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.patterns import VIEWS, Group, batch_norm_of
-from tilewright.fuse.quantise import Quantiser
 from tilewright.fuse.report import Report
 from tilewright.fuse.view_calls import follow
 from tilewright.fuse.views import View, channels_last, dense
@@ -48,11 +47,10 @@ class Buffers:
     Args:
         weights: parameters.
         report: launches go there.
-        quantiser: says which products are quantised; None: none.
     """
 
-    def __init__(self, weights: Weights, report: Report, quantiser: Quantiser | None):
-        self.weights, self.report, self.quantiser = weights, report, quantiser
+    def __init__(self, weights: Weights, report: Report):
+        self.weights, self.report = weights, report
         self.graph = fx.Graph()
         self.values: dict[Node, Any] = {}
         """Node of the old graph -> `Value`, or a node of the new one that is no tensor."""

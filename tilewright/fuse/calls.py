@@ -5,8 +5,7 @@ counts on it (`views.View`).
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,16 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright import ops
+from tilewright.kernels.activation_forms import ACTIVATION_FORMS
+from tilewright.kernels.add_layer_norm import add_layer_norm_op
+from tilewright.kernels.attention import attention_op
 from tilewright.kernels.conv import conv_op
 from tilewright.kernels.conv_checks import window_of
 from tilewright.kernels.matmul import linear_op
-from tilewright.op import Op, prefer
+from tilewright.op import Op
 from tilewright.ops.linear import Weight
 from tilewright.tune.space import Config
 
 __all__ = [
-    "OPERATORS", "Choice", "as_dense", "attention", "conv", "conv_operands", "enter", "global_mean", "layer_norm", "linear",
-    "max_pool", "run", "strided",
+    "Choice", "add_layer_norm", "added_in_place", "as_dense", "attention", "attention_operands", "conv", "conv_operands",
+    "enter", "gathered", "global_mean", "layer_norm", "linear", "max_pool", "part", "run", "shifted_layer_norm", "strided",
 ]  # fmt: skip
 
 Choice = tuple[str, Config]
@@ -39,25 +41,6 @@ def run(op: Op, args: tuple[Any, ...], choice: Choice | None) -> Any:
 
 
 _CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-
-
-def _halves(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def gated(y: Tensor) -> Tensor:
-        gate, up = y.chunk(2, -1)
-        return act(gate) * up
-
-    return gated
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda y: y,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-    "silu": F.silu,
-    "silu_mul": _halves(F.silu),
-    "gelu_mul": _halves(F.gelu),
-}
 
 
 def _for_inductor(x: Tensor) -> bool:
@@ -95,6 +78,12 @@ def strided(base: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
     return base.as_strided(size, stride, base.storage_offset() + offset)
 
 
+def gathered(patches: Tensor, rows: Tensor, first: int) -> Tensor:
+    """Patches [B, ..., K's dims] written into rows [B, T, K] from row `first` of each image on; rows [B T, K]."""
+    rows[:, first:].view(patches.shape).copy_(patches)
+    return rows.view(-1, rows.shape[-1])
+
+
 def conv_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], groups: int,
@@ -115,7 +104,7 @@ def conv(
     """ops.conv1d, conv2d or conv3d of channels-last tensors, by x's dims."""
     if _for_inductor(x):
         y = _CONVS[x.dim() - 2](x, weight, bias, stride, padding, dilation, groups)
-        return _ACTIVATIONS[activation](y if residual is None else y + residual)
+        return ACTIVATION_FORMS[activation](y if residual is None else y + residual)
     args = conv_operands(x, weight, bias, residual, activation, stride, padding, dilation, groups)
     return run(conv_op, args, choice).movedim(-1, 1)
 
@@ -126,11 +115,16 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """ops.linear of rows [R, K], the result with dims `shape`."""
     if _for_inductor(x) and isinstance(weight, Tensor):
-        y = _ACTIVATIONS[activation](F.linear(x, weight, bias))
+        y = ACTIVATION_FORMS[activation](F.linear(x, weight, bias))
         return (y if residual is None else y + residual).view(shape)
     if choice is not None:
         return run(linear_op, (x, weight, bias, activation, residual), choice).view(shape)
     return ops.linear(x, weight, bias, activation, residual).view(shape)
+
+
+def attention_operands(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Any, ...]:
+    """What `attention_op` is called with."""
+    return q, k, v, None, None, q.shape[1], k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, causal, False
 
 
 def attention(
@@ -142,8 +136,9 @@ def attention(
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).contiguous()
-    with nullcontext() if choice is None else prefer(choice[0]):
-        out = ops.attention(q, k, v, causal=causal, scale=scale)
+    if choice is not None:
+        return run(attention_op, attention_operands(q, k, v, causal, scale), choice)[0]
+    out = ops.attention(q, k, v, causal=causal, scale=scale)
     assert isinstance(out, Tensor), "without return_lse there is one result"
     return out
 
@@ -153,6 +148,32 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape
     if _for_inductor(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps).view(shape)
     return ops.layer_norm(x, weight, bias, eps).view(shape)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int], total: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """ops.add_layer_norm of rows of x's and residual's last dim: (the norm with dims `shape`, the sum with dims `total`)."""
+    width = x.shape[-1]
+    y, summed = ops.add_layer_norm(x.reshape(-1, width), residual.reshape(-1, width), weight, bias, eps)
+    return y.view(shape), summed.view(total)
+
+
+def added_in_place(x: Tensor, weight: Tensor, residual: Tensor, shape: Sequence[int]) -> Tensor:
+    """residual += x @ weight^T, by the library; what the residual then is, with dims `shape`."""
+    return residual.view(-1, residual.shape[-1]).addmm_(x, weight.t()).view(shape)
+
+
+def shifted_layer_norm(
+    x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int]
+) -> Tensor:  # fmt: skip
+    """The layer norm of x + shift [D], of rows [R, D], with dims `shape`."""
+    return add_layer_norm_op(x, shift.expand(x.shape), weight, bias, eps, False)[0].view(shape)
+
+
+def part(values: Sequence[Tensor], index: int) -> Tensor:
+    """One of a call's results."""
+    return values[index]
 
 
 def max_pool(
@@ -171,10 +192,3 @@ def global_mean(x: Tensor) -> Tensor:
     if _for_inductor(x):
         return x.mean(list(range(2, x.dim())))
     return ops.mean(x.movedim(1, -1).flatten(1, -2), 1)
-
-
-OPERATORS = {
-    conv: "conv", linear: "linear", attention: "attention", layer_norm: "layer_norm", max_pool: "max_pool",
-    global_mean: "mean",
-}  # fmt: skip
-"""Calls that launch our kernels -> their names in a report."""

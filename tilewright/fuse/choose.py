@@ -2,9 +2,9 @@
 
 A running program never searches; `optimize` is the step before it. For each distinct problem of the graph the implementations
 that take it are timed with their default configs, and the first few that the analytical model ranks: in turns, in CUDA graphs,
-the weights of a launch taken from memory rather than L2 as they are in a model, its activations where they are. A measured row
-of the tuning database decides without a measurement. What is found is written into the graph's calls; a process measures each
-problem once.
+the weights of a launch taken from memory rather than L2 as they are in a model, its activations where they are. What is found
+is written into the graph's calls. Of products and convolutions a measured row of the tuning database decides without a
+measurement, and a process measures each problem once; attention is measured in each graph.
 
 Refuses: devices other than a CUDA GPU.
 """
@@ -19,15 +19,20 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from tilewright.asm.compile import CompileFailed, compile_only, stand_in
-from tilewright.fuse import calls
+from tilewright.fuse import calls, coded_calls
+from tilewright.fuse.sums import Sum, in_place, note_sum, rewrite, streams, ways
 from tilewright.hw.device import Device, device_of
+from tilewright.kernels.attention import attention_op
+from tilewright.kernels.cast_linear import cast_linear_op
 from tilewright.kernels.conv import conv_op
+from tilewright.kernels.conv_codes import conv_codes_op
 from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.scaled_linear import scaled_linear_op
 from tilewright.op import Choice, Impl, Op, on_card, scope
 from tilewright.tune.measure import Stopwatch
 from tilewright.tune.unmeasured import rank
 
-__all__ = ["Launch", "candidates", "choose", "launches_of"]
+__all__ = ["Launch", "candidates", "choose", "launches_of", "recorded", "times_of"]
 
 _COLD_BYTES = 120_000_000
 """Of weights in a rotation, so that no launch finds its own in an L2 of 50 MB; at most `_SETS` copies."""
@@ -55,9 +60,16 @@ def _linear_operands(x: Tensor, weight: Any, bias: Any, residual: Any, activatio
 _OPERANDS: dict[Any, tuple[Op, Callable[..., tuple[Any, ...]]]] = {
     calls.conv: (conv_op, calls.conv_operands),
     calls.linear: (linear_op, _linear_operands),
+    coded_calls.conv_from_codes: (conv_op, coded_calls.conv_from_codes_operands),
+    coded_calls.conv_to_codes: (conv_codes_op, coded_calls.conv_to_codes_operands),
+    coded_calls.linear_from_codes: (scaled_linear_op, coded_calls.linear_from_codes_operands),
+    coded_calls.linear_to_codes: (cast_linear_op, coded_calls.linear_to_codes_operands),
 }
 """Calls that take a choice -> their op, and its arguments from theirs."""
-_FIXED = {calls.conv: 9, calls.linear: 6}
+_FIXED = {
+    calls.conv: 9, calls.linear: 6, coded_calls.conv_from_codes: 11, coded_calls.conv_to_codes: 10,
+    coded_calls.linear_from_codes: 10, coded_calls.linear_to_codes: 8,
+}  # fmt: skip
 """How many arguments stand before the choice."""
 
 
@@ -68,6 +80,7 @@ class _Recorder(fx.Interpreter):
         super().__init__(module)
         self.found: dict[Any, Launch] = {}
         self.attention: dict[Any, tuple[tuple[Any, ...], list[Node]]] = {}
+        self.sums: dict[Any, Sum] = {}
 
     def run_node(self, n: Node) -> Any:
         if n.target in _OPERANDS:
@@ -78,6 +91,7 @@ class _Recorder(fx.Interpreter):
                 given = operands(*args[: _FIXED[n.target]])
                 key = (op.name, op.problem(*given), given[0].shape)
                 self.found.setdefault(key, Launch(op, given)).nodes.append(n)
+                note_sum(self.sums, n, given, lambda a: self.env[a] if isinstance(a, Node) else a)
         if n.target is calls.attention:
             args, _ = self.fetch_args_kwargs_from_env(n)
             key = tuple((a.shape, a.stride()) if isinstance(a, Tensor) else a for a in args[:5])
@@ -85,7 +99,8 @@ class _Recorder(fx.Interpreter):
         return super().run_node(n)
 
 
-def _recorded(fused: fx.GraphModule, inputs: list[Any]) -> _Recorder:
+def recorded(fused: fx.GraphModule, inputs: list[Any]) -> _Recorder:
+    """A run of a graph: its distinct launches, attentions and sums."""
     with torch.no_grad():
         recorder = _Recorder(fused)
         recorder.run(*inputs)
@@ -94,7 +109,7 @@ def _recorded(fused: fx.GraphModule, inputs: list[Any]) -> _Recorder:
 
 def launches_of(fused: fx.GraphModule, inputs: list[Any]) -> list[Launch]:
     """The distinct problems of a graph, in order, with the arguments of their first call."""
-    return list(_recorded(fused, inputs).found.values())
+    return list(recorded(fused, inputs).found.values())
 
 
 def candidates(launch: Launch, device: Device, ranked: int) -> list[tuple[Impl, Any]]:
@@ -127,7 +142,7 @@ def _hopeless(impl: Impl, op: Op, problem: Any, allowed: list[Impl]) -> bool:
     """Whether a default needs no measurement: another implementation of a product takes the same, and is faster."""
     names = {i.name for i in allowed}
     if op is not linear_op:
-        return impl.name == "triton" and "sm90" in names
+        return impl.name in ("triton", "invariant") and "sm90" in names
     if problem.m_bucket <= 16:
         return impl.name in ("invariant", "sm90", "triton", "triton_tma")
     return impl.name == "invariant" or (impl.name in ("triton", "triton_tma") and "sm90" in names)
@@ -168,7 +183,7 @@ def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[s
         One row a distinct problem: op, problem, how often, every candidate's microseconds, and which was taken.
     """
     watch, rows = Stopwatch(), []
-    wanted, recorder = [], _recorded(fused, inputs)
+    wanted, recorder = [], recorded(fused, inputs)
     for launch in recorder.found.values():
         device = device_of(launch.args[0].get_device())
         known = _KNOWN.get(_key(launch, device, ranked))
@@ -192,12 +207,14 @@ def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[s
         _KNOWN[_key(launch, device, ranked)] = _Known(found[best] if best else None, row)
         rows.append(row)
     rows += [_attention(args, nodes, watch) for args, nodes in recorder.attention.values()]
+    rows += _sums(fused, list(recorder.sums.values()), watch)
     fused.recompile()
     return rows
 
 
-_ATTENTION = ("sm90", "vendor", "triton")
-"""Implementations of attention that a call may prefer; one that refuses leaves the call to the next."""
+_EVERY_CONFIG = ("short",)
+"""Implementations of attention of which all configs are measured: there are few, and the best differ with the keys."""
+_INVARIANT = "sm90_invariant"
 
 
 def _attention(args: tuple[Any, ...], nodes: list[Node], watch: Stopwatch) -> dict[str, Any]:
@@ -207,8 +224,13 @@ def _attention(args: tuple[Any, ...], nodes: list[Node], watch: Stopwatch) -> di
         q, k, v, causal, scale = args
         return lambda i: calls.attention(q, k, v, causal, scale, choice)
 
-    found: list[calls.Choice | None] = [None, *((name, {}) for name in _ATTENTION)]
-    device = device_of(args[0].get_device())
+    device, problem = device_of(args[0].get_device()), attention_op.problem(*calls.attention_operands(*args))
+    found: list[calls.Choice | None] = [None]
+    for impl in attention_op.impls:
+        if impl.name == _INVARIANT or impl.refusal(device, problem, scope()) is not None:
+            continue
+        every = impl.space.configs(device, problem) if impl.name in _EVERY_CONFIG else [impl.space.default(device, problem)]
+        found += [(impl.name, config) for config in every]
     with suppress(CompileFailed), torch.no_grad(), on_card(device), compile_only(device.arch, _JOBS):
         q, k, v, causal, scale = (stand_in(a) for a in args)
         for choice in found:
@@ -218,10 +240,74 @@ def _attention(args: tuple[Any, ...], nodes: list[Node], watch: Stopwatch) -> di
     best = best if times[best] <= _LEAD * times[0] else 0
     for node in nodes:
         node.args = (*node.args[:5], found[best])
-    names = ["untuned", *_ATTENTION]
+    names = ["untuned" if choice is None else _spelled(*choice) for choice in found]
     measured = {name: round(us, 2) for name, us in zip(names, times, strict=True)}
-    problem = f"{list(args[0].shape)} queries, {list(args[1].shape)} keys"
-    return {"op": "attention", "problem": problem, "times": len(nodes), "taken": names[best], "us": measured}
+    shapes = f"{list(args[0].shape)} queries, {list(args[1].shape)} keys"
+    return {"op": "attention", "problem": shapes, "times": len(nodes), "taken": names[best], "us": measured}
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """What was measured of a sum and the norm behind it: by the product, in place, by the norm behind each of `pairs`."""
+
+    pairs: list[tuple[Impl, Any]]
+    us: list[float]
+    names: list[str]
+
+    @property
+    def best(self) -> int:
+        """The fastest that stands by itself: not in place."""
+        apart = [i for i in range(len(self.us)) if i != 1]
+        best = min(apart, key=lambda i: self.us[i])
+        return best if self.us[best] <= _LEAD * self.us[0] else 0
+
+
+_SUMMED: dict[Any, _Summed] = {}
+"""Of this process."""
+
+
+def _summed(problem: Sum, watch: Stopwatch) -> _Summed:
+    """Measure who forms a residual's sum (sums.py)."""
+    *product, _ = problem.linear
+    apart, device = Launch(linear_op, (*product, None)), device_of(product[0].get_device())
+    before = problem.places[0][0].args[_FIXED[calls.linear] :]
+    first: Any = before[0] if before else None
+    key = device.name, problem.key, str(first), scope()
+    if key not in _SUMMED:
+        pairs = candidates(apart, device, 0)
+        _compile([(apart, device, pairs)])
+        sets = _sets(Launch(linear_op, problem.linear))
+        found = ways(problem, sets, first, [(impl.name, config) for impl, config in pairs])
+        us = [t.us for t in watch.in_turns(found, len(sets), rounds=7)]
+        names = ["product", "in place", *(f"norm, behind {_named(pair)}" for pair in pairs)]
+        _SUMMED[key] = _Summed(pairs, us, names)
+    return _SUMMED[key]
+
+
+def _sums(fused: fx.GraphModule, sums: list[Sum], watch: Stopwatch) -> list[dict[str, Any]]:
+    """Measure who forms each residual's sum, and rewrite the graph where it is not the product."""
+    found = {id(problem): _summed(problem, watch) for problem in sums}
+    of = {product: found[id(problem)] for problem in sums for product, _ in problem.places}
+    whole, rows = set[Node](), []
+    # In place is the library's: not where rows must not depend on the others of a batch.
+    places = [] if scope().invariant else [place for problem in sums for place in problem.places]
+    for run in streams(fused.graph, places):
+        each = [of[product] for product, _ in run]
+        if sum(m.us[1] for m in each) <= _LEAD * sum(m.us[m.best] for m in each):
+            whole.update(product for product, _ in run)
+            in_place(fused, run)
+    for problem in sums:
+        measured = found[id(problem)]
+        rest = [place for place in problem.places if place[0] not in whole]
+        for place in rest if measured.best else ():
+            impl, config = measured.pairs[measured.best - 2]
+            rewrite(fused.graph, *place, (impl.name, config))
+        count, apart = len(problem.places) - len(rest), measured.names[measured.best]
+        taken = f"{count} in place, {len(rest)} {apart}" if count and rest else apart if rest else "in place"
+        us = {name: round(us, 2) for name, us in zip(measured.names, measured.us, strict=True)}
+        row = {"op": "sum and layer_norm", "problem": str(problem.key[0]), "taken": taken, "us": us}
+        rows.append({**row, "times": len(problem.places), "in place": count})
+    return rows
 
 
 @dataclass(frozen=True)
@@ -236,6 +322,23 @@ _KNOWN: dict[Any, _Known] = {}
 """So a second model with the same launches takes the same kernels, at no cost; and so do parts of a model, timed beside it."""
 
 
+def times_of(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> dict[Node, float]:
+    """Call -> microseconds of what it takes after `choose`, all timed in the same way."""
+    found = dict[Node, float]()
+    for launch in launches_of(fused, inputs):
+        device = device_of(launch.args[0].get_device())
+        known = _KNOWN.get(_key(launch, device, ranked))
+        us: float = _alone_us(launch, device) if known is None else known.row["us"][known.row["taken"]]
+        found.update((node, us) for node in launch.nodes)
+    return found
+
+
+def _alone_us(launch: Launch, device: Device) -> float:
+    """What a launch takes that a row of the database has decided: the row's own figure was measured between other launches."""
+    choice, sets = launch.op.choose(device, launch.op.problem(*launch.args)), _sets(launch)
+    return Stopwatch().in_turns([_call(choice.impl, choice.config, sets)], len(sets), rounds=7)[0].us
+
+
 def _key(launch: Launch, device: Device, ranked: int) -> Any:
     return device.name, launch.op.name, launch.op.problem(*launch.args), launch.args[0].shape, ranked, scope()
 
@@ -247,8 +350,11 @@ def _write(launch: Launch, pair: tuple[Impl, Any] | None) -> None:
 
 
 def _named(pair: tuple[Impl, Any]) -> str:
-    impl, config = pair
-    return impl.name + (" " + ",".join(f"{k}={v}" for k, v in config.items()) if config else "")
+    return _spelled(pair[0].name, pair[1])
+
+
+def _spelled(name: str, config: Any) -> str:
+    return name + (" " + ",".join(f"{k}={v}" for k, v in config.items()) if config else "")
 
 
 def _call(impl: Impl, config: Any, sets: list[tuple[Any, ...]]) -> Callable[[int], Any]:

@@ -66,13 +66,6 @@ def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Ten
 def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tuple[Node, Node | None]:
     dtype, name = _dtype(group.anchor.node), layer_name(group.anchor.node)
     weight, bias = pair
-    quantised = None
-    if b.quantiser is not None and group.anchor.kind == "linear":
-        quantised = b.quantiser.weight(group.anchor.node, weight, dtype)
-    elif b.quantiser is not None:
-        b.quantiser.refuse(group.anchor.node)
-    if quantised is not None:
-        return b.attribute(quantised, f"{name}_weight"), None if bias is None else b.attribute(bias.to(dtype), f"{name}_bias")
     weight = weight.to(dtype)
     if weight.dim() > 2:
         weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)

@@ -20,8 +20,7 @@ from tilewright.fuse.emit import EMIT, emit_gate, emit_merged
 from tilewright.fuse.moved_bias import move_biases
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.patterns import VIEWS, find_groups
-from tilewright.fuse.quantise import Quantiser
-from tilewright.fuse.report import Report
+from tilewright.fuse.report import LAUNCH, Report
 from tilewright.fuse.trace import Traced
 from tilewright.fuse.view_calls import PARTS, follow, parts_of
 from tilewright.fuse.views import channels_last, dense
@@ -49,12 +48,11 @@ class Lowering(Buffers):
         traced: the model in the graph's dtype.
         exact: parameters of the float model by name.
         report: decisions go there.
-        quantiser: says which products are quantised; None: none.
     """
 
-    def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report, quantiser: Quantiser | None = None):
+    def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report):
         self.root = nn.Module()
-        super().__init__(Weights(exact, traced.state, self.root), report, quantiser)
+        super().__init__(Weights(exact, traced.state, self.root), report)
         self.traced = traced
         self.groups, self.gates, self.merges = find_groups(traced.graph, report)
         move_biases(self.groups, report)
@@ -142,7 +140,8 @@ class Lowering(Buffers):
         last = any(v.strides == channels_last(v.shape).strides != dense(v.shape).strides for v in images)
         value = self.buffer(calls.as_dense, (new, last), channels_last(out.shape) if last else dense(out.shape), node)
         if target is not operator.getitem:
-            self.report.launches.append({"layer": layer_name(node), "op": str(target), "what": str(list(out.shape))})
+            new.meta[LAUNCH] = {"layer": layer_name(node), "op": str(target), "what": str(list(out.shape))}
+            self.report.launches.append(new.meta[LAUNCH])
         assert value.node is not None, "a buffer"
         value.node.meta[FLOAT_NODE] = node.name
         return value

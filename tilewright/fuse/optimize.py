@@ -11,7 +11,8 @@ Refuses: training, dynamic shapes (an optimised model is for the examples' shape
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,12 +23,14 @@ from torch.utils import _pytree as pytree
 from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.check import verify
 from tilewright.fuse.choose import choose
+from tilewright.fuse.int8 import in_int8
+from tilewright.fuse.leftovers import compile_leftovers
 from tilewright.fuse.lower import Lowering
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.partial import optimize_children
-from tilewright.fuse.quantise import Quantiser
 from tilewright.fuse.report import Report
 from tilewright.fuse.settings import PRECISIONS, Settings
+from tilewright.fuse.tokens import assemble
 from tilewright.fuse.trace import Traced, Untraceable, trace
 from tilewright.fuse.tuning import choices
 from tilewright.fuse.tuning import tune as tune_calls
@@ -39,7 +42,7 @@ def optimize(
     model: nn.Module, example_inputs: Tensor | Sequence[Any], precision: str = "fp16", *,
     example_kwargs: Mapping[str, Any] | None = None, report: bool = True, tolerance: float | None = None,
     graph: bool | None = None, copy_outputs: bool = True, search: int | None = 4,
-    tune: bool = False, compiled: bool | None = None,
+    tune: bool = False, compiled: bool | None = None, progress: Callable[[str], None] | None = None,
 ) -> Optimized:  # fmt: skip
     """A model for inference that computes what `model` does, on our operators.
 
@@ -56,6 +59,7 @@ def optimize(
         tune: on a GPU: search every launch of the model thoroughly first (minutes), into the user's database (tuning.py).
         compiled: on a CPU: whether Inductor compiles the whole graph, weights packed; None for yes. Else operators run singly.
         copy_outputs: whether results outlive the next call; without, one launch less for each.
+        progress: told in words how far `tune` is; None: it searches in silence.
 
     Returns:
         A module with the model's own call. `.report` has every decision, as text and JSON.
@@ -71,24 +75,26 @@ def optimize(
     args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     kwargs = dict(example_kwargs or {})
     device = _device(model, (args, kwargs))
-    graph = device.type == "cuda" if graph is None else graph
-    if graph and device.type != "cuda":
-        raise ValueError(f"optimize: graph=True captures a CUDA graph, and the model is on {device}; leave it None")
     gpu = device.type == "cuda"
+    graph = gpu if graph is None else graph
+    if graph and not gpu:
+        raise ValueError(f"optimize: graph=True captures a CUDA graph, and the model is on {device}; leave it None")
     compiled = not gpu if compiled is None else compiled
     if (compiled and gpu) or (tune and not gpu):
         raise ValueError(f"optimize: compiled=True is for a CPU and tune=True for a GPU; the model is on {device}")
     settings = Settings(precision, tolerance, graph, copy_outputs, search if gpu else None, tune, compiled)
+    settings = settings if progress is None else settings._replace(progress=progress)
     float_model = copy.deepcopy(model).eval().requires_grad_(False)
-    try:
-        done = _whole(float_model, args, kwargs, settings)
-    except Untraceable as error:
-        done = optimize_children(float_model, args, kwargs, settings, error, _whole)
-    facts = done.report.facts
-    facts.update(precision=precision, device=str(device), cuda_graph=graph, inputs="copied in, cast, images channels-last")
-    facts.update(compiled="by Inductor, weights frozen" if compiled else "no")
-    facts.update(outputs="copied out" if copy_outputs else "overwritten by the next call")
-    facts.update(seconds=round(time.perf_counter() - start, 2))
+    with torch.cuda.device(device) if gpu else nullcontext():  # streams, graphs and launches are the current device's
+        try:
+            done = _whole(float_model, args, kwargs, settings)
+        except Untraceable as error:
+            done = optimize_children(float_model, args, kwargs, settings, error, _whole)
+    done.report.facts.update(
+        precision=precision, device=str(device), cuda_graph=graph, inputs="copied in, cast, images channels-last",
+        compiled="by Inductor, weights frozen" if compiled else "no",
+        outputs="copied out" if copy_outputs else "overwritten by the next call", seconds=round(time.perf_counter() - start, 2),
+    )  # fmt: skip
     if report:
         print(done.report.text())
     return done
@@ -118,13 +124,22 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
     """A module that can be traced, as one graph. Raises Untraceable."""
     exact, found = trace(model, args, kwargs), Report()
     flat = pytree.tree_leaves((args, dict(kwargs)))
-    quantiser = Quantiser(exact, flat, found) if settings.quantised else None
-    fused, traced = lowered(model, exact, args, kwargs, settings.dtype, found, quantiser)
+    fused, traced = lowered(model, exact, args, kwargs, settings.dtype, found)
+    if not settings.compiled:
+        assemble(fused, found)
+    # As it is before measuring moves sums into norms: in int8 norms write codes.
+    plain = _copied(fused) if settings.quantised else None
     if settings.tune:
-        found.tuned = tune_calls(lambda: fused(*flat))
+        found.tuned = tune_calls(lambda: fused(*flat), progress=settings.progress)
     if settings.search is not None:
         found.choices = choose(fused, flat, settings.search)
+    if plain is not None:
+        with torch.no_grad():
+            want = pytree.tree_leaves(exact.module(*args, **kwargs))
+        fused = in_int8(plain, fused, flat, want, found, settings)
+    if settings.search is not None:
         found.provenance = choices(lambda: fused(*flat))
+        fused = compile_leftovers(fused, flat, found)
     results = next(n for n in exact.graph.nodes if n.op == "output").args[0]
     outputs = [None if (o := tensor_of(n)) is None else o.dtype for n in results]  # pyright: ignore[reportGeneralTypeIssues]
     called = _compiled(fused, flat) if settings.compiled else fused
@@ -145,13 +160,19 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
     return done
 
 
+def _copied(fused: fx.GraphModule) -> fx.GraphModule:
+    """The same calls on the same parameters, as a graph of its own."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(fused.graph, {}))
+    return fx.GraphModule(fused, graph)
+
+
 def _cast(dtype: torch.dtype, leaf: Any) -> Any:
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def lowered(
-    model: nn.Module, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, report: Report,
-    quantiser: Quantiser | None = None,
+    model: nn.Module, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, report: Report
 ) -> tuple[Any, Traced]:  # fmt: skip
     """(the optimised graph, what was traced in `dtype`)."""
     cast = partial(_cast, dtype)
@@ -159,4 +180,4 @@ def lowered(
     traced = exact
     if any(t.dtype != dtype for t in floats):
         traced = trace(copy.deepcopy(model).to(dtype), pytree.tree_map(cast, args), pytree.tree_map(cast, dict(kwargs)))
-    return Lowering(traced, exact.state, report, quantiser).run(), traced
+    return Lowering(traced, exact.state, report).run(), traced

@@ -116,6 +116,8 @@ class _Children:
         self.report.decisions += found.decisions
         self.report.launches += found.launches
         self.report.choices += found.choices
+        self.report.tuned += found.tuned
+        self.report.provenance += found.provenance
 
 
 _OURS = frozenset({"conv", "linear", "attention", "layer_norm", "max_pool", "mean"})

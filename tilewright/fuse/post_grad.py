@@ -15,6 +15,7 @@ Not here: batch norm, which only an Inductor with `config.freezing` folds, since
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node, map_arg
 
 from tilewright.fuse.anchors import READERS, Anchor, read, tensor_of
+from tilewright.fuse.chosen import chosen, spelled
 from tilewright.fuse.decisions import Decision
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.pull import Launch, pull, symbolic
@@ -73,6 +75,13 @@ def fuse_graph(graph: Graph, *, cpu: bool = False) -> list[Decision]:
             pull(launch)
         emit = {"linear": _linear, "conv": _conv, "attention": _attention}[anchor.kind]
         reason, value = emit(launch, cpu)
+        if value is None and launch.pulled:
+            # What loses with all that follows may win without.
+            bare = Launch(anchor, name, node, anchor.bias)
+            alone, value = emit(bare, cpu)
+            if value is not None:
+                bare.refused += [replace(d, taken=False, reason=reason, bytes_saved=0) for d in launch.pulled]
+                reason, launch = alone, bare
         if value is None:
             decisions += [_anchor(name, node, False, reason), *launch.refused]
             continue
@@ -166,27 +175,53 @@ def _empty(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
-def _why(op: Op, launch: Launch, cpu: bool, *args: Any) -> tuple[str, bool]:
-    """(the reason, whether the operator takes the anchor)."""
+_CHOSEN = {op.name: chosen(op) for op in (linear_op, conv_op, attention_op)}
+
+
+def _free(launch: Launch) -> bool:
+    """Whether Inductor computes what follows an anchor in a kernel that it launches anyway: somebody but an anchor reads it."""
+    readers, seen = list(launch.last.users), set[Node]()
+    while readers:
+        reader = readers.pop()
+        if reader in seen or reader.op == "output":
+            continue
+        seen.add(reader)
+        if reader.target in _VIEWS:
+            readers += reader.users
+        elif _read(reader) is None:
+            return True
+    return False
+
+
+_VIEWS = (
+    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.clone.default,
+)  # fmt: skip
+
+
+def _why(op: Op, launch: Launch, cpu: bool, *args: Any) -> tuple[str, Callable[..., Any] | None, tuple[str, ...]]:
+    """(the reason, what takes the anchor, None where the operator does not; what it is given before the arguments)."""
     tensors = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-    with unset_fake_temporarily():
-        choice = _choice(op, tensors)
-        timed = race(op, choice, tuple(tensors)) if isinstance(choice, Choice) and choice.impl.name != "vendor" else None
-    if choice is None:
-        return f"{op.name}, which chooses by the sizes of each call", True
-    if isinstance(choice, str):
-        return choice, False
-    if choice.impl.name == "reference":
-        return f"{op.name} as torch computes it", cpu
-    if choice.impl.name == "vendor":
-        return f"{op.name} would take the vendor's library here, as Inductor does", False
-    if choice.impl.name == "linear" and not launch.pulled:
-        return "a product of the pixels without anything to fuse, which Inductor does as well", False
     # Inside `with invariant():` or `prefer(...)` the user wants the operator, whatever it costs.
     wanted = scope().invariant or scope().preferred is not None
-    if timed is not None:
-        return f"{op.name}, {choice.impl.name}: {timed}", timed.won or wanted
-    return f"{op.name}, {choice.impl.name}", True
+    with unset_fake_temporarily():
+        choice = _choice(op, tensors)
+        raced = isinstance(choice, Choice) and choice.impl.name != "reference" and not wanted
+        timed = race(op, choice, tuple(tensors), free=_free(launch)) if raced else None  # pyright: ignore[reportArgumentType]
+    if choice is None:
+        return f"{op.name}, which chooses by the sizes of each call", op.dispatched, ()
+    if isinstance(choice, str):
+        return choice, None, ()
+    if choice.impl.name == "reference":
+        return f"{op.name} as torch computes it", op.dispatched if cpu else None, ()
+    if timed is not None and timed.choice is not None:
+        reason = f"{op.name}, {timed.choice.impl.name}: {timed}"
+        return (reason, _CHOSEN[op.name], (spelled(timed.choice),)) if timed.won else (reason, None, ())
+    if choice.impl.name == "vendor":
+        return f"{op.name} would take the vendor's library here, as Inductor does", None, ()
+    if choice.impl.name == "linear" and not launch.pulled:
+        return "a product of the pixels without anything to fuse, which Inductor does as well", None, ()
+    return f"{op.name}, {choice.impl.name}", op.dispatched, ()
 
 
 def _linear(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
@@ -214,10 +249,10 @@ def _linear(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
         residual = _contiguous(last, residual, anchor.node)
     bias = None if launch.bias is None else _contiguous(last, launch.bias, anchor.node)
     args = (x, weight, bias, launch.activation, residual)
-    reason, taken = _why(linear_op, launch, cpu, *args)
-    if not taken:
+    reason, target, choice = _why(linear_op, launch, cpu, *args)
+    if target is None:
         return reason, None
-    value = _call(last, linear_op.dispatched, *args, like=anchor.node)
+    value = _call(last, target, *choice, *args, like=anchor.node)
     if launch.shape is not None:
         value = _call(last, aten.reshape.default, value, launch.shape, like=anchor.node)
     return reason, value
@@ -250,10 +285,10 @@ def _conv(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
     if bias is not None and bias.meta["val"].dim() > 1:
         bias = _call(last, aten.reshape.default, bias, [out.shape[1]], like=anchor.node)
     args = (x, weight, bias, residual, launch.activation, *window, None, None, out.dtype)
-    reason, taken = _why(conv_op, launch, cpu, *args)
-    if not taken:
+    reason, target, choice = _why(conv_op, launch, cpu, *args)
+    if target is None:
         return reason, None
-    value = _call(last, conv_op.dispatched, *args, like=anchor.node)
+    value = _call(last, target, *choice, *args, like=anchor.node)
     return reason, _call(last, aten.permute.default, value, [0, out.dim() - 1, *range(1, out.dim() - 1)], like=anchor.node)
 
 
@@ -278,11 +313,11 @@ def _attention(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
         operands.append(turned if side_by_side(turned.meta["val"]) else _contiguous(first, turned, node))
     scale = shapes[0][3] ** -0.5 if options["scale"] is None else float(options["scale"])
     args = (*operands, None, None, shapes[0][2], shapes[1][2], scale, options["causal"], False)
-    reason, taken = _why(attention_op, launch, cpu, *args)
-    if not taken:
+    reason, target, choice = _why(attention_op, launch, cpu, *args)
+    if target is None:
         return reason, None
     launch.last = first
-    both = _call(first, attention_op.dispatched, *args, like=node)
+    both = _call(first, target, *choice, *args, like=node)
     value = _call(first, operator.getitem, both, 0, like=node)
     return reason, _call(first, aten.permute.default, value, [0, 2, 1, 3], like=node)
 

@@ -1,89 +1,264 @@
-"""Which products of a graph run in int8, and which stay in 16 bits because their error would be too large.
+"""Which products and convolutions of an optimised graph run in int8, and how codes come to them.
 
-A linear layer's weight gets int8 codes with one scale a row (ops/weights.py); its activation is quantised by rows in the call
-where there are more than 16, and stays in 16 bits below (ops/linear.py). The error of each layer is measured on the example
-inputs, with the float model's activations as its input, before it is decided: relative RMS of the layer's own product.
+    candidates -> a plan of who writes codes -> the graph with them -> measured -> the plan that takes the least time
 
-Convolutions stay in 16 bits: their kernel takes codes, but nothing writes codes for it on the way, so each would cost a launch
-and a pass over its input more than it saves.
+Weights get codes with one scale a row. An activation's codes have one scale, found on the example inputs (the one with the
+least squared error, so that single large numbers may saturate), or one a row where a layer norm writes them. The error of each
+product is measured on those inputs before it is decided: relative RMS of the product alone.
+
+Who writes the codes: a layer norm, or a quantised product or convolution, on its way out, where somebody reads them; a launch
+of its own elsewhere. A quantised convolution's residual then is codes too. So a chain of convolutions never leaves int8.
+
+On a GPU each product is measured in int8 and in 16 bits, and is left as it was where it does not pay with the conversions that
+it causes; and where the whole graph is not faster in int8, it stays in 16 bits. On a CPU nothing is measured.
+
+Refused: groups, channels or columns that are no multiple of 16, products that save nothing, activations that are not finite.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from tilewright import ops
-from tilewright.fuse.anchors import read
+from tilewright.fuse import calls
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.report import Report
-from tilewright.fuse.trace import Traced
-from tilewright.ops.weights import QuantizedWeight, quantize_weight
+from tilewright.ops.linear import FEW_ROWS
 
-__all__ = ["LARGEST_ERROR", "Quantiser"]
+__all__ = ["LARGEST_ERROR", "Candidate", "Plan", "candidates_of", "planned"]
 
 LARGEST_ERROR = 0.03
 """Of one product, relative to the RMS of the float one. Codes of 8 bits for normal numbers give 0.01."""
 _NARROW = 32
 """Products with fewer rows of the weight, or of K, save nothing."""
+_SAMPLE = 1 << 18
+"""Numbers of an activation that its scale is found on."""
+_CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
+"""Shares of the largest magnitude that the largest code may stand for."""
 
 
-class _Inputs(fx.Interpreter):
-    """Runs the float graph and keeps what each product reads."""
+@dataclass(frozen=True)
+class Candidate:
+    """A product that may run in int8."""
 
-    def __init__(self, traced: Traced):
-        super().__init__(traced.module)
-        self.kept: dict[str, Tensor] = {}
+    node: Node
+    """A call of `calls.linear` or `calls.conv`."""
+    source: Node
+    """The buffer that its activation is a view of."""
+    codes: Tensor
+    """Of the weight, laid out as it is."""
+    w_scales: Tensor
+    """[N] or [O], float32."""
+    images: int
+    """Rows or images of the activation."""
+    error: float
+    """Of the product alone."""
+    rows: bool
+    """Whether the activation's scales are one a row: a layer norm writes it."""
+
+
+@dataclass
+class Found:
+    """What a run on the example inputs has shown."""
+
+    candidates: dict[Node, Candidate] = field(default_factory=dict)
+    scales: dict[Node, Tensor] = field(default_factory=dict)
+    """Buffer -> what a step of its codes means, [] float32."""
+    bytes: dict[Node, int] = field(default_factory=dict)
+    """Buffer -> its size in 16 bits."""
+    readers: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
+    """Buffer -> `readers_of` it."""
+
+
+def source_of(node: Any) -> Any:
+    """The buffer that a view is of."""
+    while isinstance(node, Node) and node.target is calls.strided:
+        node = node.args[0]
+    return node
+
+
+def readers_of(node: Node) -> list[tuple[Node, int]]:
+    """(call, which of its arguments) that read a buffer, through views; the output as (output, 0)."""
+    found = []
+    for user in node.users:
+        if user.target is calls.strided:
+            found += readers_of(user)
+        else:
+            places = [i for i, a in enumerate(user.args) if a is node]
+            found += [(user, i) for i in places or [0]]
+    return found
+
+
+def step_of(x: Tensor) -> Tensor:
+    """The scale of the codes of x with the least squared error, [] float32; NaN where x is not finite."""
+    flat = x.reshape(-1) if x.is_contiguous() else x.movedim(1, -1).reshape(-1)
+    flat = flat[:: max(1, flat.numel() // _SAMPLE)].float()
+    most = x.abs().amax().float().clamp_min(1e-12)
+    steps = most * torch.tensor(_CLIPS, device=x.device) / 127.0
+    losses = [((flat / s).round().clamp(-127, 127) * s - flat).square().mean() for s in steps]
+    best = torch.stack(losses).nan_to_num(float("inf")).argmin()
+    return torch.where(most.isfinite(), steps[best], torch.nan)
+
+
+def _relative(got: Tensor, right: Tensor) -> float:
+    right = right.double()
+    return float((got.double() - right).square().mean().sqrt() / right.square().mean().sqrt().clamp_min(1e-30))
+
+
+def _coded_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = weight.float()
+    scales = wide.abs().amax(tuple(range(1, weight.dim()))).clamp_min(1e-12) / 127.0
+    codes = (wide / scales.view(-1, *(1,) * (weight.dim() - 1))).round().to(torch.int8)
+    return codes, scales
+
+
+class _Observer(fx.Interpreter):
+    """Runs the graph in 16 bits and looks at what its products read."""
+
+    def __init__(self, module: fx.GraphModule, report: Report, limit: float):
+        super().__init__(module)
+        self.report, self.limit, self.found = report, limit, Found()
+        products = [n for n in module.graph.nodes if n.target in (calls.linear, calls.conv)]
+        self.coded = {*products, *(source_of(n.args[0]) for n in products)}
 
     def run_node(self, n: Node) -> Any:
-        anchor = read(n)
-        if anchor is not None and anchor.kind == "linear":
-            value = self.env[anchor.x]
-            self.kept[n.name] = value.reshape(-1, value.shape[-1])[:1024].clone()
-        return super().run_node(n)
+        if n.target in (calls.linear, calls.conv):
+            self._product(n)
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.found.bytes[n] = result.nbytes
+            if n in self.coded:
+                self.found.scales[n] = step_of(result)
+        return result
+
+    def _product(self, n: Node) -> None:
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        x, weight, source = args[0], args[1], source_of(n.args[0])
+        reason = _refusal(n, args)
+        if reason is None:
+            reason = self._measured(n, x, weight, source, args)
+        if reason is not None:
+            self.report.add(layer_name(n), "quantise", n.name, False, reason)
+
+    def _measured(self, n: Node, x: Tensor, weight: Tensor, source: Node, args: Sequence[Any]) -> str | None:
+        step, rows = self.found.scales[source], source.target is calls.layer_norm and n.target is calls.linear
+        if not bool(step.isfinite()):
+            return "its input is not finite on the example inputs"
+        codes, scales = _coded_weight(weight)
+        near = (codes.float() * scales.view(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype)
+        if rows:
+            step = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127.0
+        held = ((x.float() / step).round().clamp(-127, 127) * step).to(x.dtype)
+        plain = [None, None, "none"]
+        if n.target is calls.linear:
+            held, x = held[:1024], x[:1024]
+            rest: list[Any] = [*plain, [x.shape[0], weight.shape[0]]]
+        else:
+            rest = [*plain, *args[5:9]]
+        error = _relative(n.target(held, near, *rest), n.target(x, weight, *rest))  # pyright: ignore[reportCallIssue]
+        if not error <= self.limit:
+            return f"its own error is {error:.1e} of its RMS, more than {self.limit:.0e}: stays in {x.dtype}"
+        self.found.candidates[n] = Candidate(n, source, codes, scales, args[0].shape[0], error, rows)
+        return None
 
 
-class Quantiser:
-    """Decides for each product; asked while the new graph is built.
-
-    Args:
-        exact: the float model.
-        inputs: examples, flat.
-        report: decisions go there.
-    """
-
-    def __init__(self, exact: Traced, inputs: Sequence[Any], report: Report):
-        self.report = report
-        recorder = _Inputs(exact)
-        with torch.no_grad():
-            recorder.run(*inputs, enable_io_processing=False)
-        self.read = recorder.kept
-
-    def weight(self, node: Node, weight: Tensor, dtype: torch.dtype) -> QuantizedWeight | None:
-        """The weight [N, K] of a product in int8, or None where it stays as it is; `node` is the anchor's."""
-        name, x = layer_name(node), self.read.get(node.name)
-        if x is None:
-            self.report.add(name, "quantise", node.name, False, "its input was not seen in the float model")
-            return None
+def _refusal(n: Node, args: Sequence[Any]) -> str | None:
+    """Why a product is none for int8, whatever its numbers are."""
+    x, weight, source = args[0], args[1], n.args[1]
+    if x.dtype == torch.float32:
+        return "its input is float32, not 16 bits"
+    if not isinstance(source, Node) or source.op != "get_attr" or not isinstance(weight, Tensor):
+        return "its weight is computed"
+    if n.args[2] is not None and n.args[2].op != "get_attr":  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+        return "its bias is computed"
+    if n.target is calls.linear:
         if min(weight.shape) < _NARROW:
-            self.report.add(name, "quantise", node.name, False, f"a weight of {list(weight.shape)} saves nothing")
-            return None
-        coded = quantize_weight(weight.to(dtype), "int8")
-        own = x.float().to(dtype)
-        right = own.double() @ weight.double().t()
-        got = ops.linear(own, coded).double()
-        error = float((got - right).square().mean().sqrt() / right.square().mean().sqrt().clamp_min(1e-30))
-        if not error <= LARGEST_ERROR:
-            reason = f"its own error is {error:.1e} of its RMS, more than {LARGEST_ERROR:.0e}: stays in {dtype}"
-            self.report.add(name, "quantise", node.name, False, reason)
-            return None
-        saved = weight.numel() * (dtype.itemsize - 1)
-        self.report.add(name, "quantise", node.name, True, f"int8 codes by rows, own error {error:.1e}", saved)
-        return coded
+            return f"a weight of {list(weight.shape)} saves nothing"
+        if x.shape[0] <= FEW_ROWS:
+            return f"{x.shape[0]} rows: what counts is the weight's bytes, which int8 kernels of 16-bit activations save"
+        return None if weight.shape[1] % 16 == 0 else f"K is {weight.shape[1]}, no multiple of 16"
+    if args[8] != 1:
+        return "a convolution with groups"
+    if weight.shape[0] % 16 or weight.shape[1] % 16:
+        return f"{weight.shape[1]} channels to {weight.shape[0]}: wanted multiples of 16"
+    return None
 
-    def refuse(self, node: Node) -> None:
-        """A convolution."""
-        reason = "int8 would cost a launch that writes its input's codes: stays in 16 bits"
-        self.report.add(layer_name(node), "quantise", node.name, False, reason)
+
+def candidates_of(fused: fx.GraphModule, inputs: Sequence[Any], report: Report, limit: float = LARGEST_ERROR) -> Found:
+    """The products of a graph in 16 bits that may run in int8; refusals go into the report."""
+    observer = _Observer(fused, report, limit)
+    with torch.no_grad():
+        observer.run(*inputs)
+    observer.found.readers = {n: readers_of(n) for n in fused.graph.nodes if n.target is not calls.strided}
+    return observer.found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who writes codes."""
+
+    products: frozenset[Node]
+    """Calls that multiply codes."""
+    outputs: frozenset[Node]
+    """Those of them that write codes, and nothing else."""
+    norms: dict[Node, bool]
+    """Layer norms that write codes -> whether they write themselves too."""
+    quantised: frozenset[Node]
+    """Buffers of 16 bits whose codes a launch of its own writes."""
+    dequantised: frozenset[Node]
+    """`outputs` that somebody reads in 16 bits."""
+
+
+def planned(found: Found, products: frozenset[Node]) -> Plan:
+    """Who writes codes if these products multiply codes."""
+    outputs = frozenset(n for n in products if n.target is calls.conv or (n.args[3] is None and _whole_columns(found, n)))
+    while True:
+        kept = frozenset(
+            n for n in outputs if _worth(found, n, products, outputs) and _residual_fits(found, n, products, outputs)
+        )
+        if kept == outputs:
+            break
+        outputs = kept
+    norms, quantised, dequantised = dict[Node, bool](), set[Node](), set[Node]()
+    for source in {found.candidates[n].source for n in products}:
+        if source in outputs:
+            continue
+        if source.target is calls.layer_norm:
+            norms[source] = any(not _takes_codes(r, i, products, outputs) for r, i in found.readers[source])
+        else:
+            quantised.add(source)
+    for n in outputs:
+        residual = source_of(n.args[3]) if n.target is calls.conv else None
+        if residual is not None and residual not in outputs:
+            quantised.add(residual)
+        if any(not _takes_codes(r, i, products, outputs) for r, i in found.readers[n]):
+            dequantised.add(n)
+    return Plan(products, outputs, norms, frozenset(quantised), frozenset(dequantised))
+
+
+def _takes_codes(reader: Node, place: int, products: frozenset[Node], outputs: frozenset[Node]) -> bool:
+    return (place == 0 and reader in products) or (place == 3 and reader in outputs and reader.target is calls.conv)
+
+
+def _worth(found: Found, n: Node, products: frozenset[Node], outputs: frozenset[Node]) -> bool:
+    return any(_takes_codes(r, i, products, outputs) for r, i in found.readers[n])
+
+
+def _whole_columns(found: Found, n: Node) -> bool:
+    """Whether rows of codes lie without holes, and none of their readers wants scales of rows."""
+    weight = found.candidates[n].w_scales.shape[0]
+    gated = str(n.args[4]).endswith("_mul")
+    return (weight // 2 if gated else weight) % 16 == 0
+
+
+def _residual_fits(found: Found, n: Node, products: frozenset[Node], outputs: frozenset[Node]) -> bool:
+    """A residual of codes: somebody writes them anyway. Another activation than relu wants it in 16 bits."""
+    if n.target is not calls.conv or n.args[3] is None:
+        return True
+    source = source_of(n.args[3])
+    if n.args[4] not in ("none", "relu") or not isinstance(source, Node):
+        return False
+    return source in outputs or any(i == 0 and r in products for r, i in found.readers[source])

@@ -7,7 +7,10 @@ from typing import Any
 
 from tilewright.fuse.decisions import Decision, table_of
 
-__all__ = ["Report"]
+__all__ = ["LAUNCH", "Report"]
+
+LAUNCH = "launch"
+"""Key of a node's `meta`: the row of `Report.launches` that says it. Whoever takes the node out takes that out."""
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,6 @@
 """What a call of `optimize` asked for, decided once."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ class Settings(NamedTuple):
     tune: bool = False
     compiled: bool = False
     """Whether Inductor compiles the whole graph: on a CPU."""
+    progress: Callable[[str], None] = lambda words: None
+    """Told in words how far a search is (`tune`)."""
 
     @property
     def dtype(self) -> torch.dtype:

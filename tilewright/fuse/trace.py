@@ -8,6 +8,7 @@ Not here: dynamic shapes. A graph is that of the examples' shapes.
 """
 
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from tilewright.fuse.naming import source_line
 
-__all__ = ["Traced", "Untraceable", "trace"]
+__all__ = ["Known", "Traced", "Untraceable", "trace"]
 
 
 class Untraceable(ValueError):
@@ -46,6 +47,14 @@ class Traced:
     def graph(self) -> fx.Graph:
         """Functional: placeholders, get_attr, ATen calls, output."""
         return self.module.graph
+
+
+class Known(nn.Module, ABC):
+    """A module that has its graph already, in whatever type it was cast to: `trace` asks for it instead of tracing."""
+
+    @abstractmethod
+    def as_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+        """The graph of a call with these arguments."""
 
 
 @contextmanager
@@ -106,6 +115,8 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     Raises:
         Untraceable: it is no graph; with the user's line.
     """
+    if isinstance(module, Known):
+        return module.as_traced(args, kwargs or {})
     exported = _exported(module, args, kwargs or {})
     mutated = tuple(exported.graph_signature.user_inputs_to_mutate.values())
     if mutated:

@@ -15,7 +15,7 @@ import torch
 from tilewright.fuse.spec import arguments_of
 from tilewright.hw.cpu import cpu
 from tilewright.hw.device import device_of
-from tilewright.op import Inputs
+from tilewright.op import Inputs, on_card
 from tilewright.ops import ALL
 from tilewright.tune.candidates import Task
 from tilewright.tune.database import Database, DatabaseError
@@ -71,7 +71,8 @@ def _search() -> None:
         except ValueError as reason:
             problem = json.loads(wanted["problem"])
             _say(op=wanted["op"], problem=problem, how="refused", best=None, us=None, notes=[str(reason)])
-    with Database() as rows:
+    # On the card: what calls another op (conv's `linear`) has that choose, and compile, as it will when it is measured.
+    with Database() as rows, on_card(device):
         fresh = [task for task in tasks if len(task.impls) and not settled(task, rows)]
         firsts = [(c.impl, c.config, task.args) for task in fresh for c in planned(task, top=order["top"]).first]
         # All at once keeps every core busy; each search then finds what it compiles in Triton's cache.

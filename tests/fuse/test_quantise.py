@@ -1,0 +1,193 @@
+"""int8 in `optimize`: who writes codes, what stays in 16 bits and why, and that the outputs are right."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import tilewright
+from tilewright.fuse import choose, coded_calls, int8
+from tilewright.fuse.check import Difference
+from tilewright.fuse.optimize import _copied
+from tilewright.fuse.optimized import Optimized
+from tilewright.fuse.quantise import planned, step_of
+from tilewright.fuse.report import Report
+from tilewright.fuse.settings import Settings
+from tilewright.hw.device import device_named
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, channels: int, width: int, out: int):
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.conv3 = nn.Conv2d(width, width, 3, 1, 1), nn.Conv2d(width, out, 1)
+        self.down = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.conv2(F.relu(self.norm(self.conv1(x)))))
+        return F.relu(self.conv3(y) + self.down(x))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 32, 3), Bottleneck(32, 32, 64), Bottleneck(64, 32, 64), nn.AdaptiveAvgPool2d(1))
+
+
+def encoder(pre: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 2, 128, activation="gelu", batch_first=True, norm_first=pre)
+    return nn.Sequential(layer, nn.LayerNorm(64))
+
+
+class Silu(nn.Module):
+    """A residual in front of an activation that is not homogeneous: no codes of another scale can be added there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(32, 32, 3, 1, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        return self.third(F.silu(self.second(x) + x))
+
+
+def _calls(done: Optimized) -> Counter[str]:
+    assert isinstance(done.fused, fx.GraphModule)
+    ours = {getattr(coded_calls, name): name for name in coded_calls.__all__}
+    return Counter(ours[n.target] for n in done.fused.graph.nodes if n.target in ours)
+
+
+CASES = [
+    # The stem and the last convolution speak 16 bits to what is around them, everything between is codes.
+    pytest.param(
+        convolutions, (2, 3, 8, 8),
+        {"quantise": 1, "conv_to_codes": 3, "linear_to_codes": 3, "dequantise": 1, "conv_from_codes": 1}, id="bottlenecks",
+    ),
+    pytest.param(
+        lambda: encoder(True), (2, 20, 64),
+        {"layer_norm_codes": 2, "quantise": 1, "linear_from_codes": 3, "linear_to_codes": 1}, id="pre-norm",
+    ),
+    pytest.param(
+        lambda: encoder(False), (2, 20, 64),
+        {"layer_norm_codes": 1, "quantise": 2, "linear_from_codes": 3, "linear_to_codes": 1}, id="post-norm",
+    ),
+    pytest.param(
+        Silu, (1, 32, 5, 5), {"quantise": 2, "conv_to_codes": 1, "dequantise": 1, "conv_from_codes": 2}, id="silu behind a sum",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "shape", "calls"), CASES)
+def test_who_writes_codes(make: Callable[[], nn.Module], shape: tuple[int, ...], calls: dict[str, int]) -> None:
+    model, x = make().eval(), torch.randn(shape)
+    done = tilewright.optimize(model, x, "int8", report=False, compiled=False)
+    assert _calls(done) == calls
+    with torch.no_grad():
+        right = model(x)
+    error = (done(x) - right).square().mean().sqrt() / right.square().mean().sqrt()
+    assert 1e-4 < error < 0.03  # codes were taken, and are right
+    assert all(" written by " in d.reason for d in done.report.decisions if d.kind == "quantise" and d.taken)
+
+
+REFUSED = [
+    (lambda: nn.Conv2d(32, 32, 3, groups=2), (1, 32, 5, 5), "groups"),
+    (lambda: nn.Conv2d(20, 32, 3), (1, 20, 5, 5), "20 channels to 32"),
+    (lambda: nn.Linear(64, 64), (4, 64), "4 rows"),
+    (lambda: nn.Linear(72, 64), (40, 72), "no multiple of 16"),
+]
+
+
+@pytest.mark.parametrize(("make", "shape", "reason"), REFUSED)
+def test_what_stays_in_16_bits(make: Callable[[], nn.Module], shape: tuple[int, ...], reason: str) -> None:
+    done = tilewright.optimize(make().eval(), torch.randn(shape), "int8", report=False, compiled=False)
+    assert not _calls(done)
+    [decision] = [d for d in done.report.decisions if d.kind == "quantise"]
+    assert reason in decision.reason
+    assert not decision.taken
+
+
+def test_products_with_large_errors_stay_until_the_outputs_are_right() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(40, 64)
+    done = tilewright.optimize(model, x, "int8", report=False, compiled=False, tolerance=2e-3)
+    assert not _calls(done)
+    assert "the outputs are" in str(done.report)
+
+
+def test_single_values_that_are_far_off_keep_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the check of the whole model would refuse is not returned."""
+    monkeypatch.setattr(int8, "compare_outputs", lambda want, got: (Difference("", 0.01, 1.5),))
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(40, 64)
+    done = tilewright.optimize(model, x, "int8", report=False, compiled=False)
+    assert not _calls(done)
+    assert "single values 1.5e+00" in str(done.report)
+
+
+def _measured_as(monkeypatch: pytest.MonkeyPatch, whole: list[float]) -> Report:
+    """The report of a graph whose products take half as long in int8, as a whole `whole` (int8, 16 bits)."""
+    model, x = convolutions().eval(), torch.randn(2, 3, 8, 8)
+    done = tilewright.optimize(model, x, "fp16", report=False, compiled=False)
+    assert isinstance(done.fused, fx.GraphModule)
+    monkeypatch.setattr(int8, "choose", lambda graph, inputs, ranked: [{"graph": "int8"}])
+    monkeypatch.setattr(choose, "device_of", lambda index: device_named("h100"))
+    monkeypatch.setattr(choose, "_alone_us", lambda launch, device: 20.0 if launch.args[0].dtype == torch.float16 else 10.0)
+    monkeypatch.setattr(int8, "_whole_us", lambda graphs, inputs: whole)
+    report = Report(choices=[{"graph": "16 bits"}])
+    with torch.no_grad():
+        want = [model(x)]
+    int8.in_int8(_copied(done.fused), done.fused, [x], want, report, Settings("int8", None, False, True, 0))
+    return report
+
+
+def test_rows_of_the_database_are_timed_for_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was measured where rows decide: that is no reason to leave int8."""
+    report = _measured_as(monkeypatch, [1.0, 2.0])
+    assert report.count("quantise") == 7
+    assert report.choices == [{"graph": "int8"}]
+
+
+def test_choices_are_those_of_the_graph_that_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = _measured_as(monkeypatch, [2.0, 1.0])
+    assert not report.count("quantise")
+    assert "the whole takes 2.0 us in int8, 1.0 in float16" in str(report.decisions)
+    assert report.choices == [{"graph": "16 bits"}]
+
+
+def test_steps() -> None:
+    """One large number among many small ones saturates; what is not finite has no scale; either memory format."""
+    x = torch.randn(1, 16, 64, 64)
+    assert step_of(x) == step_of(x.to(memory_format=torch.channels_last)) < x.abs().max() / 127 * 1.01
+    x[0, 0, 0, 0] = 50.0
+    assert step_of(x) < 40.0 / 127
+    x[0, 0, 0, 0] = torch.inf
+    assert step_of(x).isnan()
+
+
+def _found(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> Any:
+    """What `optimize` has found out about a model, caught on its way."""
+    caught: list[Any] = []
+    real = int8.candidates_of
+    monkeypatch.setattr(int8, "candidates_of", lambda *args: caught.append(real(*args)) or caught[-1])
+    tilewright.optimize(model.eval(), x, "int8", report=False, compiled=False)
+    return caught[0]
+
+
+def test_what_pays_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By times: a product that is faster, one that is not, and one that is, but not by the conversions that it causes."""
+    found = _found(monkeypatch, convolutions(), torch.randn(2, 3, 8, 8))
+    nodes = list(found.candidates)
+    sixteen = dict.fromkeys(nodes, 20.0)
+    faster = int8._paying(found, sixteen, dict.fromkeys(nodes, 10.0))
+    assert faster == set(nodes)
+    assert not int8._paying(found, sixteen, dict.fromkeys(nodes, 20.5))
+    assert not int8._paying(found, sixteen, dict.fromkeys(nodes, 19.9))  # two conversions take more
+    one = {n: 10.0 if n is nodes[1] else 30.0 for n in nodes}
+    assert int8._paying(found, sixteen, one) == {nodes[1]}
+    plan = planned(found, frozenset((nodes[1],)))
+    assert (len(plan.quantised), len(plan.outputs)) == (1, 0)

@@ -1,0 +1,47 @@
+"""Operators with the implementation and config that were measured, as calls that torch's compiler keeps whole.
+
+`chosen(op)` is torch.ops.tilewright_chosen.<name>: the choice as words (`spelled`), then the op's own arguments. A config that
+came from a measurement would else have to be in the tuning database, which a compile has no business to write.
+"""
+
+import json
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.op import Choice, Impl, Op
+from tilewright.tune.space import Config
+
+__all__ = ["chosen", "spelled"]
+
+_LIBRARY = torch.library.Library("tilewright_chosen", "DEF")
+
+
+def spelled(choice: Choice) -> str:
+    """The implementation and the config as one word."""
+    return json.dumps([choice.impl.name, choice.config], sort_keys=True)
+
+
+def chosen(op: Op) -> Any:
+    """Define the overload of an op that takes a choice before its arguments; once an op, where modules are imported.
+
+    Code that comes from Inductor's cache calls it by its name.
+    """
+
+    @cache
+    def read(words: str) -> tuple[Impl, Config]:
+        name, config = json.loads(words)
+        return next(impl for impl in op.impls if impl.name == name), config
+
+    def launch(choice: str, *args: Any) -> Any:
+        impl, config = read(choice)
+        return impl.launch(config, *args)
+
+    schema = torch.library.infer_schema(op.reference, mutates_args=op.mutates)
+    _LIBRARY.define(f"{op.name}(str choice, {schema.removeprefix('(')}")
+    _LIBRARY.impl(op.name, launch, "CUDA")
+    _LIBRARY.impl(op.name, lambda choice, *args: op.reference(*args), "CPU")
+    fake = op.fake or op.reference
+    torch.library.register_fake(f"tilewright_chosen::{op.name}", lambda choice, *args: fake(*args), lib=_LIBRARY)
+    return getattr(torch.ops.tilewright_chosen, op.name).default

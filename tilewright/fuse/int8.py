@@ -1,0 +1,164 @@
+"""An optimised graph in int8, where that is right and faster: the plan, what it takes, and what was decided why.
+
+The candidates and the plan are quantise.py's, the graph coded_graph.py's. What pays is found from times: of each product in 16
+bits and in int8, and of the conversions that a set of products causes. Products are dropped, one by one and by what they read,
+while that takes time away. Then the whole graphs are timed in turns.
+
+Where the outputs are too far from the float model's, the products with the larger errors stay in 16 bits, a stage at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from tilewright.fuse.check import LARGEST_OVER_RMS, TOLERANCES, compare_outputs
+from tilewright.fuse.choose import choose, times_of
+from tilewright.fuse.coded_graph import coded_graph
+from tilewright.fuse.naming import layer_name
+from tilewright.fuse.quantise import LARGEST_ERROR, Found, Plan, candidates_of, planned
+from tilewright.fuse.report import Report
+from tilewright.fuse.settings import Settings
+from tilewright.tune.measure import Stopwatch
+
+__all__ = ["in_int8"]
+
+_LIMITS = (LARGEST_ERROR, 0.012, 0.008)
+"""Errors of single products that are allowed, in turn, until the outputs are right."""
+_MARGIN = 0.9
+"""Of the error that is allowed: a call's other numbers may be a little further off."""
+_LAUNCH_US, _BYTES_A_US = 1.5, 2.2e6
+"""What a conversion takes: H100, 2 bytes read and 1 written or the other way round."""
+
+
+def _conversions_us(found: Found, plan: Plan) -> float:
+    each = (found.bytes[n] for n in (*plan.quantised, *plan.dequantised))
+    return sum(_LAUNCH_US + 1.5 * size / _BYTES_A_US for size in each)
+
+
+def _takes_us(found: Found, products: frozenset[Node], sixteen: dict[Node, float], eight: dict[Node, float]) -> float:
+    own = sum(eight[n] if n in products else sixteen[n] for n in eight)
+    return own + _conversions_us(found, planned(found, products))
+
+
+def _paying(found: Found, sixteen: dict[Node, float], eight: dict[Node, float]) -> frozenset[Node]:
+    """The products that are faster in int8, all that they cause included."""
+    products = frozenset(found.candidates)
+    known = {n: us for n, us in eight.items() if n in sixteen}
+    best = _takes_us(found, products, sixteen, known)
+    while True:
+        before = products
+        ordered = _in_order(products)
+        sources = dict.fromkeys(found.candidates[n].source for n in ordered)
+        sets = [frozenset(n for n in products if found.candidates[n].source is source) for source in sources]
+        for less in (*(frozenset((n,)) for n in ordered), *sets, products):
+            us = _takes_us(found, products - less, sixteen, known)
+            if less & products and us < best:
+                products, best = products - less, us
+        if products == before:
+            return products
+
+
+def _in_order(nodes: frozenset[Node]) -> list[Node]:
+    """The order of a set of nodes is another one in every process."""
+    return sorted(nodes, key=lambda n: n.name)
+
+
+def _written(n: Node, plan: Plan, found: Found) -> str:
+    """Who writes the codes that a product reads."""
+    source = found.candidates[n].source
+    if source in plan.quantised:
+        return "a launch of its own"
+    return f"{layer_name(source)}, one scale a row" if source in plan.norms else layer_name(source)
+
+
+def _decided(report: Report, found: Found, plan: Plan, why_not: dict[Node, str]) -> None:
+    for n, c in found.candidates.items():
+        if n in plan.products:
+            reason = f"int8, own error {c.error:.1e}; codes written by {_written(n, plan, found)}"
+            report.add(layer_name(n), "quantise", n.name, True, reason, c.codes.numel() + found.bytes[c.source] // 2)
+        else:
+            report.add(layer_name(n), "quantise", n.name, False, why_not.get(n, "not faster with its conversions"))
+    for n in _in_order(plan.quantised):
+        report.launches.append({"layer": layer_name(n), "op": "quantize", "what": f"{found.bytes[n] // 2} codes"})
+    for n in _in_order(plan.dequantised):
+        report.launches.append({"layer": layer_name(n), "op": "dequantize", "what": f"{found.bytes[n] // 2} codes"})
+
+
+def _whole_us(graphs: Sequence[fx.GraphModule], inputs: Sequence[Any]) -> list[float]:
+    def call(graph: fx.GraphModule) -> Any:
+        return lambda i: graph(*inputs)
+
+    with torch.no_grad():
+        return [t.us for t in Stopwatch().in_turns([call(g) for g in graphs], 1, rounds=9)]
+
+
+def in_int8(
+    plain: fx.GraphModule, fused: fx.GraphModule, inputs: list[Any], want: Sequence[Any], report: Report, settings: Settings
+) -> fx.GraphModule:
+    """The graph with the products in int8 that may be and that pay, or `fused` where there is none.
+
+    Args:
+        plain: in 16 bits, as it was lowered.
+        fused: the same with what measuring made of it.
+        inputs: flat examples.
+        want: the float model's outputs, flat.
+        report: decisions go there, and on a GPU what was measured.
+        settings: the error that is allowed; whether to measure.
+    """
+    allowed = TOLERANCES["int8"].rms if settings.tolerance is None else settings.tolerance
+    for limit in _LIMITS:
+        notes = Report()
+        found = candidates_of(plain, inputs, notes, limit)
+        graph, plan, why_not = _built(plain, found, inputs, settings, notes)
+        if not plan.products:
+            break
+        with torch.no_grad():
+            apart = compare_outputs(list(want), list(graph(*inputs)))
+        error, largest = (max((getattr(d, name) for d in apart), default=0.0) for name in ("rms", "largest"))
+        if error <= _MARGIN * allowed and largest <= _MARGIN * allowed * LARGEST_OVER_RMS:
+            break
+        reason = f"with errors of products up to {limit:.1e} the outputs are {error:.1e} off, single values {largest:.1e}"
+        report.add("the model", "quantise", "output", False, reason)
+    else:
+        return fused
+    report.decisions += notes.decisions
+    if settings.search is not None and plan.products:
+        eight, sixteen = _whole_us((graph, fused), inputs)
+        dtype = str(settings.dtype).removeprefix("torch.")
+        report.facts["int8"] = f"{eight:.1f} us as a whole, {sixteen:.1f} in {dtype}"
+        if eight >= sixteen:
+            plan = planned(found, frozenset())
+            why_not = dict.fromkeys(found.candidates, f"the whole takes {eight:.1f} us in int8, {sixteen:.1f} in {dtype}")
+    _decided(report, found, plan, why_not)
+    if not plan.products:
+        return fused
+    report.choices = notes.choices or report.choices
+    return graph
+
+
+def _built(
+    fused: fx.GraphModule, found: Found, inputs: list[Any], settings: Settings, notes: Report
+) -> tuple[fx.GraphModule, Plan, dict[Node, str]]:
+    """(the graph in int8, its plan, why candidates are not in it)."""
+    plan, why_not = planned(found, frozenset(found.candidates)), dict[Node, str]()
+    dtype, ranked = settings.dtype, settings.search
+    graph, made = coded_graph(fused, found, plan, dtype)
+    if ranked is None or not plan.products:
+        return graph, plan, why_not
+    choose(graph, inputs, ranked)
+    sixteen, new = times_of(fused, inputs, ranked), times_of(graph, inputs, ranked)
+    eight = {n: new[made[n]] for n in found.candidates if made[n] in new}
+    products = _paying(found, sixteen, eight)
+    if products != plan.products:
+        why_not = {
+            n: f"{eight[n]:.1f} us in int8 without conversions, {sixteen[n]:.1f} in 16 bits: not faster as a whole"
+            for n in eight
+            if n in sixteen
+        }
+        plan = planned(found, products)
+        graph, _ = coded_graph(fused, found, plan, dtype)
+    notes.choices = choose(graph, inputs, ranked)
+    return graph, plan, why_not

@@ -1,0 +1,194 @@
+"""Where the sum of a residual block is formed: by the product before it, or by the layer norm behind it.
+
+    linear(x, w, b, residual) -> layer_norm      or      linear(x, w, b) -> add_layer_norm(., residual) -> (norm, sum)
+
+A product that adds a residual reads it in its epilogue, which costs little where our own kernels are the fastest. A library
+adds a bias or a matrix, not both, so behind it the sum is a launch of its own, which writes what the norm then reads again;
+there the norm forms it. Both ways are timed as a whole (choose.py), with the product's own choice for each.
+
+A third way is for a whole stream of such sums, x1 = x0 + W1 a + b1, x2 = x1 + W2 c + b2 ...: the library adds each product to
+the stream where it lies, without the biases, and each norm adds those that are due by then to what it reads:
+
+    x1' = x0 + W1 a;   norm(x1' + b1);   x2' = x1' + W2 c;   norm(x2' + (b1 + b2)) ...
+
+Refuses: sums of which a norm reads other than all rows in order; a stream that anything but its norms reads, the product that
+is added to it among that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx import Node
+
+from tilewright.fuse import calls
+from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
+from tilewright.kernels.matmul import linear_op
+
+__all__ = ["Sum", "in_place", "note_sum", "rewrite", "streams", "ways"]
+
+_RESIDUAL = 3
+"""Which argument of `calls.linear`."""
+
+
+@dataclass
+class Sum:
+    """A product with a residual and the norm that reads it: one problem of a graph."""
+
+    linear: tuple[Any, ...]
+    """x, weight, bias, activation, residual: `linear_op`'s arguments in the first place it stands."""
+    norm: tuple[Tensor, Tensor | None, float]
+    """The norm's weight, bias and eps."""
+    places: list[tuple[Node, Node]] = field(default_factory=list)
+    """(product, norm) of the graph."""
+
+    @property
+    def key(self) -> Any:
+        """What makes two of them one problem."""
+        weight, bias, eps = self.norm
+        return linear_op.problem(*self.linear), self.linear[0].shape, weight.dtype, bias is None, eps
+
+
+def _whole_rows(node: Node, of: Node) -> bool:
+    """Whether a node is `of`, or all of its rows in order."""
+    if node is of:
+        return True
+    if node.target is not calls.strided or node.args[0] is not of or node.args[3] != 0:
+        return False
+    size, shape = list(node.args[1]), list(of.args[5])  # pyright: ignore[reportArgumentType]
+    dense = [1]
+    for n in reversed(size[1:]):
+        dense.insert(0, dense[0] * n)
+    count = 1
+    for n in shape:
+        count *= n
+    return size[-1:] == shape[-1:] and dense[0] * size[0] == count and list(node.args[2]) == dense  # pyright: ignore
+
+
+def norm_behind(product: Node) -> Node | None:
+    """The one layer norm that reads a product's sum."""
+    if product.target is not calls.linear or product.args[_RESIDUAL] is None:
+        return None
+    readers = [reader for user in product.users for reader in (user, *user.users)]
+    norms = [n for n in readers if n.target is calls.layer_norm and _whole_rows(n.args[0], product)]  # pyright: ignore
+    given = [a for a in norms[0].args[1:3] if isinstance(a, Node)] if len(norms) == 1 else []
+    return norms[0] if given and all(a.op == "get_attr" for a in given) else None
+
+
+def note_sum(found: dict[Any, Sum], product: Node, args: tuple[Any, ...], value_of: Callable[[Any], Any]) -> None:
+    """Add a product that runs, with `linear_op`'s arguments, to the problems, where a norm reads its sum."""
+    norm = norm_behind(product)
+    if norm is None:
+        return
+    new = Sum(args, (value_of(norm.args[1]), value_of(norm.args[2]), value_of(norm.args[3])))
+    found.setdefault(new.key, new).places.append((product, norm))
+
+
+def _rows_of(node: Any) -> Any:
+    """What a node is all the rows of."""
+    base = node.args[0] if isinstance(node, Node) and node.target is calls.strided else node
+    return base if isinstance(base, Node) and base.target is calls.linear and _whole_rows(node, base) else None
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads a node, through views of all its rows as well."""
+    views = [user for user in node.users if user.target is calls.strided and _whole_rows(user, node)]
+    return [user for user in node.users if user not in views] + [reader for view in views for reader in view.users]
+
+
+def streams(graph: fx.Graph, places: list[tuple[Node, Node]]) -> list[list[tuple[Node, Node]]]:
+    """Runs of (product, norm), each product's residual the sum before, that nothing else reads: they may be formed in place."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    norms, after = dict(places), dict[Node, Node]()
+    for product in norms:
+        before = _rows_of(product.args[_RESIDUAL])
+        others = [] if before is None else [r for r in _readers(before) if r is not product]
+        plain = product.args[4] == "none" and all(isinstance(a, Node) and a.op == "get_attr" for a in product.args[1:3])
+        x: Any = product.args[0]
+        plain = plain and before is not (x.args[0] if x.target is calls.strided else x)  # x + W x: it would read what it writes
+        if plain and before is not None and all(r.target is calls.layer_norm and order[r] < order[product] for r in others):
+            after[before] = product
+    found = []
+    for start in [node for node in after if node not in after.values()]:
+        run, here = [], after.get(start)
+        while here is not None:
+            run.append((here, norms[here]))
+            here = after.get(here)
+        last = run[-1][0]
+        if all(reader is norms[last] for reader in _readers(last)):
+            found.append(run)
+    return found
+
+
+def in_place(module: fx.GraphModule, run: list[tuple[Node, Node]]) -> None:
+    """Form a stream's sums where it lies."""
+    due: Tensor | None = None
+    for product, norm in run:
+        bias = getattr(module, str(product.args[2].target)).double()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        due = bias if due is None else due + bias
+        name = f"{product.name}_due"
+        module.register_buffer(name, due.to(getattr(module, str(norm.args[1].target)).dtype), persistent=False)  # pyright: ignore
+        x, weight, _, residual, _, shape = product.args[:6]
+        with module.graph.inserting_before(product):
+            total = module.graph.call_function(calls.added_in_place, (x, weight, residual, shape))
+        with module.graph.inserting_before(norm):
+            shift = module.graph.get_attr(name)
+            normed = module.graph.call_function(calls.shifted_layer_norm, (norm.args[0], shift, *norm.args[1:]))
+        total.meta = {k: v for k, v in product.meta.items() if k not in (FLOAT_NODE, ANCHOR_NODE)}
+        normed.meta = dict(norm.meta)
+        for old, new in ((norm, normed), (product, total)):
+            old.replace_all_uses_with(new)
+            module.graph.erase_node(old)
+
+
+def ways(
+    problem: Sum, sets: list[tuple[Any, ...]], before: calls.Choice | None, apart: list[calls.Choice]
+) -> list[Callable[[int], Any]]:
+    """What to time: the product that adds, in place, then each of `apart` without the residual; every one with its norm."""
+    weight, bias, eps = problem.norm
+
+    def product_adds(i: int) -> Any:
+        y = calls.run(linear_op, sets[i], before)
+        return calls.layer_norm(y, weight, bias, eps, y.shape), y
+
+    def norm_adds(choice: calls.Choice) -> Callable[[int], Any]:
+        def call(i: int) -> Any:
+            *product, residual = sets[i]
+            y = calls.run(linear_op, (*product, None), choice)
+            return calls.add_layer_norm(y, residual, weight, bias, eps, y.shape, y.shape)
+
+        return call
+
+    stream = problem.linear[4].clone()
+
+    def added(i: int) -> Any:
+        x, w, b, _, _ = sets[i]
+        y = calls.added_in_place(x, w, stream, stream.shape)
+        return calls.shifted_layer_norm(y, weight if b is None else b, weight, bias, eps, y.shape)
+
+    return [product_adds, added, *(norm_adds(choice) for choice in apart)]
+
+
+def rewrite(graph: fx.Graph, product: Node, norm: Node, choice: calls.Choice) -> None:
+    """Let the norm form the sum."""
+    args = list(product.args)
+    residual, args[_RESIDUAL] = args[_RESIDUAL], None
+    product.args = (*args[:6], choice)
+    weight, bias, eps, shape = norm.args[1:5]
+    with graph.inserting_after(product):
+        both = graph.call_function(calls.add_layer_norm, (product, residual, weight, bias, eps, shape, args[5]))
+    with graph.inserting_after(both):
+        total = graph.call_function(calls.part, (both, 1))
+        normed = graph.call_function(calls.part, (both, 0))
+    both.meta = {key: norm.meta[key] for key in ("nn_module_stack", "stack_trace") if key in norm.meta}
+    for made, old in ((total, product), (normed, norm)):
+        made.meta = {key: old.meta[key] for key in (FLOAT_NODE, ANCHOR_NODE) if key in old.meta}
+    for key in (FLOAT_NODE, ANCHOR_NODE):
+        product.meta.pop(key, None)  # it is no longer the sum that the float model has
+    product.replace_all_uses_with(total, delete_user_cb=lambda user: user is not both)
+    norm.replace_all_uses_with(normed)
+    rows = norm.args[0]
+    graph.erase_node(norm)
+    if isinstance(rows, Node) and rows.target is calls.strided and not rows.users:
+        graph.erase_node(rows)
