@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from tilewright.bench.compare import measure
 from tilewright.bench.compare.engine import ENGINES, Settings, flat_outputs
 from tilewright.bench.compare.results import Comparison
 from tilewright.cli import app
@@ -66,6 +67,7 @@ class Fake:
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(ENGINES, "fake", f"{__name__}:Fake")
+    monkeypatch.setattr(measure, "_SETTLE_S", 0.0)  # nothing here has a clock that rises
     monkeypatch.chdir(tmp_path)
 
 

@@ -106,7 +106,9 @@ def test_compile_asks_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((answer[0] - flat_outputs(module(*inputs))[0]).abs().max()) > 1e-5, "computed in bf16"
 
 
-def test_optimize_is_ours_and_tells_what_it_did() -> None:
+def test_optimize_is_ours_and_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Inductor's compiler takes half a minute and is tested where `optimize` is.
+    monkeypatch.setattr(importlib.import_module("tilewright.fuse.optimize"), "_compiled", lambda fused, flat: fused)
     torch.manual_seed(1)
     module, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(2, 4)
     built = engine_of("optimize", CPU).build(module, (x,), "whole")

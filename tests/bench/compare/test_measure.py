@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tilewright.bench.compare import measure
 from tilewright.bench.compare.attribution import Design
 from tilewright.bench.compare.engine import EngineError, Settings, flat_outputs
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
@@ -28,6 +29,10 @@ class Part:
     @property
     def name(self) -> str:
         return "whole" if self.depth == LAYERS else f"prefix {self.depth}"
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        return tuple(range(self.depth))
 
     @property
     def module(self) -> nn.Module:
@@ -76,6 +81,11 @@ class Spy:
 
     def close(self) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_SETTLE_S", 0.0)
 
 
 def contender(engine: Any, name: str = "spy") -> Contender:
@@ -201,3 +211,19 @@ def test_it_ends_with_the_budget_or_ctrl_c() -> None:
     side.runs.clear()
     assert race([side], lambda: False, started + 60, 1, started, interrupt) == "interrupted"
     assert len(side.runs) == 5 * len(PARTS), "what was measured stays"
+
+
+def test_rounds_count_once_clocks_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept for so long, and nothing decided for as long again."""
+    monkeypatch.setattr(measure, "_SETTLE_S", 0.3)
+    side, looked = contender(Spy()), []
+    build(side)
+
+    def decided() -> bool:
+        looked.append(time.monotonic())
+        return True
+
+    started = time.monotonic()
+    assert race([side], decided, started + 60, 1, started, lambda words: None) == "decided"
+    assert min(run.at for run in side.runs) >= 0.29
+    assert looked[0] - started >= 0.6

@@ -52,6 +52,10 @@ class Design:
     """Variant -> the layers that it runs, in order, with repetitions. "whole" is one of them."""
     border: dict[str, tuple[float, float]]
     """Variant -> bytes of its inputs and of its outputs."""
+    heavy: tuple[str, ...] = ()
+    """Variants with ballast (ballast.py). Where a side has any, these alone speak of its layers."""
+    loose: float = 0.0
+    """Relative error of every other variant that more runs do not reduce."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,21 @@ class Sample:
     """Relative standard error of the location, shrunk towards the common one."""
     single: float
     """Relative noise of one run, all variants together, as it reaches the location."""
+
+    def at(self, variant: str) -> int:
+        """Its place."""
+        return self.variants.index(variant)
+
+    def fitted(self, design: Design) -> NDArray[np.intp]:
+        """Places of the variants that speak of layers."""
+        heavy = [v for v, name in enumerate(self.variants) if name in design.heavy]
+        return np.array(heavy or range(len(self.variants)), dtype=np.intp)
+
+    def of(self, kept: NDArray[np.intp], least: float) -> "Sample":
+        """Those variants alone; `least` is a relative error of each that more runs do not reduce."""
+        names = tuple(self.variants[v] for v in kept)
+        noise = np.sqrt(self.noise_V[kept] ** 2 + least**2)
+        return Sample(names, self.seconds_V[kept], self.influence_RV[:, kept], noise, self.single)
 
     def draws(self, count: int, seed: int) -> Floats:
         """[D, V] relative deviations of the locations: rounds drawn with replacement, each with all its variants."""

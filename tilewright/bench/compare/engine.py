@@ -34,14 +34,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from tilewright.bench.compare.variants import Variant
+
 __all__ = [
-    "DTYPES", "ENGINES", "Built", "Engine", "EngineError", "Settings", "cast", "engine_of", "flat_outputs", "limited", "need",
-    "timed",
+    "DTYPES", "ENGINES", "Built", "Cutting", "Engine", "EngineError", "Settings", "cast", "engine_of", "flat_outputs",
+    "limited", "need", "timed",
 ]  # fmt: skip
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -115,6 +118,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back what outlives its builds."""
+        ...
+
+
+@runtime_checkable
+class Cutting(Protocol):
+    """An engine that can make a variant from a part of what it knows of the model, sooner than from a module.
+
+    What it builds is what `build` would build. The whole model is always given to `build`, as its user has it.
+    """
+
+    def build_variant(self, variant: "Variant") -> Built:
+        """The same as `build(variant.module, variant.inputs, variant.name)`."""
         ...
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare.engine import Built, Engine, EngineError, Settings, flat_outputs, limited
+from tilewright.bench.compare.engine import Built, Cutting, Engine, EngineError, Settings, flat_outputs, limited
 from tilewright.bench.compare.fairness import relative_error
 from tilewright.bench.compare.results import Run
 
@@ -31,16 +31,19 @@ if TYPE_CHECKING:
     from tilewright.bench.compare.attribution import Design
     from tilewright.bench.compare.variants import Variant
 
-__all__ = ["Contender", "build_all", "race", "truth_of"]
+__all__ = ["Contender", "build_all", "build_everywhere", "race", "truth_of"]
 
 _LEAST_BATCH_S, _MOST_BATCH_S = 1e-3, 50e-3
 _ROUNDS = 200
 """Aimed at: what a bootstrap wants, and what a report can show."""
 _WARM_UP_ROUNDS = 2
 _FIRST_LOOK = 8
+_SETTLE_S = 3.0
+"""Before a round counts, and before a verdict is looked at: clocks rise, and a side's first rounds were 10 % slower (H100, 8
+rounds in 1.5 s). At most a tenth of the time there is."""
 _LONG_CALL_S = 5e-3
 """A call this long does not notice what it finds in the caches."""
-_NEEDED_SHARE, _SPARE_SHARE = 0.8, 0.3
+_NEEDED_SHARE, _SPARE_SHARE = 0.8, 0.5
 """Of the budget that may go into building the variants that every layer needs, and into those beyond."""
 # Largest error before an engine's numbers count as wrong: five times what bf16 loses over 70 layers; and, for an engine that
 # says it computes in 8 or 4 bits, what no rounding explains.
@@ -86,6 +89,8 @@ class Contender:
     def _made(self, variant: "Variant") -> Built:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the engines' own making, of no use to whoever compares them
+            if isinstance(self.engine, Cutting) and variant.name != "whole":
+                return self.engine.build_variant(variant)
             return self.engine.build(variant.module, variant.inputs, variant.name)
 
     def _time(self, built: Built, name: str, calls: int) -> float:
@@ -115,17 +120,26 @@ class Contender:
             )
         return error
 
+    def seconds(self, name: str, calls: int) -> float:
+        """Of one call of a variant, from a batch of `calls`."""
+        return self._time(self.built[name], name, calls) / calls
+
+    def forget(self, names: set[str]) -> None:
+        """Close variants that are of no use."""
+        for name in names:
+            self.built.pop(name).close()
+            del self.call_s[name], self.errors[name]
+
     def choose_batches(self, batch_s: float) -> None:
         """Calls of a batch that takes about `batch_s`, for every variant."""
         self.calls = {name: max(1, math.ceil(batch_s / max(one, 1e-7))) for name, one in self.call_s.items()}
 
     def turn(self, name: str, started: float) -> Run:
         """A batch of one variant."""
-        built, calls = self.built[name], self.calls[name]
         if self.call_s[name] < _LONG_CALL_S:
-            self._time(built, name, 1)
+            self.seconds(name, 1)
         at = time.monotonic() - started
-        return Run(at=at, variant=name, seconds=self._time(built, name, calls) / calls)
+        return Run(at=at, variant=name, seconds=self.seconds(name, self.calls[name]))
 
 
 class WrongNumbers(EngineError):
@@ -154,44 +168,55 @@ def build_all(
     design: "Design",
     budget_s: float,
     progress: Progress,
+    since: float | None = None,
 ) -> tuple[list[str], float]:
-    """Build variants, the best first, on every side, while the budget lasts.
+    """Build variants, the best first, on every side, while the budget lasts; those that are there stay.
 
     Returns the names of those that are there on all sides, and when (`time.monotonic()`) the first was: the budget counts from
-    there, since libraries, compilers and caches that are used for the first time are no cost of a variant.
+    there (or from `since`), since libraries, compilers and caches that are used for the first time are no cost of a variant.
 
-    `needed` is how many of them tell every layer apart. EngineError: see `Contender.build`; where numbers are wrong it names
-    the first layer whose prefix is.
+    `needed` is how many of them tell every layer apart. EngineError: see `build_everywhere`.
     """
-    began, last, ready = time.monotonic(), 0.0, []
+    began, last, ready = time.monotonic() if since is None else since, 0.0, []
     for i, variant in enumerate(variants):
         share = _NEEDED_SHARE if i < needed else _SPARE_SHARE
         at = time.monotonic()
-        if ready and at - began + last > share * budget_s:
-            break
-        progress(f"building variants {i + 1}/{needed if i < needed else len(variants)}")
-        truth = truth_of(variant.module, variant.inputs)
-        for side in sides:
-            try:
-                side.build(variant, truth)
-            except WrongNumbers as error:
-                progress(f"finding the layer at which {side.name} is wrong")
-                raise EngineError(f"{error}{_guilty(side, variant, variants, design)}") from None
-        variant.release()
+        if not all(variant.name in side.built for side in sides):
+            if ready and at - began + last > share * budget_s:
+                break
+            progress(f"building variants {i + 1}/{needed if i < needed else len(variants)}")
+            build_everywhere(sides, variant, variants, design, progress)
+            last = time.monotonic() - at
         ready.append(variant.name)
-        last = time.monotonic() - at
-        if i == 0:
+        if i == 0 and since is None:
             began, last = time.monotonic(), 0.0
     return ready, began
+
+
+def build_everywhere(
+    sides: Sequence[Contender], variant: "Variant", variants: Sequence["Variant"], design: "Design", progress: Progress
+) -> None:
+    """Build a variant on every side. EngineError: see `Contender.build`; where numbers are wrong it names the first layer of
+    whose prefix, among `variants`, they are."""
+    truth = truth_of(variant.module, variant.inputs)
+    for side in sides:
+        if variant.name in side.built:
+            continue
+        try:
+            side.build(variant, truth)
+        except WrongNumbers as error:
+            progress(f"finding the layer at which {side.name} is wrong")
+            raise EngineError(f"{error}{_guilty(side, variant, variants, design)}") from None
+    variant.release()
 
 
 def _guilty(side: Contender, wrong: "Variant", variants: Sequence["Variant"], design: "Design") -> str:
     """ "; first wrong at LAYER", by halving the prefixes among the variants."""
     prefixes = {len(part): name for name, part in design.parts.items() if part == tuple(range(len(part)))}
     known = {v.name: v for v in variants}
-    depths = sorted(k for k, name in prefixes.items() if name in known and 0 < k <= len(design.parts[wrong.name]))
-    if design.parts[wrong.name] != tuple(range(len(design.parts[wrong.name]))):
-        return f" (layers of this variant: {', '.join(design.layers[i] for i in design.parts[wrong.name][-3:])})"
+    depths = sorted(k for k, name in prefixes.items() if name in known and 0 < k <= len(wrong.part))
+    if wrong.part != tuple(range(len(wrong.part))):
+        return f" (layers of this variant: {', '.join(design.layers[i] for i in wrong.part[-3:])})"
     right, low, high, said = 0, 0, len(depths) - 1, ""
     while low < high:
         middle = (low + high) // 2
@@ -215,22 +240,23 @@ def race(
     Returns why it ended: "decided", "budget" or "interrupted" (Ctrl-C: what was measured stays).
     """
     turns = [(side, name) for side in sides for name in side.built]
+    settle_s = min(_SETTLE_S, max(until - time.monotonic(), 0) / 10)
     _choose_batches(sides, until - time.monotonic())
-    order, look, rounds = random.Random(seed), _FIRST_LOOK, -_WARM_UP_ROUNDS
+    order, look, rounds, warm = random.Random(seed), _FIRST_LOOK, -_WARM_UP_ROUNDS, time.monotonic() + settle_s
     gc.collect()
     gc.disable()
     try:
         while True:
             order.shuffle(turns)
             found = [(side, side.turn(name, started)) for side, name in turns]
-            rounds += 1
+            rounds = min(rounds + 1, 0) if time.monotonic() < warm else rounds + 1
             if rounds > 0:
                 for side, run in found:
                     side.runs.append(run)
             left = until - time.monotonic()
             progress(f"measuring, seconds left: {max(left, 0):.0f}")
             if rounds == look:
-                if decided():
+                if time.monotonic() >= warm + settle_s and decided():
                     return "decided"
                 look *= 2
             if left <= 0 and rounds >= _FIRST_LOOK:

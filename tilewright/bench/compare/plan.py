@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from tilewright.bench.compare.attribution import FIRST, Design, columns
 from tilewright.bench.compare.layers import Chain, trace
+from tilewright.bench.compare.specs import Edit
 from tilewright.bench.compare.variants import Variant, candidates
 
-__all__ = ["Plan", "design_of", "plan"]
+__all__ = ["Plan", "design_of", "guesses", "plan", "plan_of"]
 
 Floats = NDArray[np.float64]
 
@@ -26,6 +27,8 @@ Floats = NDArray[np.float64]
 _MACHINES = {"cuda": (3e14, 2e12, 3e-6), "cpu": (5e10, 1e10, 3e-6)}
 _ERROR = 0.01  # relative, of a variant's time: noise after some tens of rounds, and what additivity does not hold
 _PIECE_ERROR = 0.03  # of one that does not begin where the model begins
+_LOOSE = 0.03
+"""On a GPU: eager programs cut from ResNet-50 were that far from adding up (H100), which was taken for fusion."""
 _MOST_PER_UNKNOWN = 2.0
 _SPARE = 0.15  # of the needed variants: degrees of freedom to test additivity with
 
@@ -48,7 +51,7 @@ class Plan:
         return self.rest[:count]
 
 
-def design_of(chain: Chain, found: list[Variant]) -> Design:
+def design_of(chain: Chain, found: list[Variant], heavy: tuple[str, ...] = ()) -> Design:
     """The design matrix's data, without any torch in it."""
     return Design(
         layers=tuple(layer.name for layer in chain.layers),
@@ -57,6 +60,8 @@ def design_of(chain: Chain, found: list[Variant]) -> Design:
         bytes=tuple(layer.bytes for layer in chain.layers),
         parts={v.name: v.part for v in found},
         border={v.name: v.border for v in found},
+        heavy=heavy,
+        loose=_LOOSE if chain.inputs[0].is_cuda else 0.0,
     )
 
 
@@ -67,9 +72,13 @@ def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None
     """
     if budget is not None and budget < 1:
         raise ValueError(f"budget is {budget} variants, wanted at least 1: the whole model")
-    chain = trace(model, inputs)
-    found = candidates(chain)
-    design = design_of(chain, found)
+    return plan_of(trace(model, inputs), budget)
+
+
+def plan_of(chain: Chain, budget: int | None = None, ballast: Edit | None = None) -> Plan:
+    """The same of a model that was traced; with `ballast` (ballast.py) of the programs that hold it, and the whole model."""
+    found = candidates(chain, ballast)
+    design = design_of(chain, found, () if ballast is None else tuple(v.name for v in found if v.name != "whole"))
     order, needed = _ordered(chain, design, found)
     ranked = [found[k] for k in order]
     unknowns = 2 + len(set(chain.groups))
@@ -78,7 +87,7 @@ def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None
     return Plan(chain=chain, variants=chosen, needed=chosen[:needed], design=design, rest=ranked[most:])
 
 
-def _guesses(chain: Chain) -> Floats:
+def guesses(chain: Chain) -> Floats:
     """Seconds of each layer, roughly."""
     rate, bandwidth, launch = _MACHINES["cuda" if chain.inputs[0].is_cuda else "cpu"]
     return np.array([max(layer.flops / rate, layer.bytes / bandwidth) + launch for layer in chain.layers])
@@ -87,7 +96,7 @@ def _guesses(chain: Chain) -> Floats:
 def _ordered(chain: Chain, design: Design, found: list[Variant]) -> tuple[list[int], int]:
     """Numbers of the variants, best first, and how many are needed."""
     x_VP = columns(design, [v.name for v in found], [])
-    guess = _guesses(chain)
+    guess = guesses(chain)
     group_seconds = np.zeros(max(design.groups) + 1)
     group_seconds[list(design.groups)] = guess
     bandwidth = _MACHINES["cuda" if chain.inputs[0].is_cuda else "cpu"][1]
@@ -96,7 +105,9 @@ def _ordered(chain: Chain, design: Design, found: list[Variant]) -> tuple[list[i
     prior = np.concatenate([[overhead, 4 / bandwidth], 2 * group_seconds])
     seconds = x_VP[:, FIRST:] @ group_seconds + overhead
     begins = np.array([v.part[0] == 0 for v in found])
-    error = seconds * np.where(begins, _ERROR, _PIECE_ERROR)
+    error = seconds * np.where(begins | (len(design.heavy) > 0), _ERROR, _PIECE_ERROR)
+    speaks = np.array([v.name in design.heavy or not design.heavy for v in found])
+    error[~speaks] = np.inf
     weight = np.zeros(len(prior))
     weight[FIRST:] = 1 / group_seconds**2
     covariance = np.diag(prior**2)
@@ -110,14 +121,14 @@ def _ordered(chain: Chain, design: Design, found: list[Variant]) -> tuple[list[i
         order.append(best)
         left[best] = False
         covariance -= np.outer(moved[best], moved[best]) / (error[best] ** 2 + moved[best] @ x_VP[best])
-    full = np.linalg.matrix_rank(x_VP / np.maximum(np.abs(x_VP).max(0), 1e-300))
+    full = np.linalg.matrix_rank(x_VP[speaks] / np.maximum(np.abs(x_VP[speaks]).max(0), 1e-300))
     return order, _needed(design, [found[k].name for k in order], int(full))
 
 
 def _needed(design: Design, names: list[str], full: int) -> int:
     """How many of the variants, from the first on, determine as much as all of them, and some to spare."""
     for count in range(min(full, len(names)), len(names) + 1):
-        x = columns(design, names[:count], [])
+        x = columns(design, [name for name in names[:count] if name in design.heavy or not design.heavy], [])
         if np.linalg.matrix_rank(x / np.maximum(np.abs(x).max(0), 1e-300)) == full:
             return min(len(names), count + max(2, round(_SPARE * count)))
     return len(names)

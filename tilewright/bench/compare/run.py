@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tilewright.bench.compare.attribution import Design
+from tilewright.bench.compare.ballast import Ballast, merged, only_whole, plans_of
 from tilewright.bench.compare.engine import Settings, engine_of
 from tilewright.bench.compare.fairness import card, precision_of, yardsticks
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
@@ -28,6 +30,8 @@ __all__ = ["compare"]
 
 CONFIDENCE = 0.95
 _MULTIPLY = ("conv", "linear", "matmul", "attention", "embedding")
+_PROBING = 0.3
+"""Of the budget: after that nothing is built to find out whether a call hides its layers."""
 _NO_EVENTS = ("cmd", "onnxruntime")
 """Engines whose work does not go through PyTorch's stream."""
 
@@ -66,18 +70,15 @@ def compare(
     apart = any(name.partition(":")[0] in _NO_EVENTS for name in (ours, baseline))
     with _threads(threads) as count, ExitStack() as ends:
         settings = Settings(device=device, threads=count, host_clock=apart)
-        sides = []
-        for name in (ours, baseline):
-            progress(f"starting {name}")
-            side = Contender(name=name, engine=engine_of(name, settings), settings=settings)
-            ends.callback(side.engine.close)
-            sides.append(side)
+        sides = [_started(name, settings, ends, progress) for name in (ours, baseline)]
         progress("looking for layers")
         planned = plan(model.module, model.inputs)
+        _, began_at = build_all(sides, planned.variants[:1], 1, planned.design, budget_s, progress)
         if whole:
-            planned = _only_whole(planned)
-        design = planned.design
-        ready, began_at = build_all(sides, planned.variants, len(planned.needed), design, budget_s, progress)
+            planned = only_whole(planned)
+        plans, ballast = plans_of(sides, planned, began_at + _PROBING * budget_s, progress)
+        design = merged(plans)
+        ready = _built(sides, plans, design, budget_s, began_at, progress)
         before, started = _look(device), time.monotonic()
 
         def enough() -> bool:
@@ -90,41 +91,65 @@ def compare(
         after = _look(device)
         progress("fitting")
         found = _measured_whole(attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed), claim)
-        run = _Run(model, planned, sides, ready, before, after)
+        run = _Run(model, design, sides, plans, ready, before, after, ballast)
         return run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
 
 
-def _only_whole(planned: Plan) -> Plan:
-    only = [variant for variant in planned.variants if variant.name == "whole"]
-    return replace(planned, variants=only, needed=only)
+def _started(name: str, settings: Settings, ends: ExitStack, progress: Callable[[str], None]) -> Contender:
+    """An engine, closed with `ends`."""
+    progress(f"starting {name}")
+    side = Contender(name=name, engine=engine_of(name, settings), settings=settings)
+    ends.callback(side.engine.close)
+    return side
+
+
+def _built(
+    sides: list[Contender], plans: list[Plan], design: Design, budget_s: float, since: float, progress: Callable[[str], None]
+) -> list[list[str]]:
+    """Names of what each side has, once its plan is built as far as the budget goes."""
+    if plans[0] is plans[1]:
+        ready, _ = build_all(sides, plans[0].variants, len(plans[0].needed), design, budget_s, progress, since)
+        return [ready, ready]
+    return [
+        build_all([side], plan.variants, len(plan.needed), design, budget_s, progress, since)[0]
+        for side, plan in zip(sides, plans, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What was measured, before it is told."""
+    """What was measured, before it is told. Of lists of two, the first is of ours."""
 
     model: Model
-    planned: Plan
+    design: Design
     sides: list[Contender]
-    ready: list[str]
+    plans: list[Plan]
+    ready: list[list[str]]
     before: State
     after: State
+    ballast: list[Ballast | None]
+
+    @property
+    def short(self) -> bool:
+        """Whether the budget ended before everything was built that tells layers apart."""
+        return any(len(ready) < len(plan.needed) for ready, plan in zip(self.ready, self.plans, strict=True))
 
     def comparison(self, found: Attribution, claim: float, asked: dict[str, Any], seconds: float) -> Comparison:
         """Everything in one place."""
-        depth = sum(layer.kind in _MULTIPLY for layer in self.planned.chain.layers)
+        depth = sum(layer.kind in _MULTIPLY for layer in self.plans[0].chain.layers)
         ours, baseline = (_side(side, fit, depth) for side, fit in zip(self.sides, (found.ours, found.baseline)))
-        needed, design = len(self.planned.needed), self.planned.design
+        names = dict.fromkeys(name for ready in self.ready for name in ready)
         return Comparison(
             model=self.model.name,
             claim=claim,
             confidence=CONFIDENCE,
-            verdict=_verdict(found.verdict, len(self.ready), needed),
+            # Layers that nobody tried to tell apart prove nothing of each.
+            verdict="undecided" if found.verdict == "pass" and self.short else found.verdict,
             ratio=found.ratio,
             segments=found.segments,
             ours=ours,
             baseline=baseline,
-            card=[*self._card(ours, baseline, depth), _told_apart(len(self.ready), needed, len(found.segments))],
+            card=[*self._card(ours, baseline, depth), self._told_apart(len(found.segments))],
             fusions=_reported(self.sides[0], "decisions"),
             tuning=_reported(self.sides[0], "launches"),
             ceilings=_ceilings(self.model.inputs[0].device),
@@ -132,7 +157,7 @@ class _Run:
                 **environment(),
                 "processor": cpu().name,
                 **asked,
-                "variants": {name: [design.layers[i] for i in design.parts[name]] for name in self.ready},
+                "variants": {name: [self.design.layers[i] for i in self.design.parts[name]] for name in names},
             },
             seconds=seconds,
         )
@@ -140,7 +165,24 @@ class _Run:
     def _card(self, ours: Side, baseline: Side, depth: int) -> list[Point]:
         module, inputs = self.model.module, self.model.inputs
         measured = yardsticks(module, inputs, truth_of(module, inputs))
-        return card(ours, baseline, depth=depth, before=self.before, after=self.after, measured=measured)
+        found = card(ours, baseline, depth=depth, before=self.before, after=self.after, measured=measured)
+        words = [b.words(side) for b, side in zip(self.ballast, ("ours", "the baseline"), strict=True) if b is not None]
+        if words:
+            calls = ["hides layers" if b is not None else "hides nothing" for b in self.ballast]
+            found.append(Point(name="a call", ours=calls[0], baseline=calls[1], open=False, why=" ".join(words)))
+        return found
+
+    def _told_apart(self, segments: int) -> Point:
+        """Whether the budget sufficed to build what tells every layer apart."""
+        why = (
+            "The budget ended before all were built, so layers are joined: give it more."
+            if self.short
+            else "The whole model alone is one segment."
+            if len(self.plans[0].needed) == 1
+            else f"Enough to tell {segments} segments apart."
+        )
+        shown = [f"{len(ready)}, needed {len(plan.needed)}" for ready, plan in zip(self.ready, self.plans, strict=True)]
+        return Point(name="variants", ours=shown[0], baseline=shown[1], open=self.short, why=why)
 
 
 def _look(device: torch.device) -> State:
@@ -189,25 +231,6 @@ def _measured_whole(found: Attribution, claim: float) -> Attribution:
     )
     only = replace(found.segments[0], ours=ours.whole, baseline=baseline.whole, ratio=ratio, verdict=verdict)
     return Attribution(segments=[only], verdict=verdict, ratio=ratio, ours=ours, baseline=baseline)
-
-
-def _verdict(found: Verdict, ready: int, needed: int) -> Verdict:
-    """Layers that nobody tried to tell apart prove nothing of each."""
-    return "undecided" if found == "pass" and ready < needed else found
-
-
-def _told_apart(ready: int, needed: int, segments: int) -> Point:
-    """Whether the budget sufficed to build what tells every layer apart."""
-    short = ready < needed
-    why = (
-        "The budget ended before all were built, so layers are joined: give it more."
-        if short
-        else "The whole model alone, as it was asked for."
-        if needed == 1
-        else f"Enough to tell {segments} segments apart."
-    )
-    shown = f"{ready}, needed {needed}"
-    return Point(name="variants", ours=shown, baseline=shown, open=short, why=why)
 
 
 def _reported(side: Contender, what: str) -> list[dict[str, Any]]:

@@ -45,6 +45,9 @@ _REJECTED = 0.01  # probability below which the residuals are not noise
 _SMALLEST_JOINT = 0.02  # of the pair's time: a smaller gain of two neighbours is left where it is
 _NOTHING = 0.005  # of the whole model: a layer whose upper bound is below and whose lower bound is 0 has no time of its own
 _ALIKE = 0.99  # cosine of what is left of two boundaries' columns: the variants hardly tell them apart
+_HEAVY_ERROR = 0.01
+"""Of a program with ballast: on an H100, 64 products in a row took 1 % more or less than a line through such programs says. A
+layer is no more than that, so it must not be taken for layers that fuse."""
 _MUCH_BETTER = 0.5  # in variance; by noise alone the middle is the better one by 1.5
 _MOST_RATIO = 1e6  # JSON has no infinity
 _LOOK = 0.99  # confidence of `decided`: it looks some five times, each time the runs have doubled
@@ -77,6 +80,26 @@ class Attribution:
     ratio: Interval
     ours: SideFit
     baseline: SideFit
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """One side's sample: what the layers are fitted to, and the whole model."""
+
+    side: str
+    fitted: Sample
+    draws_DV: Floats
+    """Deviations of the fitted variants."""
+    whole_s: float
+    whole_D: Floats
+    """Its relative deviations, in the same draws."""
+
+    @staticmethod
+    def of(side: str, taken: Sample, design: Design, draws: int, seed: int) -> "_Taken":
+        drawn, whole, kept = taken.draws(draws, seed), taken.at("whole"), taken.fitted(design)
+        fitted = taken.of(kept, _HEAVY_ERROR if taken.variants[kept[0]] in design.heavy else design.loose)
+        wider = fitted.noise_V / taken.noise_V[kept]
+        return _Taken(side, fitted, drawn[:, kept] * wider, float(taken.seconds_V[whole]), drawn[:, whole])
 
 
 @dataclass
@@ -170,8 +193,9 @@ def _joint(cut: _Cut, found: Fit, draws_DV: Floats) -> _Joint | None:
     return _Joint(chosen, float(t[best] / norm[seen][best]), float((null >= abs(t[best])).mean()))
 
 
-def _join_fused(cut: _Cut, side: str, taken: Sample, draws_DV: Floats) -> bool:
+def _join_fused(cut: _Cut, one: "_Taken") -> bool:
     """Join boundaries of one side until its fit is additive, or no boundary explains what is left. Whether any was joined."""
+    side, taken, draws_DV = one.side, one.fitted, one.draws_DV
     joined, own = False, set(pairwise(cut.design.groups))
     while len(cut.segments()) > 1:
         found = cut.fit(taken)
@@ -194,17 +218,16 @@ def _join_fused(cut: _Cut, side: str, taken: Sample, draws_DV: Floats) -> bool:
     return joined
 
 
-def _join_nothing(cut: _Cut, sides: Sequence[tuple[str, Sample, Floats]], confidence: float) -> bool:
+def _join_nothing(cut: _Cut, sides: Sequence["_Taken"], confidence: float) -> bool:
     """Join the first layer that takes no time of its own with the neighbour of its module, else with the one before it."""
     segments = cut.segments()
     if len(segments) == 1:
         return False
     names = cut.design.layers
     contrasts = cut.contrasts(segments)
-    for side, taken, draws_DV in sides:
-        found = cut.fit(taken)
-        error, factor = critical(found.drawn(contrasts, draws_DV, 1), confidence)
-        whole = taken.seconds_V[taken.variants.index("whole")]
+    for one in sides:
+        found, whole = cut.fit(one.fitted), one.whole_s
+        error, factor = critical(found.drawn(contrasts, one.draws_DV, 1), confidence)
         times = contrasts @ found.unknowns_P
         for s in np.flatnonzero((times <= factor * error) & (times + factor * error < _NOTHING * whole)):
             segment = segments[s]
@@ -214,7 +237,9 @@ def _join_nothing(cut: _Cut, sides: Sequence[tuple[str, Sample, Floats]], confid
             )  # fmt: skip
             at = segment[0] - 1 if before else segment[-1]
             bound = (times + factor * error)[s] / whole
-            cut.kinds[cut.kind(at)] = f"on {side} {names[segment[0]]} takes no time of its own: below {bound:.2%} of the model"
+            cut.kinds[cut.kind(at)] = (
+                f"on {one.side} {names[segment[0]]} takes no time of its own: below {bound:.2%} of the model"
+            )
             return True
     return False
 
@@ -229,34 +254,29 @@ def _additive(found: Fit, draws_DV: Floats) -> bool:
     return found.model_error < ADDITIVE or found.misfit(draws_DV) >= _REJECTED
 
 
-def _side(
-    cut: _Cut, taken: Sample, draws_DV: Floats, confidence: float, located: str, seed: int
-) -> tuple[SideFit, Floats, Floats]:
+def _side(cut: _Cut, one: _Taken, confidence: float, located: str, seed: int) -> tuple[SideFit, Floats, Floats]:
     """Intervals of one side, and its segments' times and deviations for the ratios; the whole model's are the last column."""
     segments = cut.segments()
-    found = cut.fit(taken)
+    found = cut.fit(one.fitted)
     contrasts = cut.contrasts(segments)
     overhead = np.zeros((1, contrasts.shape[1]))
     overhead[0, 0] = 1
     known = bool(found.estimable(overhead)[0])
     all_SP = np.concatenate([contrasts, overhead]) if known else contrasts
-    whole = taken.variants.index("whole")
-    times = np.append(all_SP @ found.unknowns_P, taken.seconds_V[whole])
-    moved = np.concatenate(
-        [found.drawn(all_SP, draws_DV, seed), draws_DV[:, whole : whole + 1] * taken.seconds_V[whole]], axis=1
-    )  # fmt: skip
+    times = np.append(all_SP @ found.unknowns_P, one.whole_s)
+    moved = np.column_stack([found.drawn(all_SP, one.draws_DV, seed), one.whole_D * one.whole_s])
     error, factor = critical(moved, confidence)
     shown = [interval(t, e, factor) for t, e in zip(times.tolist(), error.tolist(), strict=True)]
     names = [_name(cut.design, segment) for segment in segments]
-    additive = _additive(found, draws_DV)
+    additive = _additive(found, one.draws_DV)
     answer = SideFit(
         whole=shown[-1],
         layers=dict(zip(names, shown, strict=False)),
         overhead=shown[len(segments)] if known else Interval(0.0, 0.0, shown[-1].high),
-        residual=float(np.sqrt((found.residual_V**2).mean()) / taken.seconds_V[whole]),
+        residual=float(np.sqrt((found.residual_V**2).mean()) / one.whole_s),
         additive=additive,
-        why=_why(found, additive, found.misfit(draws_DV)),
-        noise=taken.single,
+        why=_why(found, additive, found.misfit(one.draws_DV)),
+        noise=one.fitted.single,
         located=located,
     )
     keep = [*range(len(segments)), len(times) - 1]
@@ -291,7 +311,7 @@ def _ratios(times: tuple[Floats, Floats], moved: tuple[Floats, Floats], confiden
         if p > 0 and a[s] > 0:
             low, high = (q - root) / p, (q + root) / p
         else:  # ours may take no time at all: no upper bound; a lower one where the baseline's is surely positive
-            low, high = (c / (q + root) if c > 0 and q > 0 else 0.0), _MOST_RATIO
+            low, high = (c / (q + root) if c > 0 and q + root > 0 else 0.0), _MOST_RATIO
         low, high = (min(max(float(x), 0.0), _MOST_RATIO) for x in (low, high))
         found.append(Interval(min(max(r, low), high), low, high))
     return found
@@ -329,14 +349,16 @@ def attribute(
     for side, one in zip(("ours", "the baseline"), taken, strict=True):
         if "whole" not in one.variants:
             raise ValueError(f"no run of the whole model on {side}; wanted runs of the variant 'whole'")
-    drawn = [one.draws(draws, seed + k) for k, one in enumerate(taken)]
+    sides = [
+        _Taken.of(side, one, design, draws, seed + k) for k, (side, one) in enumerate(zip(("ours", "the baseline"), taken))
+    ]
+    fitted = [one.fitted for one in sides]
     cut = _Cut(design)
-    _join_unknown(cut, taken)
-    sides = [("ours", taken[0], drawn[0]), ("the baseline", taken[1], drawn[1])]
-    while any(_join_fused(cut, *side) for side in sides) or _join_nothing(cut, sides, confidence):
-        _join_unknown(cut, taken)
-    ours, a, da = _side(cut, taken[0], drawn[0], confidence, where, seed + 2)
-    baseline, b, db = _side(cut, taken[1], drawn[1], confidence, where, seed + 3)
+    _join_unknown(cut, fitted)
+    while any(_join_fused(cut, one) for one in sides) or _join_nothing(cut, sides, confidence):
+        _join_unknown(cut, fitted)
+    ours, a, da = _side(cut, sides[0], confidence, where, seed + 2)
+    baseline, b, db = _side(cut, sides[1], confidence, where, seed + 3)
     ratios = _ratios((a, b), (da, db), confidence)
     segments = [
         Segment(

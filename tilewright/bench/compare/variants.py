@@ -5,6 +5,8 @@
     without          one layer, or a run of identical blocks down to 1, 2, 4 or 8 of them, replaced by the identity
     repeated         one layer or block several times in a row, where its output looks like its input
     only             one layer alone, once or repeated, fed with what it reads inside the model
+    with ballast     the same (and ends, which begin inside the model), with one layer so often in a row that a call of it is
+                     its layers' and not its own beginning: ballast.py
 
 A cut program answers with the values that are live at the cut, less those that another of them is computed from: each operation
 before the cut leads to one of these, so that an engine which removes dead code removes nothing, and no copy is made of a value
@@ -17,53 +19,36 @@ serve them, which it does not in the model. Copies are scaled so that numbers ne
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from tilewright.bench.compare.layers import Chain, trace
+from tilewright.bench.compare.specs import Edit, Spec, heavy_specs, span_of, specs
 
-__all__ = ["Edit", "Spec", "Variant", "candidates", "variants"]
+__all__ = ["Key", "Program", "Variant", "candidates", "copy_of", "variants"]
 
 Key = tuple[fx.Node, int]
 """A value: what a node makes, in which copy of its layer."""
 
-_REPEATS = (2, 4, 8, 16)
-_DEPTHS = (1, 2, 4, 8)
-_SAME_GROUP = 2  # layers of one group that are left out or repeated: a second one tests what the first says of all
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Layers [start, stop) run `times` times in a row; 0: not at all."""
-
-    start: int
-    stop: int
-    times: int
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Layers [start, stop) with at most one edit."""
-
-    name: str
-    start: int
-    stop: int
-    edit: Edit | None = None
-
 
 @dataclass(frozen=True)
 class _Step:
+    """A node of the chain, in a copy of its layer."""
+
     key: Key
     reads: dict[fx.Node, Key]
 
 
 @dataclass(frozen=True)
-class _Program:
+class Program:
+    """What a spec comes to."""
+
     steps: list[_Step]
     inputs: list[fx.Node]
     outputs: list[Key]
@@ -73,7 +58,7 @@ class _Program:
 class Variant:
     """A program for an engine. `module` and `inputs` are made when they are first asked for."""
 
-    def __init__(self, chain: Chain, spec: Spec, program: _Program):
+    def __init__(self, chain: Chain, spec: Spec, program: Program):
         self.name = spec.name
         self.spec = spec
         self.part = program.part
@@ -85,21 +70,21 @@ class Variant:
             float(sum(chain.size(n) for n, _ in program.outputs if n in chain.shapes)),
         )
         """Bytes of inputs and of outputs."""
-        self._chain, self._program = chain, program
+        self.chain, self.program = chain, program
 
     @cached_property
     def module(self) -> nn.Module:
         """The program. Of the whole model it is the user's own module."""
         if self.name == "whole":
-            return self._chain.model
-        return _built(self._chain, self._program, self.inputs)
+            return self.chain.model
+        return _built(self.chain, self.program, self.inputs)
 
     @cached_property
     def inputs(self) -> tuple[Tensor, ...]:
         """What it is called with: the example inputs, or what these become up to the cut."""
         if self.name == "whole":
-            return self._chain.inputs
-        return _values(self._chain, self._program.inputs)
+            return self.chain.inputs
+        return _values(self.chain, self.program.inputs)
 
     def release(self) -> None:
         """Forget module and inputs; they are made again when asked for."""
@@ -112,11 +97,11 @@ def variants(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Variant]:
     return candidates(trace(model, inputs))
 
 
-def candidates(chain: Chain) -> list[Variant]:
-    """Every variant of the chain that can be built."""
+def candidates(chain: Chain, ballast: Edit | None = None) -> list[Variant]:
+    """Every variant of the chain that can be built; with `ballast`, the whole model and those that hold it."""
     found: dict[str, Variant] = {}
     seen: set[tuple[Any, ...]] = set()
-    for spec in _specs(chain):
+    for spec in specs(chain) if ballast is None else heavy_specs(chain, ballast):
         program = _program(chain, spec)
         if program is None or not program.part or not program.inputs:
             continue
@@ -127,86 +112,10 @@ def candidates(chain: Chain) -> list[Variant]:
     return list(found.values())
 
 
-def _specs(chain: Chain) -> Iterator[Spec]:
-    layers, count = chain.layers, len(chain.layers)
-    yield Spec("whole", 0, count)
-    for stop in range(1, count):
-        yield Spec(f"prefix to {layers[stop - 1].name}", 0, stop)
-    for start, period, times in _phased(chain, _periodic([layer.signature for layer in layers])):
-        label = f"{layers[start].name} ... {layers[start + period - 1].name}"
-        for depth in _DEPTHS:
-            if depth < times:
-                edit = Edit(start + depth * period, start + times * period, 0)
-                yield Spec(f"{depth} of {times} blocks {label}", 0, count, edit)
-        for repeats in _REPEATS[:2]:
-            yield Spec(f"{label} x{repeats}", 0, count, Edit(start, start + period, repeats))
-    members: dict[int, int] = {}
-    for i, (layer, group) in enumerate(zip(layers, chain.groups, strict=True)):
-        members[group] = members.get(group, 0) + 1
-        if members[group] > _SAME_GROUP:
-            continue
-        yield Spec(f"without {layer.name}", 0, count, Edit(i, i + 1, 0))
-        for times in _REPEATS:
-            yield Spec(f"{layer.name} x{times}", 0, count, Edit(i, i + 1, times))
-        if members[group] == 1:
-            yield Spec(f"only {layer.name}", i, i + 1)
-            yield Spec(f"only {layer.name} x{_REPEATS[-1]}", i, i + 1, Edit(i, i + 1, _REPEATS[-1]))
-            if i + 2 <= count:
-                yield Spec(f"only {layer.name} and {layers[i + 1].name}", i, i + 2)
-
-
-def _phased(chain: Chain, runs: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(first layer, layers of a block, blocks) of runs, from the first layer on at which a block takes and makes one value."""
-    for start, stop, period in runs:
-        for first in range(start, start + period):
-            times = (stop - first) // period
-            if times >= 2 and _span(chain, first, first + period) is not None:
-                yield first, period, times
-                break
-
-
-def _periodic(signs: Sequence[str]) -> list[tuple[int, int, int]]:
-    """(start, stop, period): runs of two or more equal blocks of at least two layers, the longest first, none overlapping."""
-    found = []
-    for period in range(2, len(signs) // 2 + 1):
-        start = 0
-        while start + 2 * period <= len(signs):
-            stop = start + period
-            while stop < len(signs) and signs[stop] == signs[stop - period]:
-                stop += 1
-            if stop - start >= 2 * period:
-                found.append((start, stop, period))
-            start = max(start + 1, stop - period + 1)
-    chosen: list[tuple[int, int, int]] = []
-    for start, stop, period in sorted(found, key=lambda run: (run[0] - run[1], run[2], run[0])):
-        if all(start >= b or stop <= a for a, b, _ in chosen):
-            chosen.append((start, stop, period))
-    return chosen
-
-
 # ---- a spec as a list of steps
 
 
-def _span(chain: Chain, start: int, stop: int) -> tuple[fx.Node, fx.Node] | None:
-    """(what layers [start, stop) take, what they make) where these look alike and they make nothing else; None where not."""
-    inside = [node for layer in chain.layers[start:stop] for node in layer.nodes]
-    own, final, anchors = set(inside), set(chain.outputs), {layer.anchor for layer in chain.layers[start:stop]}
-    made = [n for n in inside if n in final or any(u not in own for u in n.users)]
-    if len(made) != 1 or made[0] not in chain.shapes:
-        return None
-    order = {node: i for i, node in enumerate(chain.root.graph.nodes)}
-    # Only what leads to an anchor: copies that were chained by a shortcut alone would not wait for each other's products.
-    above: set[fx.Node] = set()
-    for node in reversed(inside):
-        if node in anchors or any(user in above for user in node.users):
-            above.add(node)
-    taken = {x for n in above for x in n.all_input_nodes if x not in own and chain.shapes.get(x) == chain.shapes[made[0]]}
-    taken = {x for x in taken if x.op != "get_attr"}
-    # Of several the latest: what the layer before made.
-    return (max(taken, key=order.__getitem__), made[0]) if taken else None
-
-
-def _program(chain: Chain, spec: Spec) -> _Program | None:
+def _program(chain: Chain, spec: Spec) -> Program | None:
     """Steps of a spec; None where its edit is not possible, or would leave something without a reader."""
     env: dict[fx.Node, Key] = {}
     inputs: list[fx.Node] = []
@@ -227,24 +136,22 @@ def _program(chain: Chain, spec: Spec) -> _Program | None:
                 local[node] = (node, number)
                 steps.append(_Step((node, number), reads))
 
-    edit = spec.edit
-    if edit is None:
-        run(range(spec.start, spec.stop))
-    else:
-        span = _span(chain, edit.start, edit.stop)
+    at, copies = spec.start, count(1)
+    for edit in spec.edits:
+        span = span_of(chain, edit.start, edit.stop)
         if span is None:
             return None
         taken, made = span
-        run(range(spec.start, edit.start))
+        run(range(at, edit.start))
         last = value(taken)
-        for number in range(edit.times):
+        for again in range(edit.times):
             local = {taken: last}
-            run(range(edit.start, edit.stop), number, local)
+            run(range(edit.start, edit.stop), next(copies) if again else 0, local)
             last = local[made]
-        env[made] = last
-        run(range(edit.stop, spec.stop))
+        env[made], at = last, edit.stop
+    run(range(at, spec.stop))
     outputs = _outputs(chain, spec, env, steps)
-    return _Program(steps, inputs, outputs, tuple(part)) if outputs and _all_alive(steps, outputs) else None
+    return Program(steps, inputs, outputs, tuple(part)) if outputs and _all_alive(steps, outputs) else None
 
 
 def _outputs(chain: Chain, spec: Spec, env: dict[fx.Node, Key], steps: list[_Step]) -> list[Key]:
@@ -291,13 +198,13 @@ def _values(chain: Chain, nodes: Sequence[fx.Node]) -> tuple[Tensor, ...]:
     return tuple(keep[n] for n in nodes)
 
 
-def _built(chain: Chain, program: _Program, inputs: tuple[Tensor, ...]) -> nn.Module:
+def _built(chain: Chain, program: Program, inputs: tuple[Tensor, ...]) -> nn.Module:
     graph, parts = fx.Graph(), {}
     env: dict[Key, fx.Node] = {(n, 0): graph.placeholder(f"input_{i}") for i, n in enumerate(program.inputs)}
 
     def own(target: str, number: int) -> str:
         """The name of a part of the model in this program; a second copy has its own weights."""
-        name = target if not number else f"copy_{number}_{target.replace('.', '_')}"
+        name = target if not number else _copied(target, number)
         if name not in parts:
             part = operator.attrgetter(target)(chain.root)
             parts[name] = copy.deepcopy(part) if number else part
@@ -345,6 +252,23 @@ def _settle(module: fx.GraphModule, copies: dict[int, list[fx.Node]], inputs: tu
             return self.env[n]
 
     _Settler(module, garbage_collect_values=False).run(*(x.clone() for x in inputs))
+
+
+def copy_of(module: nn.Module, target: str, number: int) -> Tensor | None:
+    """The weight of copy `number` that stands for `target` of the model; None: a program's copies share that one."""
+    words = target.split(".")
+    for cut in range(len(words), 0, -1):
+        name = ".".join([_copied(".".join(words[:cut]), number), *words[cut:]])
+        try:
+            found = operator.attrgetter(name)(module)
+        except AttributeError:
+            continue
+        return found if isinstance(found, Tensor) else None
+    return None
+
+
+def _copied(target: str, number: int) -> str:
+    return f"copy_{number}_{target.replace('.', '_')}"
 
 
 def _size(x: Tensor) -> float:

@@ -33,6 +33,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.bench.compare.engine import EngineError, Settings
+from tilewright.bench.compare.engines.onnx_cut import OnnxParts
 from tilewright.bench.compare.engines.onnx_export import export_onnx, input_arrays
+from tilewright.bench.compare.variants import Variant
 
 __all__ = ["PROTOCOL", "Command"]
 
@@ -70,6 +73,7 @@ class Command:
         self._errors = b""
         self._pending = b""
         self._builds = 0
+        self._parts = OnnxParts()
         self._asked = False  # and not answered: it does not listen, so it is not waited for
         try:
             self._process = subprocess.Popen(
@@ -95,14 +99,26 @@ class Command:
         return {"clock": "the program's own, checked against ours", **_facts(answer, self._name)}
 
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_Built":
+        def write(path: Path) -> None:
+            if self._format == "onnx":
+                export_onnx(module, inputs, path, name)
+            else:
+                torch.export.save(torch.export.export(module, inputs), path)
+
+        return self._built(write, inputs, name)
+
+    def build_variant(self, variant: Variant) -> "_Built":
+        """Of ONNX a part of the model's one exported graph."""
+        if self._format != "onnx":
+            return self.build(variant.module, variant.inputs, variant.name)
+        return self._built(lambda path: self._parts.save(variant, path), variant.inputs, variant.name)
+
+    def _built(self, write: Callable[[Path], None], inputs: tuple[Tensor, ...], name: str) -> "_Built":
         self._builds += 1
         key, folder = str(self._builds), Path(self._folder.name)
         model, arrays = folder / f"{key}.{'onnx' if self._format == 'onnx' else 'pt2'}", folder / f"{key}.inputs.npz"
         began = time.perf_counter()
-        if self._format == "onnx":
-            export_onnx(module, inputs, model, name)
-        else:
-            torch.export.save(torch.export.export(module, inputs), model)
+        write(model)
         np.savez(arrays, **input_arrays(inputs))  # pyright: ignore[reportArgumentType]
         exported = time.perf_counter() - began
         request = {"do": "build", "id": key, "model": str(model), "inputs": str(arrays)}

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from tilewright.bench.compare.engine import EngineError, need
 
-__all__ = ["export_onnx", "input_arrays", "input_name"]
+__all__ = ["export_onnx", "export_program", "input_arrays", "input_name", "save_program"]
 
 _MOST_IN_ONE_FILE = 1 << 30
 """Bytes of weights: protobuf ends at 2 GiB; above, they lie beside the file."""
@@ -38,8 +39,14 @@ def input_arrays(inputs: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
 
 def export_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, name: str, opset: int | None = None) -> None:
     """Write `module` to `path`. `opset`: the exporter's own, unless given. EngineError: what ONNX cannot say, and why."""
+    save_program(export_program(module, inputs, name, opset).model, path)
+
+
+def export_program(
+    module: nn.Module, inputs: tuple[Tensor, ...], name: str, opset: int | None = None, outputs: list[str] | None = None
+) -> torch.onnx.ONNXProgram:
+    """`module` in ONNX; `outputs`: their names. EngineError: see `export_onnx`."""
     need("onnxscript", "onnxruntime, openvino and cmd")
-    weights = sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
     try:
         with _quiet():
             program = torch.onnx.export(
@@ -47,16 +54,24 @@ def export_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, name:
                 inputs,
                 dynamo=True,
                 input_names=[input_name(i) for i in range(len(inputs))],
+                output_names=outputs,
                 opset_version=opset,
                 verbose=False,
             )
-            assert program is not None, "the exporter over torch.export returns its program"
-            program.save(path, external_data=weights > _MOST_IN_ONE_FILE)
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError, TypeError) as error:
         raise EngineError(f"{name} cannot be exported to ONNX{f' opset {opset}' if opset else ''}: {_reason(error)}") from error
+    assert program is not None, "the exporter over torch.export returns its program"
     # Asked for, but left as it is where the exporter's converter does not know the way back.
     if opset and (got := program.model.opset_imports.get("", opset)) != opset:
         raise EngineError(f"{name}: ONNX opset {opset} is not supported by torch's exporter, which writes {got}; leave it out")
+    return program
+
+
+def save_program(model: Any, path: Path) -> None:
+    """Write a model of onnx_ir."""
+    weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    beside = f"{path.name}.data" if weights > _MOST_IN_ONE_FILE else None
+    need("onnx_ir", "onnxruntime, openvino and cmd").save(model, path, external_data=beside)
 
 
 def _reason(error: BaseException) -> str:

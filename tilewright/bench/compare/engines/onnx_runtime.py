@@ -7,6 +7,7 @@ call ends: the other engine's turn comes next.
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.bench.compare.engine import EngineError, Settings, need, timed
+from tilewright.bench.compare.engines.onnx_cut import OnnxParts
 from tilewright.bench.compare.engines.onnx_export import export_onnx, input_arrays
 from tilewright.bench.compare.engines.torch_engines import device_name, shapes_of
+from tilewright.bench.compare.variants import Variant
 
 __all__ = ["OnnxRuntime"]
 
@@ -32,6 +35,7 @@ class OnnxRuntime:
             )
         self._opset = int(digits) if digits else None
         self._settings = settings
+        self._parts = OnnxParts(self._opset)
         self._ort = need("onnxruntime", "onnxruntime")
         cuda = settings.device.type == "cuda"
         self._provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
@@ -49,10 +53,17 @@ class OnnxRuntime:
         }
 
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_Session":
+        return self._built(lambda path: export_onnx(module, inputs, path, name, self._opset), inputs)
+
+    def build_variant(self, variant: Variant) -> "_Session":
+        """A part of the model's one exported graph."""
+        return self._built(lambda path: self._parts.save(variant, path), variant.inputs)
+
+    def _built(self, write: Callable[[Path], None], inputs: tuple[Tensor, ...]) -> "_Session":
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="tilewright-onnx-") as folder:
             path = Path(folder) / "model.onnx"
-            export_onnx(module, inputs, path, name, self._opset)
+            write(path)
             exported = time.perf_counter() - began
             session = self._ort.InferenceSession(str(path), self._options(), providers=[self._provider])
         built = _Session(self._ort, session, input_arrays(inputs), self._settings)

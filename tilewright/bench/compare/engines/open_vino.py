@@ -6,6 +6,7 @@ for it); openvino:fp32 and openvino:bf16 say so.
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.bench.compare.engine import EngineError, Settings, need, timed
+from tilewright.bench.compare.engines.onnx_cut import OnnxParts
 from tilewright.bench.compare.engines.onnx_export import export_onnx, input_arrays
 from tilewright.bench.compare.engines.torch_engines import shapes_of
+from tilewright.bench.compare.variants import Variant
 
 __all__ = ["OpenVino"]
 
@@ -33,7 +36,7 @@ class OpenVino:
         if settings.device.type != "cpu":
             raise EngineError(f"engine openvino runs on the CPU, and the device is {settings.device}; give --device cpu")
         self._settings, self._ov = settings, need("openvino", "openvino")
-        self._core = self._ov.Core()
+        self._core, self._parts = self._ov.Core(), OnnxParts()
         self._config: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": settings.threads}
         if option:
             self._config["INFERENCE_PRECISION_HINT"] = _TYPES[option]
@@ -48,11 +51,18 @@ class OpenVino:
         }
 
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_Request":
+        return self._built(lambda path: export_onnx(module, inputs, path, name), inputs)
+
+    def build_variant(self, variant: Variant) -> "_Request":
+        """A part of the model's one exported graph."""
+        return self._built(lambda path: self._parts.save(variant, path), variant.inputs)
+
+    def _built(self, write: Callable[[Path], None], inputs: tuple[Tensor, ...]) -> "_Request":
         began = time.perf_counter()
         arrays = input_arrays(inputs)
         with tempfile.TemporaryDirectory(prefix="tilewright-onnx-") as folder:
             path = Path(folder) / "model.onnx"
-            export_onnx(module, inputs, path, name)
+            write(path)
             exported = time.perf_counter() - began
             compiled = self._core.compile_model(self._core.read_model(path), "CPU", self._config)
         hint = str(compiled.get_property("INFERENCE_PRECISION_HINT"))

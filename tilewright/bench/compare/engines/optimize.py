@@ -1,6 +1,7 @@
 """Ours: `tilewright.fuse.optimize`, as a user calls it.
 
-Without a precision: fp16 on a GPU, fp32 on a CPU. What it decided, launch by launch, is in the facts of a build.
+Without a precision: fp16 on a GPU, fp32 on a CPU. What it decided, launch by launch, is in the facts of a build. The whole
+model is traced as a user's is; its variants are parts of one more trace (cutting.py), and go the same way from there.
 """
 
 import time
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewright.bench.compare.cutting import Cutter, NotCut
 from tilewright.bench.compare.engine import EngineError, Settings
 from tilewright.bench.compare.engines.torch_engines import Called, described, precision_name, shapes_of
+from tilewright.bench.compare.variants import Variant
 from tilewright.fuse.optimize import PRECISIONS, optimize
 
 __all__ = ["Optimize"]
@@ -22,6 +25,7 @@ class Optimize:
     def __init__(self, option: str, settings: Settings):
         cuda = settings.device.type == "cuda"
         self._settings = settings
+        self._cutter: Cutter | None = None
         self._precision = option or ("fp16" if cuda else "fp32")
         if self._precision not in PRECISIONS:
             raise EngineError(f"engine optimize:{option} is not known; wanted one of {', '.join(PRECISIONS)} behind the colon")
@@ -41,5 +45,17 @@ class Optimize:
         facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs), "optimize": said["facts"], "report": said}
         return Called(lambda: optimized(*inputs), self._settings, facts)
 
+    def build_variant(self, variant: Variant) -> Called:
+        """A part of the model that `variant` was made from."""
+        try:
+            if self._cutter is None or self._cutter.chain is not variant.chain:
+                self._cutter = Cutter(variant.chain)
+            module: nn.Module = self._cutter.known(variant)
+        except NotCut as error:
+            built = self.build(variant.module, variant.inputs, variant.name)
+            built.facts["traced anew"] = str(error)
+            return built
+        return self.build(module, variant.inputs, variant.name)
+
     def close(self) -> None:
-        pass
+        self._cutter = None

@@ -1,0 +1,81 @@
+"""Models that are smaller than a call: every layer is told apart all the same, and where that cannot be nothing is claimed."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from tests.bench.compare.floor_engine import seconds_of
+from tilewright.bench.compare import engine, measure
+from tilewright.bench.compare.models import Model
+from tilewright.bench.compare.results import Side
+from tilewright.bench.compare.run import compare
+
+ENDS = (16, 64, 64, 64, 1)
+FLOOR, EAGER = "floor:20,12,1", "floor:0,8,0.025"
+"""Ours: 20 us a call however little it does. Eager: nothing is hidden, and a layer takes forty times as long."""
+
+
+@pytest.fixture(autouse=True)
+def _floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engine.ENGINES, "floor", "tests.bench.compare.floor_engine:Floor")
+    monkeypatch.setattr(measure, "_SETTLE_S", 0.0)  # nothing here has a clock that rises
+
+
+def model(*ends: int) -> Model:
+    torch.manual_seed(0)
+    parts = [part for a, b in pairwise(ends) for part in (nn.Linear(a, b), nn.ReLU())]
+    return Model("small", nn.Sequential(*parts[:-1]).eval().requires_grad_(False), (torch.randn(2, ends[0]),))
+
+
+def ran(side: Side) -> set[str]:
+    return {run.variant for run in side.runs}
+
+
+@pytest.mark.parametrize("mirrored", [False, True], ids=["ours", "the baseline"])
+def test_layers_hidden_in_a_call_are_told_apart(mirrored: bool) -> None:
+    """On whichever side the floor is: each layer's time on both sides, and the whole model's, which is not their sum."""
+    sides = (EAGER, FLOOR) if mirrored else (FLOOR, EAGER)
+    found = compare(model(*ENDS), *sides, 1.5, budget_s=60, threads=1)
+    assert [segment.layers for segment in found.segments] == [["0"], ["2"], ["4"], ["6"]]
+    speed = (0.025, 1.0) if mirrored else (1.0, 0.025)
+    for segment, rows, columns in zip(found.segments, ENDS[1:], ENDS, strict=False):
+        true = [seconds_of(rows, columns) / s for s in speed]
+        assert segment.ours.low <= true[0] <= segment.ours.high
+        assert segment.baseline.low <= true[1] <= segment.baseline.high
+        assert segment.ratio.low <= true[1] / true[0] <= segment.ratio.high
+    assert found.verdict == ("fail" if mirrored else "pass")
+    work = sum(seconds_of(b, a) for a, b in pairwise(ENDS))
+    calls = [20e-6, 8e-6 + 40 * work]
+    assert found.ratio.value == pytest.approx(calls[not mirrored] / calls[mirrored], rel=0.03), "the whole model's, as measured"
+    captured, eager = (found.baseline, found.ours) if mirrored else (found.ours, found.baseline)
+    assert all(" with 2 x" in name or name == "whole" for name in ran(captured))
+    assert not any(" with " in name for name in ran(eager)), "it hides nothing"
+    for segment in found.segments[1:3]:  # repeated 64 times, and so known to some per cent
+        of = segment.baseline if mirrored else segment.ours
+        assert of.value == pytest.approx(seconds_of(64, 64), rel=0.1)
+    (point,) = (point for point in found.card if point.name == "a call")
+    assert f"A call of {'the baseline' if mirrored else 'ours'} is 2" in point.why
+    assert "32 copies of 2" in point.why
+    assert not point.open
+
+
+@pytest.mark.parametrize(
+    ("ends", "sides"),
+    [(ENDS, ("floor:0,5,1", "floor:0,5,0.125")), ((16, 64, 24, 1), (FLOOR, EAGER))],
+    ids=["nothing is hidden", "nothing can be repeated"],
+)
+def test_no_ballast_where_it_is_of_no_use(ends: tuple[int, ...], sides: tuple[str, str]) -> None:
+    found = compare(model(*ends), *sides, 1.5, budget_s=2, threads=1)
+    assert not any(" with " in name for name in ran(found.ours))
+    assert "a call" not in {point.name for point in found.card}
+
+
+def test_a_floor_that_no_ballast_leaves() -> None:
+    """Ours takes the same whatever it is given: no layer has a time, so none is claimed to be faster."""
+    found = compare(model(*ENDS), "floor:45,0,1000", EAGER, 1.5, budget_s=20, threads=1)
+    assert not any(" with " in name for name in ran(found.ours))
+    assert [segment.layers for segment in found.segments] == [["0", "2", "4", "6"]]
+    assert found.segments[0].ratio == found.ratio
+    assert "the whole model is one segment" in next(point.why for point in found.card if point.name == "a call")
