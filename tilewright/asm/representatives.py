@@ -30,6 +30,7 @@ _REDUCED = (
 )
 _LOSSES = (*({"M": 4, "N": 1 << i} for i in (6, 9, 10, 11, 12, 13, 14)), {"M": 2, "N": 131072})
 _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "add_layer_norm": _ROWS[:-1],
     "add_rms_norm": _ROWS,
     "layer_norm": _ROWS,
     "layer_norm_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 16384, "dtype": torch.float32}),
@@ -41,6 +42,8 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "rms_norm_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 16384, "dtype": torch.float32}),
     "softmax": _ROWS,
     "softmax_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 131072, "dtype": torch.float32}),
+    "batch_norm_backward": _CHANNELS,
+    "batch_statistics": _CHANNELS,
     "channel_affine": _CHANNELS,
     "channel_sums": _CHANNELS,
     "normalize_channels": _CHANNELS,
@@ -57,7 +60,14 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"N": 2, "C": 128, "H": 14, "O": 256, "dtype": torch.int8},
         {"N": 2, "C": 64, "H": 14, "O": 64, "dtype": torch.float32},
     ),
+    "layer_norm_quantize": ({"M": 4, "N": 128}, {"M": 4, "N": 512}, {"M": 4, "N": 1024, "keep": True}),
+    "conv_codes": (
+        {"N": 2, "C": 128, "H": 14, "O": 256},
+        {"N": 2, "C": 32, "H": 14, "O": 64},
+        {"N": 2, "C": 64, "H": 14, "O": 64, "groups": 16},
+    ),
     "conv_transpose": (
+        {"N": 32, "C": 128, "H": 28, "O": 128, "K": 3, "S": 2, "P": 1},
         {"N": 2, "C": 64, "H": 14, "O": 256},
         {"N": 2, "C": 64, "H": 14, "O": 64, "K": 3, "groups": 64},
         {"N": 2, "C": 32, "H": 14, "O": 64},
@@ -75,7 +85,11 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "rope_kv_write": ({"T": 8},),
     "sample": ({"M": 2, "N": 128256},),
     "token_logprobs": ({"M": 2, "N": 128256},),
-    "attention": ({"B": 2, "KV": 4096, "causal": True}, {"B": 2, "KV": 4096, "D": 64, "causal": True}),
+    "attention": (
+        {"B": 2, "KV": 4096, "causal": True},
+        {"B": 2, "KV": 4096, "D": 64, "causal": True},
+        {"B": 2, "KV": 200, "D": 64},
+    ),
     "attention_backward": ({"B": 2, "KV": 512, "causal": True}, {"B": 2, "KV": 512, "D": 64, "causal": True}),
     # D = 64 for the tiles that shared memory holds at no wider head.
     "paged_attention": ({"B": 2, "KV": 256}, {"B": 2, "KV": 256, "D": 64}),
@@ -120,6 +134,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"M": 16, "N": 512, "K": 4096, "dtype": torch.float32},
         {"M": 1, "N": 4096, "K": 4096, "dtype": torch.float32},
         {"M": 16, "N": 2047, "K": 2047},
+        {"M": 1, "N": 2047, "K": 2047},
     ),
 }
 
