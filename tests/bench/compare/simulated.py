@@ -39,6 +39,10 @@ class Truth:
     border: tuple[float, float] = (0.0, 0.0)
     saved: dict[int, float] = field(default_factory=dict)
     """Layer i -> seconds saved when layer i + 1 follows it."""
+    own: dict[str, float] = field(default_factory=dict)
+    """Variant -> factor of its own, which no run reduces: its layers do not add up, each program in another way."""
+    floor: float = 0.0
+    """Seconds that a call takes at least: what is less is hidden in it."""
 
     def of(self, design: Design, variant: str) -> float:
         """Seconds of a variant without any noise."""
@@ -46,7 +50,8 @@ class Truth:
         inside = sum(self.layers[i] for i in part)
         fused = sum(self.saved.get(a, 0.0) for a, b in pairwise(part) if b == a + 1)
         first, last = design.border[variant]
-        return float(self.overhead + self.border[0] * first + self.border[1] * last + inside - fused)
+        seconds = self.overhead + self.border[0] * first + self.border[1] * last + inside - fused
+        return float(max(seconds, self.floor) * self.own.get(variant, 1.0))
 
 
 def truth_of(
@@ -57,6 +62,11 @@ def truth_of(
     whole = float(times.sum())
     saved = {} if fused is None else {fused: 0.4 * float(times[fused] + times[fused + 1])}
     return Truth(times, 0.04 * whole, (0.0015 * whole, 0.0015 * uneven * whole), saved)
+
+
+def own_ways(design: Design, rng: np.random.Generator, size: float) -> dict[str, float]:
+    """A factor for each variant, lognormal."""
+    return {name: float(np.exp(rng.normal(0, size))) for name in design.parts}
 
 
 def runs_of(

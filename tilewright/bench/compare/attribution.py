@@ -22,7 +22,20 @@ from numpy.typing import NDArray
 
 from tilewright.bench.compare.results import Interval, Run
 
-__all__ = ["FIRST", "TRIMS", "Design", "Fit", "Sample", "boundary_columns", "columns", "critical", "fit", "interval", "sample"]
+__all__ = [
+    "FIRST",
+    "TRIMS",
+    "Design",
+    "Fit",
+    "Sample",
+    "boundary_columns",
+    "columns",
+    "critical",
+    "fit",
+    "interval",
+    "sample",
+    "solve",
+]
 
 Floats = NDArray[np.float64]
 
@@ -54,8 +67,6 @@ class Design:
     """Variant -> bytes of its inputs and of its outputs."""
     heavy: tuple[str, ...] = ()
     """Variants with ballast (ballast.py). Where a side has any, these alone speak of its layers."""
-    loose: float = 0.0
-    """Relative error of every other variant that more runs do not reduce."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +92,10 @@ class Sample:
         heavy = [v for v, name in enumerate(self.variants) if name in design.heavy]
         return np.array(heavy or range(len(self.variants)), dtype=np.intp)
 
-    def of(self, kept: NDArray[np.intp], least: float) -> "Sample":
-        """Those variants alone; `least` is a relative error of each that more runs do not reduce."""
+    def of(self, kept: NDArray[np.intp]) -> "Sample":
+        """Those variants alone."""
         names = tuple(self.variants[v] for v in kept)
-        noise = np.sqrt(self.noise_V[kept] ** 2 + least**2)
-        return Sample(names, self.seconds_V[kept], self.influence_RV[:, kept], noise, self.single)
+        return Sample(names, self.seconds_V[kept], self.influence_RV[:, kept], self.noise_V[kept], self.single)
 
     def draws(self, count: int, seed: int) -> Floats:
         """[D, V] relative deviations of the locations: rounds drawn with replacement, each with all its variants."""
@@ -267,8 +277,9 @@ class Fit:
         return ((draws_DV + noise) * self.sample.seconds_V) @ (contrasts_SP @ self.operator_PV).T
 
 
-def _solve(taken: Sample, x_VP: Floats, model_error: float) -> tuple[Floats, int]:
-    weight = 1 / (taken.seconds_V * np.sqrt(taken.noise_V**2 + model_error**2))
+def solve(x_VP: Floats, scale_V: Floats) -> tuple[Floats, int]:
+    """The operator of least squares, [P, V], with weights 1 / scale, and its rank."""
+    weight = 1 / scale_V
     size = np.abs(x_VP).max(0)
     size = np.where(size > 0, size, 1)
     u, s, vt = np.linalg.svd(x_VP * weight[:, None] / size, full_matrices=False)
@@ -285,7 +296,7 @@ def fit(taken: Sample, x_VP: Floats) -> Fit:
     """
 
     def at(error: float) -> tuple[Fit, float]:
-        operator, rank = _solve(taken, x_VP, error)
+        operator, rank = solve(x_VP, taken.seconds_V * np.sqrt(taken.noise_V**2 + error**2))
         found = Fit(taken, x_VP, operator, error, rank)
         return found, float(((found.residual_V / found.scale_V) ** 2).sum())
 

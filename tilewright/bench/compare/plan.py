@@ -27,8 +27,6 @@ Floats = NDArray[np.float64]
 _MACHINES = {"cuda": (3e14, 2e12, 3e-6), "cpu": (5e10, 1e10, 3e-6)}
 _ERROR = 0.01  # relative, of a variant's time: noise after some tens of rounds, and what additivity does not hold
 _PIECE_ERROR = 0.03  # of one that does not begin where the model begins
-_LOOSE = 0.03
-"""On a GPU: eager programs cut from ResNet-50 were that far from adding up (H100), which was taken for fusion."""
 _MOST_PER_UNKNOWN = 2.0
 _SPARE = 0.15  # of the needed variants: degrees of freedom to test additivity with
 
@@ -61,7 +59,6 @@ def design_of(chain: Chain, found: list[Variant], heavy: tuple[str, ...] = ()) -
         parts={v.name: v.part for v in found},
         border={v.name: v.border for v in found},
         heavy=heavy,
-        loose=_LOOSE if chain.inputs[0].is_cuda else 0.0,
     )
 
 
