@@ -18,34 +18,38 @@ import numpy as np
 # The simulation is the tests' own: what they hold the method to is what is reported here.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.bench.compare.simulated import chain_design, judge, runs_of, truth_of
+from tests.bench.compare.simulated import chain_design, judge, own_ways, runs_of, truth_of
 from tests.bench.compare.test_fake_engine import judged, measured
 from tilewright.bench.compare.segments import attribute
 from tilewright.bench.harness import write_json
 
-# layers, rounds, noise of a run, drift, share of disturbed runs, fused pair, a byte out over a byte in
+# layers, rounds, noise of a run, drift, share of disturbed runs, fused pair, a byte out over a byte in, each program's own error
 CASES = [
-    (12, 60, 0.02, 0.05, 0.05, None, 1.0),
-    (12, 60, 0.05, 0.05, 0.05, None, 1.0),
-    (12, 60, 0.03, 0.05, 0.05, 5, 1.0),
-    (20, 60, 0.03, 0.05, 0.05, None, 1.0),
-    (20, 60, 0.03, 0.05, 0.05, 5, 1.0),
-    (20, 15, 0.03, 0.05, 0.05, None, 1.0),
-    (20, 60, 0.03, 0.3, 0.05, None, 1.0),
-    (20, 60, 0.03, 0.05, 0.4, None, 1.0),
-    (20, 60, 0.03, 0.05, 0.05, None, 2.0),
+    (12, 60, 0.02, 0.05, 0.05, None, 1.0, 0.0),
+    (12, 60, 0.05, 0.05, 0.05, None, 1.0, 0.0),
+    (12, 60, 0.03, 0.05, 0.05, 5, 1.0, 0.0),
+    (20, 60, 0.03, 0.05, 0.05, None, 1.0, 0.0),
+    (20, 60, 0.03, 0.05, 0.05, 5, 1.0, 0.0),
+    (20, 15, 0.03, 0.05, 0.05, None, 1.0, 0.0),
+    (20, 60, 0.03, 0.3, 0.05, None, 1.0, 0.0),
+    (20, 60, 0.03, 0.05, 0.4, None, 1.0, 0.0),
+    (20, 60, 0.03, 0.05, 0.05, None, 2.0, 0.0),
+    (20, 60, 0.03, 0.05, 0.05, None, 1.0, 0.01),
+    (20, 60, 0.03, 0.05, 0.05, 5, 1.0, 0.01),
+    (20, 60, 0.03, 0.05, 0.05, None, 1.0, 0.03),
 ]
 
 
-def simulated(case: tuple[int, int, float, float, float, int | None, float], seeds: int) -> dict[str, Any]:
-    layers, rounds, noise, drift, spikes, fused, uneven = case
+def simulated(case: tuple[int, int, float, float, float, int | None, float, float], seeds: int) -> dict[str, Any]:
+    layers, rounds, noise, drift, spikes, fused, uneven, own = case
     design = chain_design(layers)
     found: dict[str, list[np.ndarray]] = {}
     together, pairs, additive, seconds = [], [], [], 0.0
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
         ours = truth_of(design, rng, speed=1.7, uneven=uneven)
-        baseline = replace(ours, layers=ours.layers * 1.7, overhead=2 * ours.overhead)
+        baseline = replace(ours, layers=ours.layers * 1.7, overhead=2 * ours.overhead, own=own_ways(design, rng, own))
+        ours.own = own_ways(design, rng, own)
         if fused is not None:
             baseline.saved = {fused: 0.4 * float(baseline.layers[fused] + baseline.layers[fused + 1])}
         sides = [runs_of(design, t, rng, rounds=rounds, noise=noise, drift=drift, spikes=spikes) for t in (ours, baseline)]
@@ -61,7 +65,7 @@ def simulated(case: tuple[int, int, float, float, float, int | None, float], see
     every = {name: np.concatenate(values) for name, values in found.items()}
     return {
         "engine": "simulated", "layers": layers, "rounds": rounds, "noise": noise, "drift": drift, "disturbed": spikes,
-        "byte out over byte in": uneven,
+        "byte out over byte in": uneven, "each program's own error": own,
         "fused pair": fused is not None, "seeds": seeds, "variants": len(design.parts),
         "mean error": float(every["errors"].mean()), "largest error": float(every["errors"].max()),
         "intervals that hold the truth": float(every["inside"].mean()), "ratios that do": float(every["ratio_inside"].mean()),

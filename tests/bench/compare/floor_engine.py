@@ -1,6 +1,6 @@
 """An engine in this process whose calls cost what is asked for, without waiting: a floor, a beginning, and each product's time.
 
-    Floor("FLOOR_US,BEGIN_US,SPEED")   seconds = max(FLOOR, BEGIN + sum of products / SPEED), with noise of 1 %
+    Floor("FLOOR_US,BEGIN_US,SPEED[,SEED]")   seconds = max(FLOOR, BEGIN + sum of products / SPEED), with noise of 1 %
 
 A captured model is one with a floor: its device works while the host does what each call needs. PyTorch eager has none: there
 every layer is the host's. Outputs are the model's own.
@@ -26,7 +26,7 @@ class Floor:
     """See above."""
 
     def __init__(self, option: str, settings: Settings):
-        floor, begin, speed = (float(x) for x in option.split(","))
+        floor, begin, speed = (float(x) for x in option.split(",")[:3])
         self.floor_s, self.begin_s, self.speed = 1e-6 * floor, 1e-6 * begin, speed
         self.random = random.Random(option)
         self.facts: dict[str, Any] = {

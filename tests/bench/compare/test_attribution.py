@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests.bench.compare.simulated import Truth, chain_design, judge, runs_of, truth_of
+from tests.bench.compare.simulated import Truth, chain_design, judge, own_ways, runs_of, truth_of
 from tilewright.bench.compare.attribution import Design, sample
 from tilewright.bench.compare.results import Run
 from tilewright.bench.compare.segments import Attribution, attribute, decided
@@ -61,6 +61,32 @@ def test_a_fused_pair_is_one_segment_and_nothing_else_is() -> None:
         assert answer.baseline.additive
     single = [len(segment.layers) for answer, _ in studied(12, 40, None, 0.05) for segment in answer.segments]
     assert single.count(1) >= len(single) - 1
+
+
+@pytest.mark.parametrize("size", [0.005, 0.03])
+def test_programs_that_are_each_off_in_their_own_way_are_not_fused(size: float) -> None:
+    """Every program off additivity by a factor of its own: no pair is joined, the intervals hold; and a pair that the baseline
+    fuses is found beside it where it is larger than that."""
+    design, inside, ratios, pairs = chain_design(16), [], [], []
+    for seed in range(SEEDS):
+        rng = np.random.default_rng(seed)
+        ours = truth_of(design, rng, speed=1.7)
+        ours.own = own_ways(design, rng, size)
+        baseline = replace(ours, layers=ours.layers * 1.7, own=own_ways(design, rng, size))
+        runs = [runs_of(design, truth, rng, rounds=40) for truth in (ours, baseline)]
+        answer = attribute(*runs, design, 1.3, draws=300, seed=seed)
+        assert all(len(segment.layers) == 1 for segment in answer.segments)
+        judged = judge(answer, design, ours, baseline)
+        inside.append(judged["inside"])
+        ratios.append(judged["ratio_inside"])
+        baseline.saved = {5: 0.4 * float(baseline.layers[5] + baseline.layers[6])}
+        answer = attribute(runs[0], runs_of(design, baseline, rng, rounds=40), design, 1.3, draws=300, seed=seed)
+        pairs.append([s.layers for s in answer.segments if len(s.layers) > 1])
+    assert np.concatenate(inside).mean() >= 0.95
+    assert np.concatenate(ratios).mean() >= 0.95
+    right = [list(design.layers[5:7])]
+    assert all(found in ([], right) for found in pairs)
+    assert pairs.count(right) >= (SEEDS if size == 0.005 else SEEDS // 3)
 
 
 CLAIMS = [(1.3, "pass"), (2.3, "fail"), (1.7, "undecided")]

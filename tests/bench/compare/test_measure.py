@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,7 +94,8 @@ def contender(engine: Any, name: str = "spy") -> Contender:
 
 
 def build(*sides: Contender, budget_s: float = 100.0, needed: int = len(PARTS)) -> list[str]:
-    return build_all(sides, PARTS, needed, DESIGN, budget_s, lambda words: None)[0]
+    plan: Any = SimpleNamespace(variants=PARTS, needed=PARTS[:needed], design=DESIGN)
+    return build_all(sides, [plan for _ in sides], budget_s, lambda words: None)[0][0]
 
 
 def spoilt(at: int) -> Callable[[list[Tensor], int], list[Tensor]]:

@@ -65,8 +65,8 @@ class Design:
     """Variant -> the layers that it runs, in order, with repetitions. "whole" is one of them."""
     border: dict[str, tuple[float, float]]
     """Variant -> bytes of its inputs and of its outputs."""
-    heavy: tuple[str, ...] = ()
-    """Variants with ballast (ballast.py). Where a side has any, these alone speak of its layers."""
+    silent: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    """Variants that say nothing of layers on ours, and on the baseline: what they do is hidden in a call (ballast.py)."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Sample:
         """Its place."""
         return self.variants.index(variant)
 
-    def fitted(self, design: Design) -> NDArray[np.intp]:
-        """Places of the variants that speak of layers."""
-        heavy = [v for v, name in enumerate(self.variants) if name in design.heavy]
-        return np.array(heavy or range(len(self.variants)), dtype=np.intp)
+    def fitted(self, silent: frozenset[str]) -> NDArray[np.intp]:
+        """Places of the variants that speak of layers; of all, where none does."""
+        speak = [v for v, name in enumerate(self.variants) if name not in silent]
+        return np.array(speak or range(len(self.variants)), dtype=np.intp)
 
     def of(self, kept: NDArray[np.intp]) -> "Sample":
         """Those variants alone."""

@@ -1,18 +1,23 @@
-"""Models that are smaller than a call: where a layer more or less changes nothing that can be seen, until a call is heavy.
+"""What a call hides: programs so small that a layer more or less changes nothing that can be seen.
 
 A call of a captured model costs what the host takes to copy inputs in, to launch and to copy out, and the device works
 meanwhile: seconds = max(host, device). With little to do the device is done first, and a layer costs nothing (H100, four
-products of 256 x 256: 45 us a call, 10 of them work; with one of them as well). So the programs of such an engine get ballast:
-one layer K times in a row, each copy with weights of its own, K as large as makes the call twice that of a layer alone. Then
-each layer adds what it takes, and the fit is the same as ever, with the whole model left out of it: that one is timed for its
-own sake. Each engine is asked by the same rule; one that hides nothing (PyTorch eager, where each layer is the host's) needs no
-ballast, and gets none: it would only hide its layers in the noise of a long call.
+products of 256 x 256: 45 us a call, 10 of them work; with one of them as well). A program that lies there says nothing of its
+layers, and would pull them towards 0. So each engine is asked first: where a call of one layer takes longer than a line through
+8 and 32 copies of it says, or where 32 take hardly more than 8, its calls have a floor. On such an engine
+
+- a program counts only if it takes twice as long as that layer alone: the host's part is then surely less than the device's;
+- there are also programs with *ballast*: one layer K times in a row, each copy with weights of its own, K as large as makes
+  these copies alone take that long. Then each layer adds what it takes, wherever it stands.
+
+An engine that hides nothing (PyTorch eager, where each layer is the host's) gets no ballast: it would only hide its layers in
+the noise of a long call.
 
 What a layer's time then means: what a model that keeps its engine busy takes longer because of it. Where the host is the slower
-one that is the host's time a layer, where the device is, the device's: what a user pays in a long model. In the small model
-itself a layer of ours may be free; that shows in the whole model's ratio alone.
+one that is the host's time a layer, where the device is, the device's: what a user pays in a long model. In a small model
+itself a layer of ours may be free; that shows in the whole model's ratio alone, which is then not the sum of the layers.
 
-Not done: models none of whose layers, or runs of layers, give out what they take. They stay one segment.
+Not done: models none of whose layers can stand behind themselves are not looked at.
 """
 
 import time
@@ -24,70 +29,114 @@ from tilewright.bench.compare.attribution import Design
 from tilewright.bench.compare.layers import Chain
 from tilewright.bench.compare.measure import Contender, build_everywhere
 from tilewright.bench.compare.plan import Plan, guesses, plan_of
-from tilewright.bench.compare.specs import Edit, label, repeatable
-from tilewright.bench.compare.variants import Variant, candidates
+from tilewright.bench.compare.results import Point
+from tilewright.bench.compare.specs import Edit, alone, label, repeatable
+from tilewright.bench.compare.variants import Variant, candidates, variants_of
 
-__all__ = ["Ballast", "merged", "only_whole", "plans_of"]
+__all__ = ["Ballast", "Looked", "look", "merged", "only_whole", "without_hidden"]
 
+_PROBES = (1, 8, 32)
 _COPIES = (16, 32, 64, 128, 256)
 _HEAVY = 2.0
-"""A call that takes this many times as long as one of a layer alone. The host's part is then less than half of it."""
-_BATCHES, _CALLS = 7, 16
+"""A program counts that takes this many times as long as a layer alone. The host's part is then less than half of it."""
+_EXPECTED = 1.3
+"""... and is worth building if it is expected to take that much more."""
+_FLAT, _EXCESS = 1.5, 0.1
+"""32 copies take less than this many times what 8 take; one takes this share longer than the line through both says."""
+_BATCHES, _CALLS = 9, 16
 
 
 @dataclass(frozen=True)
 class Ballast:
-    """What was put into every program of a side."""
+    """An engine whose calls have a floor, and what is done about it."""
 
+    edit: Edit
+    """The layer that is repeated, and how often; 0: not even the most were seen."""
     layers: str
-    copies: int
-    """0: not even the most made a call heavy."""
+    """Its name."""
     alone_s: float
-    """A call of one layer."""
+    """A call of the layer that was asked about."""
     whole_s: float
+    copies_s: float
+    """A call of the copies alone."""
+    known: bool = True
+    """False: the time was up before a number of copies was found."""
+    hidden: frozenset[str] = frozenset()
+    """Variants that were built and lie below the limit."""
+
+    @property
+    def limit_s(self) -> float:
+        """What a program must take to count."""
+        return _HEAVY * self.alone_s
 
     def words(self, side: str) -> str:
         """For the fairness card."""
-        then = (
-            f"A layer's time is what it adds to a program with {self.copies} copies of {self.layers}."
-            if self.copies
-            else f"{_COPIES[-1]} copies of {self.layers} are too: the whole model is one segment."
-        )
         calls = [f"{1e6 * s:.3g}" for s in (self.alone_s, self.whole_s)]
-        return f"A call of {side} is {calls[0]} us with one layer and {calls[1]} with all: layers are hidden in it. {then}"
+        begin = f"A call of {side} is {calls[0]} us with one layer and {calls[1]} with all: layers are hidden in it."
+        if not self.known:
+            return begin
+        if not self.edit.times:
+            return f"{begin} {_COPIES[-1]} copies of {self.layers} are too: the whole model is one segment."
+        return (
+            f"{begin} A layer's time is what it adds to programs of {1e6 * self.limit_s:.3g} us and more, "
+            f"some with {self.edit.times} copies of {self.layers}."
+        )
 
 
-def plans_of(
-    sides: Sequence[Contender], planned: Plan, until: float, progress: Callable[[str], None]
-) -> tuple[list[Plan], list[Ballast | None]]:
-    """The plan of each side: of programs with ballast where the model is smaller than a call, else `planned` as it is.
+@dataclass(frozen=True)
+class Looked:
+    """What was found out about both sides' calls. Of lists of two, the first is of ours."""
+
+    plans: list[Plan]
+    ballast: list[Ballast | None]
+    told: bool
+    """False: the time was up before it was known."""
+
+    def point(self) -> Point | None:
+        """For the fairness card; None where there is nothing to say."""
+        found = [b.words(side) for b, side in zip(self.ballast, ("ours", "the baseline"), strict=True) if b is not None]
+        if not self.told:
+            found.append("The time was up before it was known whether calls hide layers: give it more.")
+        if not found:
+            return None
+        shown = ["hides layers" if b is not None else "hides nothing" if self.told else "not known" for b in self.ballast]
+        return Point(name="a call", ours=shown[0], baseline=shown[1], open=not self.told, why=" ".join(found))
+
+
+def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Callable[[str], None]) -> Looked:
+    """Whether calls hide layers, and the plan of each side: of programs that do not, with ballast too, or `planned` as it is.
 
     "whole" must be built. What was built to find out, and is in no plan, is closed. After `until` (`time.monotonic()`) nothing
     is built for it. EngineError: see `Contender.build`.
     """
+    chain = planned.chain
     plans: list[Plan] = [planned for _ in sides]
-    chosen: list[Ballast | None] = [None for _ in sides]
-    probes = _probes(planned.chain, planned)
+    probes = _probes(chain) if len(planned.needed) > 1 else []
     for variant in probes:
         if time.monotonic() > until:
-            return plans, chosen
+            return _settled(sides, Looked(plans, [None for _ in sides], False))
         progress("looking whether a call is more than its layers")
         build_everywhere(sides, variant, planned.variants, planned.design, progress)
-    for i, side in enumerate(sides):
-        if not probes:
-            break
-        whole, one, many = (_seconds(side, name) for name in ("whole", probes[0].name, probes[1].name))
-        if whole < _HEAVY * one and many < _HEAVY * one:
-            edit = _heavy_enough(side, planned, one, until, progress)
-            if edit is None:
-                break
-            chosen[i] = Ballast(label(planned.chain, edit), edit.times, one, whole)
-            plans[i] = plan_of(planned.chain, None, edit) if edit.times else only_whole(planned)
-    if any(ballast is not None and not ballast.copies for ballast in chosen):
+    ballast = [_ballast(side, planned, probes, until, progress) if probes else None for side in sides]
+    if any(b is not None and not b.edit.times for b in ballast):
         plans = [only_whole(planned) for _ in sides]
-    for side, plan in zip(sides, plans, strict=True):
-        side.forget(set(side.built) - {variant.name for variant in plan.variants})
-    return plans, chosen
+    else:
+        plans = [planned if b is None else _plan(chain, b) for b in ballast]
+    return _settled(sides, Looked(plans, ballast, all(b is None or b.known for b in ballast)))
+
+
+def without_hidden(looked: Looked, sides: Sequence[Contender]) -> Looked | None:
+    """The same once variants are built: those that proved to be hidden are closed, others take their place. None: none are."""
+    ballast, plans = list(looked.ballast), list(looked.plans)
+    for i, (side, one) in enumerate(zip(sides, looked.ballast, strict=True)):
+        if one is None or not one.edit.times:
+            continue
+        hidden = {name for name, seconds in side.call_s.items() if seconds < one.limit_s and name != "whole"}
+        if hidden:
+            side.forget(hidden)
+            less = replace(one, hidden=one.hidden | hidden)
+            ballast[i], plans[i] = less, _plan(looked.plans[i].chain, less)
+    return None if ballast == looked.ballast else replace(looked, plans=plans, ballast=ballast)
 
 
 def only_whole(planned: Plan) -> Plan:
@@ -98,37 +147,72 @@ def only_whole(planned: Plan) -> Plan:
 
 def merged(plans: Sequence[Plan]) -> Design:
     """One design for what any side runs."""
-    design = plans[0].design
-    for other in (plan.design for plan in plans[1:]):
-        heavy = tuple(dict.fromkeys((*design.heavy, *other.heavy)))
-        design = replace(design, parts=design.parts | other.parts, border=design.border | other.border, heavy=heavy)
-    return design
+    ours, baseline = plans
+    parts, border = ours.design.parts | baseline.design.parts, ours.design.border | baseline.design.border
+    return replace(ours.design, parts=parts, border=border, silent=(ours.silent, baseline.silent))
 
 
-def _probes(chain: Chain, planned: Plan) -> list[Variant]:
-    """A layer alone, once and repeated; nothing where no single layer can be."""
-    known = {v.part: v for v in (*planned.variants, *planned.rest) if len(set(v.part)) == 1}
-    pairs = [(known[part[:1]], v) for part, v in known.items() if len(part) == 16 and part[:1] in known]
+def _settled(sides: Sequence[Contender], looked: Looked) -> Looked:
+    for side, plan in zip(sides, looked.plans, strict=True):
+        side.forget(set(side.built) - {variant.name for variant in plan.variants})
+    return looked
+
+
+def _probes(chain: Chain) -> list[Variant]:
+    """The cheapest layer that can stand behind itself, alone: once and often; nothing where there is none."""
     guess = guesses(chain)
-    return list(min(pairs, key=lambda pair: guess[pair[0].part[0]])) if pairs else []
+    single = [edit for edit in repeatable(chain) if edit.stop - edit.start == 1]
+    if not single:
+        return []
+    edit = min(single, key=lambda e: guess[e.start])
+    found = variants_of(chain, (alone(chain, replace(edit, times=times)) for times in _PROBES))
+    return found if len(found) == len(_PROBES) else []
 
 
-def _heavy_enough(side: Contender, planned: Plan, alone_s: float, until: float, progress: Callable[[str], None]) -> Edit | None:
-    """The ballast with as few copies as do, with none where the most are too few; None where time was."""
+def _ballast(
+    side: Contender, planned: Plan, probes: Sequence[Variant], until: float, progress: Callable[[str], None]
+) -> Ballast | None:
+    """None: the calls of this side hide nothing."""
+    names = [variant.name for variant in probes]
+    batches = [[side.seconds(name, _CALLS) for name in names] for _ in range(_BATCHES)]
+    first, some, many = (median(batch[k] for batch in batches) for k in range(len(_PROBES)))
+    one, few, most = _PROBES
+    beyond = [a - (b - (c - b) * (few - one) / (most - few)) for a, b, c in batches]
+    if many >= _FLAT * some and min(beyond) <= _EXCESS * first:
+        return None
     chain, guess = planned.chain, guesses(planned.chain)
     edit = max(repeatable(chain), key=lambda e: guess[e.start : e.stop].sum())
+    whole_s = median(side.seconds("whole", _CALLS) for _ in range(_BATCHES))
+    found = Ballast(replace(edit, times=0), label(chain, edit), first, whole_s, 0.0)
     for copies in _COPIES:
         if time.monotonic() > until:
-            return None
+            return replace(found, known=False)
         edit = replace(edit, times=copies)
-        (variant,) = (v for v in candidates(chain, edit) if v.name == f"whole with {label(chain, edit)} x{copies}")
+        (variant,) = variants_of(chain, [alone(chain, edit)])
         build_everywhere([side], variant, planned.variants, planned.design, progress)
-        if _seconds(side, variant.name) >= _HEAVY * alone_s:
-            return edit
-        side.forget({variant.name})
-    return replace(edit, times=0)
+        seconds = median(side.seconds(variant.name, _CALLS) for _ in range(_BATCHES))
+        if variant.name not in names:
+            side.forget({variant.name})
+        if seconds >= found.limit_s:
+            return replace(found, edit=edit, copies_s=seconds)
+    return found
 
 
-def _seconds(side: Contender, name: str) -> float:
-    """Of a call, of several batches' median."""
-    return median(side.seconds(name, _CALLS) for _ in range(_BATCHES))
+def _plan(chain: Chain, ballast: Ballast) -> Plan:
+    """Of the programs that hold the copies, and of those that are expected to count all the same.
+
+    Layers are guessed in units of the copies that were timed, or of the whole model.
+    """
+    guess, edit = guesses(chain), ballast.edit
+    unit = min(
+        ballast.copies_s / (edit.times * float(guess[edit.start : edit.stop].sum())), ballast.whole_s / float(guess.sum())
+    )
+    silent = {
+        variant.name
+        for variant in candidates(chain, edit)
+        if variant.part.count(edit.start) < edit.times
+        and unit * float(guess[list(variant.part)].sum()) < _EXPECTED * ballast.limit_s
+    }
+    if ballast.whole_s >= ballast.limit_s:
+        silent.discard("whole")
+    return plan_of(chain, None, edit, frozenset(silent) | ballast.hidden)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tilewright.bench.compare.results import Point, Run, Side
 from tilewright.hw.state import State, others_share
 
-__all__ = ["CLASSES", "by_variant", "card", "precision_of", "relative_error", "yardsticks"]
+__all__ = ["CLASSES", "by_variant", "card", "drift_open", "precision_of", "relative_error", "yardsticks"]
 
 CLASSES = ("fp64", "fp32", "fp16/tf32", "bf16", "8-bit", "4-bit", "wrong")
 """Classes of precision that an output error can be told to be of, finest first."""
@@ -278,18 +278,24 @@ def _order(ours: Side, baseline: Side) -> Point:
 def _drift(ours: Side, baseline: Side) -> Point:
     drifts = [_drift_of(side.runs) for side in (ours, baseline)]
     shown = [f"{drift:+.1%}" for drift in drifts]
-    apart = abs(drifts[0] - drifts[1])
     why = "Last third against first third of the runs; what both share cancels in the ratio."
     return _point(
         "drift",
         shown[0],
         shown[1],
-        f"One side became {apart:.0%} slower than the other meanwhile." if apart > _DRIFT else None,
+        f"One side became {abs(drifts[0] - drifts[1]):.0%} slower than the other meanwhile."
+        if drift_open(ours.runs, baseline.runs)
+        else None,
         why,
     )
 
 
-def _drift_of(runs: list[Run]) -> float:
+def drift_open(ours: Sequence[Run], baseline: Sequence[Run]) -> bool:
+    """Whether one side became slower than the other by more than the intervals cover: then it is too early to end."""
+    return abs(_drift_of(ours) - _drift_of(baseline)) > _DRIFT
+
+
+def _drift_of(runs: Sequence[Run]) -> float:
     """Median of (run / median of its variant) in the last third of the time over that in the first third, less one."""
     usual = {name: statistics.median(seconds) or 1.0 for name, seconds in by_variant(runs).items()}
     relative = [run.seconds / usual[run.variant] for run in sorted(runs, key=lambda run: run.at)]
@@ -328,7 +334,7 @@ def _load(before: State, after: State, on_cpu: bool) -> Point:
     return _point("machine load", shown, shown, None, f"{why}.")
 
 
-def by_variant(runs: list[Run]) -> dict[str, list[float]]:
+def by_variant(runs: Sequence[Run]) -> dict[str, list[float]]:
     """Seconds of the runs of each variant, in order."""
     found: dict[str, list[float]] = {}
     for run in runs:

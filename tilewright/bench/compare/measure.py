@@ -29,6 +29,7 @@ from tilewright.bench.compare.results import Run
 
 if TYPE_CHECKING:
     from tilewright.bench.compare.attribution import Design
+    from tilewright.bench.compare.plan import Plan
     from tilewright.bench.compare.variants import Variant
 
 __all__ = ["Contender", "build_all", "build_everywhere", "race", "truth_of"]
@@ -162,33 +163,35 @@ def truth_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def build_all(
-    sides: Sequence[Contender],
-    variants: Sequence["Variant"],
-    needed: int,
-    design: "Design",
-    budget_s: float,
-    progress: Progress,
-    since: float | None = None,
-) -> tuple[list[str], float]:
-    """Build variants, the best first, on every side, while the budget lasts; those that are there stay.
+    sides: Sequence[Contender], plans: Sequence["Plan"], budget_s: float, progress: Progress, since: float | None = None
+) -> tuple[list[list[str]], float]:
+    """Build the variants of each side's plan, the best first, while the budget lasts; those that are there stay.
 
-    Returns the names of those that are there on all sides, and when (`time.monotonic()`) the first was: the budget counts from
+    Returns the names of those that are there, of each side, and when (`time.monotonic()`) the first was: the budget counts from
     there (or from `since`), since libraries, compilers and caches that are used for the first time are no cost of a variant.
-
-    `needed` is how many of them tell every layer apart. EngineError: see `build_everywhere`.
+    Variants that are needed to tell every layer apart come before those beyond, and the sides take turns. A plan that two sides
+    share is built on both, or none. EngineError: see `build_everywhere`.
     """
-    began, last, ready = time.monotonic() if since is None else since, 0.0, []
-    for i, variant in enumerate(variants):
+    began, last = time.monotonic() if since is None else since, 0.0
+    ready: list[list[str]] = [[] for _ in sides]
+    shared = all(plan is plans[0] for plan in plans)
+    turns = [(i, range(len(sides)), plans[0]) for i in range(len(plans[0].variants))] if shared else [
+        (i, (k,), plan) for i in range(max(len(plan.variants) for plan in plans))
+        for k, plan in enumerate(plans) if i < len(plan.variants)
+    ]  # fmt: skip
+    turns.sort(key=lambda turn: turn[0] >= len(turn[2].needed))
+    for i, where, plan in turns:
+        needed, variant, at = len(plan.needed), plan.variants[i], time.monotonic()
         share = _NEEDED_SHARE if i < needed else _SPARE_SHARE
-        at = time.monotonic()
-        if not all(variant.name in side.built for side in sides):
-            if ready and at - began + last > share * budget_s:
+        if not all(variant.name in sides[k].built for k in where):
+            if any(ready) and at - began + last > share * budget_s:
                 break
-            progress(f"building variants {i + 1}/{needed if i < needed else len(variants)}")
-            build_everywhere(sides, variant, variants, design, progress)
+            progress(f"building variants {i + 1}/{needed if i < needed else len(plan.variants)}")
+            build_everywhere([sides[k] for k in where], variant, plan.variants, plan.design, progress)
             last = time.monotonic() - at
-        ready.append(variant.name)
-        if i == 0 and since is None:
+        for k in where:
+            ready[k].append(variant.name)
+        if since is None and sum(map(len, ready)) == len(where):
             began, last = time.monotonic(), 0.0
     return ready, began
 

@@ -43,13 +43,15 @@ class Plan:
     """Of all of them."""
     rest: list[Variant]
     """Beyond the budget, best first."""
+    silent: frozenset[str] = frozenset()
+    """Variants that say nothing of layers; of these only "whole" is in `variants`."""
 
     def more(self, count: int) -> list[Variant]:
         """The next best `count` variants; `design` has them already."""
         return self.rest[:count]
 
 
-def design_of(chain: Chain, found: list[Variant], heavy: tuple[str, ...] = ()) -> Design:
+def design_of(chain: Chain, found: list[Variant]) -> Design:
     """The design matrix's data, without any torch in it."""
     return Design(
         layers=tuple(layer.name for layer in chain.layers),
@@ -58,7 +60,6 @@ def design_of(chain: Chain, found: list[Variant], heavy: tuple[str, ...] = ()) -
         bytes=tuple(layer.bytes for layer in chain.layers),
         parts={v.name: v.part for v in found},
         border={v.name: v.border for v in found},
-        heavy=heavy,
     )
 
 
@@ -72,16 +73,16 @@ def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None
     return plan_of(trace(model, inputs), budget)
 
 
-def plan_of(chain: Chain, budget: int | None = None, ballast: Edit | None = None) -> Plan:
-    """The same of a model that was traced; with `ballast` (ballast.py) of the programs that hold it, and the whole model."""
+def plan_of(chain: Chain, budget: int | None = None, ballast: Edit | None = None, silent: frozenset[str] = frozenset()) -> Plan:
+    """The same of a model that was traced, also of programs with `ballast` (ballast.py), without those that are `silent`."""
     found = candidates(chain, ballast)
-    design = design_of(chain, found, () if ballast is None else tuple(v.name for v in found if v.name != "whole"))
-    order, needed = _ordered(chain, design, found)
+    design = design_of(chain, found)
+    order, needed = _ordered(chain, design, found, silent)
     ranked = [found[k] for k in order]
     unknowns = 2 + len(set(chain.groups))
     most = budget if budget is not None else max(needed, round(_MOST_PER_UNKNOWN * unknowns))
     chosen = ranked[:most]
-    return Plan(chain=chain, variants=chosen, needed=chosen[:needed], design=design, rest=ranked[most:])
+    return Plan(chain=chain, variants=chosen, needed=chosen[:needed], design=design, rest=ranked[most:], silent=silent)
 
 
 def guesses(chain: Chain) -> Floats:
@@ -90,8 +91,8 @@ def guesses(chain: Chain) -> Floats:
     return np.array([max(layer.flops / rate, layer.bytes / bandwidth) + launch for layer in chain.layers])
 
 
-def _ordered(chain: Chain, design: Design, found: list[Variant]) -> tuple[list[int], int]:
-    """Numbers of the variants, best first, and how many are needed."""
+def _ordered(chain: Chain, design: Design, found: list[Variant], silent: frozenset[str]) -> tuple[list[int], int]:
+    """Numbers of the whole model and of the variants that are not silent, best first, and how many are needed."""
     x_VP = columns(design, [v.name for v in found], [])
     guess = guesses(chain)
     group_seconds = np.zeros(max(design.groups) + 1)
@@ -102,16 +103,16 @@ def _ordered(chain: Chain, design: Design, found: list[Variant]) -> tuple[list[i
     prior = np.concatenate([[overhead, 4 / bandwidth], 2 * group_seconds])
     seconds = x_VP[:, FIRST:] @ group_seconds + overhead
     begins = np.array([v.part[0] == 0 for v in found])
-    error = seconds * np.where(begins | (len(design.heavy) > 0), _ERROR, _PIECE_ERROR)
-    speaks = np.array([v.name in design.heavy or not design.heavy for v in found])
+    error = seconds * np.where(begins, _ERROR, _PIECE_ERROR)
+    speaks = np.array([v.name not in silent for v in found])
     error[~speaks] = np.inf
     weight = np.zeros(len(prior))
     weight[FIRST:] = 1 / group_seconds**2
     covariance = np.diag(prior**2)
-    begin = [0, *_alone(found, guess), *_halves(found, len(chain.layers))]
+    begin = [0, *(k for k in (*_alone(found, guess), *_halves(found, len(chain.layers))) if speaks[k])]
     order: list[int] = []
-    left = np.ones(len(found), dtype=bool)
-    for step in range(len(found)):
+    left = speaks.copy()
+    for step in range(int(speaks[1:].sum()) + 1):
         moved = x_VP @ covariance
         gain = (moved**2 @ weight) / (error**2 + np.einsum("vp,vp->v", moved, x_VP))
         best = begin[step] if step < len(begin) else int(np.where(left, gain, -1.0).argmax())
@@ -119,13 +120,13 @@ def _ordered(chain: Chain, design: Design, found: list[Variant]) -> tuple[list[i
         left[best] = False
         covariance -= np.outer(moved[best], moved[best]) / (error[best] ** 2 + moved[best] @ x_VP[best])
     full = np.linalg.matrix_rank(x_VP[speaks] / np.maximum(np.abs(x_VP[speaks]).max(0), 1e-300))
-    return order, _needed(design, [found[k].name for k in order], int(full))
+    return order, _needed(design, [found[k].name for k in order], silent, int(full))
 
 
-def _needed(design: Design, names: list[str], full: int) -> int:
+def _needed(design: Design, names: list[str], silent: frozenset[str], full: int) -> int:
     """How many of the variants, from the first on, determine as much as all of them, and some to spare."""
     for count in range(min(full, len(names)), len(names) + 1):
-        x = columns(design, [name for name in names[:count] if name in design.heavy or not design.heavy], [])
+        x = columns(design, [name for name in names[:count] if name not in silent], [])
         if np.linalg.matrix_rank(x / np.maximum(np.abs(x).max(0), 1e-300)) == full:
             return min(len(names), count + max(2, round(_SPARE * count)))
     return len(names)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from tilewright.bench.compare.attribution import Design
-from tilewright.bench.compare.ballast import Ballast, merged, only_whole, plans_of
+from tilewright.bench.compare.ballast import Looked, look, merged, only_whole, without_hidden
 from tilewright.bench.compare.engine import Settings, engine_of
-from tilewright.bench.compare.fairness import card, precision_of, yardsticks
+from tilewright.bench.compare.fairness import card, drift_open, precision_of, yardsticks
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
 from tilewright.bench.compare.models import Model
-from tilewright.bench.compare.plan import Plan, plan
+from tilewright.bench.compare.plan import plan
 from tilewright.bench.compare.results import Comparison, Interval, Point, Side, Verdict
 from tilewright.bench.compare.segments import Attribution, SideFit, attribute, decided
 from tilewright.bench.harness import environment
@@ -73,17 +73,16 @@ def compare(
         sides = [_started(name, settings, ends, progress) for name in (ours, baseline)]
         progress("looking for layers")
         planned = plan(model.module, model.inputs)
-        _, began_at = build_all(sides, planned.variants[:1], 1, planned.design, budget_s, progress)
-        if whole:
-            planned = only_whole(planned)
-        plans, ballast = plans_of(sides, planned, began_at + _PROBING * budget_s, progress)
-        design = merged(plans)
-        ready = _built(sides, plans, design, budget_s, began_at, progress)
+        only = only_whole(planned)
+        _, began_at = build_all(sides, [only, only], budget_s, progress)
+        looked = look(sides, only if whole else planned, began_at + _PROBING * budget_s, progress)
+        looked, ready = _built(sides, looked, budget_s, began_at, progress)
+        design = merged(looked.plans)
         before, started = _look(device), time.monotonic()
 
         def enough() -> bool:
             runs = sides[0].runs, sides[1].runs
-            if not decided(*runs, design, claim):
+            if drift_open(*runs) or not decided(*runs, design, claim):
                 return False
             return _measured_whole(attribute(*runs, design, claim), claim).verdict != "undecided"
 
@@ -91,7 +90,7 @@ def compare(
         after = _look(device)
         progress("fitting")
         found = _measured_whole(attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed), claim)
-        run = _Run(model, design, sides, plans, ready, before, after, ballast)
+        run = _Run(model, design, sides, looked, ready, before, after)
         return run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
 
 
@@ -104,16 +103,15 @@ def _started(name: str, settings: Settings, ends: ExitStack, progress: Callable[
 
 
 def _built(
-    sides: list[Contender], plans: list[Plan], design: Design, budget_s: float, since: float, progress: Callable[[str], None]
-) -> list[list[str]]:
-    """Names of what each side has, once its plan is built as far as the budget goes."""
-    if plans[0] is plans[1]:
-        ready, _ = build_all(sides, plans[0].variants, len(plans[0].needed), design, budget_s, progress, since)
-        return [ready, ready]
-    return [
-        build_all([side], plan.variants, len(plan.needed), design, budget_s, progress, since)[0]
-        for side, plan in zip(sides, plans, strict=True)
-    ]
+    sides: list[Contender], looked: Looked, budget_s: float, since: float, progress: Callable[[str], None]
+) -> tuple[Looked, list[list[str]]]:
+    """The plans in the end, and the names of what each side has of its own, built as far as the budget goes."""
+    while True:
+        ready, _ = build_all(sides, looked.plans, budget_s, progress, since)
+        better = without_hidden(looked, sides)
+        if better is None:
+            return looked, ready
+        looked = better
 
 
 @dataclass(frozen=True)
@@ -123,20 +121,19 @@ class _Run:
     model: Model
     design: Design
     sides: list[Contender]
-    plans: list[Plan]
+    looked: Looked
     ready: list[list[str]]
     before: State
     after: State
-    ballast: list[Ballast | None]
 
     @property
     def short(self) -> bool:
         """Whether the budget ended before everything was built that tells layers apart."""
-        return any(len(ready) < len(plan.needed) for ready, plan in zip(self.ready, self.plans, strict=True))
+        return any(len(ready) < len(plan.needed) for ready, plan in zip(self.ready, self.looked.plans, strict=True))
 
     def comparison(self, found: Attribution, claim: float, asked: dict[str, Any], seconds: float) -> Comparison:
         """Everything in one place."""
-        depth = sum(layer.kind in _MULTIPLY for layer in self.plans[0].chain.layers)
+        depth = sum(layer.kind in _MULTIPLY for layer in self.looked.plans[0].chain.layers)
         ours, baseline = (_side(side, fit, depth) for side, fit in zip(self.sides, (found.ours, found.baseline)))
         names = dict.fromkeys(name for ready in self.ready for name in ready)
         return Comparison(
@@ -166,11 +163,8 @@ class _Run:
         module, inputs = self.model.module, self.model.inputs
         measured = yardsticks(module, inputs, truth_of(module, inputs))
         found = card(ours, baseline, depth=depth, before=self.before, after=self.after, measured=measured)
-        words = [b.words(side) for b, side in zip(self.ballast, ("ours", "the baseline"), strict=True) if b is not None]
-        if words:
-            calls = ["hides layers" if b is not None else "hides nothing" for b in self.ballast]
-            found.append(Point(name="a call", ours=calls[0], baseline=calls[1], open=False, why=" ".join(words)))
-        return found
+        calls = self.looked.point()
+        return found if calls is None else [*found, calls]
 
     def _told_apart(self, segments: int) -> Point:
         """Whether the budget sufficed to build what tells every layer apart."""
@@ -178,10 +172,10 @@ class _Run:
             "The budget ended before all were built, so layers are joined: give it more."
             if self.short
             else "The whole model alone is one segment."
-            if len(self.plans[0].needed) == 1
+            if len(self.looked.plans[0].needed) == 1
             else f"Enough to tell {segments} segments apart."
         )
-        shown = [f"{len(ready)}, needed {len(plan.needed)}" for ready, plan in zip(self.ready, self.plans, strict=True)]
+        shown = [f"{len(ready)}, needed {len(plan.needed)}" for ready, plan in zip(self.ready, self.looked.plans, strict=True)]
         return Point(name="variants", ours=shown[0], baseline=shown[1], open=self.short, why=why)
 
 

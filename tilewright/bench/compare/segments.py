@@ -94,8 +94,8 @@ class _Taken:
     """Its relative deviations, in the same draws."""
 
     @staticmethod
-    def of(side: str, taken: Sample, design: Design, draws: int, seed: int) -> "_Taken":
-        drawn, whole, kept = taken.draws(draws, seed), taken.at("whole"), taken.fitted(design)
+    def of(side: str, taken: Sample, silent: frozenset[str], draws: int, seed: int) -> "_Taken":
+        drawn, whole, kept = taken.draws(draws, seed), taken.at("whole"), taken.fitted(silent)
         return _Taken(side, taken.of(kept), drawn[:, kept], float(taken.seconds_V[whole]), drawn[:, whole])
 
 
@@ -364,7 +364,8 @@ def attribute(
         if "whole" not in one.variants:
             raise ValueError(f"no run of the whole model on {side}; wanted runs of the variant 'whole'")
     sides = [
-        _Taken.of(side, one, design, draws, seed + k) for k, (side, one) in enumerate(zip(("ours", "the baseline"), taken))
+        _Taken.of(side, one, silent, draws, seed + k)
+        for k, (side, one, silent) in enumerate(zip(("ours", "the baseline"), taken, design.silent, strict=True))
     ]
     fitted = [one.fitted for one in sides]
     cut = _Cut(design)

@@ -10,7 +10,7 @@ from torch import fx
 
 from tilewright.bench.compare.layers import Chain
 
-__all__ = ["Edit", "Spec", "heavy_specs", "label", "repeatable", "span_of", "specs"]
+__all__ = ["Edit", "Spec", "alone", "heavy_specs", "label", "repeatable", "span_of", "specs"]
 
 _REPEATS = (2, 4, 8, 16)
 _HEAVY_REPEATS = (0, 16, 64)
@@ -43,6 +43,8 @@ def specs(chain: Chain) -> Iterator[Spec]:
     yield Spec("whole", 0, count)
     for stop in range(1, count):
         yield Spec(f"prefix to {layers[stop - 1].name}", 0, stop)
+    for start in range(1, count):
+        yield Spec(f"end from {layers[start].name}", start, count)
     for start, period, times in _phased(chain, _periodic([layer.signature for layer in layers])):
         block = label(chain, Edit(start, start + period, 1))
         for depth in _DEPTHS:
@@ -67,10 +69,9 @@ def specs(chain: Chain) -> Iterator[Spec]:
 
 
 def heavy_specs(chain: Chain, ballast: Edit) -> Iterator[Spec]:
-    """The whole model, and the programs that hold `ballast` (ballast.py)."""
+    """The programs that hold `ballast` (ballast.py)."""
     layers, count, heavy = chain.layers, len(chain.layers), (ballast,)
     more = f" with {label(chain, ballast)} x{ballast.times}"
-    yield Spec("whole", 0, count)
     yield Spec(f"whole{more}", 0, count, heavy)
     twice = replace(ballast, times=2 * ballast.times)
     yield Spec(f"whole with {label(chain, ballast)} x{twice.times}", 0, count, (twice,))
@@ -85,6 +86,12 @@ def heavy_specs(chain: Chain, ballast: Edit) -> Iterator[Spec]:
             what = f"{layer.name} x{times}" if times else f"without {layer.name}"
             edits = (Edit(i, i + 1, times), ballast) if i < ballast.start else (ballast, Edit(i, i + 1, times))
             yield Spec(what + more, 0, count, edits)
+
+
+def alone(chain: Chain, edit: Edit) -> Spec:
+    """The layers of an edit, and nothing else."""
+    many = f" x{edit.times}" if edit.times > 1 else ""
+    return Spec(f"only {label(chain, edit)}{many}", edit.start, edit.stop, (edit,))
 
 
 def label(chain: Chain, edit: Edit) -> str:

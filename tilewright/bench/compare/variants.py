@@ -19,7 +19,7 @@ serve them, which it does not in the model. Copies are scaled so that numbers ne
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -31,7 +31,7 @@ from torch import Tensor, fx, nn
 from tilewright.bench.compare.layers import Chain, trace
 from tilewright.bench.compare.specs import Edit, Spec, heavy_specs, span_of, specs
 
-__all__ = ["Key", "Program", "Variant", "candidates", "copy_of", "variants"]
+__all__ = ["Key", "Program", "Variant", "candidates", "copy_of", "variants", "variants_of"]
 
 Key = tuple[fx.Node, int]
 """A value: what a node makes, in which copy of its layer."""
@@ -98,10 +98,15 @@ def variants(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Variant]:
 
 
 def candidates(chain: Chain, ballast: Edit | None = None) -> list[Variant]:
-    """Every variant of the chain that can be built; with `ballast`, the whole model and those that hold it."""
+    """Every variant of the chain that can be built, the whole model first; with `ballast` also those that hold it."""
+    return variants_of(chain, specs(chain) if ballast is None else (*specs(chain), *heavy_specs(chain, ballast)))
+
+
+def variants_of(chain: Chain, wanted: Iterable[Spec]) -> list[Variant]:
+    """Those of them that can be built; of several that are the same the first."""
     found: dict[str, Variant] = {}
     seen: set[tuple[Any, ...]] = set()
-    for spec in specs(chain) if ballast is None else heavy_specs(chain, ballast):
+    for spec in wanted:
         program = _program(chain, spec)
         if program is None or not program.part or not program.inputs:
             continue
