@@ -23,7 +23,7 @@ from tests.bench.compare.test_fake_engine import judged, measured
 from tilewright.bench.compare.segments import attribute
 from tilewright.bench.harness import write_json
 
-# layers, rounds, noise of a run, drift, share of disturbed runs, fused pair, a byte out over a byte in, each program's own error
+# layers, rounds, noise of a run, drift, share of disturbed runs, fused pair, a byte out over a byte in, error of each program
 CASES = [
     (12, 60, 0.02, 0.05, 0.05, None, 1.0, 0.0),
     (12, 60, 0.05, 0.05, 0.05, None, 1.0, 0.0),
