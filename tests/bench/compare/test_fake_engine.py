@@ -44,14 +44,14 @@ def measured(rounds: int, within_s: float, seed: int) -> tuple[list[list[Run]], 
     names = [f"cmd:{sys.executable} {ENGINE} {SPEED}", f"cmd:{sys.executable} {ENGINE} 1.0 64x64+8x64"]
     sides = [Contender(name=name, engine=engine_of(name, settings), settings=settings) for name in names]
     try:
-        for variant in planned.needed:
+        for variant in planned.variants:
             program = torch.export.export(variant.module, variant.inputs)  # once for both
             for side in sides:
                 with mock.patch.object(torch.export, "export", lambda module, inputs, program=program: program):
                     built = side.engine.build(variant.module, variant.inputs, variant.name)
                 side.built[variant.name], side.call_s[variant.name] = built, built.time(1)
         started = time.monotonic()
-        enough = rounds * len(planned.needed)
+        enough = rounds * len(planned.variants)
         race(sides, lambda: len(sides[0].runs) >= enough, started + within_s, seed, started, lambda words: None)
     finally:
         for side in sides:

@@ -8,7 +8,8 @@ cut out of the model count as less exact than what begins where the model begins
 Nothing is run here but the model once, to trace it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +20,14 @@ from tilewright.bench.compare.layers import Chain, trace
 from tilewright.bench.compare.specs import Edit
 from tilewright.bench.compare.variants import Variant, candidates
 
-__all__ = ["Plan", "design_of", "guesses", "plan", "plan_of"]
+__all__ = ["Plan", "design_of", "guesses", "only_needed", "plan", "plan_of", "refined"]
 
 Floats = NDArray[np.float64]
 
 # Round numbers for a guess: operations and bytes a second, seconds of a launch.
 _MACHINES = {"cuda": (3e14, 2e12, 3e-6), "cpu": (5e10, 1e10, 3e-6)}
 _ERROR = 0.01  # relative, of a variant's time: noise after some tens of rounds, and what additivity does not hold
+_SEEN_ERROR = 0.1  # relative, of the first few calls of a variant
 _PIECE_ERROR = 0.03  # of one that does not begin where the model begins
 _MOST_PER_UNKNOWN = 2.0
 _SPARE = 0.15  # of the needed variants: degrees of freedom to test additivity with
@@ -77,8 +79,14 @@ def plan_of(chain: Chain, budget: int | None = None, ballast: Edit | None = None
     """The same of a model that was traced, also of programs with `ballast` (ballast.py), without those that are `silent`."""
     found = candidates(chain, ballast)
     design = design_of(chain, found)
-    order, needed = _ordered(chain, design, found, silent)
+    guess = guesses(chain)
+    layers = np.zeros(max(design.groups) + 1)
+    layers[list(design.groups)] = guess
+    begin = [0, *(k for k in (*_alone(found, guess), *_halves(found, len(chain.layers))) if found[k].name not in silent)]
+    order = _ordered(chain, design, found, silent, begin, np.concatenate([[0.1 * guess.sum() + 2e-5, 0.0], layers]))
     ranked = [found[k] for k in order]
+    known = int(_known(columns(design, [v.name for v in found if v.name not in silent], [])).sum())
+    needed = _needed(design, [v.name for v in ranked], silent, known)
     unknowns = 2 + len(set(chain.groups))
     most = budget if budget is not None else max(needed, round(_MOST_PER_UNKNOWN * unknowns))
     chosen = ranked[:most]
@@ -91,43 +99,80 @@ def guesses(chain: Chain) -> Floats:
     return np.array([max(layer.flops / rate, layer.bytes / bandwidth) + launch for layer in chain.layers])
 
 
-def _ordered(chain: Chain, design: Design, found: list[Variant], silent: frozenset[str]) -> tuple[list[int], int]:
-    """Numbers of the whole model and of the variants that are not silent, best first, and how many are needed."""
+def only_needed(planned: Plan) -> Plan:
+    """Without those beyond what tells every layer apart."""
+    return replace(planned, variants=planned.needed, rest=[*planned.variants[len(planned.needed) :], *planned.rest])
+
+
+def refined(planned: Plan, seconds: Mapping[str, float]) -> Plan:
+    """The same once some were built and took these seconds: those first, the others in the order that these times suggest.
+
+    Guesses are of operations and bytes; on an engine that the host slows down every layer takes the same.
+    """
+    found = [*planned.variants, *planned.rest]
+    needed = len(planned.needed)  # which are the first
+    begin = [*range(needed), *(k for k, v in enumerate(found) if k >= needed and v.name in seconds)]
+    speak = [v.name for v in found if v.name in seconds and v.name not in planned.silent]
+    if not speak:
+        return planned
+    times = np.array([seconds[name] for name in speak])
+    x_VP = columns(planned.design, speak, [])
+    guess = np.zeros(x_VP.shape[1])
+    guess[[FIRST + group for group in planned.design.groups]] = guesses(planned.chain)
+    guess *= float(np.median(times / np.maximum(x_VP @ guess, 1e-12)))
+    guess[0] = 0.5 * times.min()
+    # Ridge: what was timed to some per cent, what was guessed to twice its size.
+    error, prior = _SEEN_ERROR * times, np.maximum(2 * guess, 1e-12)
+    design = np.concatenate([x_VP / error[:, None], np.diag(1 / prior)])
+    fitted = np.linalg.lstsq(design, np.concatenate([times / error, guess / prior]), rcond=None)[0]
+    order = _ordered(planned.chain, planned.design, found, planned.silent, begin, np.maximum(fitted, 0.05 * guess))
+    ranked = [found[k] for k in order]
+    most = len(planned.variants)
+    return replace(planned, variants=ranked[:most], rest=ranked[most:])
+
+
+def _ordered(
+    chain: Chain, design: Design, found: list[Variant], silent: frozenset[str], begin: list[int], guess_P: Floats
+) -> list[int]:
+    """Numbers of those to `begin` with, then of all that are not silent, best first. `guess_P` is of the columns' unknowns."""
     x_VP = columns(design, [v.name for v in found], [])
-    guess = guesses(chain)
-    group_seconds = np.zeros(max(design.groups) + 1)
-    group_seconds[list(design.groups)] = guess
+    group_seconds = guess_P[FIRST:]
     bandwidth = _MACHINES["cuda" if chain.inputs[0].is_cuda else "cpu"][1]
-    overhead = 0.1 * guess.sum() + 2e-5
     # Prior standard deviations: a layer's guess may be wrong by its size, a border costs a few copies.
-    prior = np.concatenate([[overhead, 4 / bandwidth], 2 * group_seconds])
-    seconds = x_VP[:, FIRST:] @ group_seconds + overhead
+    prior = np.concatenate([[guess_P[0], 4 / bandwidth], 2 * group_seconds])
     begins = np.array([v.part[0] == 0 for v in found])
-    error = seconds * np.where(begins, _ERROR, _PIECE_ERROR)
+    error = (x_VP[:, FIRST:] @ group_seconds + guess_P[0]) * np.where(begins, _ERROR, _PIECE_ERROR)
     speaks = np.array([v.name not in silent for v in found])
     error[~speaks] = np.inf
     weight = np.zeros(len(prior))
     weight[FIRST:] = 1 / group_seconds**2
     covariance = np.diag(prior**2)
-    begin = [0, *(k for k in (*_alone(found, guess), *_halves(found, len(chain.layers))) if speaks[k])]
     order: list[int] = []
     left = speaks.copy()
-    for step in range(int(speaks[1:].sum()) + 1):
+    left[begin] = True
+    for step in range(int(left.sum())):
         moved = x_VP @ covariance
         gain = (moved**2 @ weight) / (error**2 + np.einsum("vp,vp->v", moved, x_VP))
         best = begin[step] if step < len(begin) else int(np.where(left, gain, -1.0).argmax())
         order.append(best)
         left[best] = False
         covariance -= np.outer(moved[best], moved[best]) / (error[best] ** 2 + moved[best] @ x_VP[best])
-    full = np.linalg.matrix_rank(x_VP[speaks] / np.maximum(np.abs(x_VP[speaks]).max(0), 1e-300))
-    return order, _needed(design, [found[k].name for k in order], silent, int(full))
+    return order
 
 
-def _needed(design: Design, names: list[str], silent: frozenset[str], full: int) -> int:
-    """How many of the variants, from the first on, determine as much as all of them, and some to spare."""
-    for count in range(min(full, len(names)), len(names) + 1):
+def _known(x_VP: Floats) -> NDArray[np.bool_]:
+    """Of each group, whether the variants determine its time."""
+    size = np.abs(x_VP).max(0)
+    _, s, vt = np.linalg.svd(x_VP / np.where(size > 0, size, 1), full_matrices=False)
+    span = vt[s > 1e-7 * s[0]]
+    return ((span[:, FIRST:] ** 2).sum(0) > 1 - 1e-8) & (size[FIRST:] > 0)
+
+
+def _needed(design: Design, names: list[str], silent: frozenset[str], known: int) -> int:
+    """How many of the variants, from the first on, determine as many groups as all of them, and some to spare."""
+    for count in range(min(known + 1, len(names)), len(names) + 1):
         x = columns(design, [name for name in names[:count] if name not in silent], [])
-        if np.linalg.matrix_rank(x / np.maximum(np.abs(x).max(0), 1e-300)) == full:
+        if len(x) and _known(x).sum() == known:
             return min(len(names), count + max(2, round(_SPARE * count)))
     return len(names)
 

@@ -17,7 +17,7 @@ from tilewright.bench.compare.engine import Settings, engine_of
 from tilewright.bench.compare.fairness import card, drift_open, precision_of, yardsticks
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
 from tilewright.bench.compare.models import Model
-from tilewright.bench.compare.plan import plan
+from tilewright.bench.compare.plan import only_needed, plan, refined
 from tilewright.bench.compare.results import Comparison, Interval, Point, Side, Verdict
 from tilewright.bench.compare.segments import Attribution, SideFit, attribute, decided
 from tilewright.bench.harness import environment
@@ -106,12 +106,19 @@ def _built(
     sides: list[Contender], looked: Looked, budget_s: float, since: float, progress: Callable[[str], None]
 ) -> tuple[Looked, list[list[str]]]:
     """The plans in the end, and the names of what each side has of its own, built as far as the budget goes."""
+    first = True
     while True:
-        ready, _ = build_all(sides, looked.plans, budget_s, progress, since)
+        short = only_needed(looked.plans[0])
+        needed = [short if plan is looked.plans[0] else only_needed(plan) for plan in looked.plans]
+        ready, _ = build_all(sides, needed if first else looked.plans, budget_s, progress, since)
         better = without_hidden(looked, sides)
-        if better is None:
+        if better is not None:
+            looked, first = better, True
+        elif first:
+            seen = [refined(plan, side.call_s) for plan, side in zip(looked.plans, sides, strict=True)]
+            looked, first = replace(looked, plans=seen), False
+        else:
             return looked, ready
-        looked = better
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,6 @@ def specs(chain: Chain) -> Iterator[Spec]:
     yield Spec("whole", 0, count)
     for stop in range(1, count):
         yield Spec(f"prefix to {layers[stop - 1].name}", 0, stop)
-    for start in range(1, count):
-        yield Spec(f"end from {layers[start].name}", start, count)
     for start, period, times in _phased(chain, _periodic([layer.signature for layer in layers])):
         block = label(chain, Edit(start, start + period, 1))
         for depth in _DEPTHS:
@@ -66,6 +64,8 @@ def specs(chain: Chain) -> Iterator[Spec]:
             yield Spec(f"only {layer.name} x{_REPEATS[-1]}", i, i + 1, (Edit(i, i + 1, _REPEATS[-1]),))
             if i + 2 <= count:
                 yield Spec(f"only {layer.name} and {layers[i + 1].name}", i, i + 2)
+    for start in range(1, count):
+        yield Spec(f"end from {layers[start].name}", start, count)
 
 
 def heavy_specs(chain: Chain, ballast: Edit) -> Iterator[Spec]:
@@ -79,6 +79,11 @@ def heavy_specs(chain: Chain, ballast: Edit) -> Iterator[Spec]:
         yield Spec(f"prefix to {layers[stop - 1].name}{more}", 0, stop, heavy)
     for start in range(1, ballast.start + 1):
         yield Spec(f"end from {layers[start].name}{more}", start, count, heavy)
+    first, last = layers[ballast.start].name, layers[ballast.stop - 1].name
+    for start in range(1, ballast.start + 1):
+        yield Spec(f"{layers[start].name} to {last}{more}", start, ballast.stop, heavy)
+    for stop in range(ballast.stop + 1, count):
+        yield Spec(f"{first} to {layers[stop - 1].name}{more}", ballast.start, stop, heavy)
     for i, layer in enumerate(layers):
         if ballast.start <= i < ballast.stop:
             continue
