@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.conv_common import Problem
 from tilewright.kernels.conv_sm90 import VIEWS_REACH_ON, conv_sm90_kernel
 from tilewright.kernels.matmul_sm90_launch import shares
 from tilewright.kernels.prepared import Prepared
@@ -28,8 +29,10 @@ __all__ = [
     "fetched_box",
     "launch_boxes",
     "phases_of",
+    "refuse_boxes",
     "tile_refusal",
 ]
+
 
 # N images, C channels, O output channels; H, W spatial dims of x, P, Q of y; KH, KW of the filter
 
@@ -37,6 +40,23 @@ Two = tuple[int, int]
 Three = tuple[int, int, int]
 
 # ---- boxes of pixels
+
+
+def refuse_boxes(
+    device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16), groups: bool = False
+) -> str | None:
+    """What no form that reads boxes of pixels on sm_90 takes; `groups`: whether this one takes them."""
+    if device.arch != 90:
+        return f"is written for sm_90, this is sm_{device.arch}"
+    if problem.dtype not in dtypes:
+        return f"does not take {problem.dtype}"
+    if problem.groups != 1 and not groups:
+        return "does not take groups"
+    if problem.empty:
+        return "the copy engine has no empty tensors"
+    if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
+        return "does not take three spatial dims"
+    return None
 
 
 _FETCH_CYCLES = 4.6

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.conv_common import Problem, empty_output, sizes_of
-from tilewright.kernels.conv_sm90_boxes import AXES, Again, Launch, Shape, best_tile, launch_boxes, phases_of, tile_refusal
+from tilewright.kernels.conv_sm90_boxes import (
+    AXES,
+    Again,
+    Launch,
+    Shape,
+    best_tile,
+    launch_boxes,
+    phases_of,
+    refuse_boxes,
+    tile_refusal,
+)
 from tilewright.kernels.conv_sm90_fold import Fold, fold_of, folded
 from tilewright.kernels.prepared import Held, pointer_kind
 from tilewright.op import Impl
@@ -21,16 +31,8 @@ __all__ = ["SM90", "launched"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
-    if problem.dtype not in (torch.float16, torch.bfloat16, torch.int8):
-        return f"does not take {problem.dtype}"
-    if problem.groups != 1:
-        return "does not take groups"
-    if problem.empty:
-        return "the copy engine has no empty tensors"
-    if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
-        return "does not take three spatial dims"
+    if (reason := refuse_boxes(device, problem, (torch.float16, torch.bfloat16, torch.int8))) is not None:
+        return reason
     if not problem.aligned or problem.o * problem.out.itemsize % 16:
         return "needs tensors that start at multiples of 16 bytes, and output channels that are a multiple of them"
     if problem.kernel[2] > 1 and problem.dilation[2] > 1 and problem.c * problem.dtype.itemsize % 16:

@@ -43,7 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.conv_common import Problem, Three, sizes_of
 from tilewright.kernels.conv_sm90 import VIEWS_REACH_ON
-from tilewright.kernels.conv_sm90_boxes import Again, fetched_box
+from tilewright.kernels.conv_sm90_boxes import Again, fetched_box, refuse_boxes
 from tilewright.kernels.hopper import load_box, store_box, viewed
 from tilewright.kernels.matmul_sm90_end import activate, column_blocks
 from tilewright.kernels.prepared import Held, Prepared, pointer_kind
@@ -60,16 +60,8 @@ _BLOCK_M = 128
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"does not take {problem.dtype}"
-    if problem.groups != 1:
-        return "does not take groups"
-    if problem.empty:
-        return "the copy engine has no empty tensors"
-    if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
-        return "does not take three spatial dims"
+    if (reason := refuse_boxes(device, problem)) is not None:
+        return reason
     if problem.stride[1:] != (2, 2) or problem.dilation[1:] != (1, 1):
         return "takes a stride of 2 in both of two dims, without dilation"
     if min(problem.padding) < 0:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.conv_common import Problem, sizes_of
-from tilewright.kernels.conv_sm90_boxes import AXES, Again, Launch, Shape, best_tile, launch_boxes, tile_refusal
+from tilewright.kernels.conv_sm90_boxes import AXES, Again, Launch, Shape, best_tile, launch_boxes, refuse_boxes, tile_refusal
 from tilewright.kernels.prepared import Held, pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
@@ -33,16 +33,8 @@ _LARGEST_STRIDE = 4
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"does not take {problem.dtype}"
-    if problem.groups != 1:
-        return "does not take groups"
-    if problem.empty:
-        return "the copy engine has no empty tensors"
-    if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
-        return "does not take three spatial dims"
+    if (reason := refuse_boxes(device, problem)) is not None:
+        return reason
     if not problem.aligned or problem.o % 8 or problem.c % 8:
         return "needs tensors that start at multiples of 16 bytes, and channels that are a multiple of them"
     if max(problem.stride) > _LARGEST_STRIDE:
