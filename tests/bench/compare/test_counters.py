@@ -197,9 +197,12 @@ def test_a_failure_is_a_note(raised: BaseException | None, note: str) -> None:
 # ---- engines that have a profiler
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino:fp32"])
+EXAMPLE = f"cmd:{shlex.join([sys.executable, str(HERE.parents[2] / 'examples' / 'onnxruntime_engine.py')])}"
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino:fp32", EXAMPLE], ids=["onnxruntime", "openvino", "cmd"])
 def test_an_engine_with_a_profiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in (name.partition(":")[0], "onnxscript"):
+    for package in ("openvino" if "openvino" in name else "onnxruntime", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'tilewright[compare]'")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
