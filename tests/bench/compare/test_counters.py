@@ -225,6 +225,44 @@ def test_an_engine_with_a_profiler(name: str, tmp_path: Path, monkeypatch: pytes
         assert any(word in one.kind.lower() for one in told if one.layers == [layer])
 
 
+def test_operators_of_eager_have_the_modules_that_call_them(capfd: pytest.CaptureFixture[str]) -> None:
+    module, inputs = block()
+    engine = engine_of("eager", CPU)
+    built = engine.build(module, inputs, "whole")
+    assert isinstance(built, Counting)
+    wanted = [
+        ("conv1", "conv2d", "conv1"), ("bn1", "batch_norm", "conv1"), ("relu", "relu", "conv1"),
+        ("conv2", "conv2d", "conv2"), ("bn2", "batch_norm", "conv2"),
+        ("downsample.0", "conv2d", "downsample.0"), ("downsample.1", "batch_norm", "downsample.0"),
+        ("", "add", "downsample.0"), ("relu", "relu", "downsample.0"),
+        ("", "mean", "mean"), ("fc", "linear", "fc"), ("relu", "relu", "fc"),
+    ]  # fmt: skip
+    for _ in range(2):  # the first leaves nothing behind
+        found = attributed(looked_over(built.counters(), "eager"), built.operations, trace(module, inputs))
+        assert [(one.name, one.kind, one.layers) for one in found] == [
+            (f"{i + 1}: {path}", f"aten::{op}", [layer]) for i, (path, op, layer) in enumerate(wanted)
+        ]
+        assert all(one.seconds > 0 for one in found)
+    engine.close()
+    print("still there", file=sys.stderr)
+    assert capfd.readouterr().err == "still there\n"
+
+
+def test_a_module_that_runs_other_operators_from_call_to_call_has_no_median() -> None:
+    class Fickle(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x.relu() if self.calls % 2 else x.exp()
+
+    built = engine_of("eager", CPU).build(Fickle().eval(), (torch.randn(2),), "whole")
+    assert isinstance(built, Counting)
+    with pytest.raises(EngineError, match="other operators from call to call"):
+        built.counters()
+    assert built.time(1) > 0
+
+
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="onnxruntime is not installed")
 def test_a_variant_is_not_counted() -> None:
     engine = engine_of("onnxruntime", CPU)

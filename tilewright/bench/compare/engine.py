@@ -142,7 +142,7 @@ class Counting(Protocol):
     """A build whose engine has a profiler. Asked once, of the whole model, when everything is measured: profiling disturbs."""
 
     operations: Sequence[Operation]
-    """Of the program as it was given, each behind what it reads; empty where there are none with names."""
+    """Of the program as it was given, each behind what it reads; empty where none has a name. Read after `counters`."""
 
     def counters(self) -> list[Counter]:
         """What its profiler says of each of its operations in one run, the median of several. `layers` are not its business.
