@@ -166,7 +166,7 @@ def test_every_chart_has_its_numbers_as_a_table(opened: Opened, measured: Compar
     assert opened.count("#tuning tbody tr") == len(measured.tuning)
     segments, every = opened.page.locator("#counters table").all()
     assert segments.locator("tbody tr").count() == len(measured.segments) + 2
-    assert set(segments.locator("tbody tr td:nth-child(4)").all_inner_texts()[: len(measured.segments)]) == {"1.10×"}
+    assert set(segments.locator("tbody tr td:nth-child(4)").all_inner_texts()[: len(measured.segments)]) == {"1.10×, outside"}
     assert every.locator("tbody tr").count() == len(measured.baseline.counters)
     for words in ("The engine's own claim, not measured here", "enters no interval, no verdict", "ours: it would not say."):
         assert words in opened.page.locator("#counters").inner_text()
@@ -279,7 +279,7 @@ def test_markdown_says_verdict_table_and_card(measured: Comparison, tmp_path: Pa
     assert sum(line.endswith("pass |") for line in text.splitlines()) == sum(s.verdict == "pass" for s in measured.segments)
     assert sum("| closed |" in line for line in text.splitlines()) == len(measured.card)
     assert "**The engine's own claim, not measured here.**" in text
-    assert sum(line.endswith("| 1.10× |") for line in text.splitlines()) >= len(measured.segments)
+    assert sum(line.endswith("| 1.10×, outside |") for line in text.splitlines()) >= len(measured.segments)
     assert "\n- ours: it would not say.\n" in text
     assert "What the engines say" not in markdown(resnet50())
     report.write_markdown(counting(resnet50(open_points=1, name=NASTY), NASTY), tmp_path / "nasty.md")

@@ -1,5 +1,6 @@
 """What engines say of themselves, beside what was found out about them: a table for the report and its twin in Markdown."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,8 @@ __all__ = ["WORTH", "Table", "table"]
 
 WORTH = (
     "Asked once, after everything was measured, since profiling slows an engine down. It proves nothing and enters no "
-    "interval, no verdict and no point of the fairness card. Where it says something else than the estimate, look there. "
-    "What an engine gives a name of its own is of no segment."
+    "interval, no verdict and no point of the fairness card. Where it is outside of the estimate's interval, the two "
+    "do not measure the same, or one is wrong: look there. What an engine gives a name of its own is of no segment."
 )
 """What a reader must know before the numbers."""
 
@@ -42,7 +43,9 @@ def table(c: Comparison) -> Table | None:
         columns += [f"{name}, estimated", f"{name} says", "of the estimate"]
         sums, rest = _sums(side, c.segments)
         for row, segment, said in zip(cells, c.segments, sums, strict=True):
-            row += _beside(side.layers[segment.name].value if segment.name in side.layers else 0.0, said)
+            interval = getattr(segment, name)
+            row += _beside(interval.value, said)
+            row[-1] += ", outside" if said is not None and not interval.low <= said <= interval.high else ""
         last[0] += ["", seconds(rest) if rest else "none", ""]
         last[1] += _beside(side.whole.value, sum(counter.seconds for counter in side.counters))
     listed = [(f"{name}: {side.engine}", _listed(side)) for name, side in telling]
@@ -67,7 +70,7 @@ def _sums(side: Side, segments: Sequence[Segment]) -> tuple[list[float | None], 
 def _beside(estimate: float, said: float | None) -> list[str]:
     if said is None:
         return [seconds(estimate), "none told", ""]
-    return [seconds(estimate), seconds(said), ratio(said / estimate) if estimate > 0 else ""]
+    return [seconds(estimate), seconds(said), ratio(said / estimate if estimate > 0 else math.inf if said else 1.0)]
 
 
 def _listed(side: Side) -> list[list[str]]:
