@@ -333,7 +333,7 @@ def test_the_table_lays_claims_beside_estimates() -> None:
     assert table(small) is None
     found = table(told(small, (1e-3, ["a"]), (5e-4, ["a"]), (1e-3, ["b"]), (1e-3, ["b", "c"]), (3e-3, ["a", "b"]), (5e-4, [])))
     assert found is not None
-    assert found.columns == ["segment", "baseline, estimated", "baseline says", "of the estimate"]
+    assert found.columns == ["segment", "baseline", "baseline says", "ratio"]
     assert found.rows == [
         ["a", "2.00 ms", "1.50 ms", "0.75×"],
         ["b + c", "0 µs", "2.00 ms", "∞, outside"],

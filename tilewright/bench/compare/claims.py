@@ -40,7 +40,7 @@ def table(c: Comparison) -> Table | None:
     columns, cells = ["segment"], [[segment.name] for segment in c.segments]
     last = [["of no segment"], ["whole model, measured; sum of all"]]
     for name, side in telling:
-        columns += [f"{name}, estimated", f"{name} says", "of the estimate"]
+        columns += [name, f"{name} says", "ratio"]
         sums, rest = _sums(side, c.segments)
         for row, segment, said in zip(cells, c.segments, sums, strict=True):
             interval = getattr(segment, name)
