@@ -4,13 +4,14 @@ Requests and answers are lines of JSON (docs/compare.md has them all); nothing e
 """
 
 import json
+import statistics
 import sys
 import time
 
 import numpy as np
 import onnxruntime
 
-built = {}  # id -> (session, arrays by the names of its inputs)
+built = {}  # id -> (session, arrays by the names of its inputs, path of the model)
 threads = 1
 
 
@@ -18,21 +19,33 @@ def hello(request):
     global threads
     threads = request["threads"]
     facts = {"versions": {"onnxruntime": onnxruntime.__version__}, "device": "cpu", "threads": threads}
-    facts |= {"precision": "fp32", "graph": False, "copies": "out: results are new arrays", "clock": "wall clock"}
+    facts |= {
+        "precision": "fp32",
+        "graph": False,
+        "copies": "out: results are new arrays",
+        "clock": "wall clock",
+        "counters": True,
+    }
     return {"protocol": 1, "model": "onnx", "facts": facts}
 
 
-def build(request):
+def started(model, profile):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(request["model"], options, providers=["CPUExecutionProvider"])
+    options.enable_profiling, options.profile_file_prefix = profile, f"{model}.profile"
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def build(request):
+    session = started(request["model"], profile=False)
     with np.load(request["inputs"]) as arrays:
-        built[request["id"]] = session, {node.name: arrays[node.name] for node in session.get_inputs()}
-    return {"facts": {"inputs": [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in built[request["id"]][1].values()]}}
+        given = {node.name: arrays[node.name] for node in session.get_inputs()}
+    built[request["id"]] = session, given, request["model"]
+    return {"facts": {"inputs": [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in given.values()]}}
 
 
 def run(request):
-    session, arrays = built[request["id"]]
+    session, arrays, _ = built[request["id"]]
     began = time.perf_counter()
     for _ in range(request["repeats"]):
         session.run(None, arrays)
@@ -40,9 +53,23 @@ def run(request):
 
 
 def outputs(request):
-    session, arrays = built[request["id"]]
+    session, arrays, _ = built[request["id"]]
     np.savez(request["path"], **{f"output_{i}": x for i, x in enumerate(session.run(None, arrays))})
     return {}
+
+
+def counters(request):
+    """What its profiler says of each node: may be left out, with "counters" in the facts of hello."""
+    _, arrays, model = built[request["id"]]
+    session, found = started(model, profile=True), {}
+    for _ in range(20):
+        session.run(None, arrays)
+    with open(session.end_profiling()) as file:  # beside the model: it goes with it
+        for event in json.load(file):
+            if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+                key = event["name"].removesuffix("_kernel_time").removesuffix("_nchwc"), event["args"]["op_name"]
+                found.setdefault(key, []).append(event["dur"] * 1e-6)
+    return {"counters": [{"name": n, "kind": k, "seconds": statistics.median(s)} for (n, k), s in found.items()]}
 
 
 def close(request):
@@ -50,7 +77,7 @@ def close(request):
     return {}
 
 
-STEPS = {step.__name__: step for step in (hello, build, run, outputs, close)}
+STEPS = {step.__name__: step for step in (hello, build, run, outputs, counters, close)}
 for line in sys.stdin:
     request = json.loads(line)
     try:

@@ -68,7 +68,7 @@ OPTIONS = {
     },
     "compare": {
         *("--model", "--ours", "--baseline", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
-        *("--device", "--json"),
+        *("--device", "--json", "--counters", "--no-counters"),
     },
     "bench layers": {"--shapes", "--activation", "--out", "--json"},
     "bench op": {"--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--out", "--json"},

@@ -34,6 +34,9 @@ def compare(
     report: Annotated[Path | None, typer.Option(help="write it: .html, .json, .md, or .trace.json for a timeline")] = None,
     budget: Annotated[float, typer.Option(help="seconds for building and measuring; it ends earlier when decided")] = 120.0,
     whole: Annotated[bool, typer.Option("--whole", help="the whole model as one segment, nothing else is built")] = False,
+    counters: Annotated[
+        bool, typer.Option(help="when all is measured, ask the engines for their own counters (seconds): they prove nothing")
+    ] = True,
     seed: Annotated[int, typer.Option(help="of the weights and of the order of runs")] = 0,
     threads: Annotated[int | None, typer.Option(help="of a call on a CPU; default: PyTorch's")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, else the CPU")] = None,
@@ -58,8 +61,9 @@ def compare(
         progress = Progress()
         try:
             found = run(
-                loaded, ours, baseline, claim, budget_s=budget, seed=seed, threads=threads, whole=whole, progress=progress
-            )
+                loaded, ours, baseline, claim,
+                budget_s=budget, seed=seed, threads=threads, whole=whole, counters=counters, progress=progress,
+            )  # fmt: skip
         finally:
             progress.end()
         if report is not None:

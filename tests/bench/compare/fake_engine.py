@@ -5,7 +5,7 @@
 A layer takes what `seconds_of` says of its kind and its weight's shape, over SPEED; a call costs `OVERHEAD`, inputs and outputs
 `BORDER` seconds a byte. With FUSED, two weights' shapes ("64x64+8x64"), a product of the first and one of the second right
 behind it (whatever elementwise stands between) take `FUSED_SHARE` of their sum, as in an engine that fuses them. Runs are
-disturbed by noise and a wandering clock. Outputs are the model's own.
+disturbed by noise and a wandering clock. Outputs are the model's own. Its counters are its true times.
 """
 
 import hashlib
@@ -27,14 +27,37 @@ def seconds_of(kind: str, shape: tuple[int, ...]) -> float:
     return 2e-5 * 5**number
 
 
+def counters_of_program(
+    anchors: list[tuple[str, tuple[int, ...]]], names: list[str], speed: float, fused: str
+) -> list[dict[str, Any]]:
+    """Of each anchor, called as the value that it makes; of two that are fused together, called as both."""
+    found, behind = [], False
+    for i, (kind, shape) in enumerate(anchors):
+        seconds, name = seconds_of(kind, shape), names[i]
+        if behind:
+            behind = False
+            continue
+        if fused_pair(anchors, i, fused):
+            seconds, name = FUSED_SHARE * (seconds + seconds_of(*anchors[i + 1])), f"{name} + {names[i + 1]}"
+            behind = True
+        found.append({"name": name, "kind": kind, "seconds": seconds / speed})
+    return found
+
+
+def fused_pair(anchors: list[tuple[str, tuple[int, ...]]], i: int, fused: str) -> bool:
+    """Whether an anchor is computed together with the next one."""
+    if i + 1 == len(anchors) or {anchors[i][0], anchors[i + 1][0]} != {"linear"}:
+        return False
+    return fused == "+".join(f"{rows}x{columns}" for _, (rows, columns) in anchors[i : i + 2])
+
+
 def seconds_of_program(anchors: list[tuple[str, tuple[int, ...]]], border_bytes: int, speed: float, fused: str) -> float:
     """Of a call: `anchors` in order, each with its weight's shape."""
     total, saved = 0.0, 0.0
     for i, (kind, shape) in enumerate(anchors):
         total += seconds_of(kind, shape)
-        behind = anchors[i + 1] if i + 1 < len(anchors) else ("", ())
-        if kind == behind[0] == "linear" and fused == f"{shape[0]}x{shape[1]}+{behind[1][0]}x{behind[1][1]}":
-            saved += (1 - FUSED_SHARE) * (seconds_of(kind, shape) + seconds_of(*behind))
+        if fused_pair(anchors, i, fused):
+            saved += (1 - FUSED_SHARE) * (seconds_of(kind, shape) + seconds_of(*anchors[i + 1]))
     return (total - saved) / speed + OVERHEAD + BORDER * border_bytes
 
 
@@ -47,18 +70,20 @@ class Program:
             (name,) = [n for n in archive.namelist() if n.endswith("models/model.json")]
             graph = json.loads(archive.read(name))["graph_module"]["graph"]
         sizes = {name: [d["as_int"] for d in x["sizes"]] for name, x in graph["tensor_values"].items()}
-        anchors, border = [], 0
+        anchors, names, border = [], [], 0
         for node in graph["nodes"]:
             kind = node["target"].removeprefix("torch.ops.aten.").split(".")[0]
             given = {x["name"]: x["arg"].get("as_tensor", {}).get("name") for x in node["inputs"]}
             if kind in KINDS:
                 anchors.append((kind, tuple(sizes[given["weight"]])))
+                names += _names(node["outputs"][0])
         weights = {
             x for node in graph["nodes"] for i in node["inputs"] if i["name"] in ("weight", "bias") for x in _names(i["arg"])
         }
         for end in (*graph["inputs"], *graph["outputs"]):
             border += sum(4 * math.prod(sizes[x]) for x in _names(end) if x not in weights)
         self.seconds = seconds_of_program(anchors, border, speed, fused)
+        self.counters = counters_of_program(anchors, names, speed, fused)
 
     def write_outputs(self, path: str) -> None:
         import numpy as np
@@ -83,7 +108,7 @@ def main(speed: float, fused: str) -> None:
         request = json.loads(line)
         said: dict[str, Any] = {"ok": True}
         if request["do"] == "hello":
-            said |= {"protocol": 1, "model": "exported", "facts": {"engine": "fake", "precision": "fp32"}}
+            said |= {"protocol": 1, "model": "exported", "facts": {"precision": "fp32", "counters": True}}
         elif request["do"] == "build":
             programs[request["id"]] = Program(request["model"], request["inputs"], speed, fused)
         elif request["do"] == "run":
@@ -97,6 +122,8 @@ def main(speed: float, fused: str) -> None:
             said["seconds"] = seconds
         elif request["do"] == "outputs":
             programs[request["id"]].write_outputs(request["path"])
+        elif request["do"] == "counters":
+            said["counters"] = programs[request["id"]].counters
         else:
             del programs[request["id"]]
         sys.stdout.write(json.dumps(said) + "\n")

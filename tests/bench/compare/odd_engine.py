@@ -36,10 +36,30 @@ def write_outputs(path: str) -> None:
         file.write(b"no archive" if ODD == "no archive" else buffer.getvalue())
 
 
+COUNTERS = {
+    "negative": [{"name": "a", "kind": "", "seconds": -1e-9}],
+    "not a number": [{"name": "a", "kind": "", "seconds": float("nan")}],
+    "endless": [{"name": "a", "kind": "", "seconds": 10**400}],
+    "a word": [{"name": "a", "kind": "", "seconds": "soon"}],
+    "yes": [{"name": "a", "kind": "", "seconds": True}],
+    "nameless": [{"kind": "", "seconds": 0.0}],
+    "a row": [["a", "", 0.0]],
+    "an object": {"a": 0.0},
+    "nothing": [],
+    "too many": [{"name": "", "seconds": 0}] * 5000,
+    "a million": [{"name": "a", "kind": "", "seconds": 0.0}] * 1_000_000,
+    "a long name": [{"name": "a" * 1001, "kind": "", "seconds": 0.0}],
+    "a long kind": [{"name": "a", "kind": "a" * 101, "seconds": 0.0}],
+    "a strange name": [{"name": "a\ud800\n\u202eb", "seconds": 0}],
+}
+"""What "well" would tell is a counter of its one layer."""
+
+
 def answer(request: dict) -> dict:
     do = request["do"]
     if do == "hello":
-        return {"protocol": 2 if ODD == "protocol" else 1, "model": "exported", "facts": [] if ODD == "facts" else {"odd": ODD}}
+        facts = {"odd": ODD, "counters": 1 if ODD == "counters 1" else True}
+        return {"protocol": 2 if ODD == "protocol" else 1, "model": "exported", "facts": [] if ODD == "facts" else facts}
     if do == "build":
         if ODD == "crash":
             sys.stderr.write("x" * 100_000 + "out of paper\n")
@@ -56,6 +76,10 @@ def answer(request: dict) -> dict:
         if ODD == "hang":
             time.sleep(60)
         return {"seconds": odd.get(ODD, 1e-3)}
+    if do == "counters":
+        if ODD == "hang":
+            time.sleep(60)
+        return {"counters": COUNTERS.get(ODD, [{"name": "linear", "kind": "gemm", "seconds": 1e-3}])}
     if do == "outputs":
         write_outputs(request["path"])
     return {}

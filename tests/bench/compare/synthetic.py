@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from tilewright.bench.compare.results import Comparison, Interval, Point, Run, Segment, Side, Verdict
+from tilewright.bench.compare.results import Comparison, Counter, Interval, Point, Run, Segment, Side, Verdict
 
 NASTY = "<script>window.hacked = true</script><img src=x onerror='window.hacked = true'>\"'&|`"
 _BATCH = 32
@@ -44,6 +44,17 @@ def passing(comparison: Comparison) -> Comparison:
     """The same where every segment passes."""
     segments = [replace(s, verdict="pass", ratio=Interval(2.0, 1.8, 2.2)) for s in comparison.segments]
     return replace(comparison, segments=segments, verdict="pass")
+
+
+def counting(comparison: Comparison, name: str = "") -> Comparison:
+    """The same where the baseline has counters, 10 % above its times, a copy of its own, and ours has failed to count."""
+    found = [
+        Counter(name=f"node {i} + relu{name}", kind=f"kernel{name}", seconds=1.1 * s.baseline.value, layers=s.layers)
+        for i, s in enumerate(comparison.segments)
+    ]
+    found.append(Counter(name=f"Reorder{name}", seconds=1e-6))
+    ours = replace(comparison.ours, counters_note=f"it would not say{name}")
+    return replace(comparison, ours=ours, baseline=replace(comparison.baseline, counters=found))
 
 
 def _layers() -> list[tuple[str, list[str], float, float]]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tilewright.bench.compare import measure
 from tilewright.bench.compare.engine import ENGINES, Settings, flat_outputs
-from tilewright.bench.compare.results import Comparison
+from tilewright.bench.compare.results import Comparison, Counter
 from tilewright.cli import app
 
 SECONDS = {6: 2e-4, 8: 5e-4}
@@ -51,6 +51,12 @@ class Fake:
 
             def time(self, calls: int) -> float:
                 return calls * seconds * engine.noise.lognormvariate(0, 0.01)
+
+            operations = ()
+
+            def counters(self) -> list[Counter]:
+                found = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
+                return [Counter(name=name, seconds=engine.factor * SECONDS[m.out_features]) for name, m in found.items()]
 
             def outputs(self) -> list[Tensor]:
                 return [-x if engine.wrong else x for x in flat_outputs(module(*inputs))]
@@ -103,9 +109,10 @@ def test_verdicts_are_exit_codes(ours: str, baseline: str, claim: str, budget: s
 
 
 def test_the_whole_model_alone() -> None:
-    done = compare("--ours", "fake:1", "--baseline", "fake:2", "--json", "--budget", "20", "--whole")
+    done = compare("--ours", "fake:1", "--baseline", "fake:2", "--json", "--budget", "20", "--whole", "--no-counters")
     found = Comparison.from_json(json.loads(done.stdout))
     assert done.exit_code == 0
+    assert [(side.counters, side.counters_note) for side in (found.ours, found.baseline)] == [([], "")] * 2
     assert set(found.environment["variants"]) == {"whole"}
     assert [s.layers for s in found.segments] == [["0", "2", "4"]]
     assert found.segments[0].ratio == found.ratio
@@ -130,6 +137,7 @@ def test_json_is_one_object_and_has_the_truth() -> None:
     counted = {run.variant for run in found.ours.runs}
     assert counted == set(found.environment["variants"]) == {run.variant for run in found.baseline.runs}
     assert {point.name for point in found.card} >= {"precision", "variants", "threads"}
+    assert [(one.layers, one.seconds) for one in found.baseline.counters] == [(["0"], 4e-4), (["2"], 1e-3), (["4"], 4e-4)]
 
 
 @pytest.mark.parametrize(

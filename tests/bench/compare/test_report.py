@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.bench.compare.synthetic import NASTY, passing, resnet50
+from tests.bench.compare.synthetic import NASTY, counting, passing, resnet50
 from tilewright.bench.compare import figures, report
 from tilewright.bench.compare.charts import charts
+from tilewright.bench.compare.markdown import markdown
 from tilewright.bench.compare.results import Comparison
 from tilewright.bench.compare.timeline import timeline
 
@@ -79,7 +80,7 @@ def written(path: Path, comparison: Comparison) -> Path:
 
 @pytest.fixture(scope="module")
 def measured() -> Comparison:
-    return resnet50()
+    return counting(resnet50())
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +164,12 @@ def test_every_chart_has_its_numbers_as_a_table(opened: Opened, measured: Compar
     assert opened.count("#fusions .chip.refused") == 2
     assert "a window of pixels spans tiles" in opened.page.locator("#fusions").inner_text()
     assert opened.count("#tuning tbody tr") == len(measured.tuning)
+    segments, every = opened.page.locator("#counters table").all()
+    assert segments.locator("tbody tr").count() == len(measured.segments) + 2
+    assert set(segments.locator("tbody tr td:nth-child(4)").all_inner_texts()[: len(measured.segments)]) == {"1.10×, outside"}
+    assert every.locator("tbody tr").count() == len(measured.baseline.counters)
+    for words in ("The engine's own claim, not measured here", "enters no interval, no verdict", "ours: it would not say."):
+        assert words in opened.page.locator("#counters").inner_text()
 
 
 def test_all_data_can_be_downloaded(opened: Opened, measured: Comparison, tmp_path: Path) -> None:
@@ -179,7 +186,8 @@ def test_all_data_can_be_downloaded(opened: Opened, measured: Comparison, tmp_pa
 
 
 def test_names_stay_text_and_an_open_point_withholds_the_headline(browser: object, tmp_path: Path) -> None:
-    with Opened(browser, written(tmp_path / "nasty.html", resnet50(open_points=2, name=NASTY))) as opened:
+    nasty = counting(resnet50(open_points=2, name=NASTY), NASTY)
+    with Opened(browser, written(tmp_path / "nasty.html", nasty)) as opened:
         page = opened.page
         assert page.evaluate("window.hacked === undefined")
         assert opened.count("img, iframe, object, link[rel=stylesheet]") == 0
@@ -193,6 +201,9 @@ def test_names_stay_text_and_an_open_point_withholds_the_headline(browser: objec
         assert "The card slows itself down" in listed
         page.locator("#strip summary").click()
         assert NASTY in page.locator("#strip table").inner_text()
+        page.locator("#counters summary").click()
+        assert f"relu{NASTY}" in page.locator("#counters details table").inner_text()
+        assert f"it would not say{NASTY}" in page.locator("#counters").inner_text()
         page.locator("#chart-strip .mark-symbol.role-mark path").nth(4).hover()
         assert NASTY in page.locator("#vg-tooltip-element.visible").inner_text()
         assert page.evaluate("window.hacked === undefined")
@@ -206,12 +217,13 @@ def test_the_file_is_small_and_alone(plain: Path) -> None:
 
 
 def test_a_poor_comparison_is_drawn_too(browser: object, tmp_path: Path, measured: Comparison) -> None:
-    silent = replace(measured.baseline, facts={}, runs=[])
+    silent = replace(measured.baseline, facts={}, runs=[], counters=[])
     nothing = {"fusions": [], "tuning": [], "ceilings": {}, "environment": {}, "card": []}
-    poor = replace(measured, segments=measured.segments[:1], baseline=silent, **nothing)
+    poor = replace(resnet50(), segments=measured.segments[:1], baseline=silent, **nothing)
     with Opened(browser, written(tmp_path / "poor.html", poor)) as opened:
         assert opened.count("#chart-strip .mark-symbol.role-mark path") == 2
         assert "there is no fairness card" in opened.page.locator("#headline").inner_text()
+        assert opened.count("#counters, nav a[href='#counters']") == 0
 
 
 def test_a_missing_chart_library_is_named(monkeypatch: pytest.MonkeyPatch, measured: Comparison) -> None:
@@ -231,6 +243,13 @@ def test_json_comes_back_whole(tmp_path: Path, measured: Comparison) -> None:
     assert any(math.isinf(segment.ratio.high) for segment in measured.segments), "an unbounded interval must be among them"
     report.write_json(measured, tmp_path / "it.json")
     assert Comparison.from_json(json.loads((tmp_path / "it.json").read_text())) == measured
+
+
+def test_json_from_before_there_were_counters(measured: Comparison) -> None:
+    old = measured.to_json()
+    for side in ("ours", "baseline"):
+        del old[side]["counters"], old[side]["counters_note"]
+    assert Comparison.from_json(old) == resnet50()
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
@@ -259,12 +278,16 @@ def test_markdown_says_verdict_table_and_card(measured: Comparison, tmp_path: Pa
     )
     assert sum(line.endswith("pass |") for line in text.splitlines()) == sum(s.verdict == "pass" for s in measured.segments)
     assert sum("| closed |" in line for line in text.splitlines()) == len(measured.card)
-    report.write_markdown(resnet50(open_points=1, name=NASTY), tmp_path / "nasty.md")
+    assert "**The engine's own claim, not measured here.**" in text
+    assert sum(line.endswith("| 1.10×, outside |") for line in text.splitlines()) >= len(measured.segments)
+    assert "\n- ours: it would not say.\n" in text
+    assert "What the engines say" not in markdown(resnet50())
+    report.write_markdown(counting(resnet50(open_points=1, name=NASTY), NASTY), tmp_path / "nasty.md")
     nasty = (tmp_path / "nasty.md").read_text(encoding="utf-8")
     assert "<" not in nasty
     assert "**open**" in nasty
     table = [line for line in nasty.splitlines() if line.startswith("| ")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {6, 7}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {5, 6, 7}
 
 
 def test_the_timeline_has_both_engines_and_all_runs(measured: Comparison, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -39,12 +39,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from tilewright.bench.compare.results import Counter
+
 if TYPE_CHECKING:
     from tilewright.bench.compare.variants import Variant
 
 __all__ = [
-    "DTYPES", "ENGINES", "Built", "Cutting", "Engine", "EngineError", "Settings", "cast", "engine_of", "flat_outputs",
-    "limited", "need", "timed",
+    "DTYPES", "ENGINES", "Built", "Counting", "Cutting", "Engine", "EngineError", "Operation", "Settings", "cast",
+    "engine_of", "flat_outputs", "limited", "need", "repeated", "timed",
 ]  # fmt: skip
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -118,6 +120,35 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back what outlives its builds."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """A node of the program that an engine was given, by which the engine's counters are found again among our layers."""
+
+    names: tuple[str, ...]
+    """The node's and those of the values that it makes."""
+    scope: str
+    """Path of the module that it was exported from."""
+    op: str
+    """What it was exported from: "conv2d", "layer_norm"."""
+    reads: tuple[int, ...]
+    """Places, in the program's list, of the operations whose values it reads."""
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A build whose engine has a profiler. Asked once, of the whole model, when everything is measured: profiling disturbs."""
+
+    operations: Sequence[Operation]
+    """Of the program as it was given, each behind what it reads; empty where none has a name. Read after `counters`."""
+
+    def counters(self) -> list[Counter]:
+        """What its profiler says of each of its operations in one run, the median of several. `layers` are not its business.
+
+        May take as long as building the model once more. EngineError: why it does not tell.
+        """
         ...
 
 
@@ -198,6 +229,15 @@ def timed(call: Callable[[], Any], calls: int, settings: Settings) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+def repeated(call: Callable[[], Any]) -> int:
+    """Calls it for a quarter of a second, 3 to 50 times, and returns how often: as many runs as a median of counters needs."""
+    began, calls = time.perf_counter(), 0
+    while calls < 3 or (calls < 50 and time.perf_counter() - began < 0.25):
+        call()
+        calls += 1
+    return calls
 
 
 @contextmanager

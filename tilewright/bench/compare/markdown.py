@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tilewright.bench.compare.claims import WORTH, table
 from tilewright.bench.compare.figures import between, headline, ratio, seconds, subline
 from tilewright.bench.compare.results import Comparison
 
@@ -19,6 +20,12 @@ def markdown(comparison: Comparison) -> str:
         for s in c.segments
     ]
     card = [[p.name, "**open**" if p.open else "closed", p.ours, p.baseline, p.why] for p in c.card]
+    said = table(c)
+    claims = ["## What the engines say of themselves", "", f"**The engine's own claim, not measured here.** {WORTH}", ""]
+    if said is not None and said.rows:
+        claims += [*_table(said.columns, said.rows), ""]
+    if said is not None and said.notes:
+        claims += [*(f"- {_plain(note)}" for note in said.notes), ""]
     return "\n".join(
         [
             f"# {_plain(c.model)}: {_plain(headline(c))}",
@@ -33,6 +40,7 @@ def markdown(comparison: Comparison) -> str:
             "",
             *_table(["point", "", "ours", "baseline", "why"], card, marked=1),
             "",
+            *(claims if said is not None else []),
         ]
     )
 

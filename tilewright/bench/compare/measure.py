@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare.engine import Built, Cutting, Engine, EngineError, Settings, flat_outputs, limited
+from tilewright.bench.compare.engine import Built, Counting, Cutting, Engine, EngineError, Settings, flat_outputs, limited
 from tilewright.bench.compare.fairness import relative_error
-from tilewright.bench.compare.results import Run
+from tilewright.bench.compare.results import Counter, Run
 
 if TYPE_CHECKING:
     from tilewright.bench.compare.attribution import Design
@@ -124,6 +124,13 @@ class Contender:
     def seconds(self, name: str, calls: int) -> float:
         """Of one call of a variant, from a batch of `calls`."""
         return self._time(self.built[name], name, calls) / calls
+
+    def counters(self) -> list[Counter]:
+        """What the engine's own profiler says of the whole model. EngineError: it has none, or it failed."""
+        built = self.built["whole"]
+        if not isinstance(built, Counting):
+            raise EngineError(f"{self.name} has no counters of its own")
+        return self._guarded(f"{self.name} counting", self.settings.build_limit_s, built.counters)
 
     def forget(self, names: set[str]) -> None:
         """Close variants that are of no use."""

@@ -21,6 +21,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from tilewright.bench.compare.charts import charts
+from tilewright.bench.compare.claims import WORTH, table
 from tilewright.bench.compare.figures import amount, between, headline, ratio, seconds, subline
 from tilewright.bench.compare.markdown import markdown
 from tilewright.bench.compare.results import Comparison
@@ -87,6 +88,8 @@ def html(comparison: Comparison) -> str:
         open_points=open_points,
         tiles=_tiles(c),
         tuning=_tuning(c.tuning),
+        said=table(c),
+        worth=WORTH,
         facts=_facts(c),
         environment=[[key, _cut(_text(value))] for key, value in c.environment.items()],
         version=version("tilewright"),

@@ -8,13 +8,19 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Comparison", "Interval", "Point", "Run", "Segment", "Side", "Verdict"]
+__all__ = [
+    "MOST_COUNTERS", "MOST_KIND", "MOST_NAME", "Comparison", "Counter", "Interval", "Point", "Run", "Segment", "Side",
+    "Verdict",
+]  # fmt: skip
 
 Verdict = Literal["pass", "fail", "undecided"]
 """pass: the lower bound of the ratio reaches the claim; fail: its upper bound stays below; undecided: neither."""
 
 FORMAT = 1
 """Version of the JSON."""
+
+MOST_COUNTERS, MOST_NAME, MOST_KIND = 4096, 1000, 100
+"""Counters of an engine, and characters of what it calls them: what more would be is no operation of one model."""
 
 
 class Interval(NamedTuple):
@@ -32,6 +38,20 @@ class Run:
     at: float
     variant: str
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counter:
+    """What an engine's own profiler says of one of its operations: the engine's claim. No interval or verdict knows of it."""
+
+    name: str
+    """As the engine calls it."""
+    kind: str = ""
+    """The operator or kernel, in the engine's words."""
+    seconds: float
+    """Of one run of the whole model."""
+    layers: list[str] = field(default_factory=list)
+    """Ours that it runs, as far as its name tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +77,10 @@ class Side:
     precision: str
     """What that error is typical of: "fp32", "tf32", "fp16", "bf16", "int8" ..."""
     runs: list[Run]
+    counters: list[Counter] = field(default_factory=list)
+    """In the engine's order; empty where it was not asked or does not tell."""
+    counters_note: str = ""
+    """Why there are none, where it was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch
 
 from tilewright.bench.compare.attribution import Design
 from tilewright.bench.compare.ballast import Looked, look, merged, only_whole, without_hidden
+from tilewright.bench.compare.counters import counted
 from tilewright.bench.compare.engine import Settings, engine_of
 from tilewright.bench.compare.fairness import card, drift_open, precision_of, yardsticks
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
@@ -46,6 +47,7 @@ def compare(
     seed: int = 0,
     threads: int | None = None,
     whole: bool = False,
+    counters: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Comparison:
     """Whether every layer of `model` is at least `claim` times faster on engine `ours` than on engine `baseline`.
@@ -59,6 +61,7 @@ def compare(
         seed: of the order of runs.
         threads: of a call on a CPU; default: PyTorch's number.
         whole: the whole model as one segment: nothing else is built, for engines that take minutes to build.
+        counters: ask both engines for their own counters when everything is measured.
         progress: told where it is.
 
     Raises EngineError (a ValueError): an engine that cannot be had, crashes, hangs or answers wrong. ValueError: a claim or a
@@ -91,7 +94,8 @@ def compare(
         progress("fitting")
         found = _measured_whole(attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed), claim)
         run = _Run(model, design, sides, looked, ready, before, after)
-        return run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
+        answer = run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
+        return counted(answer, sides, planned.chain, progress) if counters else answer
 
 
 def _started(name: str, settings: Settings, ends: ExitStack, progress: Callable[[str], None]) -> Contender:

@@ -14,6 +14,12 @@ a time, in this order; `id` names a build, several are alive at once:
     {"do": "close", "id": "3"}
         -> {"ok": true}
 
+Only if the facts of hello have "counters": true, and never while anything is timed:
+
+    {"do": "counters", "id": "3"}
+        -> {"ok": true, "counters": [{"name": "conv_7 + relu_3", "kind": "Convolution", "seconds": 1.2e-5}, ...]}
+                                                 of one forward pass, as the program's own profiler has it
+
 The arrays of `inputs` are input_0, input_1 ... in the order of the model's inputs. `model` is an ONNX file or, where hello
 asked for "exported", a torch.export archive (torch.export.load). The end of its input tells the program to go; what it writes
 to standard error is shown when it fails.
@@ -33,7 +39,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +47,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare.engine import EngineError, Settings
+from tilewright.bench.compare.engine import EngineError, Operation, Settings
 from tilewright.bench.compare.engines.onnx_cut import OnnxParts
 from tilewright.bench.compare.engines.onnx_export import export_onnx, input_arrays
+from tilewright.bench.compare.engines.operations import exported_operations
+from tilewright.bench.compare.results import Counter
 from tilewright.bench.compare.variants import Variant
 
 __all__ = ["PROTOCOL", "Command"]
@@ -99,11 +107,12 @@ class Command:
         return {"clock": "the program's own, checked against ours", **_facts(answer, self._name)}
 
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_Built":
-        def write(path: Path) -> None:
+        def write(path: Path) -> list[Operation]:
             if self._format == "onnx":
-                export_onnx(module, inputs, path, name)
-            else:
-                torch.export.save(torch.export.export(module, inputs), path)
+                return export_onnx(module, inputs, path, name)
+            program = torch.export.export(module, inputs)
+            torch.export.save(program, path)
+            return exported_operations(program)
 
         return self._built(write, inputs, name)
 
@@ -113,18 +122,20 @@ class Command:
             return self.build(variant.module, variant.inputs, variant.name)
         return self._built(lambda path: self._parts.save(variant, path), variant.inputs, variant.name)
 
-    def _built(self, write: Callable[[Path], None], inputs: tuple[Tensor, ...], name: str) -> "_Built":
+    def _built(self, write: Callable[[Path], Sequence[Operation] | None], inputs: tuple[Tensor, ...], name: str) -> "_Built":
         self._builds += 1
         key, folder = str(self._builds), Path(self._folder.name)
         model, arrays = folder / f"{key}.{'onnx' if self._format == 'onnx' else 'pt2'}", folder / f"{key}.inputs.npz"
         began = time.perf_counter()
-        write(model)
+        operations = write(model)
         np.savez(arrays, **input_arrays(inputs))  # pyright: ignore[reportArgumentType]
         exported = time.perf_counter() - began
         request = {"do": "build", "id": key, "model": str(model), "inputs": str(arrays)}
         answer = self.ask(request, self._settings.build_limit_s, f"building {name}")
         facts = {"export_s": exported, "build_s": time.perf_counter() - began, **_facts(answer, self._name)}
-        return _Built(self, key, folder / f"{key}.outputs.npz", facts, self._settings.run_limit_s, name)
+        built = _Built(self, key, folder / f"{key}.outputs.npz", facts, self._settings.run_limit_s, name)
+        built.operations = operations or ()
+        return built
 
     def close(self) -> None:
         assert self._process.stdin
@@ -224,6 +235,17 @@ class _Built:
     def __init__(self, command: Command, key: str, path: Path, facts: dict[str, Any], limit_s: float, name: str):
         self._command, self._key, self._path, self._limit_s, self._name = command, key, path, limit_s, name
         self.facts = facts
+        self.operations: Sequence[Operation] = ()
+
+    def counters(self) -> list[Counter]:
+        if self._command.facts.get("counters") is not True:
+            raise EngineError(
+                f'{self._command._name} has no counters of its own: no "counters": true in the facts of its hello'
+            )
+        what = f"counters of {self._name}"
+        return _counters(
+            self._command.ask({"do": "counters", "id": self._key}, self._limit_s, what), f"{self._command._name}, {what}"
+        )
 
     def time(self, calls: int) -> float:
         began = time.perf_counter()
@@ -254,6 +276,35 @@ def _facts(answer: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise EngineError(f"engine {name}: its facts are {str(facts)[:200]!r}, wanted an object")
     return facts
+
+
+def _counters(answer: dict[str, Any], what: str) -> list[Counter]:
+    """Of an answer that nobody vouches for; how many and how large, `tilewright.bench.compare.counters` looks at."""
+    rows = answer.get("counters")
+    if not isinstance(rows, list):
+        raise EngineError(f"{what}: {str(rows)[:200]}, wanted a list")
+    found = []
+    for row in rows:
+        name, kind, seconds = (
+            (row.get("name"), row.get("kind", ""), row.get("seconds")) if isinstance(row, dict) else (row, 0, 0)
+        )
+        if (
+            not isinstance(name, str)
+            or not isinstance(kind, str)
+            or not isinstance(seconds, int | float)
+            or isinstance(seconds, bool)
+        ):
+            raise EngineError(f"{what}: one is {str(row)[:200]}, wanted an object with name, kind and seconds")
+        found.append(Counter(name=name, kind=kind, seconds=_float(seconds)))
+    return found
+
+
+def _float(number: int | float) -> float:
+    """JSON has whole numbers of any length."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _read_outputs(path: Path, what: str) -> list[Tensor]:

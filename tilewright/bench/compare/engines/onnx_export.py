@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare.engine import EngineError, need
+from tilewright.bench.compare.engine import EngineError, Operation, need
+from tilewright.bench.compare.engines.operations import onnx_operations
 
 __all__ = ["export_onnx", "export_program", "input_arrays", "input_name", "save_program"]
 
@@ -37,9 +38,16 @@ def input_arrays(inputs: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
         raise EngineError(f"the example inputs cannot be handed on: {error}; give them as fp32 or fp16") from None
 
 
-def export_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, name: str, opset: int | None = None) -> None:
-    """Write `module` to `path`. `opset`: the exporter's own, unless given. EngineError: what ONNX cannot say, and why."""
-    save_program(export_program(module, inputs, name, opset).model, path)
+def export_onnx(
+    module: nn.Module, inputs: tuple[Tensor, ...], path: Path, name: str, opset: int | None = None
+) -> list[Operation]:
+    """Write `module` to `path`; returns its operations. `opset`: the exporter's own, unless given.
+
+    EngineError: what ONNX cannot say, and why.
+    """
+    model = export_program(module, inputs, name, opset).model
+    save_program(model, path)
+    return onnx_operations(model)
 
 
 def export_program(

@@ -3,11 +3,16 @@
 `onnxruntime` takes the exporter's opset, `onnxruntime:opset18` another one. On a GPU it is the CUDA provider, from a package of
 its own (onnxruntime-gpu); where that is missing the engine refuses rather than running on the CPU. Threads stop spinning when a
 call ends: the other engine's turn comes next.
+
+Its counters come from its profiler in a second session of the same file, on a CPU: on a GPU it times launches, not kernels.
 """
 
+import json
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare.engine import EngineError, Settings, need, timed
+from tilewright.bench.compare.engine import EngineError, Operation, Settings, need, repeated, timed
 from tilewright.bench.compare.engines.onnx_cut import OnnxParts
 from tilewright.bench.compare.engines.onnx_export import export_onnx, input_arrays
 from tilewright.bench.compare.engines.torch_engines import device_name, shapes_of
+from tilewright.bench.compare.results import Counter
 from tilewright.bench.compare.variants import Variant
 
-__all__ = ["OnnxRuntime"]
+__all__ = ["OnnxRuntime", "counters_of"]
+
+_KERNEL, _BLOCKED = "_kernel_time", "_nchwc"
 
 
 class OnnxRuntime:
@@ -36,6 +44,7 @@ class OnnxRuntime:
         self._opset = int(digits) if digits else None
         self._settings = settings
         self._parts = OnnxParts(self._opset)
+        self._kept = tempfile.TemporaryDirectory(prefix="tilewright-onnx-")
         self._ort = need("onnxruntime", "onnxruntime")
         cuda = settings.device.type == "cuda"
         self._provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
@@ -53,24 +62,48 @@ class OnnxRuntime:
         }
 
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_Session":
-        return self._built(lambda path: export_onnx(module, inputs, path, name, self._opset), inputs)
+        return self._built(lambda path: export_onnx(module, inputs, path, name, self._opset), inputs, keep=name == "whole")
 
     def build_variant(self, variant: Variant) -> "_Session":
         """A part of the model's one exported graph."""
         return self._built(lambda path: self._parts.save(variant, path), variant.inputs)
 
-    def _built(self, write: Callable[[Path], None], inputs: tuple[Tensor, ...]) -> "_Session":
+    def _built(
+        self, write: Callable[[Path], Sequence[Operation] | None], inputs: tuple[Tensor, ...], keep: bool = False
+    ) -> "_Session":
+        """`keep`: the file, for a session that is profiled."""
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="tilewright-onnx-") as folder:
-            path = Path(folder) / "model.onnx"
-            write(path)
+            path = Path(self._kept.name if keep else folder) / "model.onnx"
+            operations = write(path)
             exported = time.perf_counter() - began
-            session = self._ort.InferenceSession(str(path), self._options(), providers=[self._provider])
-        built = _Session(self._ort, session, input_arrays(inputs), self._settings)
+            session = self._session(path, self._options())
+        arrays = input_arrays(inputs)
+        built = _Session(self._ort, session, arrays, self._settings)
         built.time(1)
         facts = {"export_s": exported, "build_s": time.perf_counter() - began, "inputs": shapes_of(inputs)}
-        built.facts = facts
+        built.facts, built.operations = facts, operations or ()
+        if keep:
+            built.profile = lambda: self._profile(path, arrays)
         return built
+
+    def _session(self, path: Path, options: Any) -> Any:
+        return self._ort.InferenceSession(str(path), options, providers=[self._provider])
+
+    def _profile(self, path: Path, arrays: dict[str, np.ndarray]) -> list[Counter]:
+        """Of the file, in a session of its own."""
+        if self._settings.device.type == "cuda":
+            raise EngineError("onnxruntime has no counters on a GPU: its profiler times launches there, not kernels")
+        options = self._options()
+        with tempfile.TemporaryDirectory(prefix="tilewright-profile-") as folder:
+            options.enable_profiling, options.profile_file_prefix = True, str(Path(folder) / "profile")
+            profiled = self._session(path, options)
+            session = _Session(self._ort, profiled, arrays, self._settings)
+            warm = repeated(session.run)
+            repeated(session.run)
+            found = counters_of(json.loads(Path(profiled.end_profiling()).read_text(encoding="utf-8")), warm)
+            session.close()
+        return found
 
     def _options(self) -> Any:
         options = self._ort.SessionOptions()
@@ -82,7 +115,37 @@ class OnnxRuntime:
         return options
 
     def close(self) -> None:
-        pass
+        self._kept.cleanup()
+
+
+def counters_of(events: Sequence[Any], skipped: int) -> list[Counter]:
+    """Nodes of a profile of ONNX Runtime, in the order in which they first ran: the median of all runs but the first `skipped`.
+
+    EngineError: it has no runs beyond those, or is no such profile.
+    """
+    try:
+        runs = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "Session" and e["name"] == "model_run")
+        kernels = [e for e in events if e.get("cat") == "Node" and e["name"].endswith(_KERNEL)]
+        kernels.sort(key=lambda e: e["ts"])
+        microseconds: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs[skipped:]))
+        at = 0
+        for event in kernels:
+            while at < len(runs) and event["ts"] > runs[at][1]:
+                at += 1
+            name, kind = event["name"].removesuffix(_KERNEL), event["args"].get("op_name", "")
+            key = name, kind, event["args"].get("node_index", "")
+            if skipped <= at < len(runs):
+                microseconds[key][at - skipped] += event["dur"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"onnxruntime's profile is not as it used to be: {type(error).__name__}: {error}") from None
+    if len(runs) <= skipped:
+        raise EngineError(f"onnxruntime's profile has {len(runs)} runs, wanted more than {skipped}")
+    return [
+        # Where its convolutions have a layout of their own they are called as the value that they make.
+        Counter(name=name.removesuffix(_BLOCKED), kind=f"{kind}, nchwc" if name.endswith(_BLOCKED) else kind,
+                seconds=statistics.median(found) * 1e-6)
+        for (name, kind, _), found in microseconds.items()
+    ]  # fmt: skip
 
 
 class _Session:
@@ -98,15 +161,22 @@ class _Session:
         for node in session.get_outputs():
             self._binding.bind_output(node.name, *where)
         self.facts: dict[str, Any] = {}
+        self.operations: Sequence[Operation] = ()
+        self.profile: Callable[[], list[Counter]] | None = None
 
     def time(self, calls: int) -> float:
-        return timed(self._run, calls, self._settings)
+        return timed(self.run, calls, self._settings)
 
-    def _run(self) -> None:
+    def counters(self) -> list[Counter]:
+        if self.profile is None:
+            raise EngineError("onnxruntime counts in the whole model only")
+        return self.profile()
+
+    def run(self) -> None:
         self._session.run_with_iobinding(self._binding)
 
     def outputs(self) -> list[Tensor]:
-        self._run()
+        self.run()
         found = [torch.from_numpy(np.ascontiguousarray(x)) for x in self._binding.copy_outputs_to_cpu()]
         return [x.double() if x.is_floating_point() else x for x in found]
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import __version__
-from tilewright.bench.compare.engine import DTYPES, EngineError, Settings, cast, dtype_of, flat_outputs, timed
+from tilewright.bench.compare.engine import DTYPES, EngineError, Operation, Settings, cast, dtype_of, flat_outputs, timed
+from tilewright.bench.compare.engines.torch_counters import profiled
+from tilewright.bench.compare.results import Counter
 from tilewright.hw.device import device_of
 
 __all__ = ["Called", "Compile", "Eager", "Graph", "described", "device_name", "precision_name", "shapes_of"]
@@ -44,6 +46,25 @@ class Called:
         self._call = None
 
 
+class _Profiled(Called):
+    """One whose operators are those of a module as it is."""
+
+    def __init__(self, call: Callable[[], Any], module: nn.Module, settings: Settings, facts: dict[str, Any]):
+        super().__init__(call, settings, facts)
+        self._module: nn.Module | None = module
+        self.operations: list[Operation] = []
+
+    def counters(self) -> list[Counter]:
+        assert self._call is not None, "not after close"
+        assert self._module is not None, "not after close"
+        found, self.operations = profiled(self._call, self._module)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self._module = None
+
+
 class Eager:
     """The module as a user has it, or in DTYPE."""
 
@@ -68,7 +89,10 @@ class Eager:
             call()
             if self._settings.device.type == "cuda":
                 torch.cuda.synchronize(self._settings.device)
-        return Called(call, self._settings, {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs)})
+        facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs)}
+        if self.name == "eager" and self._settings.device.type == "cpu":
+            return _Profiled(call, module, self._settings, facts)
+        return Called(call, self._settings, facts)
 
     def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
         return lambda: module(*inputs)
