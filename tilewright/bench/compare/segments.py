@@ -24,33 +24,26 @@ from tilewright.bench.compare.attribution import (
     Design,
     Fit,
     Sample,
-    boundary_columns,
     columns,
     critical,
     fit,
     interval,
     sample,
-    solve,
 )  # fmt: skip
+from tilewright.bench.compare.fusion import ADDITIVE, Kind, joint
 from tilewright.bench.compare.results import Interval, Run, Segment, Verdict
 
 __all__ = ["Attribution", "SideFit", "attribute", "decided"]
 
 Floats = NDArray[np.float64]
-Kind = tuple[int, int]
-"""A boundary: group of a layer, group of the one behind it."""
 
-ADDITIVE = 0.01
-"""Model error, relative to a variant's time, below which layers count as additive however precise the runs are."""
 _REJECTED = 0.01  # probability below which the residuals are not noise
 _SMALLEST_JOINT = 0.02  # of the pair's time: a smaller gain of two neighbours is left where it is
 _NOTHING = 0.005  # of the whole model: a layer whose upper bound is below and whose lower bound is 0 has no time of its own
-_ALIKE = 0.99  # cosine of what is left of two boundaries' columns: the variants hardly tell them apart
 _MUCH_BETTER = 0.5  # in variance; by noise alone the middle is the better one by 1.5
 _MOST_RATIO = 1e6  # JSON has no infinity
 _LOOK = 0.99  # confidence of `decided`: it looks some five times, each time the runs have doubled
 _LOOK_DRAWS = 400
-_NULL_DRAWS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,60 +146,6 @@ def _join_unknown(cut: _Cut, sides: Sequence[Sample]) -> None:
         cut.kinds[cut.kind(at)] = "the variants that were run do not tell them apart"
 
 
-@dataclass(frozen=True)
-class _Joint:
-    """Boundaries that explain what a fit leaves, and that no variant tells apart; usually one."""
-
-    kinds: list[Kind]
-    seconds: float
-    """Of the two together beyond the two apart."""
-    probability: float
-    """Of so good an explanation where there is nothing to explain."""
-
-
-def _joint(cut: _Cut, found: Fit) -> _Joint | None:
-    """The boundary that explains the residuals best, judged by what it leaves unexplained.
-
-    Programs are off additivity by more than noise, each in its own way, and not because of any one boundary. So what a boundary
-    explains (t squared) counts in units of the variance that is left behind it, ADDITIVE at least: an F statistic, and the
-    largest of many. Its distribution where no boundary is special is drawn, with deviations of the size that is seen.
-    """
-    taken = found.sample
-    scale = taken.seconds_V * np.sqrt(taken.noise_V**2 + ADDITIVE**2)
-    crossed = {k: c for k, c in boundary_columns(cut.design, taken.variants).items() if k not in cut.joint}
-    if not crossed or found.freedom < 2:
-        return None
-    # Residuals against what the fit leaves of each candidate's column (Frisch, Waugh and Lovell).
-    operator, _ = solve(found.x_VP, scale)
-    projector = (np.eye(len(scale)) - found.x_VP @ operator) * scale[None, :] / scale[:, None]
-    a_VK = np.stack(list(crossed.values()), 1) / scale[:, None]
-    before = np.sqrt((a_VK**2).sum(0))
-    a_VK = projector @ a_VK
-    norm = np.sqrt((a_VK**2).sum(0))
-    seen = norm > 1e-6 * before.max()
-    if not seen.any():
-        return None
-    kinds = [k for k, s in zip(crossed, seen, strict=True) if s]
-    unit = a_VK[:, seen] / norm[seen]
-
-    def explained(residual_NV: Floats) -> tuple[Floats, Floats]:
-        """[N, K] t, and the [N] largest t squared over the variance that is left."""
-        t = residual_NV @ unit
-        most = (t**2).max(1)
-        left = ((residual_NV**2).sum(1) - most) / (found.freedom - 1)
-        return t, most / np.maximum(left, 1.0)
-
-    residual = projector @ (taken.seconds_V / scale)
-    size = max(float(np.sqrt((residual**2).sum() / found.freedom)), 1.0)
-    null = np.random.default_rng(0).standard_normal((_NULL_DRAWS, len(scale))) * size
-    t, strength = explained(residual[None, :])
-    best = int(np.abs(t[0]).argmax())
-    alike = np.abs(unit.T @ unit[:, best]) > _ALIKE
-    chosen = [k for k, a in zip(kinds, alike, strict=True) if a]
-    probability = float((explained(null @ projector.T)[1] >= strength[0]).mean())
-    return _Joint(chosen, float(t[0, best] / norm[seen][best]), probability)
-
-
 def _join_fused(cut: _Cut, one: "_Taken") -> bool:
     """Join boundaries of one side until its fit is additive, or no boundary explains what is left. Whether any was joined."""
     side, taken, draws_DV = one.side, one.fitted, one.draws_DV
@@ -215,7 +154,7 @@ def _join_fused(cut: _Cut, one: "_Taken") -> bool:
         found = cut.fit(taken)
         if _additive(found, draws_DV):
             return joined
-        best = _joint(cut, found)
+        best = joint(cut.design, cut.joint, found)
         if best is None or best.probability >= _REJECTED:
             return joined
         pair = min(sum(abs(float(found.unknowns_P[FIRST + g])) for g in kind) for kind in best.kinds)
