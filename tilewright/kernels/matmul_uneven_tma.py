@@ -45,6 +45,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewright.hw import env
 from tilewright.hw.device import Device
 from tilewright.kernels.dependent import launch_options, release
 from tilewright.kernels.matmul_align import aligned_base, class_count
@@ -101,7 +102,7 @@ def _smem_bytes(c: Config) -> int:
 def _config(device: Device, block_m: int, block_n: int, parts: int) -> Config:
     config = {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "PARTS": parts,
-        "num_warps": 8 if block_m * block_n > 8192 else 4, "num_stages": 5, "PDL": _overlaps(device),
+        "num_warps": 8 if block_m * block_n > 8192 else 4, "num_stages": 5,
     }  # fmt: skip
     while _smem_bytes(config) > device.smem_bytes and config["num_stages"] > 3:
         config["num_stages"] -= 1
@@ -126,11 +127,6 @@ def _default(device: Device, problem: Problem) -> Config:
     return min(fitting, key=lambda config: _cycles(device, problem, config))
 
 
-def _overlaps(device: Device) -> bool:
-    """Whether each launch waits inside for the one before it (dependent.py)."""
-    return device.kind == "cuda" and device.arch >= 90
-
-
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     block_m, block_n, parts = c["BLOCK_M"], c["BLOCK_N"], c["PARTS"]
     if _smem_bytes(c) > device.smem_bytes:
@@ -144,14 +140,12 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "BLOCK_M is twice as high as x"
     if block_n > 64 and block_n * _likely_classes(problem) >= 2 * problem.n:
         return "BLOCK_N is twice as wide as a class of the weight's rows is tall"
-    if c["PDL"] != _overlaps(device):
-        return "the launches overlap on every card that can do it"
     if c["BLOCK_K"] == 128 and block_m > 64:
         return "long steps are for few rows, whose short ones are over before the next has been asked for"
     deeper = {**c, "num_stages": c["num_stages"] + 1}
     if c["num_stages"] < 5 and device.smem_bytes // _smem_bytes(c) == device.smem_bytes // _smem_bytes(deeper):
         return "a deeper ring leaves room for as many programs on an SM"
-    if parts > 1 and problem.k < 4 * parts * c["BLOCK_K"]:
+    if parts > 1 and ceil_div(problem.k, c["BLOCK_K"]) < 4 * parts:
         return "less than four steps of K a program"
     if parts > 1 and _tiles(problem, block_m, block_n) * parts > 2 * device.sms:
         return "the tiles fill the card with fewer parts"
@@ -167,7 +161,6 @@ SPACE = Space(
         "PARTS": _PARTS,
         "num_warps": (4, 8),
         "num_stages": (3, 4, 5),
-        "PDL": (False, True),
     },
     refusal=_config_refusal,
 )
@@ -281,7 +274,8 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     if not weight.stride(0):
         weight = weight.contiguous()  # one row, repeated: the copy engine has no stride of 0
     (m, k), n = x.shape, weight.shape[0]
-    block_m, block_n, block_k, parts, pdl = (config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "PARTS", "PDL"))
+    block_m, block_n, block_k, parts = (config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "PARTS"))
+    waits = launch_options(not env.interpreting())  # every card with a copy engine can
     w_stride, classes, (base, lead) = weight.stride(0), class_count(weight), aligned_base(weight)
     rows = ceil_div(m, max(64, block_m)) * max(64, block_m)
     width = rows // 64
@@ -296,11 +290,11 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
         TensorDescriptor(turned, [k, rows], [rows, 1], [block_k, block_m]),
         TensorDescriptor(base, [tallest, inner], [classes * w_stride, 1], [block_n, block_k]),
         base, turned, sums, n, k, lead, w_stride, width,
-        CLASSES=classes, EDGE=_EDGE, **{name: value for name, value in config.items() if name != "PDL"}, **launch_options(pdl),
+        CLASSES=classes, EDGE=_EDGE, **config, **waits,
     )  # fmt: skip
     _gather_kernel[(ceil_div(n, _GATHERED[1]), ceil_div(m, _GATHERED[0]))](
         sums, bias, residual, y, m, n, width, 0 if residual is None else residual.stride(0),
-        ACTIVATION=function, PARTS=parts, BLOCK_M=_GATHERED[0], BLOCK_N=_GATHERED[1], **launch_options(pdl),
+        ACTIVATION=function, PARTS=parts, BLOCK_M=_GATHERED[0], BLOCK_N=_GATHERED[1], **waits,
     )  # fmt: skip
     return y
 
