@@ -55,6 +55,7 @@ _LARGE = {
     ),
     "skinny": ((5, 1002, 2056, torch.bfloat16, "silu_mul"), (11, 1001, 2056, torch.float16, "none")),
     "uneven": ((5, 1002, 2049, torch.bfloat16, "gelu"), (60, 1001, 2050, torch.float16, "none")),
+    "uneven_tma": ((60, 1001, 2049, torch.bfloat16, "gelu"), (200, 520, 2050, torch.float16, "none")),
     "sm90": (
         (300, 1002, 2056, torch.bfloat16, "silu_mul"),
         (600, 1000, 8200, torch.float16, "none"),
@@ -73,6 +74,7 @@ _SMALL = {
     "gemv": ((1, 12, 528, torch.bfloat16, "silu_mul"), (1, 21, 521, torch.float16, "gelu")),
     "skinny": ((3, 22, 520, torch.bfloat16, "silu_mul"), (11, 22, 520, torch.float16, "none")),
     "uneven": ((5, 22, 521, torch.bfloat16, "gelu"), (18, 9, 266, torch.float16, "none")),
+    "uneven_tma": ((18, 22, 521, torch.bfloat16, "gelu"), (40, 9, 266, torch.float16, "none")),
     "triton_tma": ((70, 70, 136, torch.bfloat16, "gelu_mul"),),
     "triton": ((40, 70, 520, torch.float16, "silu_mul"),),
 }

@@ -17,6 +17,7 @@ file and its own reasons to refuse:
     triton_tma   many rows, sm_90 and up: persistent, tiles fetched by the copy engine
     triton       any shape and any layout
     uneven       at most 64 rows, operands that start anywhere: the weight is read in place, by classes of its rows
+    uneven_tma   the same up to 1024 rows, sm_90 and up: by the copy engine. Not timed yet, so nothing but a tuner takes it
     invariant    `triton` with one config for all: a row's bits do not depend on its batch. The only one that can say so: the
                  others hold for some numbers of rows, and a row moves from one to the next as its batch grows
 
@@ -39,6 +40,7 @@ from tilewright.kernels.matmul_tile import INVARIANT, TRITON
 from tilewright.kernels.matmul_tma import TRITON_TMA
 from tilewright.kernels.matmul_uneven import MOST_ROWS as UNEVEN_ROWS
 from tilewright.kernels.matmul_uneven import UNEVEN
+from tilewright.kernels.matmul_uneven_tma import UNEVEN_TMA
 from tilewright.kernels.matmul_vendor import VENDOR
 from tilewright.kernels.shapes import rows_ready
 from tilewright.kernels.work import library_activates
@@ -137,6 +139,7 @@ EXAMPLES = (
     _example("batch 16", 16, 40, 136, activation="gelu_mul", bias=True),
     _example("rows", 70, 96, 128, activation="silu", bias=True),
     _example("rows gated", 33, 72, 64, torch.float16, "silu_mul", residual=True),
+    _example("rows odd", 37, 45, 171, activation="silu", bias=True, residual=True),
     _example("odd", 5, 9, 33, torch.float32, "gelu_tanh", bias=True),
     _example("one", 1, 1, 1, torch.float32, "relu"),
     _example("strided", 3, 12, 64, activation="gelu", row_stride=80),
@@ -217,7 +220,7 @@ linear_op = Op(
     typical=_typical,
     first=_first,
     rows_in_problem=True,
-    impls=(GEMV, SKINNY, VENDOR, SM90, TRITON_TMA, TRITON, UNEVEN, INVARIANT),
+    impls=(GEMV, SKINNY, VENDOR, SM90, TRITON_TMA, TRITON, UNEVEN, UNEVEN_TMA, INVARIANT),
 )
 
 # ---- public functions
