@@ -9,7 +9,7 @@ are the only sums, plain ones: a part writes two numbers a row and adds up those
 
 - A thread adds its own columns; then the threads' sums change places through shared memory so that a warp adds those of one row
   and sum. That takes 5 shuffles a warp, where every warp adding its columns of every row takes 5 a row and sum.
-- The parts' sums are added by a warp a row, not all rows by every warp, and handed round through shared memory.
+- The parts' sums likewise: a warp adds those of one row and sum, and hands the result round through shared memory.
 
 Refused: what norm_backward_split.py refuses, and calls without stats.
 """
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from tilewright.hw.device import Device, device_of
 from tilewright.kernels.column_sums import column_sums
 from tilewright.kernels.hopper import block_barrier
-from tilewright.kernels.norm_backward_split import add_pairs, aligned_rows, fetch_block, refuse_rows, wait_for
+from tilewright.kernels.norm_backward_split import aligned_rows, fetch_block, refuse_rows, wait_for
 from tilewright.kernels.shapes import next_pow2, rows_of
 from tilewright.tune.space import Config, Space
 
@@ -43,13 +43,24 @@ def _own_sums(x, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, VECTOR: gl.conste
 
 
 @gluon.jit
+def _unpacked(weight):
+    """The weight in float32; of more than 8 columns a thread as the compiler has not seen it, or it would keep float32 copies.
+
+    Those are twice the registers, and spill; of 8 columns they fit, and spare 24 instructions a block.
+    """
+    if weight.dtype.primitive_bitwidth == 16 and weight.shape[1] > 8 * 32 * gl.num_warps():
+        weight = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weight], dtype=weight.dtype, is_pure=False, pack=2)
+    return weight.to(gl.float32)
+
+
+@gluon.jit
 def _publish(
     bufs, stage, weight, mean, parts_ptr, sums, counters_ptr, start, n_rows, part,
     PARTS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, VECTOR: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write this part's sums of w dy and w dy (x - mean) of a block's rows, and say so."""
     # Where there is no column the weight is 0.
-    given = weight.to(gl.float32) * bufs.index(2 * stage).load(LAYOUT).to(gl.float32)
+    given = _unpacked(weight) * bufs.index(2 * stage).load(LAYOUT).to(gl.float32)
     gap = bufs.index(2 * stage + 1).load(LAYOUT).to(gl.float32) - gl.expand_dims(mean, 1)
     own = gl.join(_own_sums(given, BLOCK_T, BLOCK_D, VECTOR), _own_sums(given * gap, BLOCK_T, BLOCK_D, VECTOR))
     own = gl.reshape(gl.permute(own, (2, 0, 1)), [2 * BLOCK_T, 32 * gl.num_warps()])
@@ -69,15 +80,17 @@ def _joined(
 ):
     """The rows' sums of w dy and w dy (x - mean), [BLOCK_T] each, from all parts."""
     layout: gl.constexpr = gl.BlockedLayout([1, max(1, PARTS_2 // 32)], [1, 32], [gl.num_warps(), 1], [1, 0])
-    rows = start + gl.expand_dims(gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, layout)), 1)
+    place = gl.expand_dims(gl.arange(0, 2 * BLOCK_T, layout=gl.SliceLayout(1, layout)), 1)
     others = gl.expand_dims(gl.arange(0, PARTS_2, layout=gl.SliceLayout(0, layout)), 0)
-    there = (rows < n_rows) & (others < PARTS)
-    at = parts_ptr + rows.to(gl.int64) * PARTS + others
-    given = gl.load(at, mask=there, other=0.0, cache_modifier=".cg")
-    crossed = gl.load(at + sums, mask=there, other=0.0, cache_modifier=".cg")
-    given, crossed = gl.reduce((given, crossed), 1, add_pairs)
-    everyone: gl.constexpr = gl.BlockedLayout([BLOCK_T, 2], [32, 1], [gl.num_warps(), 1], [1, 0])
-    given, crossed = gl.split(gl.convert_layout(gl.join(given, crossed), everyone))
+    rows = start + place % BLOCK_T
+    at = parts_ptr + gl.where(place < BLOCK_T, 0, sums) + rows.to(gl.int64) * PARTS + others
+    each = gl.load(at, mask=(rows < n_rows) & (others < PARTS), other=0.0, cache_modifier=".cg")
+    everyone: gl.constexpr = gl.BlockedLayout([2, BLOCK_T], [1, 32], [1, gl.num_warps()], [1, 0])
+    both = gl.convert_layout(gl.reshape(gl.sum(each, axis=1), [2, BLOCK_T]), everyone)
+    # Each thread has both sums of every row: the choice between them is the compiler's, and costs nothing.
+    which = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, everyone)), 1)
+    given = gl.sum(gl.where(which == 0, both, 0.0), axis=0)
+    crossed = gl.sum(gl.where(which == 1, both, 0.0), axis=0)
     return gl.convert_layout(given, OUT), gl.convert_layout(crossed, OUT)
 
 
@@ -94,7 +107,7 @@ def _finish(
     h = (bufs.index(2 * stage + 1).load(LAYOUT).to(gl.float32) - mean) * scale
     of_weight += gl.expand_dims(gl.sum(given * h, axis=0), 0)
     of_bias += gl.expand_dims(gl.sum(given, axis=0), 0)
-    dx = (weight.to(gl.float32) * given - gl.expand_dims(c1, 1)) * scale - h * gl.expand_dims(c2, 1)
+    dx = (_unpacked(weight) * given - gl.expand_dims(c1, 1)) * scale - h * gl.expand_dims(c2, 1)
     gl.store(dx_ptr + rows * D + cols, dx.to(dx_ptr.dtype.element_ty), mask=(rows < n_rows) & inside)
     return of_weight, of_bias
 
@@ -108,7 +121,7 @@ def _kept_kernel(
 ):  # fmt: skip
     """Row steps are strides in units of 8 columns.
 
-    The means of a block are asked for before the block before it is published, its scales before the one behind it is.
+    Statistics are on their way while programs wait for each other: a block's scales, the means of the one after the next.
     """
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [1, gl.num_warps()], [1, 0])
@@ -139,14 +152,14 @@ def _kept_kernel(
         # Thread by thread the memory that it overwrites has been read.
         far = start + 2 * step + below
         fetch_block(bufs, (stage + 2) % 3, dy_ptr, x_ptr, dy_row_step, x_row_step, far, n_rows, cols, inside)
-        mean_far = gl.load(stats_ptr + far, mask=far < n_rows, other=0.0)
-        # Of a row that is not there the scale is 0: its part of the sums must be 0.
-        scale = gl.load(stats_ptr + n_rows + start + below, mask=start + below < n_rows, other=0.0)
         async_copy.wait_group(1)
         _publish(
             bufs, after, weight, mean_after, parts_ptr, sums, counters_ptr, start + step, n_rows, part,
             PARTS, BLOCK_T, BLOCK_D, VECTOR, layout,
         )  # fmt: skip
+        mean_far = gl.load(stats_ptr + far, mask=far < n_rows, other=0.0)
+        # Of a row that is not there the scale is 0: its part of the sums must be 0.
+        scale = gl.load(stats_ptr + n_rows + start + below, mask=start + below < n_rows, other=0.0)
         wait_for(counters_ptr + 1 + start // BLOCK_T, PARTS)
         given, crossed = _joined(parts_ptr, sums, start, n_rows, PARTS, PARTS_2, BLOCK_T, of_rows)
         of_weight, of_bias = _finish(

@@ -31,7 +31,6 @@ from tilewright.tune.space import Config
 
 __all__ = [
     "SPLIT_SPACE",
-    "add_pairs",
     "aligned_rows",
     "fetch_block",
     "refuse_rows",
@@ -42,15 +41,14 @@ __all__ = [
 
 
 @gluon.jit
-def add_pairs(a0, b0, a1, b1):
-    """For reductions of two tiles at once."""
+def _add(a0, b0, a1, b1):
     return a0 + a1, b0 + b1
 
 
 @gluon.jit
 def _two_sums(a, b):
     """Row sums of two tiles, [BLOCK_T] each, in one round of barriers."""
-    return gl.reduce((a, b), 1, add_pairs)
+    return gl.reduce((a, b), 1, _add)
 
 
 @gluon.jit
