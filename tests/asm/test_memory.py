@@ -11,6 +11,9 @@ from tilewright.asm.compile import record
 from tilewright.asm.judge import judge
 from tilewright.asm.memory import memory
 from tilewright.hw import env
+from tilewright.hw.device import device_named
+from tilewright.kernels.norm_backward import layer_norm_backward_op
+from tilewright.op import Inputs
 
 pytestmark = pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")
 
@@ -36,6 +39,18 @@ def test_bank_conflicts(phases: int, trips: int, arch: int) -> None:
     """32 threads that read a column of 32 floats a row: one bank, unless rows are turned against each other."""
     found = memory(one(probes.turn, (torch.zeros(32, 32),), arch, PHASES=phases)).conflicts
     assert [(c.op, c.extra_trips) for c in found] == [("write", 0), ("read", trips)]
+
+
+def test_no_conflicts_where_each_bank_has_one_word() -> None:
+    """Rows' numbers in a ring of their own, 4 floats a stage: too few for Triton's own count, which ends the process."""
+    op = layer_norm_backward_op
+    assert op.make is not None
+    impl = next(impl for impl in op.impls if impl.name == "triton")
+    args = op.make(Inputs("meta"), M=8, N=17001)
+    found = record(impl, impl.space.default(device_named("h100"), op.problem(*args)), args, 90)
+    rows = [c for binary in found for c in memory(binary).conflicts if c.tile == "4x1 f32"]
+    assert rows
+    assert {c.extra_trips for c in rows} == {0}
 
 
 def test_sectors() -> None:

@@ -22,6 +22,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add_rms_norm": _added,
     "batch_norm": lambda x, w: ops.batch_norm(x, None, None, w, training=True).square().sum(),
     "cross_entropy": lambda x, w: ops.cross_entropy(x * w, IDS),
+    "layer_norm": lambda x, w: ops.layer_norm(x, w, 2 * w).square().sum(),
     "log_softmax": lambda x, w: ops.log_softmax(x * w, 0).square().sum(),
     "max": lambda x, w: ops.max(x * w, 0)[0].square().sum(),
 }

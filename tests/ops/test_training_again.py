@@ -160,6 +160,28 @@ def test_batch_norm(activation: str, added: bool, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_gpu
+@pytest.mark.parametrize("cols", [24, 4096, 16504])
+def test_layer_norm(cols: int) -> None:
+    """With statistics kept and without: launches held by one call are right for the memory of the next."""
+    kept = None
+    for i in range(4):
+        shapes = ((5, cols), (cols,), (cols,), (5, cols))
+        x, w, b, dy = (Inputs("cuda", i + s).randn(*shape, dtype=torch.float16) for s, shape in enumerate(shapes))
+        twin = [t.double().requires_grad_() for t in (x, w, b)]
+        mine = [t.requires_grad_() for t in (x, w, b)]
+        y, want = ops.layer_norm(x, w, b), F.layer_norm(twin[0], (cols,), twin[1], twin[2])
+        y.backward(dy)
+        want.backward(dy.double())
+        close(y, want)
+        for got, exact in zip(mine, twin, strict=True):
+            close(got.grad, exact.grad)
+        assert kept is None or kept() is None, "memory of the call before is still held"
+        kept = weakref.ref(x)
+        del x, dy, twin, mine, y, want
+        gc.collect()
+
+
+@needs_gpu
 @pytest.mark.parametrize("dims", [(2, 64, 14, 128, 3, 1), (1, 128, 7, 64, 3, 2), (2, 64, 9, 64, 1, 1)], ids=str)
 def test_convolution(dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     n, c, h, o, k, stride = dims

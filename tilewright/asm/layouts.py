@@ -5,6 +5,7 @@ hands types of that text to MLIR, which gives back the layout as Gluon has it (`
 linear form (Zhou et al., "Linear Layouts", 2025: bases over GF(2)) and the count of shared-memory bank conflicts between two.
 """
 
+import math
 import re
 import tempfile
 from collections import Counter
@@ -143,6 +144,8 @@ class Layouts:
         whole = tensor.shape == buffer.shape == buffer.allocated
         if registers is None or shared is None or not whole or "#ttng.tensor_memory" in buffer.text:
             return None
+        if math.prod(buffer.shape) * buffer.element_bits <= 32 * 32:
+            return 0  # no bank has two of its words; and Triton's own count ends the process on some that are smaller
         handles = (registers._to_ir(self._builder), shared._to_ir(self._builder))
         return self._builder.get_shared_bank_conflicts(*handles, list(tensor.shape), tensor.element_bits)
 

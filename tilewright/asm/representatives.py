@@ -33,7 +33,11 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "add_layer_norm": _ROWS[:-1],
     "add_rms_norm": _ROWS,
     "layer_norm": _ROWS,
-    "layer_norm_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 16384, "dtype": torch.float32}),
+    "layer_norm_stats": (*_ROWS, {"M": 2, "N": 131072, "dtype": torch.float32}),
+    "layer_norm_backward": (
+        *({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 16384, "dtype": torch.float32}),
+        {"M": 2, "N": 131072, "stats": True},
+    ),
     "log_softmax": _ROWS,
     "log_softmax_backward": ({"M": 4, "N": 32}, *_ROWS, {"M": 2, "N": 131072, "dtype": torch.float32}),
     "reduce_max": _REDUCED,

@@ -163,10 +163,14 @@ def _cross_entropy_gradient(
     return call
 
 
-def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> Call:
+def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None) -> Call:
     mean, scale = torch.ops.aten.native_layer_norm(x, [x.shape[-1]], weight, weight, eps)[1:]
     wanted = [True, True, True]
     return lambda: torch.ops.aten.native_layer_norm_backward(dy, x, [x.shape[-1]], mean, scale, weight, weight, wanted)
+
+
+def _layer_norm_stats(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Call:
+    return lambda: torch.ops.aten.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
 
 
 def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float) -> Call:
@@ -192,6 +196,7 @@ _PEERS: dict[str, Callable[..., Call]] = {
     "gelu_mul": lambda gate, up, approximate: lambda: F.gelu(gate, approximate="tanh" if approximate else "none") * up,
     "layer_norm": lambda x, weight, bias, eps: lambda: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
     "layer_norm_backward": _layer_norm_backward,
+    "layer_norm_stats": _layer_norm_stats,
     "linear": _linear,
     "log_softmax": lambda x: lambda: torch.log_softmax(x, -1),
     "log_softmax_backward": lambda dy, y: lambda: torch.ops.aten._log_softmax_backward_data(dy, y, -1, y.dtype),
@@ -242,6 +247,11 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     "cross_entropy": _LOGITS,
     "cross_entropy_gradient": _LOGITS,
     "cross_entropy_gradient_in_place": _LOGITS,
+    "layer_norm_backward": tuple(
+        f"{rows}{stats}"
+        for rows in (*_ROWS, "M=8192 N=8192", "M=2048 N=262144")
+        for stats in ("", " stats=true")  # what the forward pass kept, or not
+    ),
     "kv_cache_write": ("T=1", "T=256", "T=8192"),
     "linear": (
         *(f"M={m} N=4096 K=4096" for m in (1, 16, 64, 1024, 8192)),

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewright.op import Inputs
 
@@ -17,6 +18,7 @@ __all__ = [
     "reduce_max_arguments",
     "reduce_sum_arguments",
     "rms_norm_backward_arguments",
+    "row_statistics",
     "scale_in_place_arguments",
     "softmax_backward_arguments",
 ]
@@ -68,16 +70,26 @@ def log_softmax_backward_arguments(inputs: Inputs, *, M: int, N: int, dtype: tor
     return inputs.randn(M, N, dtype=dtype), torch.log_softmax(y, -1).to(dtype)
 
 
-def layer_norm_backward_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16) -> Args:
-    """dy and x [M, N], weight [N]."""
-    return inputs.randn(M, N, dtype=dtype), inputs.randn(M, N, dtype=dtype), inputs.randn(N, dtype=dtype), 1e-5
+def row_statistics(x: Tensor, eps: float) -> Tensor:
+    """Mean and 1 / sqrt(variance + eps) of each row of x [..., D]: float32 [2, rows]."""
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    return torch.stack((mean.flatten(), torch.rsqrt((wide - mean).square().mean(-1) + eps).flatten()))
+
+
+def layer_norm_backward_arguments(
+    inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, stats: bool = False
+) -> Args:  # fmt: skip
+    """dy and x [M, N], weight [N]; with `stats` what the forward pass kept of x's rows."""
+    dy, x, weight = inputs.randn(M, N, dtype=dtype), inputs.randn(M, N, dtype=dtype), inputs.randn(N, dtype=dtype)
+    return dy, x, weight, 1e-5, row_statistics(x, 1e-5) if stats else None
 
 
 def rms_norm_backward_arguments(
     inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, more: bool = False
 ) -> Args:  # fmt: skip
     """The same, and what else reached x."""
-    dy, x, weight, _ = layer_norm_backward_arguments(inputs, M=M, N=N, dtype=dtype)
+    dy, x, weight, *_ = layer_norm_backward_arguments(inputs, M=M, N=N, dtype=dtype)
     return dy, x, weight, inputs.randn(M, N, dtype=dtype) if more else None, 1e-6
 
 

@@ -11,7 +11,7 @@
 Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one the
 last blocks are, and the rest is read again, from L1 and L2 (wide_rows.py). Rows may be strided, the last dimension may not.
 Not supported: a last dimension with a stride other than 1 (it is copied first by the public function). The gradients are
-norm_backward.py's.
+norm_backward.py's; layer_norm_stats.py is the same norm whose rows' mean and 1 / deviation are kept for them.
 """
 
 # Pyright does not see what a jitted function returns.
@@ -34,7 +34,7 @@ from tilewright.kernels.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["join_lanes", "layer_norm", "layer_norm_op", "moments"]
+__all__ = ["EXAMPLES", "Problem", "default_config", "join_lanes", "launch_rows", "layer_norm", "layer_norm_op", "moments"]
 
 # ---- reference
 
@@ -67,7 +67,8 @@ def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Prob
     return Problem(x.dtype, x.shape[-1])
 
 
-def _default(device: Device, problem: Problem) -> Config:
+def default_config(device: Device, problem: Problem) -> Config:
+    """Blocks and warps by the width of a row."""
     # One wide row an SM. H100, 4096 x 131072 bf16: 781 us (a copy: 711); a third block held spills and costs 6 %.
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
@@ -83,7 +84,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 SPACE = Space(
-    default=_default,
+    default=default_config,
     axes={
         "BLOCK_T": (1, 2, 4, 8, 16),
         "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
@@ -164,7 +165,10 @@ def _wide_affine(
 def _wide_row(
     x_ptr, weight_ptr, bias_ptr, y_ptr, eps, D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr
 ):
-    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    """(mean, 1 / deviation) of one row wider than a block, which is written; the pointers stand at its start.
+
+    The last HELD blocks stay in registers.
+    """
     LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
@@ -192,13 +196,15 @@ def _wide_row(
         j = FIRST_HELD - 1 - i
         x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
         _wide_affine(x, mean, scale, weight_ptr, bias_ptr, y_ptr, j, D, HAS_BIAS, BLOCK_D, False)
+    return mean, scale
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _layer_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, n_rows, x_row_stride, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, n_rows, x_row_stride, eps,
     D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
+    """stats_ptr: [2, n_rows] of float32, the rows' means and 1 / deviations; None, which is known to the compiler: not kept."""
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         x_rows, y_rows = rows * x_row_stride, rows * D
@@ -210,8 +216,12 @@ def _layer_norm_kernel(
         if BLOCK_D <= 4096:
             weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
             bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
-        x = tl.where(mask, x - tl.sum(x, axis=1, keep_dims=True) / D, 0.0)
+        mean = tl.sum(x, axis=1, keep_dims=True) / D
+        x = tl.where(mask, x - mean, 0.0)
         scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
+        if stats_ptr is not None:
+            tl.store(stats_ptr + rows, mean, mask=rows < n_rows)
+            tl.store(stats_ptr + n_rows + rows, scale, mask=rows < n_rows)
         if BLOCK_D > 4096:
             weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
             bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
@@ -221,17 +231,24 @@ def _layer_norm_kernel(
         tl.store(y_ptr + y_rows + block, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         row = tl.program_id(0).to(tl.int64)
-        _wide_row(x_ptr + row * x_row_stride, weight_ptr, bias_ptr, y_ptr + row * D, eps, D, HAS_BIAS, BLOCK_D, HELD)
+        x_ptr += row * x_row_stride
+        mean, scale = _wide_row(x_ptr, weight_ptr, bias_ptr, y_ptr + row * D, eps, D, HAS_BIAS, BLOCK_D, HELD)
+        if stats_ptr is not None:
+            tl.store(stats_ptr + row, mean)
+            tl.store(stats_ptr + n_rows + row, scale)
 
 
 # ---- launcher and op
 
 
-def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def launch_rows(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, stats: Tensor | None = None
+) -> Tensor:
+    """The norm; into stats, float32 [2, rows], the rows' means and 1 / deviations."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, row_stride = rows_of(x)
     if rows:
-        operands = (x, weight, weight if bias is None else bias, y)
+        operands = (x, weight, weight if bias is None else bias, y, stats)
         constants = {"D": x.shape[-1], "HAS_BIAS": bias is not None, **config}
         launch(_layer_norm_kernel, (ceil_div(rows, config["BLOCK_T"]),), operands, (rows, row_stride, eps), constants)
     return y
@@ -245,7 +262,7 @@ layer_norm_op = Op(
     examples=EXAMPLES,
     make=layer_norm_arguments,
     first=split_first,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=layer_norm_work), LAYER_SPLIT),
+    impls=(Impl(name="triton", launch=launch_rows, space=SPACE, batch_invariant=True, work=layer_norm_work), LAYER_SPLIT),
 )
 
 

@@ -8,12 +8,14 @@
     x, dy, dmore, dx: [..., D] of bf16, fp16 or fp32; weight, dweight, dbias: [D]. dmore may be missing: it is what else
     reached x, as with add_rms_norm, whose sum goes on beside its norm. All arithmetic is float32.
 
-**Nothing of the forward pass is kept but x.** Mean and variance want one look at a row that is here anyway.
+**Of the forward pass x is kept, and for layer_norm it may be stats**: mean and scale of each row, float32 [2, T], as
+layer_norm_stats.py gives them. With stats one round of two sums makes a row's dx; without them mean and variance, which want
+one look at a row that is here anyway, come first: a second round. eps is not looked at where stats are given.
 
 **dweight is a sum over all rows.** A fixed number of programs walk over the rows, each with its own sum in registers, and a
 second kernel adds theirs (column_sums.py): no atomics, the same bits every time on a card. The loads of the next rows are under
-way meanwhile. Rows over 8192 columns leave little or no room for sums: several programs share them (norm_backward_split.py),
-or, where they do not start at 16 bytes, norm_backward_wide.py reads them once more.
+way meanwhile. Rows over 8192 columns leave little or no room for sums: several programs share them (norm_backward_split.py,
+with stats norm_backward_kept.py), or, where they do not start at 16 bytes, norm_backward_wide.py reads them once more.
 
 Limited by bytes: two elements in, one out.
 Not supported: second derivatives, gradients of eps.
@@ -29,8 +31,9 @@ from torch import Tensor
 
 from tilewright.hw.device import Device, device_of
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.arguments_reduce import layer_norm_backward_arguments, rms_norm_backward_arguments
+from tilewright.kernels.arguments_reduce import layer_norm_backward_arguments, rms_norm_backward_arguments, row_statistics
 from tilewright.kernels.column_sums import column_sums
+from tilewright.kernels.norm_backward_kept import KEPT_SPACE, kept_gradients, refuse_kept
 from tilewright.kernels.norm_backward_split import SPLIT_SPACE, refuse_split, split_gradients
 from tilewright.kernels.norm_backward_wide import wide_gradients
 from tilewright.kernels.prepared import launch
@@ -46,14 +49,17 @@ __all__ = ["layer_norm_backward_op", "rms_norm_backward_op"]
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float, centered: bool
+    dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float, centered: bool, stats: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) in x's and the weight's dtypes."""
     wide = torch.promote_types(x.dtype, torch.float32)
     given, h = dy.to(wide), x.to(wide)
-    if centered:
-        h = h - h.mean(-1, keepdim=True)
-    scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    if stats is not None:
+        mean, scale = stats.to(wide).view(2, *x.shape[:-1], 1)
+        h = h - mean
+    else:
+        h = h - h.mean(-1, keepdim=True) if centered else h
+        scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     h, g = h * scale, given * weight.to(wide)
     dx = g - h * (g * h).mean(-1, keepdim=True)
     if centered:
@@ -64,8 +70,10 @@ def _gradients(
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
-def _layer_reference(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(dy, x, weight, None, eps, True)
+def _layer_reference(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(dy, x, weight, None, eps, True, stats)
 
 
 def _rms_reference(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -75,8 +83,9 @@ def _rms_reference(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, 
 # ---- cost
 
 
-def _layer_cost(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> Cost:
-    return Cost(flops=14 * x.numel(), bytes=3 * x.nbytes + 3 * weight.nbytes)
+def _layer_cost(dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None = None) -> Cost:
+    flops, kept = (14, 0) if stats is None else (11, stats.nbytes)
+    return Cost(flops=flops * x.numel(), bytes=3 * x.nbytes + 3 * weight.nbytes + kept)
 
 
 def _rms_cost(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float) -> Cost:
@@ -92,10 +101,12 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     cols: int
     centered: bool
+    kept: bool = False
+    """Whether the rows' statistics are given."""
 
 
-def _layer_problem(dy: Tensor, x: Tensor, *rest: object) -> Problem:
-    return Problem(x.dtype, x.shape[-1], True)
+def _layer_problem(dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None = None) -> Problem:
+    return Problem(x.dtype, x.shape[-1], True, stats is not None)
 
 
 def _rms_problem(dy: Tensor, x: Tensor, *rest: object) -> Problem:
@@ -140,9 +151,13 @@ def _inputs(
 
 
 def _layer_example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, mean: float = 0.0
+    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, mean: float = 0.0, kept: bool = False
 ) -> Example:  # fmt: skip
-    return Example(label, lambda inputs: (*_inputs(inputs, shape, dtype, row_stride, mean), 1e-5))
+    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, float, Tensor | None]:
+        dy, x, weight = _inputs(inputs, shape, dtype, row_stride, mean)
+        return dy, x, weight, 1e-5, row_statistics(x, 1e-5) if kept else None
+
+    return Example(label, make)
 
 
 def _rms_example(
@@ -162,6 +177,13 @@ LAYER_EXAMPLES = (
     _layer_example("wide", 2, 16500),
     _layer_example("far from zero", 2, 17001, mean=30.0, dtype=torch.float16),
     _layer_example("no rows", 0, 8),
+    _layer_example("kept", 40, 256, kept=True),
+    _layer_example("kept, ragged", 3, 5, 100, dtype=torch.float32, kept=True),
+    _layer_example("kept, strided", 5, 128, row_stride=192, dtype=torch.float16, kept=True),
+    _layer_example("kept, one", 1, 1, dtype=torch.float32, kept=True),
+    _layer_example("kept, wide", 3, 16504, row_stride=16512, kept=True),
+    _layer_example("kept, far from zero", 2, 17001, mean=30.0, dtype=torch.float16, kept=True),
+    _layer_example("kept, no rows", 0, 8, kept=True),
 )
 RMS_EXAMPLES = (
     _rms_example("rows", 40, 256, more=True),
@@ -176,34 +198,57 @@ RMS_EXAMPLES = (
 # ---- kernel
 
 
+@triton.jit
+def _statistics(stats_ptr, rows, n_rows):
+    """(mean, 1 / deviation) of rows, [BLOCK_T, 1]; of a row that is not there 0, so that its part of the sums is 0."""
+    there = rows < n_rows
+    return tl.load(stats_ptr + rows, mask=there, other=0.0), tl.load(stats_ptr + n_rows + rows, mask=there, other=0.0)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, of_weight_ptr, of_bias_ptr,
+    dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, of_weight_ptr, of_bias_ptr, stats_ptr,
     n_rows, dy_row_stride, x_row_stride, more_row_stride, eps,
     D: tl.constexpr, CENTERED: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """stats_ptr: the means and 1 / deviations of centered rows, [2, n_rows]; None, known to the compiler, where not given."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0)
     of_weight = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     of_bias = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    if stats_ptr is not None:
+        first = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+        mean, scale = _statistics(stats_ptr, first, n_rows)
     for start in tl.range(tl.program_id(0) * BLOCK_T, n_rows, tl.num_programs(0) * BLOCK_T, num_stages=STAGES):
         rows = (start + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < D)
         x = tl.load(x_ptr + rows * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
         given = weight.to(tl.float32) * dy
-        if CENTERED:
-            mean, c1 = two_sums(x, given)
-            x = tl.where(mask, x - mean / D, 0.0)
-            # Of one column nothing is left, as in the definition; w * dy - c1 in one rounding would leave that of c1.
+        if stats_ptr is not None:
+            # A block ahead, in registers: so few numbers are not worth a place in shared memory.
+            mean_after, scale_after = _statistics(stats_ptr, rows + tl.num_programs(0) * BLOCK_T, n_rows)
+            # Past a row's columns h is in no sum: the weight is 0 there.
+            h = (x - mean) * scale
+            c1, c2 = two_sums(given, given * h)
             given = given - c1 / D if D > 1 else tl.zeros_like(given)
             of_bias += dy
-        squares, crossed = two_sums(x * x, given * x)
-        # Of a row that is not there the scale is 0, whatever eps is: its part of the sums must be 0.
-        scale = tl.where(rows < n_rows, tl.rsqrt(squares / D + eps), 0.0)
-        of_weight += dy * (x * scale)
-        dx = scale * (given - x * (crossed * scale * scale / D))
+            of_weight += dy * h
+            dx = scale * (given - h * (c2 / D))
+            mean, scale = mean_after, scale_after
+        else:
+            if CENTERED:
+                mean, c1 = two_sums(x, given)
+                x = tl.where(mask, x - mean / D, 0.0)
+                # Of one column nothing is left, as in the definition; w * dy - c1 in one rounding would leave that of c1.
+                given = given - c1 / D if D > 1 else tl.zeros_like(given)
+                of_bias += dy
+            squares, crossed = two_sums(x * x, given * x)
+            # Of a row that is not there the scale is 0, whatever eps is: its part of the sums must be 0.
+            scale = tl.where(rows < n_rows, tl.rsqrt(squares / D + eps), 0.0)
+            of_weight += dy * (x * scale)
+            dx = scale * (given - x * (crossed * scale * scale / D))
         if HAS_MORE:
             dx += tl.load(more_ptr + rows * more_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + rows * D + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -222,19 +267,20 @@ def _no_rows(x: Tensor, weight: Tensor, centered: bool) -> tuple[Tensor, ...]:
 
 
 def _run(
-    config: Config, dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float, centered: bool
-) -> tuple[Tensor, ...]:
+    config: Config, dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float, centered: bool,
+    stats: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(dx, dweight, dbias), or without the last."""
     rows, x_row_stride = rows_of(x)
     cols, block_t = x.shape[-1], config["BLOCK_T"]
     if not rows:
         return _no_rows(x, weight, centered)
     if cols > config["BLOCK_D"]:
-        return wide_gradients(config, dy, x, weight, dmore, eps, centered)
+        return wide_gradients(config, dy, x, weight, dmore, eps, centered, stats)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     programs = min(ceil_div(rows, block_t), config["PER_SM"] * device_of(x.get_device()).sms)
     parts = [torch.empty(programs, cols, dtype=torch.float32, device=x.device) for _ in range(1 + centered)]
-    operands = (dy, x, weight, x if dmore is None else dmore, dx, parts[0], parts[-1])
+    operands = (dy, x, weight, x if dmore is None else dmore, dx, parts[0], parts[-1], stats)
     numbers = (rows, rows_of(dy)[1], x_row_stride, 0 if dmore is None else rows_of(dmore)[1], eps)
     constants = {
         "D": cols, "CENTERED": centered, "HAS_MORE": dmore is not None, "BLOCK_T": block_t, "BLOCK_D": config["BLOCK_D"],
@@ -244,8 +290,10 @@ def _run(
     return dx, *column_sums(weight.dtype, *parts)
 
 
-def _layer_launch(config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = _run(config, dy, x, weight, None, eps, True)
+def _layer_launch(
+    config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = _run(config, dy, x, weight, None, eps, True, stats)
     return dx, dweight, dbias
 
 
@@ -256,8 +304,17 @@ def _rms_launch(
     return dx, dweight
 
 
-def _layer_split(config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_split(
+    config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     made = split_gradients(config, dy, x, weight, None, eps, True) if x.numel() else _no_rows(x, weight, True)
+    return made[0], made[1], made[2]
+
+
+def _layer_kept(
+    config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = kept_gradients(config, dy, x, weight, stats) if x.numel() else _no_rows(x, weight, True)
     return made[0], made[1], made[2]
 
 
@@ -279,7 +336,11 @@ layer_norm_backward_op = Op(
     cost=_layer_cost,
     examples=LAYER_EXAMPLES,
     make=layer_norm_backward_arguments,
-    impls=(_split(_layer_split), Impl(name="triton", launch=_layer_launch, space=SPACE)),
+    impls=(
+        _split(_layer_split),
+        Impl(name="kept", launch=_layer_kept, space=KEPT_SPACE, refuse=refuse_kept, interpretable=False),
+        Impl(name="triton", launch=_layer_launch, space=SPACE),
+    ),
 )
 
 rms_norm_backward_op = Op(

@@ -7,6 +7,7 @@ meanwhile (Gluon: copies past the registers; a thread reads what it asked for it
 
 The variance is never a difference of large sums: each part brings its own mean and the squares about it, joined by Chan's
 formula (Chan, Golub and LeVeque, 1983).
+Where the forward pass kept mean and 1 / deviation, norm_backward_kept.py goes the same way with less to add up.
 Refused: rows of which not all start at 16 bytes.
 """
 
@@ -28,7 +29,15 @@ from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import next_pow2, rows_of
 from tilewright.tune.space import Config
 
-__all__ = ["SPLIT_SPACE", "refuse_split", "split_gradients"]
+__all__ = [
+    "SPLIT_SPACE",
+    "aligned_rows",
+    "fetch_block",
+    "refuse_rows",
+    "refuse_split",
+    "split_gradients",
+    "wait_for",
+]
 
 
 @gluon.jit
@@ -88,7 +97,7 @@ def _joined(
 
 
 @gluon.jit
-def _fetch(bufs, stage, dy_ptr, x_ptr, dy_row_step, x_row_step, rows, n_rows, cols, inside):
+def fetch_block(bufs, stage, dy_ptr, x_ptr, dy_row_step, x_row_step, rows, n_rows, cols, inside):
     """Start the copy of a block's columns of dy and x."""
     there = gl.expand_dims(rows < n_rows, 1)
     rows = gl.expand_dims(rows.to(gl.int64), 1)
@@ -120,7 +129,7 @@ def _publish(
 
 
 @gluon.jit
-def _wait(counter_ptr, MEMBERS: gl.constexpr):
+def wait_for(counter_ptr, MEMBERS: gl.constexpr):
     """Wait until MEMBERS programs have published."""
     came = gl.atomic_add(counter_ptr, 0, sem="acquire")
     while came < MEMBERS:
@@ -182,8 +191,8 @@ def _split_kernel(
     of_bias = gl.zeros([1, BLOCK_D], gl.float32, layout=layout)
     sums = n_rows.to(gl.int64) * PARTS
     first = group * BLOCK_T
-    _fetch(bufs, 0, dy_ptr, x_ptr, dy_row_step, x_row_step, first + below, n_rows, cols, inside)
-    _fetch(bufs, 1, dy_ptr, x_ptr, dy_row_step, x_row_step, first + step + below, n_rows, cols, inside)
+    fetch_block(bufs, 0, dy_ptr, x_ptr, dy_row_step, x_row_step, first + below, n_rows, cols, inside)
+    fetch_block(bufs, 1, dy_ptr, x_ptr, dy_row_step, x_row_step, first + step + below, n_rows, cols, inside)
     async_copy.wait_group(1)
     _publish(
         bufs, 0, weight, inside, width, parts_ptr, sums, counters_ptr, first, n_rows, part, CENTERED, PARTS, BLOCK_T, layout
@@ -193,13 +202,13 @@ def _split_kernel(
         after = (stage + 1) % 3
         # Thread by thread the memory that it overwrites has been read.
         far = start + 2 * step + below
-        _fetch(bufs, (stage + 2) % 3, dy_ptr, x_ptr, dy_row_step, x_row_step, far, n_rows, cols, inside)
+        fetch_block(bufs, (stage + 2) % 3, dy_ptr, x_ptr, dy_row_step, x_row_step, far, n_rows, cols, inside)
         async_copy.wait_group(1)
         _publish(
             bufs, after, weight, inside, width, parts_ptr, sums, counters_ptr, start + step, n_rows, part,
             CENTERED, PARTS, BLOCK_T, layout,
         )  # fmt: skip
-        _wait(counters_ptr + 1 + start // BLOCK_T, PARTS)
+        wait_for(counters_ptr + 1 + start // BLOCK_T, PARTS)
         mean, passed, squares, crossed = _joined(
             parts_ptr, sums, start, n_rows, D, WIDTH, PARTS, PARTS_2, CENTERED, BLOCK_T, of_rows
         )  # fmt: skip
@@ -224,6 +233,11 @@ SPLIT_SPACE = row_space(_default, BLOCK_T=(2, 4), BLOCK_D=(2048,), PER_SM=(2,), 
 
 
 def refuse_split(device: Device, problem: Any) -> str | None:
+    """Why the gradient of such rows is not made here."""
+    return "makes its own statistics: those that were kept are for `kept`" if problem.kept else refuse_rows(device, problem)
+
+
+def refuse_rows(device: Device, problem: Any) -> str | None:
     """Why rows of this width are not shared."""
     if problem.cols % 8:
         return "rows that start anywhere"
@@ -232,7 +246,7 @@ def refuse_split(device: Device, problem: Any) -> str | None:
     return "more parts than a card holds at once" if problem.cols > 2048 * device.sms else None
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned_rows(x: Tensor) -> Tensor:
     """x, or a copy where its rows do not start at 16 bytes."""
     return x if x.data_ptr() % 16 == 0 and rows_of(x)[1] % 8 == 0 else x.clone(memory_format=torch.contiguous_format)
 
@@ -242,7 +256,7 @@ def split_gradients(
 ) -> tuple[Tensor, ...]:
     """(dx, dweight, dbias), or without the last, of at least one row."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dy, x, more = _aligned(dy), _aligned(x), None if more is None else _aligned(more)
+    dy, x, more = aligned_rows(dy), aligned_rows(x), None if more is None else aligned_rows(more)
     (rows, x_row_stride), cols, block_t = rows_of(x), x.shape[-1], config["BLOCK_T"]
     parts, blocks = triton.cdiv(cols, config["BLOCK_D"]), triton.cdiv(rows, block_t)
     groups = max(1, min(blocks, config["PER_SM"] * device_of(x.get_device()).sms // parts))

@@ -1,8 +1,9 @@
 """The gradients of layer_norm and rms_norm for rows that do not fit into registers: what norm_backward.py launches for them.
 
 Two kernels. The first takes a row a program: one reading for the row's sums, a second one, from L1 and L2 as far as it is still
-there, to write dx; it keeps mean and 1 / deviation of each row. The second takes columns, and adds dweight and dbias over rows
-in two steps (column_sums.py). So such rows are read twice from memory, where narrow ones are read once.
+there, to write dx; it keeps mean and 1 / deviation of each row, or takes those that the forward pass kept. The second takes
+columns, and adds dweight and dbias over rows in two steps (column_sums.py). So such rows are read twice from memory, where
+narrow ones are read once.
 """
 
 # Pyright does not see what a jitted function returns.
@@ -15,6 +16,7 @@ from torch import Tensor
 from tilewright.hw.device import device_of
 from tilewright.kernels.column_sums import column_sums
 from tilewright.kernels.layer_norm import join_lanes, moments
+from tilewright.kernels.reduce import two_sums
 from tilewright.kernels.shapes import rows_of
 from tilewright.kernels.wide_rows import load_block, store_block
 from tilewright.tune.space import Config
@@ -97,6 +99,48 @@ def _wide_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
+def _wide_kept_kernel(
+    dy_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, n_rows, dy_row_stride, x_row_stride,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """dx of a centered row whose mean and 1 / deviation are given."""
+    LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
+    FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
+    RAGGED: tl.constexpr = D % BLOCK_D != 0
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row * dy_row_stride
+    x_ptr += row * x_row_stride
+    dx_ptr += row * D
+    mean, scale = tl.load(stats_ptr + row), tl.load(stats_ptr + n_rows + row)
+    given, crossed = tl.zeros([BLOCK_D // 8], tl.float32), tl.zeros([BLOCK_D // 8], tl.float32)
+    shift = tl.zeros([BLOCK_D // 8], tl.float32) + mean
+    for i in range(FIRST_HELD):
+        x = load_block(x_ptr, i, D, BLOCK_D, False, "again", 0.0)
+        dy = load_block(dy_ptr, i, D, BLOCK_D, False, "again", 0.0)
+        more_given, more_crossed = _products(dy, x, weight_ptr, shift, i, D, BLOCK_D, False)
+        given, crossed = given + more_given, crossed + more_crossed
+    held = ()
+    for block in tl.static_range(FIRST_HELD, LAST + 1):
+        x = load_block(x_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
+        dy = load_block(dy_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
+        held = held + (x, dy)
+        more_given, more_crossed = _products(dy, x, weight_ptr, shift, block, D, BLOCK_D, RAGGED and block == LAST)
+        given, crossed = given + more_given, crossed + more_crossed
+    c1, c2 = two_sums(given[None, :], crossed[None, :])
+    c1, c2 = c1 / D, c2 * scale * scale / D
+    for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
+        x, dy = held[2 * (block - FIRST_HELD)], held[2 * (block - FIRST_HELD) + 1]
+        _write(
+            dy, x, weight_ptr, dx_ptr, dx_ptr, mean, scale, c1, c2, block, D, False, BLOCK_D, RAGGED and block == LAST
+        )  # fmt: skip
+    for i in range(FIRST_HELD):
+        j = FIRST_HELD - 1 - i
+        x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
+        dy = load_block(dy_ptr, j, D, BLOCK_D, False, "last time", 0.0)
+        _write(dy, x, weight_ptr, dx_ptr, dx_ptr, mean, scale, c1, c2, j, D, False, BLOCK_D, False)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
 def _weights_kernel(
     dy_ptr, x_ptr, stats_ptr, of_weight_ptr, of_bias_ptr, n_rows, dy_row_stride, x_row_stride,
     D: tl.constexpr, CENTERED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -124,19 +168,29 @@ _WEIGHT_ROWS, _WEIGHT_COLS = 4, 512
 
 
 def wide_gradients(
-    config: Config, dy: Tensor, x: Tensor, weight: Tensor, more: Tensor | None, eps: float, centered: bool
-) -> tuple[Tensor, ...]:
-    """(dx, dweight, dbias), or without the last, of at least one row wider than BLOCK_D."""
+    config: Config, dy: Tensor, x: Tensor, weight: Tensor, more: Tensor | None, eps: float, centered: bool,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(dx, dweight, dbias), or without the last, of at least one row wider than BLOCK_D.
+
+    kept: the rows' means and 1 / deviations, float32 [2, rows]; of centered rows, without more.
+    """
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (rows, x_row_stride), (_, dy_row_stride) = rows_of(x), rows_of(dy)
     cols = x.shape[-1]
-    stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-    _wide_kernel[(rows,)](
-        dy, x, weight, x if more is None else more, dx, stats,
-        rows, dy_row_stride, x_row_stride, 0 if more is None else rows_of(more)[1], eps,
-        D=cols, CENTERED=centered, HAS_MORE=more is not None,
-        BLOCK_D=config["BLOCK_D"], HELD=config["HELD"], num_warps=config["num_warps"],
-    )  # fmt: skip
+    blocks = {"BLOCK_D": config["BLOCK_D"], "HELD": config["HELD"]}
+    if kept is None:
+        stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
+        _wide_kernel[(rows,)](
+            dy, x, weight, x if more is None else more, dx, stats,
+            rows, dy_row_stride, x_row_stride, 0 if more is None else rows_of(more)[1], eps,
+            D=cols, CENTERED=centered, HAS_MORE=more is not None, num_warps=config["num_warps"], **blocks,
+        )  # fmt: skip
+    else:
+        stats = kept
+        _wide_kept_kernel[(rows,)](
+            dy, x, weight, stats, dx, rows, dy_row_stride, x_row_stride, D=cols, num_warps=config["num_warps"], **blocks
+        )
     groups = triton.cdiv(cols, _WEIGHT_COLS)
     # Eight programs an SM fill a card; more would only write more parts.
     splits = min(triton.cdiv(rows, _WEIGHT_ROWS), triton.cdiv(8 * device_of(x.get_device()).sms, groups))

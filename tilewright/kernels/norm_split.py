@@ -21,7 +21,7 @@ from tilewright.kernels.shapes import rows_of
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["LAYER_SPLIT", "RMS_SPLIT", "split_first"]
+__all__ = ["LAYER_SPLIT", "LAYER_STATS_SPLIT", "RMS_SPLIT", "split_first"]
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _places(part, slab, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _layer_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, parts_ptr, counters_ptr, n_rows, x_row_stride, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, parts_ptr, counters_ptr, stats_ptr, n_rows, x_row_stride, eps,
     D: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -70,6 +70,9 @@ def _layer_kernel(
         away = tl.where(there, every / count - mean, 0.0)
         square = tl.sum(each + away * away * count, axis=0)
     scale = tl.rsqrt(square / D + eps)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row, mean, mask=part == 0)
+        tl.store(stats_ptr + n_rows + row, scale, mask=part == 0)
     for slab in tl.static_range(SLABS):
         cols, mask = _places(part, slab, D, WIDTH, BLOCK)
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -123,16 +126,22 @@ def _plan(config: Config, x: Tensor, sums: int) -> tuple[tuple[Tensor, Tensor], 
     return (memory, counters), constants
 
 
-def _layer(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _layer(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, stats: Tensor | None = None) -> Tensor:
+    """The norm; into stats, float32 [2, rows], the rows' means and 1 / deviations."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, stride = rows_of(x)
     if rows:
         memory, constants = _plan(config, x, 2)
         _layer_kernel[(rows * constants["PARTS"],)](
-            x, weight, weight if bias is None else bias, y, *memory, rows, stride, eps, HAS_BIAS=bias is not None,
+            x, weight, weight if bias is None else bias, y, *memory, stats, rows, stride, eps, HAS_BIAS=bias is not None,
             STARTS=starts(x), **constants,
         )  # fmt: skip
     return y
+
+
+def _layer_stats(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    stats = torch.empty(2, rows_of(x)[0], dtype=torch.float32, device=x.device)
+    return _layer(config, x, weight, bias, eps, stats), stats
 
 
 def _rms(config: Config, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -166,4 +175,5 @@ def _split(launch: Any) -> Impl:
 
 
 LAYER_SPLIT = _split(_layer)
+LAYER_STATS_SPLIT = _split(_layer_stats)
 RMS_SPLIT = _split(_rms)

@@ -21,6 +21,7 @@ from tilewright.kernels.gated_backward import gated_backward_op
 from tilewright.kernels.kv_cache import kv_cache_write, kv_cache_write_op
 from tilewright.kernels.layer_norm import layer_norm_op
 from tilewright.kernels.layer_norm_quantize import layer_norm_quantize, layer_norm_quantize_op
+from tilewright.kernels.layer_norm_stats import layer_norm_stats_op
 from tilewright.kernels.logprobs import token_logprobs, token_logprobs_op
 from tilewright.kernels.matmul import linear_op, matmul
 from tilewright.kernels.mixed_linear import mixed_linear, mixed_linear_op
@@ -189,6 +190,7 @@ ALL = (
     layer_norm_backward_op,
     layer_norm_op,
     layer_norm_quantize_op,
+    layer_norm_stats_op,
     linear_op,
     log_softmax_backward_op,
     log_softmax_op,

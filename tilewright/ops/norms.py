@@ -1,7 +1,8 @@
 """Norms over the last dimension with gradients: the kernels forward (*_norm.py), and norm_backward.py behind.
 
-Kept for the backward pass are x, or the sum that add_layer_norm or add_rms_norm returned, and the weight. Gradients are those
-of x, residual, weight and bias, once; the same bits every time on a card.
+Kept for the backward pass are x, or the sum that add_layer_norm or add_rms_norm returned, the weight, and of layer_norm's rows
+of up to 8192 columns mean and 1 / deviation, 8 bytes a row. Gradients are those of x, residual, weight and bias, once; the same
+bits every time on a card.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewright.kernels import add_layer_norm as of_sum
 from tilewright.kernels import layer_norm as of_layer
+from tilewright.kernels import layer_norm_stats as of_stats
 from tilewright.kernels import rms_norm as of_rms
 from tilewright.kernels.gradient import wants_gradient
 from tilewright.kernels.norm_backward import layer_norm_backward_op, rms_norm_backward_op
@@ -20,22 +22,30 @@ from tilewright.kernels.shapes import rows_ready
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
+# Wider rows make their statistics again (norm_backward_split.py): norm_backward_kept.py has not been measured on a card.
+_KEPT_COLS = 8192
+
+
 class _LayerNorm(torch.autograd.Function):
     """layer_norm, differentiable once in x, weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Runs without gradients, as torch does inside of a Function."""
-        ctx.save_for_backward(x, weight)
+        if x.dim() and x.shape[-1] > _KEPT_COLS:
+            y, stats = of_layer.layer_norm(x, weight, bias, eps), None
+        else:
+            y, stats = of_stats.layer_norm_stats(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, stats)
         ctx.eps = eps
-        return of_layer.layer_norm(x, weight, bias, eps)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(of x, of weight, of bias, None)."""
-        x, weight = ctx.saved_tensors
-        dx, dweight, dbias = layer_norm_backward_op(rows_ready(grads[0]), rows_ready(x), weight, ctx.eps)
+        x, weight, stats = ctx.saved_tensors
+        dx, dweight, dbias = layer_norm_backward_op(rows_ready(grads[0]), rows_ready(x), weight, ctx.eps, stats)
         return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None
 
 
@@ -105,7 +115,7 @@ class _AddLayerNorm(torch.autograd.Function):
         dy, dtotal = grads
         if dy is None:
             return dtotal, dtotal, None, None, None
-        dx, dweight, dbias = layer_norm_backward_op(rows_ready(dy), total, weight, ctx.eps)
+        dx, dweight, dbias = layer_norm_backward_op(rows_ready(dy), total, weight, ctx.eps, None)
         dx = dx if dtotal is None else dx + dtotal
         return dx, dx, dweight, dbias if ctx.needs_input_grad[3] else None, None
 
