@@ -14,8 +14,7 @@ Not here: whether two models are equally good on a task. An output that is all n
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from tilewright.fuse.naming import layer_name, source_line
+from tilewright.hw.tf32 import exact_float32
 from tilewright.tune.tolerance import errors
 
 __all__ = [
@@ -288,7 +288,7 @@ def layer_errors(
     """
     pairs = _pairs(float_graph, fused)
     flat = pytree.arg_tree_leaves(*inputs, **(kwargs or {}))
-    with torch.no_grad(), exact_products():
+    with torch.no_grad(), exact_float32():
         floats = _Recorder(float_graph, {n.name for n in pairs.values()})
         floats.run(*flat, enable_io_processing=False)
         forced = _Forced(fused, pairs, floats.values, {n.name: n for n in float_graph.graph.nodes})
@@ -297,18 +297,6 @@ def layer_errors(
 
 
 # ---- both
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """float32 products and convolutions in float32: TF32, which torch allows cuDNN, is as coarse as float16."""
-    products = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(products)
 
 
 def verify(
@@ -344,7 +332,7 @@ def verify(
         raise ValueError(f"precision is {precision!r}; wanted one of {', '.join(TOLERANCES)}, or a tolerance")
     allowed = TOLERANCES[precision] if tolerance is None else Tolerance(tolerance, tolerance * LARGEST_OVER_RMS)
     keywords = dict(kwargs or {})
-    with torch.no_grad(), exact_products():
+    with torch.no_grad(), exact_float32():
         try:
             want = float_graph(*inputs, **keywords)
         except RuntimeError as error:
@@ -353,7 +341,7 @@ def verify(
         got = (fused if run is None else run)(*inputs, **keywords)
     check = Check(precision, allowed, compare_outputs(want, got))
     if check.failed:
-        with torch.no_grad(), exact_products():
+        with torch.no_grad(), exact_float32():
             again = Check(precision, allowed, compare_outputs(want, float_graph(*inputs, **keywords)))
         if again.failed:
             raise ValueError(
