@@ -12,7 +12,9 @@ name it by the problem). A refusal is a
 sentence, and that sentence is the error text, the explanation and the skip message of the tests.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
-a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`.
+a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`. So
+do tensors without memory of their own: subclasses, those of `torch.func` and of batched gradients, one by one. An op that
+writes in place is its definition in such a transform.
 CPU tensors take the reference, or the Triton implementations under Triton's interpreter.
 
 Not here: kernels (this module imports none), searching for configs, autograd. Ops are forward only; a call that would need
@@ -44,18 +46,42 @@ __all__ = [
     "Op",
     "Refused",
     "Scope",
-    "dispatch_modes",
+    "away",
+    "indirect",
     "invariant",
+    "launch",
     "on_card",
     "prefer",
     "scope",
     "strict",
+    "wrapped",
 ]
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _CPU_IS_CPU = not device_of(-1).runs_triton
-dispatch_modes = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are on: fake tensors, a profiler, opcheck."""
+_modes = torch._C._len_torch_dispatch_stack
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+_transform, _batched = _functorch.peek_interpreter_stack, _functorch.is_legacy_batchedtensor
+_current_card: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)  # a torch without CUDA has no tensor there
+
+
+def indirect() -> bool:
+    """Whether calls have to go through torch's dispatcher: its tensors may have no memory of their own.
+
+    That is in a dispatch mode (fake tensors, a profiler, opcheck), and inside of torch.func's transforms and batched gradients,
+    whose tensors look like any other.
+    """
+    return _modes() > 0 or _transform() is not None
+
+
+def wrapped(t: Tensor) -> bool:
+    """Whether a gradient stands for tensors of another kind, or for many (`is_grads_batched=True`): it has no address."""
+    return type(t) is not Tensor or _batched(t)
+
+
+def away(index: int) -> bool:
+    """Whether a card is not the current one, on which Triton launches; False of what is on no card, -1."""
+    return index >= 0 and index != _current_card()
 
 
 class Refused(ValueError):
@@ -265,19 +291,28 @@ class Op:
             Refused: no implementation takes this problem on this device.
             RuntimeError: an input asks for a gradient.
         """
-        x = args[0]
-        if torch.compiler.is_compiling() or dispatch_modes() or type(x) not in _PLAIN:
+        if torch.compiler.is_compiling() or _modes() or not _PLAIN.issuperset(map(type, args)):
             return self.dispatched(*args)
+        if _transform() is not None:  # the dispatcher has no rule for an op that writes
+            return self.reference(*args) if self.mutates else self.dispatched(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             raise RuntimeError(f"{self.name} is forward only: call it under torch.inference_mode() or torch.no_grad()")
-        return self.run(*args)
+        try:
+            return self.run(*args)
+        except RuntimeError:
+            if not any(isinstance(a, Tensor) and _batched(a) for a in args):
+                raise
+            return self.dispatched(*args)  # `is_grads_batched=True`: such a tensor is met too seldom to be looked for first
 
     def run(self, *args: Any) -> Any:
-        """Choose and launch, without torch's dispatcher."""
+        """Choose and launch, without torch's dispatcher, on the card of the first argument."""
         index = args[0].get_device()
         if index < 0 and _CPU_IS_CPU:
             if not args[0].is_meta or _SCOPE.get().card is None:
                 return self.reference(*args)  # what `choose` would say, without the summary
+        elif index >= 0 and index != _current_card():  # Triton launches on the current card
+            with torch.cuda.device(index):
+                return self.run(*args)
         problem = self.problem(*args)
         key = (problem, index, _SCOPE.get())
         choice = self._choices.get(key)
@@ -340,4 +375,16 @@ class Op:
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+def launch(impl: Impl, config: Config, args: tuple[Any, ...]) -> Any:
+    """`impl.launch` on the card of the first argument, for a choice that was made before."""
+    index = args[0].get_device()
+    if not away(index):
+        return impl.launch(config, *args)
+    with torch.cuda.device(index):
+        return impl.launch(config, *args)
+
+
+_PLAIN = frozenset({
+    Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple, torch.Size, torch.dtype, torch.device,
+})  # fmt: skip
+"""Arguments that a launcher reads as they are: neither subclasses of tensors, which may have no memory, nor symbols."""

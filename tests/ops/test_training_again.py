@@ -18,8 +18,10 @@ from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_vendor import cudnn_choosing
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.matmul import linear_op
-from tilewright.op import Inputs
+from tilewright.op import Inputs, scope
 from tilewright.ops import conv_training, linear_gradient
+from tilewright.ops.batch_norm_again import BatchNormAgain
+from tilewright.ops.channel_norms import _batch_places
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: what is launched again has run on one")
 LAST = torch.channels_last
@@ -106,6 +108,44 @@ def test_results_may_be_written_in_place(name: str, monkeypatch: pytest.MonkeyPa
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.square().sum().backward()
+
+
+def relu_norm(x: Tensor, *_: Any) -> Tensor:
+    return F.batch_norm(x, None, None, training=True).relu()
+
+
+MANY = ("conv2d", "conv again", "linear", "linear again", "batch_norm", "batch_norm again", "group_norm")
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_gradients_that_stand_for_many(name: str) -> None:
+    """As a Jacobian asks for: they look like any other tensor, and have no address."""
+    inputs = Inputs()
+    x = inputs.randn(2, 4, 4, 4).contiguous(memory_format=LAST).requires_grad_()
+    weight, rows, bias = (inputs.randn(*shape).requires_grad_() for shape in ((5, 4, 1, 1), (5, 4), (5,)))
+    training = conv_training.ConvTraining(lambda x, w, b, _: F.conv2d(x, w, b), window_of("conv2d", x, weight, 1, 0, 1), 1)
+    product = linear_gradient._Again(linear_op._reference)
+    norm: Any = object.__new__(BatchNormAgain)
+    norm._scope, norm._backward, norm._eps, norm.relu = scope(), None, 1e-5, True
+    norm._places = lambda t: _batch_places(t, True)
+    norm.forward = lambda x, *rest: (relu_norm(x), x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0))
+    call, given, want = {
+        "conv2d": (ops.conv2d, (x, weight, bias), F.conv2d),
+        "conv again": (lambda x, w, b: training(x, w, b, None), (x, weight, bias), F.conv2d),
+        "linear": (ops.linear, (x, rows, bias), F.linear),
+        "linear again": (
+            lambda x, w, b: linear_gradient._ProductAgain.apply(x.contiguous(), w, b, product), (x, rows, bias), F.linear,
+        ),
+        "batch_norm": (lambda x: ops.batch_norm(x, None, None, training=True, activation="relu"), (x,), relu_norm),
+        "batch_norm again": (lambda x: norm(x, None, None, None, None, None), (x,), relu_norm),
+        "group_norm": (lambda x: ops.group_norm(x, 2), (x,), lambda x: F.group_norm(x, 2)),
+    }[name]  # fmt: skip
+    y: Any = call(*given)
+    dy = inputs.randn(3, *y.shape)
+    found = torch.autograd.grad(y, given, dy, is_grads_batched=True)
+    each = [torch.autograd.grad(want(*given), given, one) for one in dy]
+    for got, right in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(right), rtol=1e-4, atol=1e-5)
 
 
 def test_the_wish_for_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

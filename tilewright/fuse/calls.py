@@ -19,7 +19,7 @@ from tilewright.kernels.attention import attention_op
 from tilewright.kernels.conv import conv_op
 from tilewright.kernels.conv_checks import window_of
 from tilewright.kernels.matmul import linear_op
-from tilewright.op import Op
+from tilewright.op import Op, launch
 from tilewright.ops.linear import Weight
 from tilewright.tune.space import Config
 
@@ -37,7 +37,7 @@ def run(op: Op, args: tuple[Any, ...], choice: Choice | None) -> Any:
     if choice is None:
         return op(*args)
     impl = next(impl for impl in op.impls if impl.name == choice[0])
-    return impl.launch(choice[1], *args)
+    return launch(impl, choice[1], args)
 
 
 _CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

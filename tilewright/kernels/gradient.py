@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
-__all__ = ["no_view", "wants_gradient"]
+__all__ = ["laid_like", "no_view", "wants_gradient"]
+
+
+def laid_like(dy: Tensor, x: Tensor) -> Tensor:
+    """A gradient with the strides of x, or a copy that has them; also of gradients that stand for many."""
+    return dy if dy.stride() == x.stride() else dy.new_empty_strided(x.shape, x.stride()).copy_(dy)
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:

@@ -285,7 +285,7 @@ def matmul(
         shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, a.shape[:-1])
         if residual is not None:
             residual = rows_ready(residual.flatten(0, -2))
-        x = operand_ready(a.flatten(0, -2))
+        x = operand_ready(a if a.dim() == 2 else a.flatten(0, -2))
         return linear_op(x, b.mT, bias, activation, residual).view(shape)
     try:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])

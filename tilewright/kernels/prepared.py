@@ -23,9 +23,12 @@ from triton.compiler import CompiledKernel
 
 from tilewright.hw import env
 from tilewright.kernels.bare_launch import BareLaunch, bare_launch
-from tilewright.op import dispatch_modes, scope
+from tilewright.op import away, indirect, scope
 
 __all__ = ["Held", "Prepared", "call_key", "in_place", "launch", "pointer_kind"]
+
+
+_PLAIN = (Tensor, Parameter)
 
 
 class _Base:
@@ -139,9 +142,9 @@ def pointer_kind(x: Tensor | None) -> tuple[torch.dtype, bool] | None:
 def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Hashable | None:
     """All by which calls of a public function may differ but the memory of their tensors; None: go the long way.
 
-    That is what is not on a GPU, is traced, wrapped or unaligned, or has a list among its options, which has no hash.
+    That is what is not on the current GPU, is traced, wrapped or unaligned, or has a list among its options, which has no hash.
     """
-    if type(x) not in (Tensor, Parameter) or not x.is_cuda or torch.compiler.is_compiling() or dispatch_modes():
+    if type(x) not in _PLAIN or not x.is_cuda or torch.compiler.is_compiling() or indirect() or away(x.get_device()):
         return None
     try:
         hash(options)
@@ -153,6 +156,8 @@ def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Has
         if t is None:
             key.append(None)
             continue
+        if type(t) not in _PLAIN:  # a subclass may have no memory of its own
+            return None
         starts |= t.data_ptr()
         key += (t.shape, t.stride(), t.dtype, t.get_device())
     return None if starts % 16 else tuple(key)

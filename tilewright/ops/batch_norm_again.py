@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from tilewright.kernels import batch_norm_backward, batch_statistics
 from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
-from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.gradient import laid_like, wants_gradient
 from tilewright.kernels.prepared import Prepared
-from tilewright.op import dispatch_modes, scope
+from tilewright.op import indirect, scope, wrapped
 
 __all__ = ["BatchNormAgain", "wanted"]
 
@@ -72,12 +72,12 @@ class BatchNormAgain:
         self, dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(dx, the residual's gradient, dweight, dbias)."""
-        plain = dy.dtype == x.dtype and dy.stride() == x.stride() and not dy.data_ptr() % 16
-        plain = plain and type(dy) is Tensor and scope() == self._scope and not dispatch_modes()
+        plain = not wrapped(dy) and not indirect() and scope() == self._scope
+        plain = plain and dy.dtype == x.dtype and dy.stride() == x.stride() and not dy.data_ptr() % 16
         if plain and self._backward is not None and self._generation == batch_norm_backward_op.generation:
             dx, g, dweight, dbias = self._backward.launch(dy, x, y, mean, variance, weight)
             return dx, dy if g is None else g, dweight, dbias
-        dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
+        dy = laid_like(dy, x)
         given = [None if t is None else self._places(t) for t in (dy, x, y)]
         args = (*given, mean, variance, weight, self._eps)
         dx, g, dweight, dbias = batch_norm_backward_op(*args)

@@ -28,7 +28,7 @@ from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.batch_statistics import batch_statistics_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
 from tilewright.kernels.conv_common import ACTIVATIONS
-from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.gradient import laid_like, wants_gradient
 from tilewright.kernels.normalize_channels import launched, normalize_channels_op
 from tilewright.kernels.prepared import Held, Prepared, call_key, in_place
 from tilewright.ops.batch_norm_again import BatchNormAgain, wanted
@@ -105,7 +105,7 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(of x, of weight, of bias), and nothing for the rest."""
         x, weight, mean, scale = ctx.saved_tensors
-        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        dy = laid_like(grads[0], x)
         given, crossed = channel_sums_op(x, mean, dy)
         crossed = crossed * scale
         dweight = None if weight is None else crossed.sum(0).to(weight.dtype)
@@ -141,7 +141,7 @@ class _Batch(torch.autograd.Function):
         """(of x, of weight, of bias, of residual), and nothing for the rest."""
         x, weight, mean, variance, y = ctx.saved_tensors
         eps, of_bias = ctx.options
-        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        dy = laid_like(grads[0], x)
         dx, g, dweight, dbias = batch_norm_backward_op(dy, x, y, mean, variance, weight, eps)
         return dx, *wanted(ctx, dweight, dbias, of_bias, dy if y is None else g), None, None, None, None
 
@@ -180,7 +180,7 @@ class _Fixed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(of x, of weight, of bias), and nothing for the rest."""
         x, weight, mean, scale = ctx.saved_tensors
-        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        dy = laid_like(grads[0], x)
         a, _ = _factors(mean, scale, weight, None)
         dx = channel_affine_op(dy, a, torch.zeros_like(a), None, None)
         given, crossed = channel_sums_op(x, mean, dy) if any(ctx.needs_input_grad[1:3]) else (a, a)

@@ -86,7 +86,7 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = conv_weight_gradient_op(dy, x, *ctx.options, list(weight.shape[1:-1]))
         if ctx.needs_input_grad[2]:
-            db = dy.flatten(0, -2).sum(0)
+            db = dy.sum(tuple(range(dy.dim() - 1)))
         return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None
 
 
@@ -111,7 +111,7 @@ class _Transposed(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = conv_weight_gradient_op(x, dy, *ctx.options, list(weight.shape[1:-1]))
         if ctx.needs_input_grad[2]:
-            db = dy.flatten(0, -2).sum(0)
+            db = dy.sum(tuple(range(dy.dim() - 1)))
         return dx, dw, db, None, None
 
 

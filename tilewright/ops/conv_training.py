@@ -22,7 +22,7 @@ from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_vendor import cudnn_choosing, takes_padding
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.gradient import no_view
-from tilewright.op import dispatch_modes, scope
+from tilewright.op import indirect, scope, wrapped
 
 __all__ = ["ConvTraining"]
 
@@ -56,9 +56,10 @@ class ConvTraining:
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
         """The gradients of x, weight and bias that are needed."""
-        layout = FORMATS[x.dim()]
-        dy = dy.contiguous(memory_format=layout)
-        plain = dy.data_ptr() % 16 == 0 and type(dy) is Tensor and scope() == self._scope and not dispatch_modes()
+        if wrapped(dy):
+            return self._by_ops(dy.movedim(1, -1).contiguous().movedim(-1, 1), x, weight, needs)
+        dy = dy.contiguous(memory_format=FORMATS[x.dim()])
+        plain = not indirect() and scope() == self._scope and dy.data_ptr() % 16 == 0
         key = (needs, conv_transpose_op.generation, conv_weight_gradient_op.generation)
         known = self._short.get(key) if plain else False
         if known is None:
@@ -90,7 +91,7 @@ class ConvTraining:
         of_x, of_weight = self._arguments(dy, x, weight)
         dx = conv_transpose_op(*of_x).movedim(-1, 1) if needs[0] else None
         dw = conv_weight_gradient_op(*of_weight).movedim(-1, 1) if needs[1] else None
-        return [dx, dw, of_x[0].flatten(0, -2).sum(0) if needs[2] else None]
+        return [dx, dw, dy.sum((0, *range(2, dy.dim()))) if needs[2] else None]
 
     def _arguments(self, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Of the ops for the gradients of x and of the weight."""

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from tilewright.kernels.gradient import no_view
 from tilewright.kernels.matmul import linear_op, matmul, operand_ready
 from tilewright.kernels.prepared import Held, call_key
-from tilewright.op import Choice, dispatch_modes, scope
+from tilewright.op import Choice, indirect, scope, wrapped
 from tilewright.ops.pointwise import activation as activate
 from tilewright.ops.pointwise import gelu_mul, silu_mul
 
@@ -59,7 +59,7 @@ class _Again:
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         """The gradients of x [..., K], weight and bias that are needed."""
         rows, flat = dy.reshape(-1, dy.shape[-1]).contiguous(), x.view(-1, x.shape[-1])
-        if type(dy) is not Tensor or rows.data_ptr() % 16 or dispatch_modes() or scope() != self.scope:
+        if wrapped(dy) or indirect() or scope() != self.scope or rows.data_ptr() % 16:
             dx, dw, db = _gradients(rows, flat, weight, needs)
             return None if dx is None else dx.view(x.shape), dw, db
         dx = dw = None
