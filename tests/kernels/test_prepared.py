@@ -102,6 +102,34 @@ def test_kept_again_pushes_nothing_out() -> None:
     assert held.get("a") == "a"
 
 
+class Resident(Tensor):
+    """A CPU's tensor that says it is a card's."""
+
+    is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.skipif(env.interpreting(), reason="the interpreter makes no launch again")
+def test_factors_are_no_part_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cumulative average has another one in every step."""
+    monkeypatch.setattr(of_prepared, "_LAUNCHED", Held())
+    again: Any = Compiled()
+    x = torch.zeros(16).as_subclass(Resident)
+    kernel: Any = type("Kernel", (), {"arg_names": ["x_ptr", "n", "factor", "BLOCK"]})()
+    direct: list[Any] = []
+    monkeypatch.setattr(
+        type(kernel), "__getitem__", lambda self, grid: lambda *a, **k: direct.append(a) or again, raising=False
+    )
+    for step in range(1, 5):
+        prepared = of_prepared.launch(kernel, (3,), (x,), (16,), {"BLOCK": 8}, (1.0 / step,))
+    assert prepared is not None
+    prepared((x.data_ptr(), 0.75))
+    assert len(of_prepared._LAUNCHED._kept) == 1
+    assert direct == [(x, 16, 1.0)]
+    assert again.launches == [(x.data_ptr(), 16, factor, 8) for factor in (0.5, 1 / 3, 0.25, 0.75)]
+    of_prepared.launch(kernel, (3,), (x,), (17,), {"BLOCK": 8}, (1.0,))
+    assert len(direct) == 2, "another number is another launch"
+
+
 class OnCard:
     """As much of a tensor of card 0 as a key is made of; no address where there is none."""
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright import ops
+from tilewright import nn, ops
 from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.batch_statistics import batch_statistics_op
 from tilewright.kernels.conv_checks import window_of
@@ -18,8 +18,9 @@ from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_vendor import cudnn_choosing
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.prepared import Held
 from tilewright.op import Inputs, scope
-from tilewright.ops import conv_training, linear_gradient
+from tilewright.ops import channel_norms, conv_training, linear_gradient
 from tilewright.ops.batch_norm_again import BatchNormAgain
 from tilewright.ops.channel_norms import _batch_places
 
@@ -137,7 +138,7 @@ def test_gradients_that_stand_for_many(name: str) -> None:
             lambda x, w, b: linear_gradient._ProductAgain.apply(x.contiguous(), w, b, product), (x, rows, bias), F.linear,
         ),
         "batch_norm": (lambda x: ops.batch_norm(x, None, None, training=True, activation="relu"), (x,), relu_norm),
-        "batch_norm again": (lambda x: norm(x, None, None, None, None, None), (x,), relu_norm),
+        "batch_norm again": (lambda x: norm(x, None, None, None, None, None, 0.1), (x,), relu_norm),
         "group_norm": (lambda x: ops.group_norm(x, 2), (x,), lambda x: F.group_norm(x, 2)),
     }[name]  # fmt: skip
     y: Any = call(*given)
@@ -177,12 +178,13 @@ def test_batch_norm(activation: str, added: bool, monkeypatch: pytest.MonkeyPatc
     kept = None
     for i in range(4):
         x, residual, dy = (image(seed, 4, 24, 7, 5) for seed in (i, i + 7, i + 13))
+        momentum = 1 / (i + 1)
         w, b, m, v = (Inputs("cuda", i + s).randn(24).square() + 0.5 for s in range(4))
         twin = [t.double().requires_grad_() for t in (x, w, b, residual)]
         mean, variance = m.double(), v.double()
         mine = [t.requires_grad_() for t in (x, w, b, residual)]
-        y = ops.batch_norm(x, m, v, w, b, True, activation=activation, residual=residual if added else None)
-        want = F.batch_norm(twin[0], mean, variance, twin[1], twin[2], True) + (twin[3] if added else 0)
+        y = ops.batch_norm(x, m, v, w, b, True, momentum, activation=activation, residual=residual if added else None)
+        want = F.batch_norm(twin[0], mean, variance, twin[1], twin[2], True, momentum) + (twin[3] if added else 0)
         want = want if activation == "none" else torch.where(y.detach() > 0, want, 0.0)
         y.backward(dy)
         want.backward(dy.double())
@@ -216,3 +218,31 @@ def test_convolution(dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> 
             close(got, exact)
         for op in (conv_transpose_op, conv_weight_gradient_op):
             monkeypatch.setattr(op, "problem", no_summary)
+
+
+class Cumulative(BatchNormAgain):
+    """A call to be made again whose launches are torch's."""
+
+    def __init__(self) -> None:
+        self.momenta: list[float] = []
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, _, _, _, mean, variance, momentum = args
+        self.momenta.append(momentum)
+        return F.batch_norm(x, mean, variance, training=True, momentum=momentum), x[0], x[0]
+
+
+def test_a_cumulative_average_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With momentum=None every step has a factor of its own: no part of the key, and given to the call."""
+    monkeypatch.setattr(channel_norms, "call_key", lambda options, *tensors: options)
+    monkeypatch.setattr(channel_norms, "_AGAIN", Held())
+    again = Cumulative()
+    monkeypatch.setattr(channel_norms, "_trained", lambda *args: again)
+    mine, twin = nn.BatchNorm2d(3, momentum=None, affine=False), torch.nn.BatchNorm2d(3, momentum=None, affine=False)
+    for seed in range(4):
+        x = Inputs(seed=seed).randn(2, 3, 4, 4)
+        torch.testing.assert_close(mine(x), twin(x))
+    assert again.momenta == [1 / 2, 1 / 3, 1 / 4]
+    assert len(channel_norms._AGAIN._kept) == 1
+    torch.testing.assert_close(mine.running_mean, twin.running_mean)
+    torch.testing.assert_close(mine.running_var, twin.running_var)

@@ -2,8 +2,8 @@
 
 Three launches each way (kernels/batch_statistics.py, normalize_channels.py, batch_norm_backward.py), the memory they need and
 one `torch.autograd.Function`: of a network's small layers all else is host time. What may differ between two calls is the
-memory of their tensors; none is kept alive. Where a gradient comes that lies otherwise than x, or a scope or a dispatch mode
-was entered since, the backward pass goes through its op.
+memory of their tensors, none of which is kept alive, and the momentum. Where a gradient comes that lies otherwise than x, or a
+scope or a dispatch mode was entered since, the backward pass goes through its op.
 
 Only activations whose slope the result tells: none and relu. Second derivatives are refused.
 """
@@ -50,19 +50,20 @@ class BatchNormAgain:
 
     def __call__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running_mean: Tensor | None,
-        running_var: Tensor | None,
+        running_var: Tensor | None, momentum: float,
     ) -> Tensor:  # fmt: skip
         """The norm and what follows, with gradients where they are asked for; moves the running statistics."""
+        given = (x, weight, bias, residual, running_mean, running_var, momentum)
         if wants_gradient(x, weight, bias, residual):
-            return _Again.apply(x, weight, bias, residual, running_mean, running_var, self)  # pyright: ignore[reportReturnType]
-        return self.forward(x, weight, bias, residual, running_mean, running_var)[0]
+            return _Again.apply(*given, self)  # pyright: ignore[reportReturnType]
+        return self.forward(*given)[0]
 
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running_mean: Tensor | None,
-        running_var: Tensor | None,
+        running_var: Tensor | None, momentum: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(y, mean, variance)."""
-        mean, variance = self._statistics.launch(x, running_mean, running_var)
+        mean, variance = self._statistics.launch(x, running_mean, running_var, momentum)
         y = torch.empty_like(x)
         operands = (x, mean, variance, weight, bias, residual, y)
         self._normalised([0 if t is None else t.data_ptr() for t in operands])
@@ -92,7 +93,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, _, _, _, again = args
+        x, weight, bias, *_, again = args
         y, mean, variance = again.forward(*args[:-1])
         ctx.save_for_backward(x, weight, mean, variance, y if again.relu else None)
         ctx.options = (again, None if bias is None else bias.dtype)
@@ -104,7 +105,7 @@ class _Again(torch.autograd.Function):
         x, weight, mean, variance, y = ctx.saved_tensors
         again, of_bias = ctx.options
         dx, dresidual, dweight, dbias = again.backward(grads[0], x, y, mean, variance, weight)
-        return dx, *wanted(ctx, dweight, dbias, of_bias, dresidual), None, None, None
+        return dx, *wanted(ctx, dweight, dbias, of_bias, dresidual), None, None, None, None
 
 
 def wanted(

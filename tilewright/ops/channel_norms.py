@@ -351,11 +351,11 @@ def batch_norm(
     key = None
     if training or not wants_gradient(x, weight, bias, residual):
         chosen = (normalize_channels_op.generation, batch_statistics_op.generation)
-        options = ("batch_norm", chosen, training, momentum if training else 0.0, eps, activation)
+        options = ("batch_norm", chosen, training, eps, activation)
         key = call_key(options, x, running_mean, running_var, weight, bias, residual)
         again: BatchNormAgain | Prepared | None = None if key is None else _AGAIN.get(key)
         if isinstance(again, BatchNormAgain):
-            return again(x, weight, bias, residual, running_mean, running_var)
+            return again(x, weight, bias, residual, running_mean, running_var, momentum)
         if again is not None:
             y = torch.empty_like(x)
             operands = (x, running_mean, running_var, weight, bias, residual, y)
