@@ -16,6 +16,7 @@ from tilewright import ops
 from tilewright.kernels.activation_forms import ACTIVATION_FORMS
 from tilewright.kernels.add_layer_norm import add_layer_norm_op
 from tilewright.kernels.attention import attention_op
+from tilewright.kernels.attention_checks import scale_of
 from tilewright.kernels.conv import conv_op
 from tilewright.kernels.conv_checks import window_of
 from tilewright.kernels.matmul import linear_op
@@ -123,8 +124,8 @@ def linear(
 
 
 def attention_operands(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Any, ...]:
-    """What `attention_op` is called with."""
-    return q, k, v, None, None, q.shape[1], k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, causal, False
+    """What `attention_op` is called with. Raises ValueError as `ops.attention` does where the scale is not above 0."""
+    return q, k, v, None, None, q.shape[1], k.shape[1], scale_of(q, scale), causal, False
 
 
 def attention(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tilewright.fuse.check import LARGEST_OVER_RMS, TOLERANCES, Check, Inaccurate, Tolerance, compare_outputs
+from tilewright.fuse.check import TOLERANCES, Check, Inaccurate, Tolerance, compare_outputs
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.report import Report
 from tilewright.fuse.settings import Settings
@@ -171,7 +171,7 @@ def optimize_children(
     _restore(model, state)
     allowed = TOLERANCES[settings.precision]
     if settings.tolerance is not None:
-        allowed = Tolerance(settings.tolerance, settings.tolerance * LARGEST_OVER_RMS)
+        allowed = Tolerance.given(settings.tolerance)
     check = Check(settings.precision, allowed, compare_outputs(want, got))
     if check.failed:
         raise Inaccurate(check)
