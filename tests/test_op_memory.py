@@ -13,8 +13,10 @@ from tests.test_op import card as card  # a fixture
 from tests.test_op import places as places  # a fixture
 from tests.tune.test_lookup import Places
 from tilewright import op as op_module
+from tilewright import ops
+from tilewright.hw import here
 from tilewright.hw.roofline import Cost
-from tilewright.op import Impl, Op
+from tilewright.op import Impl, Inputs, Op
 
 
 class Current:
@@ -22,7 +24,7 @@ class Current:
 
     def __init__(self, index: int, monkeypatch: pytest.MonkeyPatch):
         self.index, self.entered = index, list[int]()
-        monkeypatch.setattr(op_module, "_current_card", lambda: self.index)
+        monkeypatch.setattr(here, "_current_card", lambda: self.index)
         monkeypatch.setattr(torch.cuda, "device", self.other)
 
     @contextmanager
@@ -41,10 +43,10 @@ def test_a_launch_is_on_the_card_of_its_tensors(way: str, card: Places, monkeypa
     monkeypatch.setattr(ONE, "impls", (on_it,))
     ONE.forget()
     current, x = Current(3, monkeypatch), OnCard(LARGE)
-    for here in (3, 3, 0):
-        current.index = here
+    for index in (3, 3, 0):
+        current.index = index
         ONE.run(x) if way == "op" else op_module.launch(on_it, {}, (x,))
-        assert current.index == here
+        assert current.index == index
     ONE.forget()
     assert (found, current.entered) == ([0] * 3, [0, 0]), "nothing is entered for the current card"
 
@@ -130,3 +132,27 @@ def test_addresses_are_those_of_real_tensors(call: Any, want: float, monkeypatch
     READS.forget()
     got = call(ones(3, 4), ones(3, 4))
     assert torch.equal(got, torch.full((3, 4), float(want)))
+
+
+# ---- dtypes
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "conv_transpose2d", "matmul"])
+def test_autocast_changes_no_dtype(name: str, compiled: bool) -> None:
+    """An op gives what it promises, forward and backward, whichever implementation is torch's own."""
+    inputs = Inputs()
+    x = inputs.randn(2, 4, 8, 8).requires_grad_()
+    shapes = {"linear": (5, 8), "conv2d": (5, 4, 3, 3), "conv_transpose2d": (4, 5, 3, 3), "matmul": (8, 5)}
+    weight = inputs.randn(*shapes[name]).requires_grad_(name != "matmul")
+    plain = getattr(ops, name)
+    call = torch.compile(plain, backend="aot_eager", fullgraph=True) if compiled else plain
+    given = (x, weight) if name != "matmul" else (x.detach(), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(*given)
+        if y.requires_grad:
+            y.square().sum().backward()
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, plain(*given))
+    for t in given:
+        assert t.grad is None or t.grad.dtype == torch.float32

@@ -15,6 +15,7 @@ In plain eager code the call goes straight to the launcher. While torch.compile 
 a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`. So
 do tensors without memory of their own: subclasses, those of `torch.func` and of batched gradients, one by one. An op that
 writes in place is its definition in such a transform.
+`torch.autocast` does not reach into ops: their results have the dtypes that they promise.
 CPU tensors take the reference, or the Triton implementations under Triton's interpreter.
 
 Not here: kernels (this module imports none), searching for configs, autograd. Ops are forward only; a call that would need
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.device import Device, device_of
+from tilewright.hw.here import as_given, autocasts, away, dispatch_modes, stands_for_many, transforms
 from tilewright.hw.roofline import Cost
 from tilewright.tune import lookup
 from tilewright.tune.model import Work
@@ -46,42 +48,16 @@ __all__ = [
     "Op",
     "Refused",
     "Scope",
-    "away",
-    "indirect",
     "invariant",
     "launch",
     "on_card",
     "prefer",
     "scope",
     "strict",
-    "wrapped",
 ]
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _CPU_IS_CPU = not device_of(-1).runs_triton
-_modes = torch._C._len_torch_dispatch_stack
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-_transform, _batched = _functorch.peek_interpreter_stack, _functorch.is_legacy_batchedtensor
-_current_card: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)  # a torch without CUDA has no tensor there
-
-
-def indirect() -> bool:
-    """Whether calls have to go through torch's dispatcher: its tensors may have no memory of their own.
-
-    That is in a dispatch mode (fake tensors, a profiler, opcheck), and inside of torch.func's transforms and batched gradients,
-    whose tensors look like any other.
-    """
-    return _modes() > 0 or _transform() is not None
-
-
-def wrapped(t: Tensor) -> bool:
-    """Whether a gradient stands for tensors of another kind, or for many (`is_grads_batched=True`): it has no address."""
-    return type(t) is not Tensor or _batched(t)
-
-
-def away(index: int) -> bool:
-    """Whether a card is not the current one, on which Triton launches; False of what is on no card, -1."""
-    return index >= 0 and index != _current_card()
 
 
 class Refused(ValueError):
@@ -281,7 +257,7 @@ class Op:
         _LIBRARY.define(self.name + torch.library.infer_schema(self.reference, mutates_args=self.mutates))
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(self.name, self.run, key)
-        torch.library.register_fake(f"tilewright::{self.name}", self.fake or self.reference, lib=_LIBRARY)
+        torch.library.register_fake(f"tilewright::{self.name}", as_given(self.fake or self.reference), lib=_LIBRARY)
         self.dispatched = getattr(torch.ops.tilewright, self.name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -291,26 +267,29 @@ class Op:
             Refused: no implementation takes this problem on this device.
             RuntimeError: an input asks for a gradient.
         """
-        if torch.compiler.is_compiling() or _modes() or not _PLAIN.issuperset(map(type, args)):
+        if torch.compiler.is_compiling() or dispatch_modes() or not _PLAIN.issuperset(map(type, args)):
             return self.dispatched(*args)
-        if _transform() is not None:  # the dispatcher has no rule for an op that writes
+        if transforms():  # the dispatcher has no rule for an op that writes
             return self.reference(*args) if self.mutates else self.dispatched(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             raise RuntimeError(f"{self.name} is forward only: call it under torch.inference_mode() or torch.no_grad()")
         try:
             return self.run(*args)
         except RuntimeError:
-            if not any(isinstance(a, Tensor) and _batched(a) for a in args):
+            if not any(isinstance(a, Tensor) and stands_for_many(a) for a in args):
                 raise
             return self.dispatched(*args)  # `is_grads_batched=True`: such a tensor is met too seldom to be looked for first
 
     def run(self, *args: Any) -> Any:
         """Choose and launch, without torch's dispatcher, on the card of the first argument."""
+        if autocasts():  # torch's operators in definitions and launchers are to keep the dtypes that they are given
+            with torch._C._DisableAutocast():
+                return self.run(*args)
         index = args[0].get_device()
         if index < 0 and _CPU_IS_CPU:
             if not args[0].is_meta or _SCOPE.get().card is None:
                 return self.reference(*args)  # what `choose` would say, without the summary
-        elif index >= 0 and index != _current_card():  # Triton launches on the current card
+        elif away(index):
             with torch.cuda.device(index):
                 return self.run(*args)
         problem = self.problem(*args)

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewright import op as of_op
 from tilewright import ops
-from tilewright.hw import env
+from tilewright.hw import env, here
 from tilewright.kernels import prepared as of_prepared
 from tilewright.kernels.pointwise import activation_op
 from tilewright.kernels.prepared import Held, Prepared, call_key, pointer_kind
@@ -157,7 +156,7 @@ class Another(OnCard):
 @pytest.fixture
 def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(of_prepared, "_PLAIN", (OnCard,))
-    monkeypatch.setattr(of_op, "_current_card", lambda: 0)
+    monkeypatch.setattr(here, "_current_card", lambda: 0)
     return OnCard
 
 
@@ -175,7 +174,9 @@ def test_a_key_is_of_memory_on_the_current_card(on_card: Any, monkeypatch: pytes
     assert torch.func.functionalize(lambda t: t if call_key(("op",), no_memory) is None else -t)(torch.ones(2)).eq(1).all()
     with FakeTensorMode():
         assert call_key(("op",), no_memory) is None
-    monkeypatch.setattr(of_op, "_current_card", lambda: 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call_key(("op",), x) is None, "what was chosen may be torch's own"
+    monkeypatch.setattr(here, "_current_card", lambda: 1)
     assert call_key(("op",), x) is None, "on another card: Triton would launch on the current one"
 
 

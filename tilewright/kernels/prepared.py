@@ -22,8 +22,9 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from tilewright.hw import env
+from tilewright.hw.here import away, indirect
 from tilewright.kernels.bare_launch import BareLaunch, bare_launch
-from tilewright.op import away, indirect, scope
+from tilewright.op import scope
 
 __all__ = ["Held", "Prepared", "call_key", "in_place", "launch", "pointer_kind"]
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.hw.here import indirect, wrapped
 from tilewright.kernels import batch_norm_backward, batch_statistics
 from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.gradient import laid_like, wants_gradient
 from tilewright.kernels.prepared import Prepared
-from tilewright.op import indirect, scope, wrapped
+from tilewright.op import scope
 
 __all__ = ["BatchNormAgain", "wanted"]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.hw.here import indirect, wrapped
 from tilewright.kernels import conv_sm90_phases, conv_sm90_transpose, conv_sm90_weight_gradient
 from tilewright.kernels.conv_again import FORMATS, Again
 from tilewright.kernels.conv_checks import Window
@@ -22,7 +23,7 @@ from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_vendor import cudnn_choosing, takes_padding
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.gradient import no_view
-from tilewright.op import indirect, scope, wrapped
+from tilewright.op import scope
 
 __all__ = ["ConvTraining"]
 
