@@ -149,6 +149,42 @@ def test_gradients_that_stand_for_many(name: str) -> None:
         torch.testing.assert_close(got, torch.stack(right), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("again", ["conv", "linear", "batch norm"])
+def test_saved_tensors_that_come_back_otherwise(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `save_on_cpu(pin_memory=True)` brings them: dense, but in torch's own order. Launches count on the forward pass's."""
+    inputs = Inputs()
+    x = inputs.randn(2, 4, 3, 5).contiguous(memory_format=LAST).requires_grad_()
+    weight, rows = inputs.randn(6, 4, 1, 1).contiguous(memory_format=LAST), inputs.randn(5, 6).t()
+    seen: list[tuple[int, ...]] = []
+
+    def gradients(self: Any, dy: Tensor, *given: Any) -> list[Any]:
+        seen.extend(t.stride() for t in given[:2])
+        return [given[0], None, None, None]
+
+    class Norm(BatchNormAgain):
+        def __init__(self) -> None:
+            self.relu = True
+
+        def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return relu_norm(x), x.mean((0, 2, 3)), x.var((0, 2, 3))
+
+        backward = gradients  # pyright: ignore[reportAssignmentType]
+
+    training = conv_training.ConvTraining(lambda x, w, b, _: F.conv2d(x, w), window_of("conv2d", x, weight, 1, 0, 1), 1)
+    product = linear_gradient._Again(linear_op._reference)
+    for cls in (conv_training.ConvTraining, linear_gradient._Again):
+        monkeypatch.setattr(cls, "backward", lambda self, *a: gradients(self, *a)[:3])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
+        y: Any = {
+            "conv": lambda: training(x, weight, None, None),
+            "linear": lambda: linear_gradient._ProductAgain.apply(x.contiguous(), rows, None, product),
+            "batch norm": lambda: Norm()(x, None, None, None, None, None, 0.1),
+        }[again]()
+        y.sum().backward()
+    expected = {"conv": [x, weight], "linear": [x.contiguous(), rows], "batch norm": [x, x]}[again]
+    assert seen == [t.stride() for t in expected]
+
+
 def test_the_wish_for_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     for wanted in (False, True):

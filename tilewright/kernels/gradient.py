@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-__all__ = ["laid_like", "no_view", "wants_gradient"]
+from tilewright.hw.here import wrapped
+
+__all__ = ["dense", "laid_like", "no_view", "restored", "wants_gradient"]
 
 
 def laid_like(dy: Tensor, x: Tensor) -> Tensor:
@@ -22,3 +24,15 @@ def no_view(y: Tensor) -> Tensor:
     Of what the forward pass of a Function has made and nobody else holds. A trace has no launchers' views, and keeps y.
     """
     return y if torch.compiler.is_compiling() else y.data
+
+
+def restored(saved: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A saved tensor as it lay in the forward pass, or a copy: hooks may bring it back otherwise, as `save_on_cpu` does."""
+    if saved.stride() == strides and (wrapped(saved) or saved.data_ptr() % 16 == 0):
+        return saved
+    return saved.new_empty_strided(saved.shape, strides).copy_(saved)
+
+
+def dense(vector: Tensor | None) -> Tensor | None:
+    """A weight or bias of one dimension without gaps, as kernels read it; itself if it is so already."""
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()

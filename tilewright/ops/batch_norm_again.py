@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from tilewright.hw.here import indirect, wrapped
 from tilewright.kernels import batch_norm_backward, batch_statistics
 from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
-from tilewright.kernels.gradient import laid_like, wants_gradient
+from tilewright.kernels.gradient import laid_like, restored, wants_gradient
 from tilewright.kernels.prepared import Prepared
 from tilewright.op import scope
 
@@ -97,14 +97,15 @@ class _Again(torch.autograd.Function):
         x, weight, bias, *_, again = args
         y, mean, variance = again.forward(*args[:-1])
         ctx.save_for_backward(x, weight, mean, variance, y if again.relu else None)
-        ctx.options = (again, None if bias is None else bias.dtype)
+        ctx.options = (again, None if bias is None else bias.dtype, x.stride())
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, mean, variance, y = ctx.saved_tensors
-        again, of_bias = ctx.options
+        again, of_bias, strides = ctx.options
+        x, y = restored(x, strides), None if y is None else restored(y, strides)
         dx, dresidual, dweight, dbias = again.backward(grads[0], x, y, mean, variance, weight)
         return dx, *wanted(ctx, dweight, dbias, of_bias, dresidual), None, None, None, None
 

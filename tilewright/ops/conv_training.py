@@ -22,7 +22,7 @@ from tilewright.kernels.conv_sm90_boxes import Again as Launched
 from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_vendor import cudnn_choosing, takes_padding
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.gradient import no_view
+from tilewright.kernels.gradient import no_view, restored
 from tilewright.op import scope
 
 __all__ = ["ConvTraining"]
@@ -130,12 +130,12 @@ class _Trained(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: ConvTraining
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.call = call
+        ctx.call, ctx.strides = call, (x.stride(), weight.stride())
         return no_view(call.forward(x, weight, bias, residual))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
+        x, weight = map(restored, ctx.saved_tensors, ctx.strides)
         needs = ctx.needs_input_grad
         return *ctx.call.backward(grads[0], x, weight, needs[:3]), grads[0] if needs[3] else None, None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewright.hw.here import indirect, wrapped
-from tilewright.kernels.gradient import no_view
+from tilewright.kernels.gradient import no_view, restored
 from tilewright.kernels.matmul import linear_op, matmul, operand_ready
 from tilewright.kernels.prepared import Held, call_key
 from tilewright.op import Choice, scope
@@ -85,7 +85,7 @@ class _ProductAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: _Again) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.again = again
+        ctx.again, ctx.strides = again, (x.stride(), weight.stride())
         impl, config = again.product[:2]
         y = impl.launch(config, x.view(-1, x.shape[-1]), weight, bias, "none", None)
         return no_view(y.view(*x.shape[:-1], y.shape[-1]))
@@ -93,7 +93,7 @@ class _ProductAgain(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
+        x, weight = map(restored, ctx.saved_tensors, ctx.strides)
         return *ctx.again.backward(grads[0], x, weight, ctx.needs_input_grad), None
 
 
