@@ -27,6 +27,7 @@ from tilewright.hw.device import device_of
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_conv import batch_statistics_arguments
 from tilewright.kernels.channels import CHANNEL_SPACE, channel_problem, channels_last, place_offsets, places_at_once
+from tilewright.kernels.gradient import dense
 from tilewright.kernels.prepared import Held, Prepared, launch, pointer_kind
 from tilewright.kernels.shapes import ceil_div
 from tilewright.op import Example, Impl, Inputs, Op
@@ -219,6 +220,12 @@ def launched(*args: Any) -> Again | None:
 def _launch(
     config: Config, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
+    kept = dense(running_mean), dense(running_var)
+    if running_mean is not None and running_var is not None and (kept[0] is not running_mean or kept[1] is not running_var):
+        found = _launch(config, x, *kept, momentum)
+        running_mean.copy_(kept[0])
+        running_var.copy_(kept[1])
+        return found
     key = _key(config, x, running_mean, running_var)
     held: Again | None = _HELD.get(key)
     if held is not None:

@@ -1,5 +1,7 @@
 """What public functions ask before they take their `torch.autograd.Function`, and what such a Function gives back."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,6 @@ def restored(saved: Tensor, strides: tuple[int, ...]) -> Tensor:
     return saved.new_empty_strided(saved.shape, strides).copy_(saved)
 
 
-def dense(vector: Tensor | None) -> Tensor | None:
-    """A weight or bias of one dimension without gaps, as kernels read it; itself if it is so already."""
+def dense(vector: Any) -> Any:
+    """A weight or bias of one dimension without gaps, as kernels read it; itself if it is so already, or None."""
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()

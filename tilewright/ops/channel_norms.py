@@ -28,7 +28,7 @@ from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.batch_statistics import batch_statistics_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
 from tilewright.kernels.conv_common import ACTIVATIONS
-from tilewright.kernels.gradient import laid_like, wants_gradient
+from tilewright.kernels.gradient import dense, laid_like, wants_gradient
 from tilewright.kernels.normalize_channels import launched, normalize_channels_op
 from tilewright.kernels.prepared import Held, Prepared, call_key, in_place
 from tilewright.ops.batch_norm_again import BatchNormAgain, wanted
@@ -205,7 +205,7 @@ def _fixed(
     if not wants_gradient(x, weight, bias, residual):
         return normalize_channels_op(x, mean, variance, weight, bias, residual, eps, activation)
     wide = torch.promote_types(x.dtype, torch.float32)
-    mean, scale = mean.to(wide)[None], (variance.to(wide) + eps).rsqrt()[None]
+    mean, scale = dense(mean).to(wide)[None], (variance.to(wide) + eps).rsqrt()[None]
     y: Any = _Fixed.apply(x, weight, bias, mean, scale)
     return _followed(y, residual, activation)
 
@@ -367,7 +367,8 @@ def batch_norm(
     last = _channels_last(x)
     flat, rest = (None if t is None else _batch_places(t, last) for t in (x, residual))
     assert flat is not None, "x is a tensor"
-    keep = key is not None and in_place((x, flat), (residual, rest))
+    vectors = (running_mean, running_var, weight, bias)
+    keep = key is not None and in_place((x, flat), (residual, rest)) and all(v is dense(v) for v in vectors)
     if running_mean is not None and running_var is not None and not training:
         y = _fixed(flat, weight, bias, running_mean, running_var, eps, rest, activation)
         if keep:

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
 from tilewright.kernels.cast_linear import cast_linear
-from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.gradient import dense, wants_gradient
 from tilewright.kernels.matmul import check_epilogue, linear_op, operand_ready
 from tilewright.kernels.mixed_linear import mixed_linear_op
 from tilewright.kernels.quantize import quantize_rows_op
@@ -172,6 +172,7 @@ def linear(
         y = linear_again(x, weight, bias, activation)
         if y is not None:
             return y
+    bias = dense(bias)
     op = LINEAR_OPS.get(type(weight)) or _inherited(type(weight))
     if torch.is_grad_enabled() and isinstance(weight, QuantizedWeight) and _wants_grad(x, bias, residual):
         return _Frozen.apply(x, weight, bias, activation, residual)  # pyright: ignore[reportReturnType]
