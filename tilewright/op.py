@@ -12,7 +12,10 @@ name it by the problem). A refusal is a
 sentence, and that sentence is the error text, the explanation and the skip message of the tests.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
-a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`.
+a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`. So
+do tensors without memory of their own: subclasses, those of `torch.func` and of batched gradients, one by one. An op that
+writes in place is its definition in such a transform.
+`torch.autocast` does not reach into ops: their results have the dtypes that they promise.
 CPU tensors take the reference, or the Triton implementations under Triton's interpreter.
 
 Not here: kernels (this module imports none), searching for configs, autograd. Ops are forward only; a call that would need
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.device import Device, device_of
+from tilewright.hw.here import as_given, autocasts, away, dispatch_modes, stands_for_many, transforms
 from tilewright.hw.roofline import Cost
 from tilewright.tune import lookup
 from tilewright.tune.model import Work
@@ -44,8 +48,8 @@ __all__ = [
     "Op",
     "Refused",
     "Scope",
-    "dispatch_modes",
     "invariant",
+    "launch",
     "on_card",
     "prefer",
     "scope",
@@ -54,8 +58,6 @@ __all__ = [
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _CPU_IS_CPU = not device_of(-1).runs_triton
-dispatch_modes = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are on: fake tensors, a profiler, opcheck."""
 
 
 class Refused(ValueError):
@@ -255,7 +257,7 @@ class Op:
         _LIBRARY.define(self.name + torch.library.infer_schema(self.reference, mutates_args=self.mutates))
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(self.name, self.run, key)
-        torch.library.register_fake(f"tilewright::{self.name}", self.fake or self.reference, lib=_LIBRARY)
+        torch.library.register_fake(f"tilewright::{self.name}", as_given(self.fake or self.reference), lib=_LIBRARY)
         self.dispatched = getattr(torch.ops.tilewright, self.name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -265,19 +267,31 @@ class Op:
             Refused: no implementation takes this problem on this device.
             RuntimeError: an input asks for a gradient.
         """
-        x = args[0]
-        if torch.compiler.is_compiling() or dispatch_modes() or type(x) not in _PLAIN:
+        if torch.compiler.is_compiling() or dispatch_modes() or not _PLAIN.issuperset(map(type, args)):
             return self.dispatched(*args)
+        if transforms():  # the dispatcher has no rule for an op that writes
+            return self.reference(*args) if self.mutates else self.dispatched(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             raise RuntimeError(f"{self.name} is forward only: call it under torch.inference_mode() or torch.no_grad()")
-        return self.run(*args)
+        try:
+            return self.run(*args)
+        except RuntimeError:
+            if not any(isinstance(a, Tensor) and stands_for_many(a) for a in args):
+                raise
+            return self.dispatched(*args)  # `is_grads_batched=True`: such a tensor is met too seldom to be looked for first
 
     def run(self, *args: Any) -> Any:
-        """Choose and launch, without torch's dispatcher."""
+        """Choose and launch, without torch's dispatcher, on the card of the first argument."""
+        if autocasts():  # torch's operators in definitions and launchers are to keep the dtypes that they are given
+            with torch._C._DisableAutocast():
+                return self.run(*args)
         index = args[0].get_device()
         if index < 0 and _CPU_IS_CPU:
             if not args[0].is_meta or _SCOPE.get().card is None:
                 return self.reference(*args)  # what `choose` would say, without the summary
+        elif away(index):
+            with torch.cuda.device(index):
+                return self.run(*args)
         problem = self.problem(*args)
         key = (problem, index, _SCOPE.get())
         choice = self._choices.get(key)
@@ -340,4 +354,16 @@ class Op:
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+def launch(impl: Impl, config: Config, args: tuple[Any, ...]) -> Any:
+    """`impl.launch` on the card of the first argument, for a choice that was made before."""
+    index = args[0].get_device()
+    if not away(index):
+        return impl.launch(config, *args)
+    with torch.cuda.device(index):
+        return impl.launch(config, *args)
+
+
+_PLAIN = frozenset({
+    Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple, torch.Size, torch.dtype, torch.device,
+})  # fmt: skip
+"""Arguments that a launcher reads as they are: neither subclasses of tensors, which may have no memory, nor symbols."""

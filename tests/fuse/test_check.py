@@ -157,6 +157,8 @@ def test_rounding_to_float16_is_measured(graph: torch.fx.GraphModule) -> None:
         (GRID, GRID.half(), None, ""),
         (GRID, GRID[:-1], math.inf, "shape"),
         (torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5]), 0.25, "25.00% of the values differ"),
+        (torch.tensor([1, 2]), torch.tensor([1.0, 2.0]), math.inf, "got torch.float32, wanted torch.int64"),
+        (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32), 0.0, ""),
         (torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.inf]), 0.0, ""),
         (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf]), math.inf, "others"),
         (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), math.inf, "missing"),
@@ -177,6 +179,30 @@ def test_one_leaf(want: Any, got: Any, rms: float | None, words: str) -> None:
         assert found.rms == pytest.approx(rms, rel=1e-3)
     assert words in found.words
     assert bool(found.words) == bool(words)
+
+
+class Counted(nn.Module):
+    """A score, and which of 1000 places each row is in."""
+
+    def forward(self, x: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 1.0, (x + moved).argmax(1)
+
+
+def test_integers_are_all_the_same() -> None:
+    """One of 1000 is 1e-3, which an error of a float may be; of integers torch's own share counts, and the user's number."""
+    x = torch.eye(1000)[:, :500].repeat(1, 2) + torch.eye(1000)
+    right, moved = torch.zeros(1000, 1000), torch.zeros(1000, 1000)
+    moved[3, 7] = 9.0
+    model = torch.fx.symbolic_trace(Counted())
+    wrong = torch.fx.symbolic_trace(Counted())
+    run: Any = lambda x, _: wrong(x, moved)  # noqa: E731
+    with pytest.raises(Inaccurate, match=r"0.10% of the values differ; wanted at most 0.00% of the values in fp16"):
+        verify(model, wrong, (x, right), precision="fp16", run=run)
+    assert verify(model, wrong, (x, right), precision="fp16", run=run, tolerance=1e-3).outputs[1].discrete
+    check = verify(model, wrong, (x, right), precision="fp16", run=run, native=lambda: run(x, right))
+    assert check.tolerance.apart == pytest.approx(2e-3)
+    with pytest.raises(Inaccurate):  # another output's error is no excuse
+        verify(model, wrong, (x, right), precision="fp16", run=run, native=lambda: (x * 1.02, model(x, right)[1]))
 
 
 def test_another_structure_is_an_infinite_error() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilewright
-from tilewright.fuse import Partial, Untraceable
+from tilewright.fuse import Partial, Untraceable, calls
 from tilewright.fuse.check import Inaccurate, compare_outputs
 
 LIMITS = {"fp32": 1e-5, "fp16": 3e-3}
@@ -280,3 +280,12 @@ def test_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         done = tilewright.optimize(model, x, "fp32", report=False)
         assert done.report.facts["compiled"].startswith("by Inductor")
         assert compare_outputs(_right(model, (x,)), done(x))[0].rms < 1e-5
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("inf"), float("nan")])
+def test_a_chosen_attention_checks_its_scale(scale: float) -> None:
+    """As the one without a choice does: kernels count on a scale above 0."""
+    q = torch.ones(1, 4, 2, 8)
+    for choice in (None, ("triton", {})):
+        with pytest.raises(ValueError, match=r"scale is .* wanted a finite number above 0"):
+            calls.attention(q, q, q, False, scale, choice)

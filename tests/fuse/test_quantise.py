@@ -17,6 +17,7 @@ from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.quantise import planned, step_of
 from tilewright.fuse.report import Report
 from tilewright.fuse.settings import Settings
+from tilewright.fuse.tuning import calls_of
 from tilewright.hw.device import device_named
 
 
@@ -157,6 +158,28 @@ def test_choices_are_those_of_the_graph_that_is_returned(monkeypatch: pytest.Mon
     assert not report.count("quantise")
     assert "the whole takes 2.0 us in int8, 1.0 in float16" in str(report.decisions)
     assert report.choices == [{"graph": "16 bits"}]
+
+
+def test_products_of_codes_are_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tune=True: the search is given a run that calls them, before anything is chosen."""
+    model, x = convolutions().eval(), torch.randn(2, 3, 8, 8)
+    done = tilewright.optimize(model, x, "fp16", report=False, compiled=False)
+    assert isinstance(done.fused, fx.GraphModule)
+    heard: list[set[str]] = []
+
+    def tune(run: Callable[[], Any], *, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+        heard.append({called.op.name for called in calls_of(run)})
+        return [{"op": "conv_codes", "how": "search"}]
+
+    monkeypatch.setattr(int8, "tune", tune)
+    report = Report(tuned=[{"op": "conv", "how": "search"}])
+    with torch.no_grad():
+        want = [model(x)]
+    settings = Settings("int8", None, False, True, None, tune=True)
+    int8.in_int8(_copied(done.fused), done.fused, [x], want, report, settings)
+    assert heard
+    assert "conv_codes" in heard[0]
+    assert [row["op"] for row in report.tuned][:2] == ["conv", "conv_codes"]
 
 
 def test_steps() -> None:

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewright.hw import env
+from tilewright import ops
+from tilewright.hw import env, here
+from tilewright.kernels import prepared as of_prepared
 from tilewright.kernels.pointwise import activation_op
-from tilewright.kernels.prepared import Held, Prepared, pointer_kind
+from tilewright.kernels.prepared import Held, Prepared, call_key, pointer_kind
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: what is launched again has run on one")
 KERNEL = SimpleNamespace(arg_names=["x_desc", "x_ptr", "bias_ptr", "y_ptr", "N", "BLOCK"])
@@ -95,6 +99,107 @@ def test_kept_again_pushes_nothing_out() -> None:
     for key in "abb":
         held.keep(key, key)
     assert held.get("a") == "a"
+
+
+class Resident(Tensor):
+    """A CPU's tensor that says it is a card's."""
+
+    is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.skipif(env.interpreting(), reason="the interpreter makes no launch again")
+def test_factors_are_no_part_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cumulative average has another one in every step."""
+    monkeypatch.setattr(of_prepared, "_LAUNCHED", Held())
+    again: Any = Compiled()
+    x = torch.zeros(16).as_subclass(Resident)
+    kernel: Any = type("Kernel", (), {"arg_names": ["x_ptr", "n", "factor", "BLOCK"]})()
+    direct: list[Any] = []
+    monkeypatch.setattr(
+        type(kernel), "__getitem__", lambda self, grid: lambda *a, **k: direct.append(a) or again, raising=False
+    )
+    for step in range(1, 5):
+        prepared = of_prepared.launch(kernel, (3,), (x,), (16,), {"BLOCK": 8}, (1.0 / step,))
+    assert prepared is not None
+    prepared((x.data_ptr(), 0.75))
+    assert len(of_prepared._LAUNCHED._kept) == 1
+    assert direct == [(x, 16, 1.0)]
+    assert again.launches == [(x.data_ptr(), 16, factor, 8) for factor in (0.5, 1 / 3, 0.25, 0.75)]
+    of_prepared.launch(kernel, (3,), (x,), (17,), {"BLOCK": 8}, (1.0,))
+    assert len(direct) == 2, "another number is another launch"
+
+
+class OnCard:
+    """As much of a tensor of card 0 as a key is made of; no address where there is none."""
+
+    is_cuda, shape, dtype = True, torch.Size([8]), torch.float16
+
+    def __init__(self, start: int | None = 4096):
+        self.start = start
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        if self.start is None:
+            raise AssertionError("the address of a tensor that has none was asked for")
+        return self.start
+
+
+class Another(OnCard):
+    """A subclass."""
+
+
+@pytest.fixture
+def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(of_prepared, "_PLAIN", (OnCard,))
+    monkeypatch.setattr(here, "_current_card", lambda: 0)
+    return OnCard
+
+
+def test_a_key_is_of_memory_on_the_current_card(on_card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, no_memory = on_card(), on_card(None)
+    key = call_key(("op",), x, None, on_card(8192))
+    assert key is not None
+    assert key == call_key(("op",), on_card(160), None, on_card(16)), "the memory alone differs"
+    assert call_key(("op",), x, on_card(8)) is None, "unaligned"
+    assert call_key((["a list"],), x) is None
+    other: Any = Another(None)
+    assert call_key(("op",), other, x) is None
+    assert call_key(("op",), x, other) is None, "no subclass, whichever operand"
+    assert torch.func.vmap(lambda t: t if call_key(("op",), no_memory) is None else -t)(torch.ones(2)).eq(1).all()
+    assert torch.func.functionalize(lambda t: t if call_key(("op",), no_memory) is None else -t)(torch.ones(2)).eq(1).all()
+    with FakeTensorMode():
+        assert call_key(("op",), no_memory) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call_key(("op",), x) is None, "what was chosen may be torch's own"
+    monkeypatch.setattr(here, "_current_card", lambda: 1)
+    assert call_key(("op",), x) is None, "on another card: Triton would launch on the current one"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs")
+def test_tensors_of_another_card() -> None:
+    """Calls, the second and third of which could be made again, on the card that is not current."""
+    with torch.cuda.device(0):
+        for current in (1, 0, 0, 1):
+            torch.cuda.set_device(current)
+            x, weight = (
+                torch.randn(*shape, device="cuda:1", dtype=torch.float16) for shape in ((4, 64, 14, 14), (64, 64, 3, 3))
+            )
+            x, weight = (t.contiguous(memory_format=torch.channels_last).requires_grad_() for t in (x, weight))
+            scale, shift = (torch.randn(64, device="cuda:1", requires_grad=True) for _ in range(2))
+            twins = [t.detach().double().requires_grad_() for t in (x, weight, scale, shift)]
+            y = ops.batch_norm(ops.conv2d(x, weight, None, 1, 1), None, None, scale, shift, True, activation="relu")
+            want = F.batch_norm(F.conv2d(twins[0], twins[1], None, 1, 1), None, None, twins[2], twins[3], True).relu()
+            y.sum().backward()
+            want.sum().backward()
+            for got, right in ((y, want), *((t.grad, u.grad) for t, u in zip((weight, scale, shift), twins[1:], strict=True))):
+                assert got is not None
+                assert right is not None
+                assert float((got.double() - right).norm() / right.norm()) < 2e-2
 
 
 def test_kinds_of_pointers() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright import ops
+from tilewright import nn, ops
 from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.batch_statistics import batch_statistics_op
 from tilewright.kernels.conv_checks import window_of
@@ -18,8 +18,11 @@ from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_vendor import cudnn_choosing
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.matmul import linear_op
-from tilewright.op import Inputs
-from tilewright.ops import conv_training, linear_gradient
+from tilewright.kernels.prepared import Held
+from tilewright.op import Inputs, scope
+from tilewright.ops import channel_norms, conv_training, linear_gradient
+from tilewright.ops.batch_norm_again import BatchNormAgain
+from tilewright.ops.channel_norms import _batch_places
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: what is launched again has run on one")
 LAST = torch.channels_last
@@ -108,6 +111,80 @@ def test_results_may_be_written_in_place(name: str, monkeypatch: pytest.MonkeyPa
         dx.square().sum().backward()
 
 
+def relu_norm(x: Tensor, *_: Any) -> Tensor:
+    return F.batch_norm(x, None, None, training=True).relu()
+
+
+MANY = ("conv2d", "conv again", "linear", "linear again", "batch_norm", "batch_norm again", "group_norm")
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_gradients_that_stand_for_many(name: str) -> None:
+    """As a Jacobian asks for: they look like any other tensor, and have no address."""
+    inputs = Inputs()
+    x = inputs.randn(2, 4, 4, 4).contiguous(memory_format=LAST).requires_grad_()
+    weight, rows, bias = (inputs.randn(*shape).requires_grad_() for shape in ((5, 4, 1, 1), (5, 4), (5,)))
+    training = conv_training.ConvTraining(lambda x, w, b, _: F.conv2d(x, w, b), window_of("conv2d", x, weight, 1, 0, 1), 1)
+    product = linear_gradient._Again(linear_op._reference)
+    norm: Any = object.__new__(BatchNormAgain)
+    norm._scope, norm._backward, norm._eps, norm.relu = scope(), None, 1e-5, True
+    norm._places = lambda t: _batch_places(t, True)
+    norm.forward = lambda x, *rest: (relu_norm(x), x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0))
+    call, given, want = {
+        "conv2d": (ops.conv2d, (x, weight, bias), F.conv2d),
+        "conv again": (lambda x, w, b: training(x, w, b, None), (x, weight, bias), F.conv2d),
+        "linear": (ops.linear, (x, rows, bias), F.linear),
+        "linear again": (
+            lambda x, w, b: linear_gradient._ProductAgain.apply(x.contiguous(), w, b, product), (x, rows, bias), F.linear,
+        ),
+        "batch_norm": (lambda x: ops.batch_norm(x, None, None, training=True, activation="relu"), (x,), relu_norm),
+        "batch_norm again": (lambda x: norm(x, None, None, None, None, None, 0.1), (x,), relu_norm),
+        "group_norm": (lambda x: ops.group_norm(x, 2), (x,), lambda x: F.group_norm(x, 2)),
+    }[name]  # fmt: skip
+    y: Any = call(*given)
+    dy = inputs.randn(3, *y.shape)
+    found = torch.autograd.grad(y, given, dy, is_grads_batched=True)
+    each = [torch.autograd.grad(want(*given), given, one) for one in dy]
+    for got, right in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(right), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("again", ["conv", "linear", "batch norm"])
+def test_saved_tensors_that_come_back_otherwise(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `save_on_cpu(pin_memory=True)` brings them: dense, but in torch's own order. Launches count on the forward pass's."""
+    inputs = Inputs()
+    x = inputs.randn(2, 4, 3, 5).contiguous(memory_format=LAST).requires_grad_()
+    weight, rows = inputs.randn(6, 4, 1, 1).contiguous(memory_format=LAST), inputs.randn(5, 6).t()
+    seen: list[tuple[int, ...]] = []
+
+    def gradients(self: Any, dy: Tensor, *given: Any) -> list[Any]:
+        seen.extend(t.stride() for t in given[:2])
+        return [given[0], None, None, None]
+
+    class Norm(BatchNormAgain):
+        def __init__(self) -> None:
+            self.relu = True
+
+        def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return relu_norm(x), x.mean((0, 2, 3)), x.var((0, 2, 3))
+
+        backward = gradients  # pyright: ignore[reportAssignmentType]
+
+    training = conv_training.ConvTraining(lambda x, w, b, _: F.conv2d(x, w), window_of("conv2d", x, weight, 1, 0, 1), 1)
+    product = linear_gradient._Again(linear_op._reference)
+    for cls in (conv_training.ConvTraining, linear_gradient._Again):
+        monkeypatch.setattr(cls, "backward", lambda self, *a: gradients(self, *a)[:3])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
+        y: Any = {
+            "conv": lambda: training(x, weight, None, None),
+            "linear": lambda: linear_gradient._ProductAgain.apply(x.contiguous(), rows, None, product),
+            "batch norm": lambda: Norm()(x, None, None, None, None, None, 0.1),
+        }[again]()
+        y.sum().backward()
+    expected = {"conv": [x, weight], "linear": [x.contiguous(), rows], "batch norm": [x, x]}[again]
+    assert seen == [t.stride() for t in expected]
+
+
 def test_the_wish_for_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     for wanted in (False, True):
@@ -137,12 +214,13 @@ def test_batch_norm(activation: str, added: bool, monkeypatch: pytest.MonkeyPatc
     kept = None
     for i in range(4):
         x, residual, dy = (image(seed, 4, 24, 7, 5) for seed in (i, i + 7, i + 13))
+        momentum = 1 / (i + 1)
         w, b, m, v = (Inputs("cuda", i + s).randn(24).square() + 0.5 for s in range(4))
         twin = [t.double().requires_grad_() for t in (x, w, b, residual)]
         mean, variance = m.double(), v.double()
         mine = [t.requires_grad_() for t in (x, w, b, residual)]
-        y = ops.batch_norm(x, m, v, w, b, True, activation=activation, residual=residual if added else None)
-        want = F.batch_norm(twin[0], mean, variance, twin[1], twin[2], True) + (twin[3] if added else 0)
+        y = ops.batch_norm(x, m, v, w, b, True, momentum, activation=activation, residual=residual if added else None)
+        want = F.batch_norm(twin[0], mean, variance, twin[1], twin[2], True, momentum) + (twin[3] if added else 0)
         want = want if activation == "none" else torch.where(y.detach() > 0, want, 0.0)
         y.backward(dy)
         want.backward(dy.double())
@@ -198,3 +276,31 @@ def test_convolution(dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> 
             close(got, exact)
         for op in (conv_transpose_op, conv_weight_gradient_op):
             monkeypatch.setattr(op, "problem", no_summary)
+
+
+class Cumulative(BatchNormAgain):
+    """A call to be made again whose launches are torch's."""
+
+    def __init__(self) -> None:
+        self.momenta: list[float] = []
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, _, _, _, mean, variance, momentum = args
+        self.momenta.append(momentum)
+        return F.batch_norm(x, mean, variance, training=True, momentum=momentum), x[0], x[0]
+
+
+def test_a_cumulative_average_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With momentum=None every step has a factor of its own: no part of the key, and given to the call."""
+    monkeypatch.setattr(channel_norms, "call_key", lambda options, *tensors: options)
+    monkeypatch.setattr(channel_norms, "_AGAIN", Held())
+    again = Cumulative()
+    monkeypatch.setattr(channel_norms, "_trained", lambda *args: again)
+    mine, twin = nn.BatchNorm2d(3, momentum=None, affine=False), torch.nn.BatchNorm2d(3, momentum=None, affine=False)
+    for seed in range(4):
+        x = Inputs(seed=seed).randn(2, 3, 4, 4)
+        torch.testing.assert_close(mine(x), twin(x))
+    assert again.momenta == [1 / 2, 1 / 3, 1 / 4]
+    assert len(channel_norms._AGAIN._kept) == 1
+    torch.testing.assert_close(mine.running_mean, twin.running_mean)
+    torch.testing.assert_close(mine.running_var, twin.running_var)

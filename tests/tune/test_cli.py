@@ -2,18 +2,24 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from tests.tune.rows import CARD, problem, row
-from tilewright.cli import app
+from tilewright.cli import app, tune_op
+from tilewright.hw.device import device_named
+from tilewright.kernels.matmul import linear_op
+from tilewright.op import scope
 from tilewright.tune.database import Database
 from tilewright.tune.frozen import FrozenTable
 from tilewright.tune.record import parse
+from tilewright.tune.search import Plan, Report
 
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {
@@ -128,3 +134,31 @@ def test_without_a_database_it_says_what_makes_one(tmp_path: Path) -> None:
         assert done.code == 1
         assert "is not there; `tilewright tune OP ...` and `tilewright tune import` begin one" in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [(), ("--invariant",), ("--dry-run",)], ids=str)
+def test_a_search_compiles_as_on_the_card(options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an op calls on its way takes its definition on meta tensors, unless they stand for a card's: nothing is compiled."""
+    h100, seen, x = device_named("h100"), list[Any](), torch.empty(512, 512, dtype=torch.float16, device="meta")
+
+    def search(task: Any, *args: Any, **kwargs: Any) -> Report:
+        now = scope()
+        assert now.card is not None
+        choice = linear_op.choose(now.card, linear_op.problem(x, x, None, "none", None))
+        seen.append((now.card.name, now.invariant, choice.impl.name))
+        return Report(task=task)
+
+    def plan(task: Any, **kwargs: Any) -> Plan:
+        search(task)
+        return Plan(task=task, first=[], rest=[], dropped=Counter())
+
+    monkeypatch.setattr(tune_op, "_device", lambda *args: h100)
+    monkeypatch.setattr("tilewright.tune.search.search", search)
+    monkeypatch.setattr("tilewright.tune.search.planned", plan)
+    assert tune("softmax", "M=512", "N=512", "--database", tmp_path / "t.sqlite", *options).code == (
+        0 if "--dry-run" in options else 1
+    )
+    [(card, invariant, impl)] = seen
+    assert (card, invariant) == (h100.name, "--invariant" in options)
+    assert impl != "reference"
+    assert scope().card is None

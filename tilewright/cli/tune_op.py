@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,13 +56,15 @@ def tune_op(
         if dry_run:
             from tilewright.tune.search import planned
 
-            _print_plan(planned(task, top=top, exhaustive=exhaustive), as_json)
+            with _as_measured(task):
+                plan = planned(task, top=top, exhaustive=exhaustive)
+            _print_plan(plan, as_json)
             return
         from tilewright.tune.database import Database
         from tilewright.tune.search import search
 
         progress = Progress()
-        with Database(database) as rows:
+        with Database(database) as rows, _as_measured(task):
             report = search(
                 task,
                 rows,
@@ -131,15 +133,27 @@ def _task(op: Any, dims: dict[str, Any], device: Any, invariant: bool) -> "Task"
         )
     assert op.make is not None, "checked refuses an op without dimensions"
     args = op.make(ops.Inputs("meta"), **dims)
-    with ExitStack() as scopes:
-        if invariant:
-            scopes.enter_context(ops.invariant())
+    with ops.invariant() if invariant else nullcontext():
         refused = op.refusals(device, op.problem(*args))
     task = Task(op=op, dims=dims, args=args, device=device, refused=refused, invariant=invariant)
     if not task.impls:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ValueError(f"{task}: no implementation takes it: {reasons}")
     return task
+
+
+def _as_measured(task: "Task") -> ExitStack:
+    """The scope in which what an op calls on its way (conv's `linear`) chooses, and compiles, as it will when it is measured.
+
+    The task's arguments are meta tensors, for which such an op would else take its definition, and nothing be compiled.
+    """
+    from tilewright import op as ops
+
+    scopes = ExitStack()
+    scopes.enter_context(ops.on_card(task.device))
+    if task.invariant:
+        scopes.enter_context(ops.invariant())
+    return scopes
 
 
 # ---- what is printed

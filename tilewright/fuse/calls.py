@@ -16,10 +16,11 @@ from tilewright import ops
 from tilewright.kernels.activation_forms import ACTIVATION_FORMS
 from tilewright.kernels.add_layer_norm import add_layer_norm_op
 from tilewright.kernels.attention import attention_op
+from tilewright.kernels.attention_checks import scale_of
 from tilewright.kernels.conv import conv_op
 from tilewright.kernels.conv_checks import window_of
 from tilewright.kernels.matmul import linear_op
-from tilewright.op import Op
+from tilewright.op import Op, launch
 from tilewright.ops.linear import Weight
 from tilewright.tune.space import Config
 
@@ -37,7 +38,7 @@ def run(op: Op, args: tuple[Any, ...], choice: Choice | None) -> Any:
     if choice is None:
         return op(*args)
     impl = next(impl for impl in op.impls if impl.name == choice[0])
-    return impl.launch(choice[1], *args)
+    return launch(impl, choice[1], args)
 
 
 _CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -123,8 +124,8 @@ def linear(
 
 
 def attention_operands(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Any, ...]:
-    """What `attention_op` is called with."""
-    return q, k, v, None, None, q.shape[1], k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, causal, False
+    """What `attention_op` is called with. Raises ValueError as `ops.attention` does where the scale is not above 0."""
+    return q, k, v, None, None, q.shape[1], k.shape[1], scale_of(q, scale), causal, False
 
 
 def attention(

@@ -3,8 +3,10 @@
     check = verify(float_graph, fused_graph, inputs, precision="fp16")
 
 Outputs are compared with the float model's, each by two numbers relative to the RMS of the right one: RMS error and largest
-error. NaNs and infinities must stand where the float model has them; integers and flags must agree. Above the tolerance of the
-precision `Inaccurate` is raised, which names the first layer whose own error is out of line.
+error. NaNs and infinities must stand where the float model has them. Integers and flags (of argmax, of a comparison) must be
+all the same; where torch's own model in the precision gives others, twice their share may be. A tolerance of yours is the RMS
+error, and the share of integers, that is allowed. Above it `Inaccurate` is raised, which names the first layer whose own error
+is out of line.
 
 A layer's own error: both graphs are run node by node, and each node of the fused one gets the float model's values for what
 comes before it, rounded to its own type. So an error is seen where it arises, not where it arrives. Nodes are compared that say
@@ -14,8 +16,7 @@ Not here: whether two models are equally good on a task. An output that is all n
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from tilewright.fuse.naming import layer_name, source_line
+from tilewright.hw.tf32 import exact_float32
 from tilewright.tune.tolerance import errors
 
 __all__ = [
@@ -50,6 +52,19 @@ class Tolerance(NamedTuple):
 
     rms: float
     largest: float
+    apart: float = 0.0
+    """The share of an output's integers or flags that may be others."""
+
+    @classmethod
+    def given(cls, tolerance: float) -> "Tolerance":
+        """What a user's number stands for."""
+        return cls(tolerance, tolerance * LARGEST_OVER_RMS, tolerance)
+
+    def allows(self, d: "Difference", margin: float = 1.0) -> bool:
+        """Whether an output is near enough, by that part of what is allowed."""
+        if d.discrete:
+            return d.rms <= margin * self.apart
+        return d.rms <= margin * self.rms and d.largest <= margin * self.largest
 
 
 LARGEST_OVER_RMS = 16.0
@@ -75,6 +90,8 @@ class Difference:
     """Largest error, each relative to the RMS and its own right value; for integers as `rms`."""
     words: str = ""
     """What is wrong beyond a number."""
+    discrete: bool = False
+    """Whether it is of integers or flags."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +125,7 @@ class Check:
     @property
     def failed(self) -> tuple[Difference, ...]:
         """The outputs that are too far off."""
-        return tuple(d for d in self.outputs if not (d.rms <= self.tolerance.rms and d.largest <= self.tolerance.largest))
+        return tuple(d for d in self.outputs if not self.tolerance.allows(d))
 
     @property
     def worst(self) -> Difference:
@@ -136,7 +153,7 @@ class Check:
             return "no output to compare"
         each = "output{0.name}: RMS error {0.rms:.2e}, largest {0.largest:.2e}{1}"
         lines = [each.format(d, f" ({d.words})" if d.words else "") for d in self.outputs]
-        limit = f"may be {self.tolerance.rms:.2e} and {self.tolerance.largest:.2e} in {self.precision}"
+        limit = f"may be {_limits(self)}"
         limit += "; torch's own model has half of that" if self.native else ""
         return "\n".join([*lines, limit])
 
@@ -150,10 +167,17 @@ class Inaccurate(ValueError):
         words = off.words or f"relative RMS error {off.rms:.2e}, largest {off.largest:.2e}"
         text = (
             f"output{off.name} of the optimised model is too far from the float model's: {words}; wanted at most "
-            f"{check.tolerance.rms:.2e} and {check.tolerance.largest:.2e} in {check.precision}. {_blame(check)} "
+            f"{_limits(check, off.discrete)}. {_blame(check)} "
             "Take a wider precision, or allow it with tolerance=..."
         )
         super().__init__(text)
+
+
+def _limits(check: Check, discrete: bool = False) -> str:
+    allowed = check.tolerance
+    if discrete:
+        return f"{allowed.apart:.2%} of the values in {check.precision}"
+    return f"{allowed.rms:.2e} and {allowed.largest:.2e} in {check.precision}"
 
 
 def _blame(check: Check) -> str:
@@ -184,8 +208,10 @@ def _difference(name: str, want: Any, got: Any) -> Difference:
     if want.is_complex() and got.is_complex():
         want, got = torch.view_as_real(want.resolve_conj()), torch.view_as_real(got.resolve_conj())
     if not want.is_floating_point():
+        if got.is_floating_point() or got.is_complex() != want.is_complex():
+            return Difference(name, math.inf, math.inf, f"got {got.dtype}, wanted {want.dtype}", True)
         apart = float((want != got.to(want.device)).double().mean()) if want.numel() else 0.0
-        return Difference(name, apart, apart, f"{apart:.2%} of the values differ" if apart else "")
+        return Difference(name, apart, apart, f"{apart:.2%} of the values differ" if apart else "", True)
     got = got.to(want.device)
     largest, rms = errors(got, want)
     return Difference(name, rms, largest, _not_finite(want, got) if rms == math.inf else "")
@@ -288,7 +314,7 @@ def layer_errors(
     """
     pairs = _pairs(float_graph, fused)
     flat = pytree.arg_tree_leaves(*inputs, **(kwargs or {}))
-    with torch.no_grad(), exact_products():
+    with torch.no_grad(), exact_float32():
         floats = _Recorder(float_graph, {n.name for n in pairs.values()})
         floats.run(*flat, enable_io_processing=False)
         forced = _Forced(fused, pairs, floats.values, {n.name: n for n in float_graph.graph.nodes})
@@ -297,18 +323,6 @@ def layer_errors(
 
 
 # ---- both
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """float32 products and convolutions in float32: TF32, which torch allows cuDNN, is as coarse as float16."""
-    products = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(products)
 
 
 def verify(
@@ -326,7 +340,8 @@ def verify(
         inputs: arguments of both.
         kwargs: keyword arguments of both.
         precision: which of `TOLERANCES` holds.
-        tolerance: the relative RMS error that is allowed instead; the largest may be 16 times that.
+        tolerance: the relative RMS error that is allowed instead; the largest may be 16 times that, and that share of an
+            output's integers may differ.
         run: what is called for the optimised outputs (compiled, captured); default: `fused` itself.
         native: gives the outputs of torch's own model in the precision; called where they are needed.
 
@@ -342,9 +357,9 @@ def verify(
         raise ValueError(f"tolerance is {tolerance}; wanted a finite number of at least 0, or None")
     if tolerance is None and precision not in TOLERANCES:
         raise ValueError(f"precision is {precision!r}; wanted one of {', '.join(TOLERANCES)}, or a tolerance")
-    allowed = TOLERANCES[precision] if tolerance is None else Tolerance(tolerance, tolerance * LARGEST_OVER_RMS)
+    allowed = TOLERANCES[precision] if tolerance is None else Tolerance.given(tolerance)
     keywords = dict(kwargs or {})
-    with torch.no_grad(), exact_products():
+    with torch.no_grad(), exact_float32():
         try:
             want = float_graph(*inputs, **keywords)
         except RuntimeError as error:
@@ -353,7 +368,7 @@ def verify(
         got = (fused if run is None else run)(*inputs, **keywords)
     check = Check(precision, allowed, compare_outputs(want, got))
     if check.failed:
-        with torch.no_grad(), exact_products():
+        with torch.no_grad(), exact_float32():
             again = Check(precision, allowed, compare_outputs(want, float_graph(*inputs, **keywords)))
         if again.failed:
             raise ValueError(
@@ -370,8 +385,10 @@ def verify(
 
 def _beside(check: Check, native: tuple[Difference, ...]) -> Check:
     """With twice the error of torch's own model allowed, where that is a number and more than the table's."""
-    rms, largest = (max(getattr(d, name) for d in native) for name in ("rms", "largest"))
-    if not math.isfinite(rms + largest):
+    rms, largest = (max((getattr(d, name) for d in native if not d.discrete), default=0.0) for name in ("rms", "largest"))
+    apart = max((d.rms for d in native if d.discrete), default=0.0)
+    if not math.isfinite(rms + largest + apart):
         return check
-    allowed = Tolerance(max(check.tolerance.rms, 2 * rms), max(check.tolerance.largest, 2 * largest))
+    table = check.tolerance
+    allowed = Tolerance(max(table.rms, 2 * rms), max(table.largest, 2 * largest), max(table.apart, 2 * apart))
     return replace(check, tolerance=allowed, native=native)

@@ -14,13 +14,14 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from tilewright.fuse.check import LARGEST_OVER_RMS, TOLERANCES, compare_outputs
+from tilewright.fuse.check import TOLERANCES, Tolerance, compare_outputs
 from tilewright.fuse.choose import choose, times_of
 from tilewright.fuse.coded_graph import coded_graph
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.quantise import LARGEST_ERROR, Found, Plan, candidates_of, planned
 from tilewright.fuse.report import Report
 from tilewright.fuse.settings import Settings
+from tilewright.fuse.tuning import tune
 from tilewright.tune.measure import Stopwatch
 
 __all__ = ["in_int8"]
@@ -108,19 +109,21 @@ def in_int8(
         report: decisions go there, and on a GPU what was measured.
         settings: the error that is allowed; whether to measure.
     """
-    allowed = TOLERANCES["int8"].rms if settings.tolerance is None else settings.tolerance
+    allowed = TOLERANCES["int8"] if settings.tolerance is None else Tolerance.given(settings.tolerance)
     for limit in _LIMITS:
         notes = Report()
         found = candidates_of(plain, inputs, notes, limit)
         graph, plan, why_not = _built(plain, found, inputs, settings, notes)
+        report.tuned += [row for row in notes.tuned if row["how"] != "known" or row not in report.tuned]
         if not plan.products:
             break
         with torch.no_grad():
             apart = compare_outputs(list(want), list(graph(*inputs)))
-        error, largest = (max((getattr(d, name) for d in apart), default=0.0) for name in ("rms", "largest"))
-        if error <= _MARGIN * allowed and largest <= _MARGIN * allowed * LARGEST_OVER_RMS:
+        if all(allowed.allows(d, _MARGIN) for d in apart):
             break
+        error, largest = (max((getattr(d, name) for d in apart), default=0.0) for name in ("rms", "largest"))
         reason = f"with errors of products up to {limit:.1e} the outputs are {error:.1e} off, single values {largest:.1e}"
+        reason += "".join(f"; {d.words}" for d in apart if d.discrete and d.words)
         report.add("the model", "quantise", "output", False, reason)
     else:
         return fused
@@ -146,6 +149,8 @@ def _built(
     plan, why_not = planned(found, frozenset(found.candidates)), dict[Node, str]()
     dtype, ranked = settings.dtype, settings.search
     graph, made = coded_graph(fused, found, plan, dtype)
+    if settings.tune and plan.products:
+        notes.tuned = tune(lambda: graph(*inputs), progress=settings.progress)
     if ranked is None or not plan.products:
         return graph, plan, why_not
     choose(graph, inputs, ranked)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tilewright.fuse.check import LARGEST_OVER_RMS, TOLERANCES, Check, Inaccurate, Tolerance, compare_outputs, exact_products
+from tilewright.fuse.check import TOLERANCES, Check, Inaccurate, Tolerance, compare_outputs
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.report import Report
 from tilewright.fuse.settings import Settings
 from tilewright.fuse.trace import Untraceable
+from tilewright.hw.tf32 import exact_float32
 
 __all__ = ["Partial", "optimize_children"]
 
@@ -54,7 +55,7 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
     hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if m is not model]
     try:
-        with torch.no_grad(), exact_products():
+        with torch.no_grad(), exact_float32():
             result = model(*pytree.tree_map(_kept, args), **pytree.tree_map(_kept, dict(kwargs)))
     finally:
         for hook in hooks:
@@ -170,7 +171,7 @@ def optimize_children(
     _restore(model, state)
     allowed = TOLERANCES[settings.precision]
     if settings.tolerance is not None:
-        allowed = Tolerance(settings.tolerance, settings.tolerance * LARGEST_OVER_RMS)
+        allowed = Tolerance.given(settings.tolerance)
     check = Check(settings.precision, allowed, compare_outputs(want, got))
     if check.failed:
         raise Inaccurate(check)

@@ -60,7 +60,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import dense_attention_arguments
-from tilewright.kernels.attention_checks import check_bends, check_lengths, check_operands, window_bounds
+from tilewright.kernels.attention_checks import check_bends, check_lengths, check_operands, scale_of, window_bounds
 from tilewright.kernels.attention_common import Problem, empty_outputs, lengths_of, pairs_seen, problem_of
 from tilewright.kernels.attention_definition import Bends, attend, sequences
 from tilewright.kernels.attention_short import SHORT
@@ -241,9 +241,7 @@ def attention(
         ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit.
     """
     check_operands(q, k, v)
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not 0.0 < factor < math.inf:
-        raise ValueError(f"attention: scale is {factor}, wanted a finite number above 0 (for a negative one negate q)")
+    factor = scale_of(q, scale)
     if q.dim() == 4:
         given = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
         if names := [name for name, value in given.items() if value is not None]:

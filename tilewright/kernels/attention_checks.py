@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewright.kernels.attention_common import DTYPES, LARGEST_HEAD_DIM
 
-__all__ = ["check_bends", "check_lengths", "check_operands", "window_bounds"]
+__all__ = ["check_bends", "check_lengths", "check_operands", "scale_of", "window_bounds"]
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -34,6 +34,14 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.stride(-1) != 1 and t.shape[-1] > 1:
             raise ValueError(f"attention: {name} has strides {t.stride()}; the last must be 1, call .contiguous()")
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The factor on q . k: as given, or 1 / sqrt(D). Raises ValueError where it is no finite number above 0."""
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not 0.0 < factor < math.inf:
+        raise ValueError(f"attention: scale is {factor}, wanted a finite number above 0 (for a negative one negate q)")
+    return factor
 
 
 def check_lengths(name: str, cu: Tensor | None, longest: int | None, t: Tensor) -> tuple[Tensor, int]:

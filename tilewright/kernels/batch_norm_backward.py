@@ -29,6 +29,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_conv import batch_norm_backward_arguments
 from tilewright.kernels.batch_statistics import JOIN, join_rows, part_grid, parts_kernel
 from tilewright.kernels.channels import CHANNEL_SPACE, affine_into, channel_problem, channels_last, places_at_once
+from tilewright.kernels.gradient import dense
 from tilewright.kernels.prepared import Held, Prepared, launch, pointer_kind
 from tilewright.kernels.shapes import ceil_div
 from tilewright.op import Example, Impl, Inputs, Op
@@ -164,6 +165,7 @@ def launched(*args: Any) -> Again | None:
 def _launch(
     config: Config, dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight = dense(weight)
     key = _key(config, dy, x, y, mean, variance, weight, eps)
     held: Again | None = _HELD.get(key)
     if held is not None:

@@ -27,6 +27,7 @@ from tilewright.hw.device import device_of
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_conv import batch_statistics_arguments
 from tilewright.kernels.channels import CHANNEL_SPACE, channel_problem, channels_last, place_offsets, places_at_once
+from tilewright.kernels.gradient import dense
 from tilewright.kernels.prepared import Held, Prepared, launch, pointer_kind
 from tilewright.kernels.shapes import ceil_div
 from tilewright.op import Example, Impl, Inputs, Op
@@ -189,7 +190,9 @@ class Again(NamedTuple):
     """Of parts."""
     channels: int
 
-    def launch(self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
+    def launch(
+        self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+    ) -> tuple[Tensor, Tensor]:
         """(mean, variance). Only addresses are read of the tensors: the rest is as in the first call."""
         c, options = self.channels, {"dtype": torch.float32, "device": x.device}
         sums, mean, variance = torch.empty(2 * self.rows * c, **options), torch.empty(c, **options), torch.empty(c, **options)
@@ -197,30 +200,36 @@ class Again(NamedTuple):
         second = first + 4 * self.rows * c
         self.parts((at, at, at, at, at, first, second))
         running = (0, 0) if running_mean is None or running_var is None else (running_mean.data_ptr(), running_var.data_ptr())
-        self.join((at, first, second, *running, mean.data_ptr(), variance.data_ptr()))
+        self.join((at, first, second, *running, mean.data_ptr(), variance.data_ptr(), float(momentum)))
         return mean, variance
 
 
 _HELD = Held()
 
 
-def _key(config: Config, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float) -> Any:
+def _key(config: Config, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> Any:
     kinds = (pointer_kind(t) for t in (x, running_mean, running_var))
-    return (x.get_device(), x.shape, x.stride(), *kinds, momentum, *config.values())
+    return (x.get_device(), x.shape, x.stride(), *kinds, *config.values())
 
 
 def launched(*args: Any) -> Again | None:
-    """What makes the launches of a call of `batch_statistics_op` again; None where it launched nothing."""
-    return _HELD.get(_key(batch_statistics_op.chosen(*args).config, *args))
+    """What makes the launches of a call of `batch_statistics_op` again, by any momentum; None where it launched nothing."""
+    return _HELD.get(_key(batch_statistics_op.chosen(*args).config, *args[:3]))
 
 
 def _launch(
     config: Config, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    key = _key(config, x, running_mean, running_var, momentum)
+    kept = dense(running_mean), dense(running_var)
+    if running_mean is not None and running_var is not None and (kept[0] is not running_mean or kept[1] is not running_var):
+        found = _launch(config, x, *kept, momentum)
+        running_mean.copy_(kept[0])
+        running_var.copy_(kept[1])
+        return found
+    key = _key(config, x, running_mean, running_var)
     held: Again | None = _HELD.get(key)
     if held is not None:
-        return held.launch(x, running_mean, running_var)
+        return held.launch(x, running_mean, running_var, momentum)
     n, s, c = x.shape
     mean, variance = (torch.empty(c, dtype=torch.float32, device=x.device) for _ in range(2))
     if not x.numel():
@@ -231,8 +240,8 @@ def _launch(
     constants = {"C": c, "VECTOR": vector, "LAST": last, "BACKWARD": False, "RELU": False, **config}
     parts = launch(parts_kernel, grid, (x, x, x, x, x, *sums.unbind(0)), (s // vector, n, share), constants)
     operands = (x, *sums.unbind(0), running_mean, running_var, mean, variance)
-    numbers = (rows, c, 1 if last else s, n * s, momentum)
-    join = launch(_join_kernel, (ceil_div(c, JOIN["COLS"]),), operands, numbers, JOIN)
+    numbers = (rows, c, 1 if last else s, n * s)
+    join = launch(_join_kernel, (ceil_div(c, JOIN["COLS"]),), operands, numbers, JOIN, (float(momentum),))
     if parts is not None and join is not None:
         _HELD.keep(key, Again(parts, join, rows, c))
     return mean, variance

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.device import Device
+from tilewright.hw.tf32 import allow_again, forbid_tf32
 from tilewright.kernels.conv_common import Problem, activated
 from tilewright.kernels.conv_reference import convolved, plain_padding
 from tilewright.op import Impl
@@ -26,7 +27,6 @@ __all__ = ["VENDOR", "cudnn_choosing", "takes_padding", "vendor_again"]
 _FLAGS: tuple[tuple[Any, Any], ...] = (
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
 )
 
 
@@ -38,17 +38,19 @@ class cudnn_choosing:
     """
 
     # torch.backends.cudnn.flags does the same in 20 microseconds, as long as a convolution; a generator takes 3 more than this.
-    __slots__ = ("_before", "_deterministic", "_wanted")
+    __slots__ = ("_before", "_deterministic", "_tf32", "_wanted")
 
     def __init__(self, *, deterministic: bool):
         self._deterministic = deterministic
 
     def __enter__(self) -> None:
         self._before = tuple(get() for get, _ in _FLAGS)
-        self._wanted = (True, self._deterministic or self._before[1], False)
+        self._wanted = (True, self._deterministic or self._before[1])
         self._put(self._before, self._wanted)
+        self._tf32 = forbid_tf32("conv")
 
     def __exit__(self, *error: object) -> None:
+        allow_again(self._tf32)
         self._put(self._wanted, self._before)
 
     def _put(self, now: tuple[bool, ...], then: tuple[bool, ...]) -> None:

@@ -26,6 +26,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_codes import layer_norm_quantize_arguments
 from tilewright.kernels.dependent import release
+from tilewright.kernels.gradient import dense
 from tilewright.kernels.layer_norm import layer_norm_op
 from tilewright.kernels.quantize import (
     UNFUSED,
@@ -213,4 +214,4 @@ def layer_norm_quantize(
     check_format("layer_norm_quantize", x, "int8", ("int8",))
     vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     check_last_dim("layer_norm_quantize", x, **vectors)
-    return layer_norm_quantize_op(rows_ready(x), weight, bias, eps, keep)
+    return layer_norm_quantize_op(rows_ready(x), dense(weight), dense(bias), eps, keep)

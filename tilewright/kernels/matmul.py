@@ -32,6 +32,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import linear_arguments
+from tilewright.kernels.gradient import dense
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.matmul_gemv import GEMV
 from tilewright.kernels.matmul_skinny import SKINNY
@@ -284,11 +285,12 @@ def matmul(
         raise ValueError(
             f"matmul: a must be [..., M, K] and b [..., K, N] with one K; got a {list(a.shape)} and b {list(b.shape)}"
         )
+    bias = dense(bias)
     if b.dim() == 2:
         shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, a.shape[:-1])
         if residual is not None:
             residual = rows_ready(residual.flatten(0, -2))
-        x = operand_ready(a.flatten(0, -2))
+        x = operand_ready(a if a.dim() == 2 else a.flatten(0, -2))
         return linear_op(x, b.mT, bias, activation, residual).view(shape)
     try:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])

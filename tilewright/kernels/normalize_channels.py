@@ -24,6 +24,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_conv import normalize_channels_arguments
 from tilewright.kernels.channels import CHANNEL_SPACE, channel_problem, channels_last, place_offsets, places_at_once
 from tilewright.kernels.conv_common import activated
+from tilewright.kernels.gradient import dense
 from tilewright.kernels.matmul_common import activate
 from tilewright.kernels.prepared import Held, Prepared, pointer_kind
 from tilewright.kernels.shapes import ceil_div
@@ -141,6 +142,7 @@ def _launch(
     residual: Tensor | None, eps: float, activation: str,
 ) -> Tensor:  # fmt: skip
     y = torch.empty_like(x)
+    mean, variance, weight, bias = map(dense, (mean, variance, weight, bias))
     operands = (x, mean, variance, weight, bias, residual, y)
     key = _key(config, *operands[:-1], eps, activation)
     held = _HELD.get(key)

@@ -22,10 +22,14 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from tilewright.hw import env
+from tilewright.hw.here import away, indirect
 from tilewright.kernels.bare_launch import BareLaunch, bare_launch
-from tilewright.op import dispatch_modes, scope
+from tilewright.op import scope
 
 __all__ = ["Held", "Prepared", "call_key", "in_place", "launch", "pointer_kind"]
+
+
+_PLAIN = (Tensor, Parameter)
 
 
 class _Base:
@@ -49,33 +53,35 @@ class Prepared:
         grid: programs, one to three numbers.
         arguments: those of the launch, by position: tensors, descriptors, numbers, None.
         constants: the rest, by name.
-        owners: for each of the first arguments, which operand it points into; None for what is no pointer.
-        operands: addresses of the operands of that launch.
+        owners: for each of the first arguments, which operand it points into, or is: a float that is another every time;
+            None for what stays.
+        operands: addresses of the operands of that launch, and such floats.
     """
 
     def __init__(
         self, kernel: Any, compiled: CompiledKernel, grid: Sequence[int], arguments: Sequence[Any],
-        constants: Mapping[str, Any], owners: Sequence[int | None], operands: Sequence[int],
+        constants: Mapping[str, Any], owners: Sequence[int | None], operands: Sequence[float],
     ):  # fmt: skip
         rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
         self._arguments = [*arguments, *rest]
-        self._places: list[tuple[int, int, int, Any]] = []
+        self._places: list[tuple[int, int, float, Any]] = []
         for i, owner in enumerate(owners):
             value = arguments[i]
             if owner is None or value is None:
                 continue
-            described = None if isinstance(value, Tensor) else value
-            at = (value if described is None else described.base).data_ptr()
-            fields = None
-            if described is not None:
-                fields = (type(described), {name: field for name, field in vars(described).items() if name != "base"})
+            fields, at = None, value
+            if isinstance(value, Tensor):
+                at = value.data_ptr()
+            elif not isinstance(value, float):
+                at = value.base.data_ptr()
+                fields = (type(value), {name: field for name, field in vars(value).items() if name != "base"})
             self._places.append((i, owner, at - operands[owner], fields))
             self._arguments[i] = None
         self._compiled, self._grid = compiled, (*grid, 1, 1)[:3]
         self._run: Any = None
         self._bare: BareLaunch | None = None
 
-    def __call__(self, operands: Sequence[int]) -> None:
+    def __call__(self, operands: Sequence[float]) -> None:
         """Launch on operands at these addresses."""
         bare, runtime = self._bare, knobs.runtime
         if bare is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
@@ -91,7 +97,7 @@ class Prepared:
         if not bare.again(key):
             bare.encode(key, self._on(operands))
 
-    def _on(self, operands: Sequence[int]) -> list[Any]:
+    def _on(self, operands: Sequence[float]) -> list[Any]:
         """The launch's arguments on operands at these addresses."""
         arguments = self._arguments.copy()
         for i, owner, offset, fields in self._places:
@@ -104,7 +110,7 @@ class Prepared:
             arguments[i] = at
         return arguments
 
-    def _launch(self, operands: Sequence[int]) -> None:
+    def _launch(self, operands: Sequence[float]) -> None:
         """Triton's way; the first time it makes the kernel's handle."""
         arguments = self._on(operands)
         if self._run is None:  # not sooner: a kernel that was only compiled, for a card that is not here, has no handle
@@ -139,9 +145,9 @@ def pointer_kind(x: Tensor | None) -> tuple[torch.dtype, bool] | None:
 def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Hashable | None:
     """All by which calls of a public function may differ but the memory of their tensors; None: go the long way.
 
-    That is what is not on a GPU, is traced, wrapped or unaligned, or has a list among its options, which has no hash.
+    That is what is not on the current GPU, is traced, wrapped or unaligned, or has a list among its options, which has no hash.
     """
-    if type(x) not in (Tensor, Parameter) or not x.is_cuda or torch.compiler.is_compiling() or dispatch_modes():
+    if type(x) not in _PLAIN or not x.is_cuda or torch.compiler.is_compiling() or indirect() or away(x.get_device()):
         return None
     try:
         hash(options)
@@ -153,6 +159,8 @@ def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Has
         if t is None:
             key.append(None)
             continue
+        if type(t) not in _PLAIN:  # a subclass may have no memory of its own
+            return None
         starts |= t.data_ptr()
         key += (t.shape, t.stride(), t.dtype, t.get_device())
     return None if starts % 16 else tuple(key)
@@ -168,11 +176,12 @@ _LAUNCHED = Held()
 
 def launch(
     kernel: Any, grid: tuple[int, ...], operands: Sequence[Tensor | None], numbers: tuple[int | float | bool, ...],
-    constants: Mapping[str, Any],
+    constants: Mapping[str, Any], factors: tuple[float, ...] = (),
 ) -> Prepared | None:  # fmt: skip
-    """`kernel[grid](*operands, *numbers, **constants)`, the short way where such a launch was made before.
+    """`kernel[grid](*operands, *numbers, *factors, **constants)`, the short way where such a launch was made before.
 
-    Gives what makes it again, of addresses of operands that begin at 16 bytes where these do; None where no card has run it.
+    Gives what makes it again, of addresses of operands that begin at 16 bytes where these do, and of other factors; None where
+    no card has run it.
 
     Args:
         kernel: a jitted function of a module, whose first parameters are pointers.
@@ -180,6 +189,7 @@ def launch(
         operands: what they point to; the first is no None.
         numbers: the parameters behind them.
         constants: the rest by name, and options of the launch, in the same order every time.
+        factors: the parameters behind the numbers: floats that may be others in the next call of its kind.
     """
     starts = [0 if t is None else t.data_ptr() for t in operands]
     low = 0
@@ -191,13 +201,15 @@ def launch(
         *[None if t is None else t.dtype for t in operands],
         tuple(start % 16 for start in starts) if low % 16 else 0,
     )  # fmt: skip
-    held = _LAUNCHED.get(key)
+    held, given = _LAUNCHED.get(key), (*starts, *factors)
     if held is not None:
-        held(starts)
+        held(given)
         return held
-    compiled = kernel[grid](*operands, *numbers, **constants)
+    compiled = kernel[grid](*operands, *numbers, *factors, **constants)
     if not env.interpreting():
-        prepared = Prepared(kernel, compiled, grid, (*operands, *numbers), constants, range(len(operands)), starts)
+        count = len(operands)
+        owners = (*range(count), *[None] * len(numbers), *range(count, count + len(factors)))
+        prepared = Prepared(kernel, compiled, grid, (*operands, *numbers, *factors), constants, owners, given)
         if first.is_cuda:
             _LAUNCHED.keep(key, prepared)
             return prepared

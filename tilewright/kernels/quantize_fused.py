@@ -27,6 +27,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.activation import silu, silu_mul_op
 from tilewright.kernels.arguments import add_norm_quantize_arguments, gated_quantize_arguments, norm_quantize_arguments
 from tilewright.kernels.dependent import release
+from tilewright.kernels.gradient import dense
 from tilewright.kernels.quantize import (
     ROW_FORMATS,
     UNFUSED,
@@ -395,7 +396,7 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float = 1e-6, format: str 
     """
     check_format("rms_norm_quantize", x, format, ROW_FORMATS)
     check_last_dim("rms_norm_quantize", x, weight=weight)
-    return rms_norm_quantize_op(rows_ready(x), weight, eps, format)
+    return rms_norm_quantize_op(rows_ready(x), dense(weight), eps, format)
 
 
 def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, format: str = "int8") -> CodedSum:
@@ -415,7 +416,7 @@ def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
     check_format("add_rms_norm_quantize", x, format, ROW_FORMATS)
     check_last_dim("add_rms_norm_quantize", x, weight=weight)
     _check_alike("add_rms_norm_quantize", "residual", residual, "x", x)
-    return add_rms_norm_quantize_op(rows_ready(x), rows_ready(residual), weight, eps, format)
+    return add_rms_norm_quantize_op(rows_ready(x), rows_ready(residual), dense(weight), eps, format)
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, format: str = "int8") -> Coded:

@@ -2,8 +2,8 @@
 
 Three launches each way (kernels/batch_statistics.py, normalize_channels.py, batch_norm_backward.py), the memory they need and
 one `torch.autograd.Function`: of a network's small layers all else is host time. What may differ between two calls is the
-memory of their tensors; none is kept alive. Where a gradient comes that lies otherwise than x, or a scope or a dispatch mode
-was entered since, the backward pass goes through its op.
+memory of their tensors, none of which is kept alive, and the momentum. Where a gradient comes that lies otherwise than x, or a
+scope or a dispatch mode was entered since, the backward pass goes through its op.
 
 Only activations whose slope the result tells: none and relu. Second derivatives are refused.
 """
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.hw.here import indirect, wrapped
 from tilewright.kernels import batch_norm_backward, batch_statistics
 from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
-from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.gradient import laid_like, restored, wants_gradient
 from tilewright.kernels.prepared import Prepared
-from tilewright.op import dispatch_modes, scope
+from tilewright.op import scope
 
 __all__ = ["BatchNormAgain", "wanted"]
 
@@ -50,19 +51,20 @@ class BatchNormAgain:
 
     def __call__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running_mean: Tensor | None,
-        running_var: Tensor | None,
+        running_var: Tensor | None, momentum: float,
     ) -> Tensor:  # fmt: skip
         """The norm and what follows, with gradients where they are asked for; moves the running statistics."""
+        given = (x, weight, bias, residual, running_mean, running_var, momentum)
         if wants_gradient(x, weight, bias, residual):
-            return _Again.apply(x, weight, bias, residual, running_mean, running_var, self)  # pyright: ignore[reportReturnType]
-        return self.forward(x, weight, bias, residual, running_mean, running_var)[0]
+            return _Again.apply(*given, self)  # pyright: ignore[reportReturnType]
+        return self.forward(*given)[0]
 
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running_mean: Tensor | None,
-        running_var: Tensor | None,
+        running_var: Tensor | None, momentum: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(y, mean, variance)."""
-        mean, variance = self._statistics.launch(x, running_mean, running_var)
+        mean, variance = self._statistics.launch(x, running_mean, running_var, momentum)
         y = torch.empty_like(x)
         operands = (x, mean, variance, weight, bias, residual, y)
         self._normalised([0 if t is None else t.data_ptr() for t in operands])
@@ -72,12 +74,12 @@ class BatchNormAgain:
         self, dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(dx, the residual's gradient, dweight, dbias)."""
-        plain = dy.dtype == x.dtype and dy.stride() == x.stride() and not dy.data_ptr() % 16
-        plain = plain and type(dy) is Tensor and scope() == self._scope and not dispatch_modes()
+        plain = not wrapped(dy) and not indirect() and scope() == self._scope
+        plain = plain and dy.dtype == x.dtype and dy.stride() == x.stride() and not dy.data_ptr() % 16
         if plain and self._backward is not None and self._generation == batch_norm_backward_op.generation:
             dx, g, dweight, dbias = self._backward.launch(dy, x, y, mean, variance, weight)
             return dx, dy if g is None else g, dweight, dbias
-        dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
+        dy = laid_like(dy, x)
         given = [None if t is None else self._places(t) for t in (dy, x, y)]
         args = (*given, mean, variance, weight, self._eps)
         dx, g, dweight, dbias = batch_norm_backward_op(*args)
@@ -92,19 +94,20 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, _, _, _, again = args
+        x, weight, bias, *_, again = args
         y, mean, variance = again.forward(*args[:-1])
         ctx.save_for_backward(x, weight, mean, variance, y if again.relu else None)
-        ctx.options = (again, None if bias is None else bias.dtype)
+        ctx.options = (again, None if bias is None else bias.dtype, x.stride())
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, mean, variance, y = ctx.saved_tensors
-        again, of_bias = ctx.options
+        again, of_bias, strides = ctx.options
+        x, y = restored(x, strides), None if y is None else restored(y, strides)
         dx, dresidual, dweight, dbias = again.backward(grads[0], x, y, mean, variance, weight)
-        return dx, *wanted(ctx, dweight, dbias, of_bias, dresidual), None, None, None
+        return dx, *wanted(ctx, dweight, dbias, of_bias, dresidual), None, None, None, None
 
 
 def wanted(

@@ -28,7 +28,7 @@ from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.batch_statistics import batch_statistics_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
 from tilewright.kernels.conv_common import ACTIVATIONS
-from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.gradient import dense, laid_like, wants_gradient
 from tilewright.kernels.normalize_channels import launched, normalize_channels_op
 from tilewright.kernels.prepared import Held, Prepared, call_key, in_place
 from tilewright.ops.batch_norm_again import BatchNormAgain, wanted
@@ -105,7 +105,7 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(of x, of weight, of bias), and nothing for the rest."""
         x, weight, mean, scale = ctx.saved_tensors
-        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        dy = laid_like(grads[0], x)
         given, crossed = channel_sums_op(x, mean, dy)
         crossed = crossed * scale
         dweight = None if weight is None else crossed.sum(0).to(weight.dtype)
@@ -141,7 +141,7 @@ class _Batch(torch.autograd.Function):
         """(of x, of weight, of bias, of residual), and nothing for the rest."""
         x, weight, mean, variance, y = ctx.saved_tensors
         eps, of_bias = ctx.options
-        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        dy = laid_like(grads[0], x)
         dx, g, dweight, dbias = batch_norm_backward_op(dy, x, y, mean, variance, weight, eps)
         return dx, *wanted(ctx, dweight, dbias, of_bias, dy if y is None else g), None, None, None, None
 
@@ -180,7 +180,7 @@ class _Fixed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(of x, of weight, of bias), and nothing for the rest."""
         x, weight, mean, scale = ctx.saved_tensors
-        dy = torch.empty_like(x).copy_(grads[0]) if grads[0].stride() != x.stride() else grads[0]
+        dy = laid_like(grads[0], x)
         a, _ = _factors(mean, scale, weight, None)
         dx = channel_affine_op(dy, a, torch.zeros_like(a), None, None)
         given, crossed = channel_sums_op(x, mean, dy) if any(ctx.needs_input_grad[1:3]) else (a, a)
@@ -205,7 +205,7 @@ def _fixed(
     if not wants_gradient(x, weight, bias, residual):
         return normalize_channels_op(x, mean, variance, weight, bias, residual, eps, activation)
     wide = torch.promote_types(x.dtype, torch.float32)
-    mean, scale = mean.to(wide)[None], (variance.to(wide) + eps).rsqrt()[None]
+    mean, scale = dense(mean).to(wide)[None], (variance.to(wide) + eps).rsqrt()[None]
     y: Any = _Fixed.apply(x, weight, bias, mean, scale)
     return _followed(y, residual, activation)
 
@@ -351,11 +351,11 @@ def batch_norm(
     key = None
     if training or not wants_gradient(x, weight, bias, residual):
         chosen = (normalize_channels_op.generation, batch_statistics_op.generation)
-        options = ("batch_norm", chosen, training, momentum if training else 0.0, eps, activation)
+        options = ("batch_norm", chosen, training, eps, activation)
         key = call_key(options, x, running_mean, running_var, weight, bias, residual)
         again: BatchNormAgain | Prepared | None = None if key is None else _AGAIN.get(key)
         if isinstance(again, BatchNormAgain):
-            return again(x, weight, bias, residual, running_mean, running_var)
+            return again(x, weight, bias, residual, running_mean, running_var, momentum)
         if again is not None:
             y = torch.empty_like(x)
             operands = (x, running_mean, running_var, weight, bias, residual, y)
@@ -367,7 +367,8 @@ def batch_norm(
     last = _channels_last(x)
     flat, rest = (None if t is None else _batch_places(t, last) for t in (x, residual))
     assert flat is not None, "x is a tensor"
-    keep = key is not None and in_place((x, flat), (residual, rest))
+    vectors = (running_mean, running_var, weight, bias)
+    keep = key is not None and in_place((x, flat), (residual, rest)) and all(v is dense(v) for v in vectors)
     if running_mean is not None and running_var is not None and not training:
         y = _fixed(flat, weight, bias, running_mean, running_var, eps, rest, activation)
         if keep:

@@ -30,7 +30,7 @@ from tilewright.kernels.conv_checks import (
 )
 from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.gradient import no_view, wants_gradient
+from tilewright.kernels.gradient import dense, no_view, wants_gradient
 from tilewright.kernels.prepared import Held, call_key, in_place
 from tilewright.ops.conv_training import ConvTraining
 from tilewright.ops.pointwise import activation as activate
@@ -86,7 +86,7 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = conv_weight_gradient_op(dy, x, *ctx.options, list(weight.shape[1:-1]))
         if ctx.needs_input_grad[2]:
-            db = dy.flatten(0, -2).sum(0)
+            db = dy.sum(tuple(range(dy.dim() - 1)))
         return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None
 
 
@@ -111,7 +111,7 @@ class _Transposed(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = conv_weight_gradient_op(x, dy, *ctx.options, list(weight.shape[1:-1]))
         if ctx.needs_input_grad[2]:
-            db = dy.flatten(0, -2).sum(0)
+            db = dy.sum(tuple(range(dy.dim() - 1)))
         return dx, dw, db, None, None
 
 
@@ -203,6 +203,8 @@ def _conv(
         op, dims, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual, x_scales, w_scales,
         dtype,
     )  # fmt: skip
+    if bias is not dense(bias):
+        bias, key = dense(bias), None
     if padding_mode != "zeros":
         x, window = _padded(x, window, padding_mode)
     x, weight = _last(x), _weight_last(weight, groups == x.shape[1] > 1)
@@ -219,7 +221,7 @@ def _conv(
         y = y if activation == "none" else activate(y, activation)
     else:
         if x_scales is not None:
-            x_scales = x_scales.expand(x.shape[0]).contiguous()
+            x_scales, w_scales = x_scales.expand(x.shape[0]).contiguous(), dense(w_scales)
         arguments = _arguments(x, weight, bias, residual, activation, window, groups, x_scales, w_scales, out)
         y = conv_op(*arguments)
         found = None if key is None else again(*arguments)
@@ -298,7 +300,7 @@ def _transposed(
     x = x.unsqueeze(0) if single else x
     check_operands(op, dims, x, weight, bias, groups, activation, transposed=True)
     window = transposed_window(op, x, weight, stride, padding, output_padding, dilation)
-    x, weight = _last(x), _weight_last(weight, weight.shape[1] == 1 and groups == x.shape[1] > 1)
+    x, weight, bias = _last(x), _weight_last(weight, weight.shape[1] == 1 and groups == x.shape[1] > 1), dense(bias)
     if wants_gradient(x, weight, bias):
         y: Any = _Transposed.apply(x, weight, bias, window, groups)
         y = y if activation == "none" else activate(y, activation)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.hw.here import indirect, wrapped
 from tilewright.kernels import conv_sm90_phases, conv_sm90_transpose, conv_sm90_weight_gradient
 from tilewright.kernels.conv_again import FORMATS, Again
 from tilewright.kernels.conv_checks import Window
@@ -21,8 +22,8 @@ from tilewright.kernels.conv_sm90_boxes import Again as Launched
 from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_vendor import cudnn_choosing, takes_padding
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.gradient import no_view
-from tilewright.op import dispatch_modes, scope
+from tilewright.kernels.gradient import no_view, restored
+from tilewright.op import scope
 
 __all__ = ["ConvTraining"]
 
@@ -56,9 +57,10 @@ class ConvTraining:
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
         """The gradients of x, weight and bias that are needed."""
-        layout = FORMATS[x.dim()]
-        dy = dy.contiguous(memory_format=layout)
-        plain = dy.data_ptr() % 16 == 0 and type(dy) is Tensor and scope() == self._scope and not dispatch_modes()
+        if wrapped(dy):
+            return self._by_ops(dy.movedim(1, -1).contiguous().movedim(-1, 1), x, weight, needs)
+        dy = dy.contiguous(memory_format=FORMATS[x.dim()])
+        plain = not indirect() and scope() == self._scope and dy.data_ptr() % 16 == 0
         key = (needs, conv_transpose_op.generation, conv_weight_gradient_op.generation)
         known = self._short.get(key) if plain else False
         if known is None:
@@ -90,7 +92,7 @@ class ConvTraining:
         of_x, of_weight = self._arguments(dy, x, weight)
         dx = conv_transpose_op(*of_x).movedim(-1, 1) if needs[0] else None
         dw = conv_weight_gradient_op(*of_weight).movedim(-1, 1) if needs[1] else None
-        return [dx, dw, of_x[0].flatten(0, -2).sum(0) if needs[2] else None]
+        return [dx, dw, dy.sum((0, *range(2, dy.dim()))) if needs[2] else None]
 
     def _arguments(self, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Of the ops for the gradients of x and of the weight."""
@@ -128,12 +130,12 @@ class _Trained(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: ConvTraining
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.call = call
+        ctx.call, ctx.strides = call, (x.stride(), weight.stride())
         return no_view(call.forward(x, weight, bias, residual))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
+        x, weight = map(restored, ctx.saved_tensors, ctx.strides)
         needs = ctx.needs_input_grad
         return *ctx.call.backward(grads[0], x, weight, needs[:3]), grads[0] if needs[3] else None, None

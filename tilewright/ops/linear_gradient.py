@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.kernels.gradient import no_view
+from tilewright.hw.here import indirect, wrapped
+from tilewright.kernels.gradient import no_view, restored
 from tilewright.kernels.matmul import linear_op, matmul, operand_ready
 from tilewright.kernels.prepared import Held, call_key
-from tilewright.op import Choice, dispatch_modes, scope
+from tilewright.op import Choice, scope
 from tilewright.ops.pointwise import activation as activate
 from tilewright.ops.pointwise import gelu_mul, silu_mul
 
@@ -59,7 +60,7 @@ class _Again:
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         """The gradients of x [..., K], weight and bias that are needed."""
         rows, flat = dy.reshape(-1, dy.shape[-1]).contiguous(), x.view(-1, x.shape[-1])
-        if type(dy) is not Tensor or rows.data_ptr() % 16 or dispatch_modes() or scope() != self.scope:
+        if wrapped(dy) or indirect() or scope() != self.scope or rows.data_ptr() % 16:
             dx, dw, db = _gradients(rows, flat, weight, needs)
             return None if dx is None else dx.view(x.shape), dw, db
         dx = dw = None
@@ -84,7 +85,7 @@ class _ProductAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: _Again) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.again = again
+        ctx.again, ctx.strides = again, (x.stride(), weight.stride())
         impl, config = again.product[:2]
         y = impl.launch(config, x.view(-1, x.shape[-1]), weight, bias, "none", None)
         return no_view(y.view(*x.shape[:-1], y.shape[-1]))
@@ -92,7 +93,7 @@ class _ProductAgain(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
+        x, weight = map(restored, ctx.saved_tensors, ctx.strides)
         return *ctx.again.backward(grads[0], x, weight, ctx.needs_input_grad), None
 
 

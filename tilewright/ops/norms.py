@@ -15,7 +15,7 @@ from tilewright.kernels import add_layer_norm as of_sum
 from tilewright.kernels import layer_norm as of_layer
 from tilewright.kernels import layer_norm_stats as of_stats
 from tilewright.kernels import rms_norm as of_rms
-from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.gradient import dense, wants_gradient
 from tilewright.kernels.norm_backward import layer_norm_backward_op, rms_norm_backward_op
 from tilewright.kernels.shapes import rows_ready
 
@@ -135,6 +135,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     Raises:
         ValueError: weight or bias does not match the last dimension.
     """
+    weight, bias = dense(weight), dense(bias)
     if wants_gradient(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps)  # pyright: ignore[reportReturnType]
     return of_layer.layer_norm(x, weight, bias, eps)
@@ -154,6 +155,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     Raises:
         ValueError: the weight does not match the last dimension.
     """
+    weight = dense(weight)
     if wants_gradient(x, weight):
         return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
     return of_rms.rms_norm(x, weight, eps)
@@ -174,6 +176,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
     Raises:
         ValueError: shapes or dtypes do not match.
     """
+    weight = dense(weight)
     if wants_gradient(x, residual, weight):
         return _AddRMSNorm.apply(x, residual, weight, eps)  # pyright: ignore[reportReturnType]
     return of_rms.add_rms_norm(x, residual, weight, eps)
@@ -197,6 +200,7 @@ def add_layer_norm(
     Raises:
         ValueError: shapes or dtypes do not match.
     """
+    weight, bias = dense(weight), dense(bias)
     if wants_gradient(x, residual, weight, bias):
         return _AddLayerNorm.apply(x, residual, weight, bias, eps)  # pyright: ignore[reportReturnType]
     return of_sum.add_layer_norm(x, residual, weight, bias, eps)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewright.bench.compare.results import Point, Run, Side
 from tilewright.hw.state import State, others_share
+from tilewright.hw.tf32 import exact_float32
 
 __all__ = ["CLASSES", "by_variant", "card", "drift_open", "precision_of", "relative_error", "yardsticks"]
 
@@ -98,9 +99,7 @@ def yardsticks(module: nn.Module, inputs: tuple[Tensor, ...], truth: Sequence[Te
     A type that the module cannot be run in on this device is left out. tf32 is off meanwhile.
     """
     found = {}
-    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
+    with exact_float32():
         for name, dtype in (("fp32", torch.float32), ("fp16/tf32", torch.float16), ("bf16", torch.bfloat16)):
             cast = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
             try:
@@ -111,8 +110,6 @@ def yardsticks(module: nn.Module, inputs: tuple[Tensor, ...], truth: Sequence[Te
             error = relative_error([x.cpu() for x in tree_leaves(answer) if isinstance(x, Tensor)], truth)
             if math.isfinite(error):  # float16 overflows
                 found[name] = error
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
     return found
 
 

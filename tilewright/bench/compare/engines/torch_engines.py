@@ -20,6 +20,7 @@ from tilewright.bench.compare.engine import DTYPES, EngineError, Operation, Sett
 from tilewright.bench.compare.engines.torch_counters import profiled
 from tilewright.bench.compare.results import Counter
 from tilewright.hw.device import device_of
+from tilewright.hw.tf32 import allows_tf32
 
 __all__ = ["Called", "Compile", "Eager", "Graph", "described", "device_name", "precision_name", "shapes_of"]
 
@@ -176,8 +177,8 @@ def precision_name(dtype: torch.dtype | None, device: torch.device) -> str:
         return next(name for name, known in DTYPES.items() if known == dtype)
     if device.type != "cuda":
         return "fp32"
-    parts = ["convolutions"] if torch.backends.cudnn.allow_tf32 else []
-    parts += ["products"] if torch.backends.cuda.matmul.allow_tf32 else []
+    parts = ["convolutions"] if allows_tf32("conv") else []
+    parts += ["products"] if allows_tf32("matmul") else []
     return f"fp32 (tf32 {' and '.join(parts)})" if parts else "fp32"
 
 
