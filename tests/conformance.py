@@ -54,9 +54,23 @@ def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
 
 def outputs(op: Op, impl: Impl | None, config: Config, args: tuple[Any, ...]) -> list[Tensor]:
     """All that a run produces: what it returns, then what it wrote in place. `impl` None is the reference."""
-    args = fresh(args)
-    result = op.reference(*args) if impl is None else impl.launch(config, *args)
-    return flat(result) + mutated(op, args)
+    given = fresh(args)
+    if impl is None:
+        return flat(op.reference(*given)) + mutated(op, given)
+    result = flat(impl.launch(config, *given))
+    only_what_is_declared(op, args, given, result)
+    return result + mutated(op, given)
+
+
+def only_what_is_declared(op: Op, before: tuple[Any, ...], after: tuple[Any, ...], results: list[Tensor]) -> None:
+    """Raise AssertionError if a run wrote an argument that the op does not declare to write, or returned memory of one."""
+    for place, (was, now) in enumerate(zip(before, after, strict=True)):
+        if not isinstance(now, Tensor) or not now.numel():
+            continue
+        assert place in written(op) or torch.equal(bits(now), bits(was)), f"argument {place} is written, and not declared so"
+        memory = now.untyped_storage().data_ptr()
+        held = [i for i, result in enumerate(results) if result.numel() and result.untyped_storage().data_ptr() == memory]
+        assert not held, f"output {held[0]} is the memory of argument {place}"
 
 
 def oracle(op: Op, args: tuple[Any, ...]) -> list[Tensor]:

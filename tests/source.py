@@ -1,21 +1,27 @@
 """The project's own Python files, read as text and syntax, for the tests that hold the house rules."""
 
 import ast
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 __all__ = ["ROOT", "Source", "planted", "sources"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class Source(NamedTuple):
-    """One file: its path from the repository root, its text, its syntax tree."""
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One file: its path from the repository root and its text."""
 
     path: str
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> tuple[Any, ...]:
+        """Every node of its syntax tree, from the top down: each rule looks at all of them."""
+        return tuple(ast.walk(ast.parse(self.text)))
 
     @property
     def module(self) -> str:
@@ -35,11 +41,15 @@ def part_of(module: str) -> str:
 
 def planted(path: str, text: str) -> Source:
     """A file that is not there, to see whether a rule finds what is wrong with it."""
-    return Source(path, text, ast.parse(text))
+    return Source(path, text)
+
+
+def sources(*folders: str) -> tuple[Source, ...]:
+    """Every Python file under these folders of the repository, in order of path."""
+    return tuple(sorted((source for folder in folders for source in _under(folder)), key=lambda source: source.path))
 
 
 @cache
-def sources(*folders: str) -> tuple[Source, ...]:
-    """Every Python file under these folders of the repository, in order of path."""
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return tuple(planted(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths)
+def _under(folder: str) -> tuple[Source, ...]:
+    paths = (ROOT / folder).rglob("*.py")
+    return tuple(Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths)

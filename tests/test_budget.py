@@ -21,7 +21,7 @@ def over_budget(source: Source) -> Iterator[str]:
     lines = len(source.text.splitlines())
     if lines > limit:
         yield f"{source.path}: {lines} lines, at most {limit}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES:

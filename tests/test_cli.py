@@ -337,6 +337,23 @@ def test_a_signal_while_a_model_loads(verb: list[str], sig: signal.Signals, said
     assert rest.splitlines()[-1] == said
 
 
+@pytest.mark.parametrize(("name", "said", "code"), [("SIGINT", "interrupted\n", 130), ("SIGTERM", "terminated\n", 143)])
+def test_who_swallows_exceptions_is_ended_too(name: str, said: str, code: int) -> None:
+    """As torch does while it is imported."""
+    script = (
+        "import os, signal\n"
+        "from tilewright.cli.root import ends_at_once\n"
+        f"with ends_at_once(signal.{name}):\n"
+        "    try:\n"
+        f"        os.kill(os.getpid(), signal.{name})\n"
+        "        signal.pause()\n"
+        "    except BaseException:\n"
+        "        pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_serve_from_start_to_end(model: Path) -> None:
     arguments = command("serve", model, "--port", "0", "--device", "cpu", "--max-seqs", "4")
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:

@@ -193,7 +193,12 @@ def test_round_trip(format: str, block: Any, data: st.DataObject) -> None:
     again = quantize(back, format, block)
     if "zero" not in format and format != "int4":
         assert torch.equal(again.values.view(torch.uint8), q.values.view(torch.uint8))
-    torch.testing.assert_close(dequantize(again), back, rtol=1e-6, atol=0)
+    known = torch.ones_like(back, dtype=torch.bool)
+    if "zero" in format:
+        # A rounded zero point may leave the lowest or the highest code unused: then `back` spans less, and so does its scale.
+        span = back.view(rows, -1, c).amax(-1) - back.view(rows, -1, c).amin(-1)
+        known = span.repeat_interleave(c, 1) > (2 ** int(format[3]) - 1.5) * scales
+    torch.testing.assert_close(dequantize(again)[known], back[known], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("format", "block"), EVERY)

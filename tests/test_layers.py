@@ -45,7 +45,7 @@ DEVICE_PROPERTIES = {"get_device_properties", "get_device_capability", "get_devi
 
 def imported(source: Source) -> Iterator[tuple[int, str]]:
     """(line, module) of every import at any depth, `import_module("...")` too; `from tilewright import x` gives x's home."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -98,7 +98,7 @@ def only_hw_env_reads_the_environment(source: Source) -> Iterator[str]:
     if not source.path.startswith("tilewright/") or source.path == "tilewright/hw/env.py":
         return
     names = {"environ", "environb", "getenv", "getenvb", "putenv"}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and name_of(node) in {f"os.{name}" for name in names}:
             yield f"{source.path}:{node.lineno}: {name_of(node)}; only hw/env.py reads the environment"
         elif isinstance(node, ast.ImportFrom) and node.module == "os" and names & {alias.name for alias in node.names}:
@@ -108,7 +108,7 @@ def only_hw_env_reads_the_environment(source: Source) -> Iterator[str]:
 def only_hw_device_reads_device_properties(source: Source) -> Iterator[str]:
     if not source.path.startswith("tilewright/") or source.path == "tilewright/hw/device.py":
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         named = [node.attr] if isinstance(node, ast.Attribute) else []
         named += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
         yield from (
@@ -122,7 +122,7 @@ def data_is_never_code(source: Source) -> Iterator[str]:
     for line, module in imported(source):
         if module.partition(".")[0] in UNSAFE:
             yield f"{source.path}:{line}: imports {module}; data must not be able to run code"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         from_torch = isinstance(node, ast.ImportFrom) and node.module == "torch" and "load" in {a.name for a in node.names}
         if from_torch or (isinstance(node, ast.Attribute) and name_of(node) == "torch.load"):
             yield f"{source.path}:{node.lineno}: torch.load unpickles; use safetensors"
@@ -131,7 +131,7 @@ def data_is_never_code(source: Source) -> Iterator[str]:
 
 
 def imports_are_absolute_and_named(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom):
             if node.level:
                 yield f"{source.path}:{node.lineno}: relative import"
@@ -142,7 +142,7 @@ def imports_are_absolute_and_named(source: Source) -> Iterator[str]:
 def handlers_name_what_they_catch(source: Source) -> Iterator[str]:
     if source.path in MAY_SWALLOW:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(kind is None or name_of(kind) in ("Exception", "BaseException") for kind in caught):

@@ -36,10 +36,12 @@ def test_matches_definition(op: Op, example: Example, impl: Impl) -> None:
 def test_torch_registration(op: Op, example: Example) -> None:
     """Schema, fake and dispatch agree with what runs on this device."""
     args = example.make(Inputs(TORCH_DEVICE))
-    # torch's check of the schema multiplies every argument, and float8 has no multiplication.
+    # torch's check of the schema multiplies every argument, and float8 has no multiplication. In the interpreter a run takes
+    # long, and conformance says of every implementation what that check says of one: it writes and returns what is declared.
     float8 = any(isinstance(a, torch.Tensor) and a.is_floating_point() and a.itemsize == 1 for a in args)
+    left_out = float8 or conformance.INTERPRETED
     torch.library.opcheck(
-        op.dispatched, args, test_utils=("test_faketensor",) if float8 else ("test_schema", "test_faketensor")
+        op.dispatched, args, test_utils=("test_faketensor",) if left_out else ("test_schema", "test_faketensor")
     )
 
 

@@ -140,9 +140,32 @@ def test_ptxas_version() -> None:
 def empty_cache(tmp_path: Path) -> Iterator[None]:
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(tmp_path)
-        probes._copy_kernel.device_caches.clear()
+        kernels = (probes._copy_kernel, probes._matmul_kernel)
+        for kernel in kernels:
+            kernel.device_caches.clear()
         yield
-    probes._copy_kernel.device_caches.clear()
+    for kernel in kernels:
+        kernel.device_caches.clear()
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize(("arch", "maxnreg"), [(80, None), (90, None), (90, 96), (100, None)])
+def test_the_log_of_ptxas_is_kept(
+    arch: int, maxnreg: int | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Facts by the log of the compilation are those by assembling again, which is left out, and the log is not printed."""
+    fresh = one(probes.matmul, SQUARE, arch, maxnreg=maxnreg)
+    assert fresh.log is not None
+    assert f"Used {facts(fresh).registers} registers" in fresh.log
+    assert capfd.readouterr() == ("", "")
+    probes._matmul_kernel.device_caches.clear()
+    stored = one(probes.matmul, SQUARE, arch, maxnreg=maxnreg)
+    assert stored.log is None
+    found = facts(stored)
+    assert (found.wgmma > 0) == (arch == 90)
+    assert found.wgmma_serialised == (maxnreg is not None)
+    monkeypatch.setattr("tilewright.asm.facts.get_ptxas", None)
+    assert facts(fresh) == found
 
 
 @pytest.mark.usefixtures("empty_cache")

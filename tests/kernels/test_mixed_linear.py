@@ -70,7 +70,8 @@ def test_every_code(format: str, name: str, dtype: torch.dtype) -> None:
     if format == "int4":
         codes = prepare(pack_int4(codes))
     codes = codes.view(CODES[format].dtype).to(WHERE)
-    for m in (1, 9, 40, 600):
+    # 600 rows are what `dequantized` takes; the interpreter, where it does not run, has the same tile for 130.
+    for m in (1, 9, 40, 600 if GPU else 130):
         x = torch.zeros(m, 128, dtype=dtype)
         x[:, 5] = 1
         args = (x.to(WHERE), codes, torch.ones(256, device=WHERE), None, None, "none", None, 1, 0)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompilationError, CompiledKernel
 from triton.errors import TritonError
@@ -67,6 +68,8 @@ class Binary:
     """The program as Triton's GPU dialect has it, layouts and pipeline decided."""
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
+    log: str | None = field(default=None, repr=False, compare=False)
+    """What ptxas said as it made `cubin`; None where that was found in Triton's cache, which keeps no log."""
 
 
 def record(impl: Any, config: Mapping[str, Any], args: Sequence[Any], arch: int) -> list[Binary]:
@@ -84,9 +87,10 @@ def record(impl: Any, config: Mapping[str, Any], args: Sequence[Any], arch: int)
     """
     if env.interpreting():
         raise RuntimeError("record: Triton interprets kernels in this process and compiles none; unset TRITON_INTERPRET")
-    with _LOCK, _recording(arch) as launched:
+    with _LOCK, knobs.nvidia.scope(), _recording(arch) as launched:
+        knobs.nvidia.dump_ptxas_log = True
         impl.launch(config, *(stand_in(a) for a in args))
-    return [_binary(kernel, arch, blocks) for kernel, blocks in launched]
+    return [_binary(kernel, arch, blocks, log) for kernel, blocks, log in launched]
 
 
 @contextmanager
@@ -140,13 +144,30 @@ class _Offline:
         return 0
 
 
+class _Printed(StringIO):
+    """What a compilation prints, ptxas's log apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = ""
+        self._in_log = False
+
+    def write(self, text: str) -> int:
+        # The log is printed whole, and the end of its last line apart. Blackwell has an assembler of its own: ptxas-blackwell.
+        self._in_log = re.match(r"ptxas[\w-]* ", text) is not None or (self._in_log and text == "\n")
+        if self._in_log:
+            self.log += text
+            return len(text)
+        return super().write(text)
+
+
 @contextmanager
-def _recording(arch: int, session: int = 0) -> Iterator[list[tuple[CompiledKernel, int]]]:
-    launched: list[tuple[CompiledKernel, int]] = []
+def _recording(arch: int, session: int = 0) -> Iterator[list[tuple[CompiledKernel, int, str | None]]]:
+    launched: list[tuple[CompiledKernel, int, str | None]] = []
     active, run = driver._active, JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> CompiledKernel:
-        printed = StringIO()
+        printed = _Printed()
         try:
             with redirect_stdout(printed):
                 kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -156,7 +177,7 @@ def _recording(arch: int, session: int = 0) -> Iterator[list[tuple[CompiledKerne
         print(printed.getvalue(), end="")
         blocks = 0 if callable(grid) else prod(grid)
         # A future kernel, while `compile_only` has threads compile.
-        launched.append((kernel, blocks))  # pyright: ignore[reportArgumentType]
+        launched.append((kernel, blocks, printed.log or None))  # pyright: ignore[reportArgumentType]
         return kernel  # pyright: ignore[reportReturnType]
 
     driver.set_active(_Offline(arch, session))  # pyright: ignore[reportArgumentType]
@@ -178,7 +199,7 @@ def _reason(error: BaseException) -> str:
     return (assembler or lines or [type(error).__name__])[0 if assembler else -1]
 
 
-def _binary(kernel: CompiledKernel, arch: int, blocks: int) -> Binary:
+def _binary(kernel: CompiledKernel, arch: int, blocks: int, log: str | None) -> Binary:
     names = kernel.src.fn.arg_names
     constants = {".".join([names[path[0]], *map(str, path[1:])]): value for path, value in kernel.src.constants.items()}
     return Binary(
@@ -194,4 +215,5 @@ def _binary(kernel: CompiledKernel, arch: int, blocks: int) -> Binary:
         ttgir=kernel.asm["ttgir"],
         ptx=kernel.asm["ptx"],
         cubin=kernel.asm["cubin"],
+        log=log,
     )

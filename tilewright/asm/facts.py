@@ -137,7 +137,9 @@ def _threads(binary: Binary) -> int:
 
 
 def _ptxas_log(binary: Binary) -> str:
-    """What ptxas says about the kernel. Its warning is nowhere in the machine code, so this assembles once more."""
+    """What ptxas says about the kernel. Its warning is nowhere in the machine code: with the log lost, this assembles again."""
+    if binary.log is not None:
+        return binary.log
     with _file(binary.ptx.encode(), ".ptx") as path, tempfile.TemporaryDirectory() as folder:
         return _run(get_ptxas(binary.arch).path, "-v", f"--gpu-name=sm_{binary.arch}a", path, "-o", f"{folder}/out.cubin")
 

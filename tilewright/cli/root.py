@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Annotated
 
@@ -18,7 +18,7 @@ import typer
 
 from tilewright import __version__
 
-__all__ = ["INTERRUPTED", "TERMINATED", "Progress", "app", "ends_on_sigterm", "plain_errors", "say"]
+__all__ = ["INTERRUPTED", "TERMINATED", "Progress", "app", "ends_at_once", "ends_on_sigterm", "plain_errors", "say"]
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as shells count."""
@@ -69,22 +69,28 @@ def plain_errors(context: typer.Context) -> Iterator[None]:
 
 
 @contextmanager
-def ends_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process inside: one line, exit code 143.
+def ends_at_once(number: signal.Signals) -> Iterator[None]:
+    """SIGTERM or SIGINT ends the process inside: one line, exit code 143 or 130.
 
     On the spot, because an exception would not do: whatever runs may swallow it (torch, while it is imported, does). And not
     the system's own way, which spares the first process of a container.
     """
+    word, code = (b"interrupted\n", INTERRUPTED) if number == signal.SIGINT else (b"terminated\n", TERMINATED)
 
-    def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"\r\x1b[2Kterminated\n" if sys.stderr.isatty() else b"terminated\n")
-        os._exit(TERMINATED)
+    def end(caught: int, frame: FrameType | None) -> None:
+        os.write(2, b"\r\x1b[2K" + word if sys.stderr.isatty() else word)
+        os._exit(code)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
+
+
+def ends_on_sigterm() -> AbstractContextManager[None]:
+    """SIGTERM ends the process inside at once, with exit code 143."""
+    return ends_at_once(signal.SIGTERM)
 
 
 def say(line: str) -> None:

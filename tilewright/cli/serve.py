@@ -1,6 +1,7 @@
 """`tilewright serve` and `tilewright run`: a model over HTTP, or once on the terminal."""
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilewright.cli.options import Model, options
-from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, say
+from tilewright.cli.root import Progress, app, ends_at_once, ends_on_sigterm, plain_errors, say
 from tilewright.engine.config import EngineConfig
 from tilewright.server.config import ServerConfig
 
@@ -25,13 +26,14 @@ def _load(model: str, options: Mapping[str, Any]) -> "LLM":
     EngineConfig(model=model, **options)  # what is wrong with the options is said before torch is imported
     started_s = time.perf_counter()
     say(f"Loading {model} ...")
-    from tilewright.engine.llm import LLM
-
     progress = Progress()
-    try:
-        llm = LLM(model, progress=progress, **options)
-    finally:
-        progress.end()
+    with ends_at_once(signal.SIGINT):  # there is nothing to tidy up yet, and the import of torch swallows exceptions
+        from tilewright.engine.llm import LLM
+
+        try:
+            llm = LLM(model, progress=progress, **options)
+        finally:
+            progress.end()
     say(f"Loaded in {time.perf_counter() - started_s:.1f} s")
     return llm
 
