@@ -104,6 +104,8 @@ def test_verdicts(claim: float, verdict: str) -> None:
     assert all(segment.ratio.low <= 1.7 <= segment.ratio.high for segment in answer.segments)
     assert answer.ratio.low <= 1.7 <= answer.ratio.high
     assert decided(*sides, design, claim) == (verdict != "undecided")
+    assert answer.holds(claim, 0.05) == (verdict != "undecided")
+    assert not answer.holds(claim, 0.5), "1.7 is less than half as much away from either claim"
     few = [[run for run in runs if run.at < max(r.at for r in runs) / 20] for runs in sides]
     assert not decided(*few, design, claim)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bench.compare.synthetic import resnet50
-from tilewright.bench.compare.fairness import CLASSES, card, precision_of, relative_error, yardsticks
+from tilewright.bench.compare.fairness import CLASSES, DRIFT, card, drifted_apart, precision_of, relative_error, yardsticks
 from tilewright.bench.compare.results import Point, Run, Side
 from tilewright.hw import nvml
 from tilewright.hw.state import State, others_share, state
@@ -229,6 +229,15 @@ def test_what_is_stated_but_not_unfair(name: str) -> None:
     point, change = CLOSED[name]
     found = points(*change(*sides()))
     assert not found[point].open, found[point].why
+
+
+def test_a_drift_that_changes_no_verdict_is_stated() -> None:
+    ours, baseline = sides()
+    drifting = slower_at_the_end(ours)
+    assert drifted_apart(drifting.runs, baseline.runs) > DRIFT
+    found = points(drifting, baseline, despite=True)["drift"]
+    assert not found.open
+    assert "the verdict is the same" in found.why
 
 
 def test_yardsticks_tell_apart_what_theory_cannot() -> None:

@@ -15,7 +15,7 @@ from tilewright.bench.compare.attribution import Design
 from tilewright.bench.compare.ballast import Looked, look, merged, only_whole, without_hidden
 from tilewright.bench.compare.counters import counted
 from tilewright.bench.compare.engine import Settings, engine_of
-from tilewright.bench.compare.fairness import card, drift_open, precision_of, yardsticks
+from tilewright.bench.compare.fairness import DRIFT, card, drifted_apart, precision_of, yardsticks
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
 from tilewright.bench.compare.models import Model
 from tilewright.bench.compare.plan import only_needed, plan, refined
@@ -85,9 +85,10 @@ def compare(
 
         def enough() -> bool:
             runs = sides[0].runs, sides[1].runs
-            if drift_open(*runs) or not decided(*runs, design, claim):
+            if not decided(*runs, design, claim):
                 return False
-            return _measured_whole(attribute(*runs, design, claim), claim).verdict != "undecided"
+            apart, found = drifted_apart(*runs), _measured_whole(attribute(*runs, design, claim), claim)
+            return found.verdict != "undecided" and (apart <= DRIFT or found.holds(claim, apart))
 
         ended = race(sides, enough, began_at + budget_s, seed, started, progress)
         after = _look(device)
@@ -147,6 +148,7 @@ class _Run:
         depth = sum(layer.kind in _MULTIPLY for layer in self.looked.plans[0].chain.layers)
         ours, baseline = (_side(side, fit, depth) for side, fit in zip(self.sides, (found.ours, found.baseline)))
         names = dict.fromkeys(name for ready in self.ready for name in ready)
+        despite = found.holds(claim, drifted_apart(*(side.runs for side in self.sides)))
         return Comparison(
             model=self.model.name,
             claim=claim,
@@ -157,7 +159,7 @@ class _Run:
             segments=found.segments,
             ours=ours,
             baseline=baseline,
-            card=[*self._card(ours, baseline, depth), self._told_apart(len(found.segments))],
+            card=[*self._card(ours, baseline, depth, despite), self._told_apart(len(found.segments))],
             fusions=_reported(self.sides[0], "decisions"),
             tuning=_reported(self.sides[0], "launches"),
             ceilings=_ceilings(self.model.inputs[0].device),
@@ -170,10 +172,10 @@ class _Run:
             seconds=seconds,
         )
 
-    def _card(self, ours: Side, baseline: Side, depth: int) -> list[Point]:
+    def _card(self, ours: Side, baseline: Side, depth: int, despite: bool) -> list[Point]:
         module, inputs = self.model.module, self.model.inputs
-        measured = yardsticks(module, inputs, truth_of(module, inputs))
-        found = card(ours, baseline, depth=depth, before=self.before, after=self.after, measured=measured)
+        measured, looks = yardsticks(module, inputs, truth_of(module, inputs)), {"before": self.before, "after": self.after}
+        found = card(ours, baseline, depth=depth, **looks, measured=measured, despite=despite)
         calls = self.looked.point()
         return found if calls is None else [*found, calls]
 

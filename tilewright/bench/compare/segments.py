@@ -73,6 +73,12 @@ class Attribution:
     ours: SideFit
     baseline: SideFit
 
+    def holds(self, claim: float, apart: float) -> bool:
+        """Whether the verdict would be the same if every ratio were off by a share of `apart`, against it."""
+        if self.verdict == "pass":
+            return min(segment.ratio.low for segment in self.segments) >= claim * (1 + apart)
+        return self.verdict == "fail" and min(segment.ratio.high for segment in self.segments) * (1 + apart) < claim
+
 
 @dataclass(frozen=True)
 class _Taken:
