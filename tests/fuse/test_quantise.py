@@ -214,3 +214,56 @@ def test_what_pays_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int8._paying(found, sixteen, one) == {nodes[1]}
     plan = planned(found, frozenset((nodes[1],)))
     assert (len(plan.quantised), len(plan.outputs)) == (1, 0)
+
+
+class Normed(nn.Module):
+    """A layer norm of [B, T, 32] and what reads it: `rows` all of its rows, `reader` in another way."""
+
+    def __init__(self, reader: Callable[[nn.Module, Tensor], Tensor], rows: bool, layer: nn.Module):
+        super().__init__()
+        self.norm, self.reader, self.layer = nn.LayerNorm(32), reader, layer
+        self.rows = nn.Linear(32, 32) if rows else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.norm(x)
+        first = self.reader(self.layer, y)
+        return (first,) if self.rows is None else (first, self.rows(y))
+
+
+def _image(layer: nn.Module, y: Tensor) -> Tensor:
+    return layer(y.unflatten(1, (2, -1)).permute(0, 3, 1, 2))
+
+
+class _Added(nn.Module):
+    """The norm is what a convolution that writes codes adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(32, 32, 3, 1, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(F.relu(self.second(F.relu(self.first(x))) + x))
+
+
+READERS = [
+    pytest.param(lambda layer, y: layer(y[:, 0]), lambda: nn.Linear(32, 48), id="a class token"),
+    pytest.param(lambda layer, y: layer(y.flatten(1)), lambda: nn.Linear(128, 48), id="flattened"),
+    pytest.param(_image, lambda: nn.Conv2d(32, 48, 2, 2), id="a convolution"),
+    pytest.param(_image, _Added, id="a residual"),
+]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize(("reader", "layer"), READERS)
+def test_layer_norms_that_are_not_read_by_rows(
+    reader: Callable[[nn.Module, Tensor], Tensor], layer: Callable[[], nn.Module], rows: bool
+) -> None:
+    """A scale for each row is none for what reads a row here and there, or several as one."""
+    model, x = Normed(reader, rows, layer()).eval(), torch.randn(20, 4, 32) * torch.logspace(-1, 1, 80).view(20, 4, 1)
+    done = tilewright.optimize(model, x, "int8", report=False, compiled=False)
+    assert _calls(done)["layer_norm_codes"] == rows
+    assert "the outputs are" not in str(done.report)
+    with torch.no_grad():
+        right = model(x)
+    for got, wanted in zip(done(x), right, strict=True):
+        assert (got - wanted).square().mean().sqrt() < 0.03 * wanted.square().mean().sqrt()

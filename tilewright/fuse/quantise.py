@@ -3,8 +3,9 @@
     candidates -> a plan of who writes codes -> the graph with them -> measured -> the plan that takes the least time
 
 Weights get codes with one scale a row. An activation's codes have one scale, found on the example inputs (the one with the
-least squared error, so that single large numbers may saturate), or one a row where a layer norm writes them. The error of each
-product is measured on those inputs before it is decided: relative RMS of the product alone.
+least squared error, so that single large numbers may saturate), or one a row where a layer norm writes them, which it does for
+products that read all of its rows in order. The error of each product is measured on those inputs before it is decided:
+relative RMS of the product alone.
 
 Who writes the codes: a layer norm, or a quantised product or convolution, on its way out, where somebody reads them; a launch
 of its own elsewhere. A quantised convolution's residual then is codes too. So a chain of convolutions never leaves int8.
@@ -12,9 +13,11 @@ of its own elsewhere. A quantised convolution's residual then is codes too. So a
 On a GPU each product is measured in int8 and in 16 bits, and is left as it was where it does not pay with the conversions that
 it causes; and where the whole graph is not faster in int8, it stays in 16 bits. On a CPU nothing is measured.
 
-Refused: groups, channels or columns that are no multiple of 16, products that save nothing, activations that are not finite.
+Refused: groups, channels or columns that are no multiple of 16, products that save nothing, activations that are not finite,
+what reads a layer norm in another way than the products that it writes codes for.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +60,7 @@ class Candidate:
     error: float
     """Of the product alone."""
     rows: bool
-    """Whether the activation's scales are one a row: a layer norm writes it."""
+    """Whether the activation's scales are one a row: a layer norm writes it, for all products that read it."""
 
 
 @dataclass
@@ -92,6 +95,18 @@ def readers_of(node: Node) -> list[tuple[Node, int]]:
     return found
 
 
+def _by_rows(product: Node, norm: Node) -> bool:
+    """Whether a product reads all rows of a layer norm, one by one in their order: they then may have a scale each."""
+    if product.target is not calls.linear:
+        return False
+    rows: Any = product.args[0]
+    if rows is norm:
+        return True
+    shape: Any = norm.args[4]
+    whole = [math.prod(shape[:-1]), shape[-1]]
+    return rows.args[0] is norm and len(rows.args[1]) == 2 and [rows.args[1][0], rows.args[2][0]] == whole
+
+
 def step_of(x: Tensor) -> Tensor:
     """The scale of the codes of x with the least squared error, [] float32; NaN where x is not finite."""
     flat = x.reshape(-1) if x.is_contiguous() else x.movedim(1, -1).reshape(-1)
@@ -123,6 +138,10 @@ class _Observer(fx.Interpreter):
         self.report, self.limit, self.found = report, limit, Found()
         products = [n for n in module.graph.nodes if n.target in (calls.linear, calls.conv)]
         self.coded = {*products, *(source_of(n.args[0]) for n in products)}
+        norms = [(n, source) for n in products if (source := source_of(n.args[0])).target is calls.layer_norm]
+        self.by_rows = {n for n, norm in norms if _by_rows(n, norm)}
+        self.row_norms = {norm for n, norm in norms if n in self.by_rows}
+        """Layer norms whose codes have a scale for each row."""
 
     def run_node(self, n: Node) -> Any:
         if n.target in (calls.linear, calls.conv):
@@ -144,7 +163,9 @@ class _Observer(fx.Interpreter):
             self.report.add(layer_name(n), "quantise", n.name, False, reason)
 
     def _measured(self, n: Node, x: Tensor, weight: Tensor, source: Node, args: Sequence[Any]) -> str | None:
-        step, rows = self.found.scales[source], source.target is calls.layer_norm and n.target is calls.linear
+        step, rows = self.found.scales[source], source in self.row_norms
+        if rows and n not in self.by_rows:
+            return "other products read the rows of its layer norm, which have a scale each; it reads them in another way"
         if not bool(step.isfinite()):
             return "its input is not finite on the example inputs"
         codes, scales = _coded_weight(weight)
@@ -226,7 +247,7 @@ def planned(found: Found, products: frozenset[Node]) -> Plan:
     for source in {found.candidates[n].source for n in products}:
         if source in outputs:
             continue
-        if source.target is calls.layer_norm:
+        if any(found.candidates[n].rows for n in products if found.candidates[n].source is source):
             norms[source] = any(not _takes_codes(r, i, products, outputs) for r, i in found.readers[source])
         else:
             quantised.add(source)
@@ -255,10 +276,11 @@ def _whole_columns(found: Found, n: Node) -> bool:
 
 
 def _residual_fits(found: Found, n: Node, products: frozenset[Node], outputs: frozenset[Node]) -> bool:
-    """A residual of codes: somebody writes them anyway. Another activation than relu wants it in 16 bits."""
+    """A residual of codes of one scale: somebody writes them anyway. Another activation than relu wants it in 16 bits."""
     if n.target is not calls.conv or n.args[3] is None:
         return True
     source = source_of(n.args[3])
     if n.args[4] not in ("none", "relu") or not isinstance(source, Node):
         return False
-    return source in outputs or any(i == 0 and r in products for r, i in found.readers[source])
+    readers = [found.candidates[r] for r, i in found.readers[source] if i == 0 and r in products]
+    return source in outputs or (bool(readers) and not any(c.rows for c in readers))
