@@ -3,8 +3,8 @@
 Each child's arguments are recorded in one call of the model. A child that cannot be traced either is taken apart in turn. What
 stays eager stays in the user's own dtype, and is listed in the report with the reason.
 
-Refuses: children that are called with several shapes, that are called by other ways than `child(...)`, or whose attributes the
-model's own code reads (an optimised one has none of them).
+Refuses: children that are called with several shapes, that write to their inputs (an optimised one works on copies), that are
+called by other ways than `child(...)`, or whose attributes the model's own code reads (an optimised one has none of them).
 """
 
 from collections.abc import Callable, Mapping
@@ -76,16 +76,18 @@ class _Children:
 
     def __init__(self, calls: dict[nn.Module, list[Call]], settings: Settings, whole: Whole, report: Report):
         self.calls, self.settings, self.whole, self.report = calls, settings, whole, report
-        self.taken = 0
+        self.done: dict[nn.Module, Optimized | None] = {}
+        """What became of a module, which may be a child in several places."""
 
     def visit(self, parent: nn.Module, path: str) -> None:
         """The children of a module that is no graph itself."""
-        for name, child in list(parent.named_children()):
-            where = f"{path}.{name}" if path else name
-            found = self._optimized(child, where)
-            if found is not None:
+        for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
+            if child not in self.done:
+                self.done[child] = self._optimized(child, f"{path}.{name}" if path else name)
+            if (found := self.done[child]) is not None:
                 setattr(parent, name, found)
-                self.taken += 1
 
     def _optimized(self, child: nn.Module, where: str) -> Optimized | None:
         calls = self.calls.get(child, [])
@@ -98,14 +100,20 @@ class _Children:
             return self._eager(where, "it is called with several shapes")
         if not any(isinstance(t, Tensor) for t in pytree.tree_leaves(calls[0])):
             return self._eager(where, "it is called without tensors")
+        # The model reads a result of one call after the next one.
+        settings = self.settings._replace(copy_outputs=self.settings.copy_outputs or len(calls) > 1)
         try:
-            done = self.whole(child, *calls[0], self.settings)
+            done = self.whole(child, *calls[0], settings)
         except Untraceable as error:
             self._eager(where, str(error))
             self.visit(child, where)
             return None
         if not any(launch["op"] in _OURS for launch in done.report.launches):
             return self._eager(where, "none of our operators is in it")
+        if "not written" in done.report.facts:
+            self._eager(where, "it writes to its inputs, which the model around it may read")
+            self.visit(child, where)
+            return None
         self._merge(done.report, where)
         return done
 
@@ -160,7 +168,7 @@ def optimize_children(
     _restore(model, state)
     children = _Children(calls, settings, whole, report)
     children.visit(model, "")
-    if not children.taken:
+    if all(found is None for found in children.done.values()):
         reasons = "; ".join(f"{d.anchor}: {d.reason}" for d in report.decisions[1:]) or "it has no children"
         raise Untraceable(f"{why}. Nothing of it can be optimised by itself: {reasons}") from why
     done = Partial(model, report)

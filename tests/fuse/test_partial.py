@@ -1,0 +1,71 @@
+"""Models that are no graph: children that are used in several places, called twice, or write to what they are given."""
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tilewright
+from tilewright.fuse import Partial
+from tilewright.fuse.check import compare_outputs
+from tilewright.fuse.optimized import Optimized
+from tilewright.fuse.settings import Settings
+
+
+class Branching(nn.Module):
+    """Reads a value, so it is taken apart."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body, self.again, self.both = body, body, nn.ModuleList([body, body])
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() > 1e9:
+            x = -x
+        first, second = self.body(x), self.again(x + 1)
+        return self.last(first - second + self.both[1](x) + x)
+
+
+def _optimized(model: nn.Module, x: Tensor, **more: bool) -> Partial:
+    done = tilewright.optimize(model, x, "fp32", report=False, compiled=False, **more)
+    assert isinstance(done, Partial)
+    with torch.no_grad():
+        right = model(x.clone())
+    assert compare_outputs(right, done(x.clone()))[0].rms < 1e-5
+    return done
+
+
+def test_a_module_in_several_places_is_optimised_once_for_all() -> None:
+    done = _optimized(Branching(nn.Linear(16, 16)).eval(), torch.randn(3, 16))
+    assert isinstance(done.model, Branching)
+    places = (done.model.body, done.model.again, *done.model.both)
+    assert isinstance(places[0], Optimized)
+    assert all(place is places[0] for place in places)
+    assert [d.anchor for d in done.report.decisions if d.kind == "capture" and d.taken] == ["body", "last"]
+
+
+def test_results_of_several_calls_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without copies the second call would overwrite what the first has returned, before the model reads it."""
+    asked: list[bool] = []
+    home = sys.modules["tilewright.fuse.optimize"]  # the package's attribute of that name is the function
+    real = home._whole
+
+    def whole(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], settings: Settings) -> Optimized:
+        done = real(model, args, kwargs, settings)
+        asked.append(settings.copy_outputs)
+        return done
+
+    monkeypatch.setattr(home, "_whole", whole)
+    _optimized(Branching(nn.Linear(16, 16)).eval(), torch.randn(3, 16), copy_outputs=False)
+    assert asked == [True, False]
+
+
+def test_a_child_that_writes_to_its_inputs_stays() -> None:
+    """An optimised one works on copies: the model around it would read what was there before."""
+    body = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 16))
+    done = _optimized(Branching(body).eval(), torch.randn(3, 16))
+    eager = {d.anchor: d.reason for d in done.report.decisions if d.kind == "eager"}
+    assert "writes to its inputs" in eager["body"]
+    assert [d.anchor for d in done.report.decisions if d.kind == "capture" and d.taken] == ["body.1", "last"]
