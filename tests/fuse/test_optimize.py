@@ -193,6 +193,42 @@ def test_other_calls_are_refused() -> None:
         done(torch.randn(3, 4, requires_grad=True))
 
 
+class Named(nn.Module):
+    """Arguments by name, a number among them; what depends on parameters alone is returned too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, other: Tensor, times: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layer(x) * times - other, self.scale, torch.arange(3.0)
+
+
+def test_arguments_by_name() -> None:
+    """In any order, as the model's own."""
+    model, x, other = Named().eval(), torch.randn(3, 4), torch.randn(3, 4)
+    named = {"x": x, "other": other, "times": 2}
+    done = tilewright.optimize(model, (), "fp32", example_kwargs=named, report=False, compiled=False)
+    with torch.no_grad():
+        torch.testing.assert_close(done(times=2, other=other, x=x), model(x, other, 2))
+    with pytest.raises(ValueError, match="structure"):
+        done(times=2, x=x)
+    with pytest.raises(ValueError, match=r"input 2 is tensor.*optimised for 2"):
+        done(x=x, other=other, times=torch.ones(2))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_constants_are_copied_out(compiled: bool) -> None:
+    """What a caller writes to them is not there in the next call."""
+    model, x = Named().eval(), torch.randn(3, 4)
+    done = tilewright.optimize(model, (x, x, 2), "fp32", report=False, compiled=compiled)
+    for _ in range(2):
+        _, scale, places = done(x, x, 2)
+        assert scale.add_(1.0).tolist() == [2.0, 2.0, 2.0]
+        assert places.add_(1.0).tolist() == [1.0, 2.0, 3.0]
+    assert model.scale.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_arguments_are_refused() -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     with pytest.raises(ValueError, match="precision must be one of fp32, fp16, bf16, int8; got 'fp17'"):

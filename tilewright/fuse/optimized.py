@@ -50,6 +50,8 @@ class Optimized(nn.Module):
         self.in_spec, self.out_spec = traced.in_spec, traced.out_spec
         self.wanted = [(i.shape, i.device) if isinstance(i, Tensor) else (i, None) for i in inputs]
         self.dtypes, self.copies = list(outputs), copy_outputs
+        self.names = list(pytree.tree_unflatten(list(inputs), self.in_spec)[1])
+        self.constant = _constants(fused, len(self.dtypes))
         self.captured: torch.cuda.CUDAGraph | None = None
         self.given: list[Any] = []
         self.results: Sequence[Any] = ()
@@ -75,7 +77,7 @@ class Optimized(nn.Module):
             with own_tickets(device) as self.tickets, torch.cuda.graph(captured):
                 results = self.called(*self.given)
                 # Where nothing is copied out, the cast is a launch of the graph's.
-                self.results = results if self.copies else [self._out(r, d) for r, d in zip(results, self.dtypes, strict=True)]
+                self.results = results if self.copies else self._own(results)
         self.captured = captured
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,8 +90,7 @@ class Optimized(nn.Module):
         if self.captured is None:
             with torch.no_grad():
                 results = self.called(*flat)
-            outputs = [r if d is None else r.to(d) for r, d in zip(results, self.dtypes, strict=True)]
-            return pytree.tree_unflatten(outputs, self.out_spec)
+                return pytree.tree_unflatten(self._own(results), self.out_spec)
         # Nothing here asks for a gradient, so there is none to switch off.
         for static, new in zip(self.given, flat, strict=True):
             if isinstance(static, Tensor):
@@ -114,13 +115,19 @@ class Optimized(nn.Module):
             return result
         return result.to(dtype, copy=self.copies)
 
+    def _own(self, results: Sequence[Any]) -> list[Any]:
+        """Results as the user may have them: what depends on parameters alone is the graph's, and is copied."""
+        each = zip(results, self.dtypes, self.constant, strict=True)
+        return [r if d is None else r.to(d, copy=constant) for r, d, constant in each]
+
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        kwargs = {name: kwargs[name] for name in (*self.names, *kwargs) if name in kwargs}
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.in_spec:
             raise ValueError(f"optimized model: called with the structure {spec}; it was optimised for {self.in_spec}")
         for at, (new, (wanted, device)) in enumerate(zip(flat, self.wanted, strict=True)):
             if device is None:
-                if new != wanted:
+                if isinstance(new, Tensor) or new != wanted:
                     raise ValueError(
                         f"optimized model: input {at} is {new!r}; it was optimised for {wanted!r}, which is part of its graph: "
                         "optimise once more for this value"
@@ -144,6 +151,13 @@ class Optimized(nn.Module):
 def _placeholders(fused: nn.Module) -> list[fx.Node | None]:
     graph = getattr(fused, "graph", None)
     return [] if graph is None else [n for n in graph.nodes if n.op == "placeholder"]
+
+
+def _constants(fused: nn.Module, count: int) -> list[bool]:
+    """Which outputs of a graph are tensors that it holds."""
+    graph = getattr(fused, "graph", None)
+    outputs = [None] * count if graph is None else next(n for n in graph.nodes if n.op == "output").args[0]
+    return [isinstance(n, fx.Node) and n.op == "get_attr" for n in outputs]
 
 
 def _static(value: Any, node: fx.Node | None) -> Any:
