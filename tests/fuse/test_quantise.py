@@ -102,6 +102,7 @@ REFUSED = [
     (lambda: nn.Conv2d(20, 32, 3), (1, 20, 5, 5), "20 channels to 32"),
     (lambda: nn.Linear(64, 64), (4, 64), "4 rows"),
     (lambda: nn.Linear(72, 64), (40, 72), "no multiple of 16"),
+    (lambda: nn.Linear(64, 64), (0, 64), "nothing to multiply"),
 ]
 
 
@@ -190,6 +191,15 @@ def test_steps() -> None:
     assert step_of(x) < 40.0 / 127
     x[0, 0, 0, 0] = torch.inf
     assert step_of(x).isnan()
+
+
+def test_steps_that_are_small_numbers() -> None:
+    """Of 16 bits, whose smallest number is 6e-8, they would be off by a tenth."""
+    codes = torch.arange(-127, 128, dtype=torch.int8).view(1, 5, 17, 3).contiguous(memory_format=torch.channels_last)
+    step = torch.tensor(2.6e-7)
+    y = coded_calls.dequantise(codes, step, torch.float16)
+    assert (y.dtype, y.stride()) == (torch.float16, codes.stride())
+    assert torch.equal(y, (codes.double() * step.double()).half())
 
 
 def _found(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> Any:

@@ -41,9 +41,9 @@ def quantise(x: Tensor, scale: Tensor) -> Tensor:
     return codes if x.is_contiguous() else codes.movedim(-1, 1)
 
 
-def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes * scale, of scale's dtype, one number: the tensor that they stand for."""
-    return codes * scale
+def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """codes * scale, one float32, []: the tensor that they stand for. A step may be too small a number for 16 bits."""
+    return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))
 
 
 def linear_from_codes_operands(

@@ -73,8 +73,8 @@ class _Builder:
         if node.target is calls.strided:
             self.plain[node] = self.graph.call_function(calls.strided, (self._sixteen(node.args[0]), *node.args[1:]))  # pyright: ignore[reportArgumentType]
             return self.plain[node]
-        step = self._constant(self.found.scales[node].to(self.dtype))
-        self.plain[node] = self._call(coded_calls.dequantise, (self.codes[node], step), node, True)
+        step = self._constant(self.found.scales[node])
+        self.plain[node] = self._call(coded_calls.dequantise, (self.codes[node], step, self.dtype), node, True)
         return self.plain[node]
 
     def _coded(self, node: Node) -> Node:

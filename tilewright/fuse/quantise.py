@@ -108,7 +108,9 @@ def _by_rows(product: Node, norm: Node) -> bool:
 
 
 def step_of(x: Tensor) -> Tensor:
-    """The scale of the codes of x with the least squared error, [] float32; NaN where x is not finite."""
+    """The scale of the codes of x with the least squared error, [] float32; NaN where x is empty or not finite."""
+    if not x.numel():
+        return torch.full((), torch.nan, device=x.device)
     flat = x.reshape(-1) if x.is_contiguous() else x.movedim(1, -1).reshape(-1)
     flat = flat[:: max(1, flat.numel() // _SAMPLE)].float()
     most = x.abs().amax().float().clamp_min(1e-12)
@@ -189,6 +191,8 @@ class _Observer(fx.Interpreter):
 def _refusal(n: Node, args: Sequence[Any]) -> str | None:
     """Why a product is none for int8, whatever its numbers are."""
     x, weight, source = args[0], args[1], n.args[1]
+    if not x.numel():
+        return "nothing to multiply"
     if x.dtype == torch.float32:
         return "its input is float32, not 16 bits"
     if not isinstance(source, Node) or source.op != "get_attr" or not isinstance(weight, Tensor):
