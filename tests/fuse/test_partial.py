@@ -1,6 +1,7 @@
 """Models that are no graph: children that are used in several places, called twice, or write to what they are given."""
 
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -60,6 +61,34 @@ def test_results_of_several_calls_are_copies(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(home, "_whole", whole)
     _optimized(Branching(nn.Linear(16, 16)).eval(), torch.randn(3, 16), copy_outputs=False)
     assert asked == [True, False]
+
+
+@dataclass
+class Answer:
+    """What torch.export does not know how to take apart."""
+
+    score: Tensor
+    more: dict[str, Tensor]
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Answer:
+        y = self.layer(x)
+        return Answer(y, {"mean": y.mean()})
+
+
+def test_results_in_a_dataclass() -> None:
+    model, x = Answering().eval(), torch.randn(3, 16)
+    done = tilewright.optimize(model, x, "fp16", report=False, compiled=False)
+    with torch.no_grad():
+        right = model(x).score
+    assert 0 < (done(x).score - right).abs().max() < 1e-2
+    assert done.report.error is not None
+    assert [row["name"] for row in done.report.error["outputs"]] == ["['score']", "['more']['mean']"]
 
 
 def test_a_child_that_writes_to_its_inputs_stays() -> None:

@@ -8,6 +8,7 @@ called by other ways than `child(...)`, or whose attributes the model's own code
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -65,6 +66,17 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 def _kept(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _opened(value: Any) -> Any:
+    """With dataclasses as dicts of their fields: they have a comparison of their own, which tensors do not answer."""
+
+    def opened(leaf: Any) -> Any:
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        return {field.name: _opened(getattr(leaf, field.name)) for field in fields(leaf)}
+
+    return pytree.tree_map(opened, value)
 
 
 def _shapes(call: Call) -> list[Any]:
@@ -176,6 +188,7 @@ def optimize_children(
         got = done(*pytree.tree_map(_kept, args), **pytree.tree_map(_kept, dict(kwargs)))
     except AttributeError as error:
         raise Untraceable(f"{why}. Its code reads what optimised children do not have: {error}") from error
+    want, got = _opened(want), _opened(got)
     _restore(model, state)
     allowed = TOLERANCES[settings.precision]
     if settings.tolerance is not None:
