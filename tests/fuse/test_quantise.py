@@ -193,11 +193,14 @@ def test_steps() -> None:
     assert step_of(x).isnan()
 
 
-def test_steps_that_are_small_numbers() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_that_are_small_numbers(compiled: bool) -> None:
     """Of 16 bits, whose smallest number is 6e-8, they would be off by a tenth."""
     codes = torch.arange(-127, 128, dtype=torch.int8).view(1, 5, 17, 3).contiguous(memory_format=torch.channels_last)
     step = torch.tensor(2.6e-7)
-    y = coded_calls.dequantise(codes, step, torch.float16)
+    call: Any = coded_calls.dequantise
+    call = torch.compile(call, fullgraph=True, backend="eager") if compiled else call
+    y = call(codes, step, torch.float16)
     assert (y.dtype, y.stride()) == (torch.float16, codes.stride())
     assert torch.equal(y, (codes.double() * step.double()).half())
 

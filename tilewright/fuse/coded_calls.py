@@ -43,6 +43,8 @@ def quantise(x: Tensor, scale: Tensor) -> Tensor:
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """codes * scale, one float32, []: the tensor that they stand for. A step may be too small a number for 16 bits."""
+    if torch.compiler.is_compiling():  # Dynamo takes no `out` with channels last; Inductor makes one loop of this anyway
+        return (codes * scale).to(dtype)
     return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))
 
 
