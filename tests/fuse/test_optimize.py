@@ -239,6 +239,15 @@ def test_arguments_are_refused() -> None:
         tilewright.optimize(model, x, graph=True)
 
 
+def test_weights_that_a_module_computes_are_copied() -> None:
+    layer, x = nn.utils.weight_norm(nn.Linear(4, 4)), torch.randn(3, 4)
+    assert not layer.weight.is_leaf
+    done = tilewright.optimize(nn.Sequential(layer, nn.ReLU()), x, "fp16", report=False, compiled=False)
+    with torch.no_grad():
+        torch.testing.assert_close(done(x), layer(x).relu(), rtol=3e-3, atol=3e-3)
+    assert layer(x).requires_grad
+
+
 class Branching(nn.Module):
     """Reads a value, which no graph can."""
 

@@ -84,7 +84,7 @@ def optimize(
         raise ValueError(f"optimize: compiled=True is for a CPU and tune=True for a GPU; the model is on {device}")
     settings = Settings(precision, tolerance, graph, copy_outputs, search if gpu else None, tune, compiled)
     settings = settings if progress is None else settings._replace(progress=progress)
-    float_model = copy.deepcopy(model).eval().requires_grad_(False)
+    float_model = _copy(model).eval().requires_grad_(False)
     with torch.cuda.device(device) if gpu else nullcontext():  # streams, graphs and launches are the current device's
         try:
             done = _whole(float_model, args, kwargs, settings)
@@ -98,6 +98,12 @@ def optimize(
     if report:
         print(done.report.text())
     return done
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A deep copy; what a module has computed and keeps (torch.nn.utils.weight_norm) without its history, which has none."""
+    kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf)
+    return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
 
 
 def _device(model: nn.Module, inputs: Any) -> torch.device:
@@ -179,5 +185,5 @@ def lowered(
     floats = [t for t in (*exact.state.values(), *pytree.tree_leaves(args)) if isinstance(t, Tensor) and t.is_floating_point()]
     traced = exact
     if any(t.dtype != dtype for t in floats):
-        traced = trace(copy.deepcopy(model).to(dtype), pytree.tree_map(cast, args), pytree.tree_map(cast, dict(kwargs)))
+        traced = trace(_copy(model).to(dtype), pytree.tree_map(cast, args), pytree.tree_map(cast, dict(kwargs)))
     return Lowering(traced, exact.state, report).run(), traced
