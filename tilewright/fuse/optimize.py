@@ -91,9 +91,11 @@ def optimize(
         except Untraceable as error:
             done = optimize_children(float_model, args, kwargs, settings, error, _whole)
     done.report.facts.update(
-        precision=precision, device=str(device), cuda_graph=graph, inputs="copied in, cast, images channels-last",
+        precision=precision, device=str(device), cuda_graph=graph,
+        inputs=("copied in, " if graph else "") + "cast, images channels-last",
         compiled="by Inductor, weights frozen" if compiled else "no",
-        outputs="copied out" if copy_outputs else "overwritten by the next call", seconds=round(time.perf_counter() - start, 2),
+        outputs="as computed" if not graph else "copied out" if copy_outputs else "overwritten by the next call",
+        seconds=round(time.perf_counter() - start, 2),
     )  # fmt: skip
     if report:
         print(done.report.text())
