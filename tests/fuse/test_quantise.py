@@ -59,6 +59,15 @@ class Silu(nn.Module):
         return self.third(F.silu(self.second(x) + x))
 
 
+class _Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, :64])
+
+
 def _calls(done: Optimized) -> Counter[str]:
     assert isinstance(done.fused, fx.GraphModule)
     ours = {getattr(coded_calls, name): name for name in coded_calls.__all__}
@@ -191,6 +200,24 @@ def test_steps() -> None:
     assert step_of(x) < 40.0 / 127
     x[0, 0, 0, 0] = torch.inf
     assert step_of(x).isnan()
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(64, 64), (40, 64)),
+        (lambda: nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3)), (4, 32, 8, 8)),
+        (_Columns, (32, 72)),  # rows of codes that start anywhere are copied
+    ],
+)
+def test_what_is_not_finite_stays_in_its_entry_of_the_batch(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    model, x = make().eval(), torch.randn(shape)
+    done = tilewright.optimize(model, x, "int8", report=False, compiled=False)
+    assert _calls(done)["quantise"] == 1
+    right = done(x)
+    x[1].view(-1)[0] = torch.nan
+    assert torch.equal(done(x)[2:], right[2:])
+    assert torch.equal(done(x)[0], right[0])
 
 
 @pytest.mark.parametrize("compiled", [False, True])

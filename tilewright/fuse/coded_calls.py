@@ -30,11 +30,14 @@ _WIDEST = 4096
 
 
 def quantise(x: Tensor, scale: Tensor) -> Tensor:
-    """The codes of a dense tensor, contiguous or with channels last; scale: one float32, []."""
+    """The codes of a dense tensor, contiguous or with channels last; scale: one float32, [].
+
+    A row with a number that is not finite has codes of 0: rows are of one entry of the batch, so the others keep theirs.
+    """
     flat = x if x.is_contiguous() else x.movedim(1, -1)
-    width = math.gcd(x.numel(), _WIDEST)
+    width = math.gcd(math.prod(flat.shape[1:]), _WIDEST)
     if width < 16:  # rows of codes start at multiples of 16 bytes
-        codes = quantize_static_op(flat.reshape(1, -1), scale, "int8")[0].contiguous()
+        codes = quantize_static_op(flat.reshape(flat.shape[0], -1), scale, "int8")[0].contiguous()
     else:
         codes = quantize_static_op(flat.reshape(-1, width), scale, "int8")[0]
     codes = codes.view(flat.shape)
