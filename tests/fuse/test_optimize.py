@@ -183,6 +183,23 @@ def test_inputs_are_not_written() -> None:
     assert "not written" in done.report.facts
 
 
+@pytest.mark.parametrize("start", [0, 1])
+def test_inputs_that_lie_otherwise_are_copied(start: int) -> None:
+    """Launches were chosen for the example's strides, at 16 bytes: a view that has others does not reach them."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8).eval()
+    done = tilewright.optimize(model, torch.randn(4, 16), precision="fp32", graph=False, compiled=False, report=False)
+    seen: list[Tensor] = []
+    done.fused.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    view = torch.randn(4, 17)[:, start : start + 16]
+    torch.testing.assert_close(done(view), model(view))
+    whole = torch.randn(4, 16)
+    done(whole)
+    assert [x.stride() for x in seen] == [(16, 1), (16, 1)]
+    assert not any(x.data_ptr() % 16 for x in seen)
+    assert seen[1] is whole
+
+
 def test_other_calls_are_refused() -> None:
     done = tilewright.optimize(nn.Linear(4, 4), torch.randn(3, 4), "fp32", report=False, compiled=False)
     with pytest.raises(ValueError, match=r"input 0 is \[2, 4\]; it was optimised for \[3, 4\].*pad or split"):

@@ -50,6 +50,7 @@ class Optimized(nn.Module):
         self.in_spec, self.out_spec = traced.in_spec, traced.out_spec
         self.wanted = [(i.shape, i.device) if isinstance(i, Tensor) else (i, None) for i in inputs]
         self.dtypes, self.copies = list(outputs), copy_outputs
+        self.strides = [i.stride() if isinstance(i, Tensor) else None for i in inputs]
         self.names = list(pytree.tree_unflatten(list(inputs), self.in_spec)[1])
         self.constant = _constants(fused, len(self.dtypes))
         self.captured: torch.cuda.CUDAGraph | None = None
@@ -89,7 +90,7 @@ class Optimized(nn.Module):
         flat = args if self.simple and not kwargs and self._fit(args) else self._flat(args, kwargs)
         if self.captured is None:
             with torch.no_grad():
-                results = self.called(*flat)
+                results = self.called(*map(_laid, flat, self.strides))
                 return pytree.tree_unflatten(self._own(results), self.out_spec)
         # Nothing here asks for a gradient, so there is none to switch off.
         for static, new in zip(self.given, flat, strict=True):
@@ -151,6 +152,15 @@ class Optimized(nn.Module):
 def _placeholders(fused: nn.Module) -> list[fx.Node | None]:
     graph = getattr(fused, "graph", None)
     return [] if graph is None else [n for n in graph.nodes if n.op == "placeholder"]
+
+
+def _laid(value: Any, stride: tuple[int, ...] | None) -> Any:
+    """A tensor in memory as the example was, at 16 bytes and with its strides: launches were chosen for such."""
+    if stride is None or (value.stride() == stride and value.data_ptr() % 16 == 0):
+        return value
+    if 0 in stride:  # of numbers that share their memory nothing can be written
+        return value.clone(memory_format=torch.contiguous_format)
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _constants(fused: nn.Module, count: int) -> list[bool]:
