@@ -90,16 +90,23 @@ def optimize(
             done = _whole(float_model, args, kwargs, settings)
         except Untraceable as error:
             done = optimize_children(float_model, args, kwargs, settings, error, _whole)
-    done.report.facts.update(
-        precision=precision, device=str(device), cuda_graph=graph,
-        inputs=("copied in, " if graph else "") + "cast, images channels-last",
-        compiled="by Inductor, weights frozen" if compiled else "no",
-        outputs="as computed" if not graph else "copied out" if copy_outputs else "overwritten by the next call",
-        seconds=round(time.perf_counter() - start, 2),
-    )  # fmt: skip
+    done.report.facts.update(_facts(settings, str(device)), seconds=round(time.perf_counter() - start, 2))
     if report:
         print(done.report.text())
     return done
+
+
+def _facts(settings: Settings, device: str) -> dict[str, Any]:
+    """How the model is called, for its report."""
+    graph = settings.graph
+    return {
+        "precision": settings.precision,
+        "device": device,
+        "cuda_graph": graph,
+        "inputs": ("copied in, " if graph else "") + "cast, images channels-last",
+        "compiled": "by Inductor, weights frozen" if settings.compiled else "no",
+        "outputs": "as computed" if not graph else "copied out" if settings.copy_outputs else "overwritten by the next call",
+    }
 
 
 def _copy(model: nn.Module) -> nn.Module:
