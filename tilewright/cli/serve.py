@@ -24,10 +24,9 @@ __all__ = ["run", "serve"]
 
 def _load(model: str, options: Mapping[str, Any]) -> "LLM":
     EngineConfig(model=model, **options)  # what is wrong with the options is said before torch is imported
-    started_s = time.perf_counter()
-    say(f"Loading {model} ...")
-    progress = Progress()
+    started_s, progress = time.perf_counter(), Progress()
     with ends_at_once(signal.SIGINT):  # there is nothing to tidy up yet, and the import of torch swallows exceptions
+        say(f"Loading {model} ...")
         from tilewright.engine.llm import LLM
 
         try:
