@@ -43,15 +43,13 @@ Three = tuple[int, int, int]
 
 
 def refuse_boxes(
-    device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16), groups: bool = False
+    device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 ) -> str | None:
-    """What no form that reads boxes of pixels on sm_90 takes; `groups`: whether this one takes them."""
+    """What no form that reads boxes of pixels on sm_90 takes."""
     if device.arch != 90:
         return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in dtypes:
         return f"does not take {problem.dtype}"
-    if problem.groups != 1 and not groups:
-        return "does not take groups"
     if problem.empty:
         return "the copy engine has no empty tensors"
     if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:

@@ -41,8 +41,6 @@ class Truth:
     """Layer i -> seconds saved when layer i + 1 follows it."""
     own: dict[str, float] = field(default_factory=dict)
     """Variant -> factor of its own, which no run reduces: its layers do not add up, each program in another way."""
-    floor: float = 0.0
-    """Seconds that a call takes at least: what is less is hidden in it."""
 
     def of(self, design: Design, variant: str) -> float:
         """Seconds of a variant without any noise."""
@@ -51,7 +49,7 @@ class Truth:
         fused = sum(self.saved.get(a, 0.0) for a, b in pairwise(part) if b == a + 1)
         first, last = design.border[variant]
         seconds = self.overhead + self.border[0] * first + self.border[1] * last + inside - fused
-        return float(max(seconds, self.floor) * self.own.get(variant, 1.0))
+        return float(seconds * self.own.get(variant, 1.0))
 
 
 def truth_of(

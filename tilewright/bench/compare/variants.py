@@ -2,10 +2,11 @@
 
     whole            the user's module itself
     prefix           the first layers, up to a cut
+    end              the last layers, from a cut on, fed with what they read inside the model
     without          one layer, or a run of identical blocks down to 1, 2, 4 or 8 of them, replaced by the identity
     repeated         one layer or block several times in a row, where its output looks like its input
     only             one layer alone, once or repeated, fed with what it reads inside the model
-    with ballast     the same (and ends, which begin inside the model), with one layer so often in a row that a call of it is
+    with ballast     the same, with one layer so often in a row that a call of it is
                      its layers' and not its own beginning: ballast.py
 
 A cut program answers with the values that are live at the cut, less those that another of them is computed from: each operation
