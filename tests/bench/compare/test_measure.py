@@ -214,6 +214,12 @@ def test_it_ends_with_the_budget_or_ctrl_c() -> None:
     assert race([side], lambda: False, started + 60, 1, started, interrupt) == "interrupted"
     assert len(side.runs) == 5 * len(PARTS), "what was measured stays"
 
+    side.runs.clear()
+    told[:] = [""] * 3  # so that it comes in the second round that counts
+    with pytest.raises(KeyboardInterrupt):
+        race([side], lambda: False, started + 60, 1, started, interrupt)
+    assert len(side.runs) == 2 * len(PARTS)
+
 
 def test_rounds_count_once_clocks_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is kept for so long, and nothing decided for as long again."""

@@ -38,6 +38,8 @@ _LEAST_BATCH_S, _MOST_BATCH_S = 1e-3, 50e-3
 _ROUNDS = 200
 """Aimed at: what a bootstrap wants, and what a report can show."""
 _WARM_UP_ROUNDS = 2
+_LEAST_ROUNDS = 3
+"""Of fewer nothing can be said: an interrupt then ends everything."""
 _FIRST_LOOK = 8
 _SETTLE_S = 3.0
 """Before a round counts, and before a verdict is looked at: clocks rise, and a side's first rounds were 10 % slower (H100, 8
@@ -248,6 +250,8 @@ def race(
     """Rounds until `decided()`, asked whenever their number has doubled, or `time.monotonic()` reaches `until`.
 
     Returns why it ended: "decided", "budget" or "interrupted" (Ctrl-C: what was measured stays).
+
+    KeyboardInterrupt: Ctrl-C before there was enough to say anything.
     """
     turns = [(side, name) for side in sides for name in side.built]
     settle_s = min(_SETTLE_S, max(until - time.monotonic(), 0) / 10)
@@ -272,6 +276,8 @@ def race(
             if left <= 0 and rounds >= _FIRST_LOOK:
                 return "decided" if decided() else "budget"
     except KeyboardInterrupt:
+        if rounds < _LEAST_ROUNDS:
+            raise
         return "interrupted"
     finally:
         gc.enable()
