@@ -262,8 +262,9 @@ def race(
     try:
         while True:
             order.shuffle(turns)
+            cold = time.monotonic() < warm
             found = [(side, side.turn(name, started)) for side, name in turns]
-            rounds = min(rounds + 1, 0) if time.monotonic() < warm else rounds + 1
+            rounds = min(rounds + 1, 0) if cold else rounds + 1
             if rounds > 0:
                 for side, run in found:
                     side.runs.append(run)
