@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tilewright.bench.compare import measure
 from tilewright.bench.compare.attribution import Design
 from tilewright.bench.compare.engine import EngineError, Settings, flat_outputs
+from tilewright.bench.compare.fairness import yardsticks
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
 
 LAYERS = 4
@@ -141,6 +142,29 @@ def test_rounding_is_not_wrong_and_is_kept() -> None:
     half = contender(Spy(lambda x, depth: [x[0].half().double()]))
     build(half)
     assert 1e-5 < half.errors["whole"] < 1e-3
+
+
+class Forgetful(nn.Sequential):
+    """What it is given disappears beside a larger number: bfloat16 keeps half a unit of 64."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (super().forward(input) + 64) - 64
+
+
+@pytest.mark.parametrize(("off", "wrong"), [(0.0, False), (0.15, False), (0.45, True)])
+def test_a_program_that_rounding_disturbs_may_be_off_as_much(off: float, wrong: bool) -> None:
+    part: Any = SimpleNamespace(name="only", module=Forgetful(), inputs=(torch.linspace(-1, 1, 240).reshape(2, 120),))
+    truth = truth_of(part.module, part.inputs)
+    rounded = yardsticks(part.module, part.inputs, truth)
+    assert rounded["fp32"] < 1e-4
+    assert 0.1 < rounded["bf16"] < 0.21
+    one = contender(Spy(lambda x, depth: [x[0] * (1 + off)]))
+    if not wrong:
+        one.build(part, truth)
+        assert one.errors["only"] == pytest.approx(off, abs=1e-4)
+        return
+    with pytest.raises(EngineError, match="spy, only: wrong numbers, 0.45 off, rounding ends at 0"):
+        one.build(part, truth)
 
 
 def test_an_engine_that_fails_is_named() -> None:

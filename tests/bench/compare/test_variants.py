@@ -63,7 +63,7 @@ class Shared(nn.Module):
 
 
 class Branching(nn.Module):
-    """Python code that only torch.export follows."""
+    """PyTorch's own attention, which a symbolic trace does not look into: torch.export does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +76,23 @@ class Branching(nn.Module):
         if len(x) > 1:
             x = x * 2
         return self.head(self.layers(x))
+
+
+class Sized(nn.Module):
+    """Python code that counts with shapes, types and devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+        self.places = nn.Parameter(torch.randn(16, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        assert len(x) == b and x.dim() == x.ndim == 3
+        h = self.project(x) + self.places[:n]
+        q, k, v = h.view(b, n, 3, c).unbind(2) if n > 1 else h.chunk(3, -1)
+        scores = q @ k.mT / c**0.5 + torch.zeros(n, n, dtype=x.dtype, device=x.device)
+        return torch.stack([y * (1 + i / x.size(0)) for i, y in enumerate(scores.softmax(-1) @ v)])
 
 
 class Depends(nn.Module):
@@ -97,6 +114,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], list[str]]]
     ),
     "shared": (Shared, (torch.randn(3, 8),), ["layer", "layer#2", "layer#3", "last"]),
     "stack": (stack, (torch.randn(3, 8),), [f"{4 * i + j}" for i in range(6) for j in (0, 1, 3)]),
+    "sized": (Sized, (torch.randn(2, 5, 8),), ["project", "matmul"]),
     "branching": (
         Branching, (torch.randn(2, 4, 16),),
         [f"layers.layers.{i}.{part}" for i in range(3) for part in (
@@ -238,6 +256,17 @@ def test_copies_neither_vanish_nor_overflow() -> None:
 def test_what_cannot_be_cut(model: nn.Module, inputs: tuple[Tensor, ...], said: str) -> None:
     with pytest.raises(Untraceable, match=f"(?s){said}"):
         trace(model, inputs)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_code_that_counts_with_shapes_is_followed(length: int) -> None:
+    """Its modules and functions stay what the user calls: eager's programs cost the host what the model does."""
+    x = torch.randn(2, length, 8)
+    model = Sized().eval()
+    chain = trace(model, (x,))
+    assert torch.equal(chain.root(x), model(x))
+    assert [node.target for node in chain.root.graph.find_nodes(op="call_module")] == ["project"]
+    assert not any(isinstance(node.target, torch._ops.OpOverload) for node in chain.root.graph.nodes)
 
 
 def test_the_model_stays_as_it_is() -> None:

@@ -1,15 +1,20 @@
 """From a user's module to a graph that computes the same out of place: symbolically, else by torch.export.
 
-Parameters stay the model's own. Not handled, and found out by comparing outputs: a view that is written to through another one.
+A symbolic trace calls the user's modules and PyTorch's functions as the user's code does: eager takes as long for its programs.
+Those of an exported trace call ATen's operators, which costs the host other times. Shapes are known while tracing, so that code
+which counts with them can be followed. Parameters stay the model's own. Not handled, and found out by comparing outputs: a view that is written to through another one.
 """
 
 import copy
 import inspect
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
 from torch.utils._pytree import tree_leaves
 
@@ -49,15 +54,85 @@ def difference(got: list[Tensor], wanted: list[Tensor]) -> str:
     return ""
 
 
+class _Proxy(fx.Proxy):
+    """A tensor in a trace that knows its shape, type and device: code that asks for them goes on with the numbers."""
+
+    tracer: "_Tracer"
+
+    def __getattr__(self, k: str) -> Any:
+        value = self.tracer.values.get(self.node)
+        found = getattr(value, k, None) if isinstance(value, Tensor) else None
+        if found is None or callable(found):
+            return super().__getattr__(k)
+        return self.tracer.create_proxy("call_function", getattr, (self, k), {}) if isinstance(found, Tensor) else found
+
+    def __len__(self) -> int:
+        return len(self.tracer.values[self.node]) if self.node in self.tracer.values else super().__len__()
+
+
 class _Tracer(fx.Tracer):
+    """Traces for the inputs it is given: what is computed from shapes alone is a number, not a node."""
+
+    def __init__(self, inputs: tuple[Tensor, ...]):
+        super().__init__()
+        self.values: dict[fx.Node, Any] = {}
+        """Fake tensors of the nodes whose shapes are known: of all, but behind an operation that cannot be run on fakes."""
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._inputs = iter(inputs)
+        self._running = False  # a module on fakes, whose calls and parameters are then no nodes
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m.__module__.startswith("torch.nn") and not isinstance(m, CONTAINERS)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self._running else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
+        """A proxy as fx makes it; the value itself where no tensor is in it."""
+        made = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        try:
+            value = self._value(kind, target, args, kwargs)
+        except TRACE_ERRORS:  # also what asks for numbers that only the data say
+            return made
+        if kind.startswith("call_") and not flat(value):
+            self.graph.erase_node(made.node)
+            return value
+        self.values[made.node] = value
+        return made
+
+    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
+        value = self.values.get(obj.node)
+        return super().iter(obj) if value is None else iter([obj[i] for i in range(len(value))])
+
+    def _value(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+        if kind == "placeholder":
+            given = next(self._inputs, *args)
+            return self._fake.from_tensor(given) if isinstance(given, Tensor) else given
+        args, kwargs = map_aggregate((args, kwargs), lambda a: self.values[a.node] if isinstance(a, fx.Proxy) else a)
+        self._running = True
+        try:
+            with self._fake, torch.no_grad():
+                if kind == "get_attr":
+                    return operator.attrgetter(target)(self.root)
+                if kind == "call_method":
+                    return getattr(args[0], target)(*args[1:], **kwargs)
+                return (self.root.get_submodule(target) if kind == "call_module" else target)(*args, **kwargs)
+        finally:
+            self._running = False
 
 
 def symbolic(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
     rest = {p.name: p.default for p in parameters[len(inputs) :] if p.default is not p.empty}
-    graph = _Tracer().trace(model, concrete_args=rest or None)
+    graph = _Tracer(inputs).trace(model, concrete_args=rest or None)
+    if any(node.target is nn.functional.multi_head_attention_forward for node in graph.nodes):
+        raise Untraceable("multi_head_attention_forward is one node of the trace: two products and an attention")
     for extra in graph.find_nodes(op="placeholder")[len(inputs) :]:
         for user in list(extra.users):
             graph.erase_node(user)  # the check that it has its default value
