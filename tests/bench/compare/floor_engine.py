@@ -1,6 +1,9 @@
 """An engine in this process whose calls cost what is asked for, without waiting: a floor, a beginning, and each product's time.
 
-    Floor("FLOOR_US,BEGIN_US,SPEED[,SEED]")   seconds = max(FLOOR, BEGIN + sum of products / SPEED), with noise of 1 %
+    Floor("FLOOR_US,BEGIN_US,SPEED[,SEED[,TENSOR_US,KB_IN_US,KB_OUT_US]]")
+        seconds = max(FLOOR, BEGIN + borders + sum of products / SPEED), with noise of 1 %
+    Hosted("BEGIN_US,SPEED,TAIL_US[,SEED]")
+        the host takes BEGIN + sum of products / SPEED; the device up to TAIL more, as large as the last product is
 
 A captured model is one with a floor: its device works while the host does what each call needs. PyTorch eager has none: there
 every layer is the host's. Outputs are the model's own.
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 
 from tilewright.bench.compare.engine import Settings, flat_outputs
 
-__all__ = ["Floor", "seconds_of"]
+__all__ = ["Floor", "Hosted", "seconds_of"]
 
 
 def seconds_of(rows: int, columns: int) -> float:
@@ -26,7 +29,8 @@ class Floor:
     """See above."""
 
     def __init__(self, option: str, settings: Settings):
-        floor, begin, speed = (float(x) for x in option.split(",")[:3])
+        floor, begin, speed, _, tensor, first, last = [*map(float, option.split(",")), *[0.0] * 4][:7]
+        self.border = 1e-6 * tensor, 1e-9 * first, 1e-9 * last
         self.floor_s, self.begin_s, self.speed = 1e-6 * floor, 1e-6 * begin, speed
         self.random = random.Random(option)
         self.facts: dict[str, Any] = {
@@ -41,10 +45,30 @@ class Floor:
         work = sum(seconds_of(m.out_features, m.in_features) for m in products) / self.speed
         with torch.no_grad():
             answer = flat_outputs(module(*inputs))
-        return _Built(max(self.floor_s, self.begin_s + work), answer, self.random)
+        tensor, first, last = self.border
+        sizes = [sum(x.nbytes for x in inputs), sum(x.nbytes for x in answer)]
+        border = tensor * (len(inputs) + len(answer)) + first * sizes[0] + last * sizes[1]
+        return _Built(max(self.floor_s, self.begin_s + border + work), answer, self.random)
 
     def close(self) -> None:
         pass
+
+
+class Hosted(Floor):
+    """See above."""
+
+    stepwise = True
+
+    def __init__(self, option: str, settings: Settings):
+        begin, speed, tail, *seed = option.split(",")
+        super().__init__(",".join(["0", begin, speed, *seed]), settings)
+        self.tail_s = 1e-6 * float(tail)
+
+    def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_BuiltHosted":
+        built = super().build(module, inputs, name)
+        last = [m for m in module.modules() if isinstance(m, nn.Linear)][-1]
+        tail = self.tail_s * min(1.0, 0.2 + seconds_of(last.out_features, last.in_features) / seconds_of(512, 256))
+        return _BuiltHosted(built.seconds, tail, built.answer, self.random)
 
 
 class _Built:
@@ -60,3 +84,12 @@ class _Built:
 
     def close(self) -> None:
         pass
+
+
+class _BuiltHosted(_Built):
+    def __init__(self, host_s: float, tail_s: float, answer: list[Tensor], noise: random.Random):
+        super().__init__(host_s + tail_s, answer, noise)
+        self.host_s = host_s
+
+    def host_time(self, calls: int) -> float:
+        return calls * self.host_s * self.noise.lognormvariate(0, 0.01)

@@ -5,29 +5,40 @@ from itertools import pairwise
 
 import numpy as np
 
-from tilewright.bench.compare.attribution import Design
+from tilewright.bench.compare.attribution import Border, Design
 from tilewright.bench.compare.results import Run
 from tilewright.bench.compare.segments import Attribution
 
+DEAR = Border(1e-5, 1e-5, 1e-5, 1e-5)
+"""Three times what borders cost here."""
 
-def chain_design(layers: int, *, groups: tuple[int, ...] | None = None, prefixes: bool = True, repeats: int = 7) -> Design:
-    """A chain in which every second layer keeps its shape: those are left out and repeated, all are cut behind."""
+
+def chain_design(
+    layers: int, *, groups: tuple[int, ...] | None = None, prefixes: bool = True, repeats: int = 7,
+    giving: tuple[float, ...] = (),
+) -> Design:  # fmt: skip
+    """A chain in which every second layer keeps its shape: those are left out and repeated, all are cut behind.
+
+    `giving`: sizes of one more output that a program of the whole has.
+    """
     everything = tuple(range(layers))
     parts: dict[str, tuple[int, ...]] = {"whole": everything}
-    border = {"whole": (1.0, 1.0)}
+    border = {"whole": Border(1.0, 1.0)}
+    for size in giving:
+        parts[f"whole giving {size}"], border[f"whole giving {size}"] = everything, Border(1.0, 1.0 + size, 1.0, 2.0)
     for i in everything:
         cut = f"prefix {i + 1}"
         if prefixes and i + 1 < layers:
-            parts[cut], border[cut] = everything[: i + 1], (1.0, 1.0 + (i * 7) % 5)
+            parts[cut], border[cut] = everything[: i + 1], Border(1.0, 1.0 + (i * 7) % 5)
         only = f"only {i}"
-        parts[only], border[only] = (i,), (1.0 + (i * 3) % 5, 1.0 + (i * 7) % 5)
+        parts[only], border[only] = (i,), Border(1.0 + (i * 3) % 5, 1.0 + (i * 7) % 5)
         if i % 2:
-            parts[f"without {i}"], border[f"without {i}"] = everything[:i] + everything[i + 1 :], (1.0, 1.0)
+            parts[f"without {i}"], border[f"without {i}"] = everything[:i] + everything[i + 1 :], Border(1.0, 1.0)
             many = everything[:i] + (i,) * (repeats + 1) + everything[i + 1 :]
-            parts[f"repeat {i}"], border[f"repeat {i}"] = many, (1.0, 1.0)
+            parts[f"repeat {i}"], border[f"repeat {i}"] = many, Border(1.0, 1.0)
     names = tuple(f"block{i // 4}.layer{i}" for i in everything)
     ones = (1.0,) * layers
-    return Design(layers=names, groups=groups or everything, flops=ones, bytes=ones, parts=parts, border=border)
+    return Design(layers=names, groups=groups or everything, flops=ones, bytes=ones, parts=parts, border=border, dear=DEAR)
 
 
 @dataclass
@@ -36,7 +47,7 @@ class Truth:
 
     layers: np.ndarray
     overhead: float
-    border: tuple[float, float] = (0.0, 0.0)
+    border: Border = Border(0.0, 0.0, 0.0, 0.0)  # noqa: RUF009
     saved: dict[int, float] = field(default_factory=dict)
     """Layer i -> seconds saved when layer i + 1 follows it."""
     own: dict[str, float] = field(default_factory=dict)
@@ -47,8 +58,8 @@ class Truth:
         part = design.parts[variant]
         inside = sum(self.layers[i] for i in part)
         fused = sum(self.saved.get(a, 0.0) for a, b in pairwise(part) if b == a + 1)
-        first, last = design.border[variant]
-        seconds = self.overhead + self.border[0] * first + self.border[1] * last + inside - fused
+        borders = sum(cost * many for cost, many in zip(self.border, design.border[variant], strict=True))
+        seconds = self.overhead + borders + inside - fused
         return float(seconds * self.own.get(variant, 1.0))
 
 
@@ -59,7 +70,7 @@ def truth_of(
     times = 1e-4 * np.exp(rng.normal(0, 0.5, len(set(design.groups))))[list(design.groups)] / speed
     whole = float(times.sum())
     saved = {} if fused is None else {fused: 0.4 * float(times[fused] + times[fused + 1])}
-    return Truth(times, 0.04 * whole, (0.0015 * whole, 0.0015 * uneven * whole), saved)
+    return Truth(times, 0.04 * whole, Border(0.0015 * whole, 0.0015 * uneven * whole, 0.0, 0.0), saved)
 
 
 def own_ways(design: Design, rng: np.random.Generator, size: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.bench.compare.simulated import Truth, chain_design, judge, own_ways, runs_of, truth_of
-from tilewright.bench.compare.attribution import Design, sample
+from tilewright.bench.compare.attribution import Border, Design, sample
 from tilewright.bench.compare.results import Run
 from tilewright.bench.compare.segments import Attribution, attribute, decided
 
@@ -117,7 +117,7 @@ def flat(design: Design, seconds: Truth, rounds: int = 30, noise: float = 0.01) 
 def test_what_the_variants_do_not_tell_apart_is_joined() -> None:
     design = chain_design(6)
     names = ["whole", "only 0", "prefix 1", "prefix 3", "only 5", "prefix 5"]
-    kept = replace(design, parts={n: design.parts[n] for n in names}, border=dict.fromkeys(names, (1.0, 1.0)))
+    kept = replace(design, parts={n: design.parts[n] for n in names}, border=dict.fromkeys(names, Border(1.0, 1.0)))
     runs = flat(kept, Truth(np.full(6, 1e-3), 1e-4))
     answer = attribute(runs, runs, kept, 1.0)
     assert [segment.layers for segment in answer.segments] == [
@@ -141,7 +141,7 @@ def test_layers_of_a_group_share_their_time() -> None:
     """Two blocks of four: what one of them measures holds for both, and fewer variants do."""
     design = chain_design(8, groups=(0, 1, 2, 3, 0, 1, 2, 3))
     names = ["whole", *(f"only {i}" for i in range(3)), "without 1", "repeat 3", "prefix 3", "prefix 6"]
-    kept = replace(design, parts={n: design.parts[n] for n in names}, border=dict.fromkeys(names, (1.0, 1.0)))
+    kept = replace(design, parts={n: design.parts[n] for n in names}, border=dict.fromkeys(names, Border(1.0, 1.0)))
     seconds = np.tile([1e-3, 2e-3, 5e-4, 3e-3], 2)
     runs = flat(kept, Truth(seconds, 1e-4))
     answer = attribute(runs, runs, kept, 1.0)

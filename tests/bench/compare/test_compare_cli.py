@@ -91,7 +91,7 @@ def compare(*arguments: str) -> Any:
     [
         ("fake:1", "fake:2", "1.5", "20", 0, "✓ pass"),
         ("fake:1", "fake:1.2", "1.5", "20", 1, "✗ fail"),
-        ("fake:1", "fake:1.0", "1", "2", 3, "? undecided"),
+        ("fake:1", "fake:1.00", "1", "2", 3, "? undecided"),
         ("fake:1", "fake:2", "1.5", "1e-6", 3, "The budget ended before all were built"),
     ],
     ids=["pass", "fail", "undecided", "not enough built"],

@@ -1,10 +1,11 @@
 """Seconds of every layer from run times of whole programs: drift, location, weighted least squares, bootstrap. numpy only.
 
-    seconds of variant v = overhead + c (bytes in + bytes out) + sum_l n_vl t_l + sum_b a_vb d_b
+    seconds of variant v = overhead + border_v c + sum_l n_vl t_l + sum_b a_vb d_b
 
-n_vl: how often layer l runs in v; a_vb: how often boundary b (layer i, then i + 1) is crossed in v; d_b is 0 until segments.py
-finds that the engine fuses or overlaps the two. Layers of one group (same operations, same shapes, same layer before them)
-share one unknown. What each step assumes: docs/compare.md, "How layers are timed without opening the engine".
+border_v: bytes and tensors, in and out (`Border`); n_vl: how often layer l runs in v; a_vb: how often boundary b (layer i, then
+i + 1) is crossed in v; d_b is 0 until segments.py finds that the engine fuses or overlaps the two. Layers of one group (same
+operations, same shapes, same layer before them) share one unknown. What each step assumes: docs/compare.md,
+"How layers are timed without opening the engine".
 
 Times are never forced to be positive: a bound at zero pushes small layers up and takes the difference from their neighbours,
 and an interval around a clipped estimate does not cover. Only what is shown is cut at zero.
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +26,9 @@ from tilewright.bench.compare.results import Interval, Run
 
 __all__ = [
     "FIRST",
+    "FREE",
     "TRIMS",
+    "Border",
     "Design",
     "Fit",
     "Sample",
@@ -39,16 +43,29 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 
-# V variants, R rounds, P unknowns, S segments, D draws
+# V variants, R rounds, P unknowns, S segments, D draws, B the border's four columns
 
 TRIMS = {"the middle half of its runs": (0.25, 0.25), "the faster third of its runs": (0.05, 0.6)}
 """Shares of a variant's runs that its location leaves out, the fastest and the slowest: a midmean, which 10 % of disturbed runs
 move by a tenth of one run's noise, and one for a machine that is disturbed more often than not."""
 
-FIRST = 2
-"""Column of the first group, behind the overhead and the border."""
+FIRST = 5
+"""Column of the first group, behind the overhead and the four of the border."""
 _PRIOR_RUNS = 16  # the weight of all variants' common noise in that of one, in runs
 _RANK = 1e-7  # relative singular value that counts as zero; columns are scaled to 1 before
+
+
+class Border(NamedTuple):
+    """What goes into a program and out of it. An engine copies, casts or lays out anew what does."""
+
+    bytes_in: float
+    bytes_out: float
+    tensors_in: float = 1.0
+    tensors_out: float = 1.0
+
+
+FREE = Border(1e-15, 1e-15, 1e-9, 1e-9)
+"""What a border costs where operators run as they stand: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +80,11 @@ class Design:
     bytes: tuple[float, ...]
     parts: dict[str, tuple[int, ...]]
     """Variant -> the layers that it runs, in order, with repetitions. "whole" is one of them."""
-    border: dict[str, tuple[float, float]]
-    """Variant -> bytes of its inputs and of its outputs."""
+    border: dict[str, Border]
+    dear: Border
+    """What is known beforehand of the border's costs: standard deviations, around zero, of seconds a byte and a tensor."""
+    stepwise: tuple[bool, bool] = (False, False)
+    """Whether ours, and the baseline, runs operators one by one, as they stand: nothing is fused, and borders cost nothing."""
     silent: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     """Variants that say nothing of layers on ours, and on the baseline: what they do is hidden in a call (ballast.py)."""
 
@@ -194,25 +214,14 @@ def boundary_columns(design: Design, names: Sequence[str]) -> dict[tuple[int, in
 
 
 def columns(design: Design, names: Sequence[str], merged: Sequence[tuple[int, int]]) -> Floats:
-    """[V, P]: overhead, bytes in and out (beyond the whole model's), groups from FIRST on, merged boundaries.
-
-    A byte in costs what a byte out does: in a chain, where what one piece gives out the next takes in, the two cannot be told
-    apart. The column is zero, a border free, where there are fewer variants than unknowns (joined layers are so large that a
-    border is little), where borders hardly differ, and where the other columns span it (cuts that are all of one size).
-    """
+    """[V, P]: overhead, the border's four (beyond the whole model's), groups from FIRST on, merged boundaries."""
     groups = max(design.groups) + 1
     x = np.zeros((len(names), FIRST + groups + len(merged)))
     x[:, 0] = 1
     for v, name in enumerate(names):
+        x[v, 1:FIRST] = np.subtract(design.border[name], design.border["whole"])
         for i in design.parts[name]:
             x[v, FIRST + design.groups[i]] += 1
-    beyond = np.array([sum(design.border[name]) - sum(design.border["whole"]) for name in names])
-    # Of three different borders two can be explained by the layers at their cuts.
-    if len(np.unique(beyond)) >= 4 and len(names) >= FIRST + groups:
-        largest = np.maximum(np.abs(x).max(0), 1e-300)
-        with_border = np.column_stack([x / largest, beyond / np.abs(beyond).max()])
-        if np.linalg.matrix_rank(with_border) > np.linalg.matrix_rank(x / largest):
-            x[:, 1] = beyond
     crossed = boundary_columns(design, names)
     for k, kind in enumerate(merged):
         x[:, FIRST + groups + k] = crossed[kind]
@@ -225,10 +234,13 @@ class Fit:
 
     sample: Sample
     x_VP: Floats
+    dear_B: Floats
+    """`Design.dear`, or `FREE`."""
     operator_PV: Floats
+    prior_PB: Floats
+    """What the unknowns would move by if the border's costs were known to be others than zero."""
     model_error: float
     """Relative standard deviation of a variant's time from additivity beyond the noise (Paule, Mandel 1982); 0: none seen."""
-    rank: int
 
     @cached_property
     def unknowns_P(self) -> Floats:
@@ -244,15 +256,21 @@ class Fit:
         """Standard error of each location in seconds, with the model error."""
         return self.sample.seconds_V * np.sqrt(self.sample.noise_V**2 + self.model_error**2)
 
-    @property
-    def freedom(self) -> int:
-        """Variants beyond the unknowns: without any, additivity cannot be tested."""
-        return len(self.sample.variants) - self.rank
+    @cached_property
+    def left_VV(self) -> Floats:
+        """What the fit leaves of seconds."""
+        return np.eye(len(self.sample.variants)) - self.x_VP @ self.operator_PV
+
+    @cached_property
+    def freedom(self) -> float:
+        """Variants beyond the unknowns: with less than one, additivity cannot be tested."""
+        return float(np.trace(self.left_VV))
 
     def estimable(self, contrasts_SP: Floats) -> NDArray[np.bool_]:
-        """Whether the variants that were run determine each contrast, whatever the unknowns are."""
-        size = np.abs(self.x_VP).max(0)
-        x = self.x_VP / np.where(size > 0, size, 1)
+        """Whether the variants that were run determine each contrast, whatever the unknowns but the border's are."""
+        x_VP = np.concatenate([self.x_VP, np.eye(FIRST, self.x_VP.shape[1])[1:]])
+        size = np.abs(x_VP).max(0)
+        x = x_VP / np.where(size > 0, size, 1)
         c = contrasts_SP / np.where(size > 0, size, 1)
         _, s, vt = np.linalg.svd(x, full_matrices=False)
         span = vt[s > _RANK * s[0]]
@@ -268,27 +286,38 @@ class Fit:
             return 1.0
         scale = self.sample.seconds_V * self.sample.noise_V
         found = float(((self.residual_V / scale) ** 2).sum())
-        left = (draws_DV * self.sample.seconds_V) @ (np.eye(len(scale)) - self.x_VP @ self.operator_PV).T / scale
+        borders_DB = np.random.default_rng(0).standard_normal((len(draws_DV), len(self.dear_B))) * self.dear_B
+        moved_DV = draws_DV * self.sample.seconds_V + borders_DB @ self.x_VP[:, 1:FIRST].T
+        left = moved_DV @ self.left_VV.T / scale
         return float(((left**2).sum(1) >= found).mean())
 
     def drawn(self, contrasts_SP: Floats, draws_DV: Floats, seed: int) -> Floats:
-        """[D, S] deviations of the contrasts in seconds: resampled runs, and the model error where there is one."""
-        noise = np.random.default_rng(seed).standard_normal(draws_DV.shape) * self.model_error
-        return ((draws_DV + noise) * self.sample.seconds_V) @ (contrasts_SP @ self.operator_PV).T
+        """[D, S] deviations of the contrasts in seconds: resampled runs, the model error where there is one, the border's
+        costs as far as runs do not tell them."""
+        rng = np.random.default_rng(seed)
+        noise = rng.standard_normal(draws_DV.shape) * self.model_error
+        borders_DB = rng.standard_normal((len(draws_DV), len(self.dear_B))) * self.dear_B
+        of_runs = ((draws_DV + noise) * self.sample.seconds_V) @ (contrasts_SP @ self.operator_PV).T
+        return of_runs + borders_DB @ (contrasts_SP @ self.prior_PB).T
 
 
-def solve(x_VP: Floats, scale_V: Floats) -> tuple[Floats, int]:
-    """The operator of least squares, [P, V], with weights 1 / scale, and its rank."""
-    weight = 1 / scale_V
+def solve(x_VP: Floats, scale_V: Floats, dear_B: Floats) -> tuple[Floats, Floats]:
+    """The operator of least squares with weights 1 / scale, [P, V], and that of the border's costs as known beforehand, [P, B].
+
+    What is known of them are as many more observations (a ridge): where runs tell nothing of a cost, it is zero.
+    """
+    x = np.concatenate([x_VP, np.eye(FIRST, x_VP.shape[1])[1:]])
+    weight = 1 / np.concatenate([scale_V, dear_B])
     size = np.abs(x_VP).max(0)
     size = np.where(size > 0, size, 1)
-    u, s, vt = np.linalg.svd(x_VP * weight[:, None] / size, full_matrices=False)
+    u, s, vt = np.linalg.svd(x * weight[:, None] / size, full_matrices=False)
     kept = s > _RANK * s[0]
     inverse = (vt[kept].T / s[kept]) @ u[:, kept].T
-    return inverse * weight[None, :] / size[:, None], int(kept.sum())
+    operator = inverse * weight[None, :] / size[:, None]
+    return operator[:, : len(scale_V)], operator[:, len(scale_V) :]
 
 
-def fit(taken: Sample, x_VP: Floats) -> Fit:
+def fit(taken: Sample, x_VP: Floats, dear: Border) -> Fit:
     """Weighted least squares with weights of each variant's own noise and a common relative model error.
 
     The model error is the smallest for which the residuals are as large as their degrees of freedom say. Where layers add up it
@@ -296,10 +325,11 @@ def fit(taken: Sample, x_VP: Floats) -> Fit:
     """
 
     def at(error: float) -> tuple[Fit, float]:
-        operator, rank = solve(x_VP, taken.seconds_V * np.sqrt(taken.noise_V**2 + error**2))
-        found = Fit(taken, x_VP, operator, error, rank)
+        operator, prior = solve(x_VP, taken.seconds_V * np.sqrt(taken.noise_V**2 + error**2), dear_B)
+        found = Fit(taken, x_VP, dear_B, operator, prior, error)
         return found, float(((found.residual_V / found.scale_V) ** 2).sum())
 
+    dear_B = np.array(dear)
     best, misfit = at(0.0)
     if best.freedom < 1 or misfit <= best.freedom:
         return best

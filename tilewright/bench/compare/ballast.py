@@ -8,10 +8,14 @@ layers, and would pull them towards 0. So each engine is asked first: where a ca
 
 - a program counts only if it takes twice as long as that layer alone: the host's part is then surely less than the device's;
 - there are also programs with *ballast*: one layer K times in a row, each copy with weights of its own, K as large as makes
-  these copies alone take that long. Then each layer adds what it takes, wherever it stands.
+  these copies alone take that long. Then each layer adds what it takes, wherever it stands. And there are short ones, of a
+  layer of the neighbourhood so often and up to three others: what a program is off by in its own way is a share of its time.
 
 An engine that hides nothing (PyTorch eager, where each layer is the host's) gets no ballast: it would only hide its layers in
-the noise of a long call.
+the noise of a long call. Where that is operators one by one on a GPU, and the host takes 90 % of a call, a layer's time is what
+it takes the host: until the call is back. Waiting for the device would add what its last kernel needs, another time for every
+program (a product of 0.9 GFLOP alone: 130 us, 40 of them the host's). And it gets no copies of layers: a host runs what it has
+just run a fifth faster (H100, ResNet-50's layer1.0.conv1: 98 us, 76 behind itself).
 
 What a layer's time then means: what a model that keeps its engine busy takes longer because of it. Where the host is the slower
 one that is the host's time a layer, where the device is, the device's: what a user pays in a long model. In a small model
@@ -41,9 +45,13 @@ _HEAVY = 2.0
 """A program counts that takes this many times as long as a layer alone. The host's part is then less than half of it."""
 _EXPECTED = 1.3
 """... and is worth building if it is expected to take that much more."""
+_NEAR_EXPECTED = 1.6
+"""The same of the copies in a short program: guesses of small layers are off by more."""
 _FLAT, _EXCESS = 1.5, 0.1
 """32 copies take less than this many times what 8 take; one takes this share longer than the line through both says."""
 _BATCHES, _CALLS = 9, 16
+_PACED = 0.9
+"""The share of a call that the host has to take to set the pace: the device is then done soon after it."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +99,24 @@ class Looked:
     ballast: list[Ballast | None]
     told: bool
     """False: the time was up before it was known."""
+    paces: Sequence[float] = (0.0, 0.0)
+    """The host's share of a call of the whole model, on an engine that starts operators one by one."""
 
     def point(self) -> Point | None:
         """For the fairness card; None where there is nothing to say."""
         found = [b.words(side) for b, side in zip(self.ballast, ("ours", "the baseline"), strict=True) if b is not None]
+        for pace, side in zip(self.paces, ("ours", "the baseline"), strict=True):
+            if pace >= _PACED:
+                found.append(f"The host takes {pace:.0%} of a call of {side}: a layer's time is what it takes the host.")
         if not self.told:
             found.append("The time was up before it was known whether calls hide layers: give it more.")
         if not found:
             return None
-        shown = ["hides layers" if b is not None else "hides nothing" if self.told else "not known" for b in self.ballast]
+        plain = "hides nothing" if self.told else "not known"
+        shown = [
+            "hides layers" if b is not None else "the host's" if p >= _PACED else plain
+            for b, p in zip(self.ballast, self.paces, strict=True)
+        ]
         return Point(name="a call", ours=shown[0], baseline=shown[1], open=not self.told, why=" ".join(found))
 
 
@@ -110,7 +127,7 @@ def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Call
     is built for it. EngineError: see `Contender.build`.
     """
     chain = planned.chain
-    plans: list[Plan] = [planned for _ in sides]
+    plans, paces = [planned for _ in sides], [0.0 for _ in sides]
     probes = _probes(chain) if len(planned.needed) > 1 else []
     for variant in probes:
         if time.monotonic() > until:
@@ -121,8 +138,14 @@ def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Call
     if any(b is not None and not b.edit.times for b in ballast):
         plans = [only_whole(planned) for _ in sides]
     else:
-        plans = [planned if b is None else _plan(chain, b) for b in ballast]
-    return _settled(sides, Looked(plans, ballast, all(b is None or b.known for b in ballast)))
+        paces = [side.pace() if b is None and probes else 0.0 for side, b in zip(sides, ballast, strict=True)]
+        host = plan_of(chain, silent=_copied(chain) | {"whole"}) if max(paces) >= _PACED else planned
+        plain = [host if pace >= _PACED else planned for pace in paces]
+        plans = [p if b is None else _plan(chain, b) for p, b in zip(plain, ballast, strict=True)]
+        for side, pace in zip(sides, paces, strict=True):
+            if pace >= _PACED:
+                side.let_host_pace()
+    return _settled(sides, Looked(plans, ballast, all(b is None or b.known for b in ballast), paces))
 
 
 def without_hidden(looked: Looked, sides: Sequence[Contender]) -> Looked | None:
@@ -145,11 +168,17 @@ def only_whole(planned: Plan) -> Plan:
     return replace(planned, variants=only, needed=only)
 
 
-def merged(plans: Sequence[Plan]) -> Design:
-    """One design for what any side runs."""
+def merged(plans: Sequence[Plan], stepwise: Sequence[bool] = (False, False)) -> Design:
+    """One design for what any side runs; `stepwise` (engine.py) is of each side."""
     ours, baseline = plans
     parts, border = ours.design.parts | baseline.design.parts, ours.design.border | baseline.design.border
-    return replace(ours.design, parts=parts, border=border, silent=(ours.silent, baseline.silent))
+    silent, (first, second) = (ours.silent, baseline.silent), stepwise
+    return replace(ours.design, parts=parts, border=border, silent=silent, stepwise=(first, second))
+
+
+def _copied(chain: Chain) -> frozenset[str]:
+    """The programs in which a layer stands behind itself."""
+    return frozenset(v.name for v in candidates(chain) if any(edit.times > 1 for edit in v.spec.edits))
 
 
 def _settled(sides: Sequence[Contender], looked: Looked) -> Looked:
@@ -207,12 +236,24 @@ def _plan(chain: Chain, ballast: Ballast) -> Plan:
     unit = min(
         ballast.copies_s / (edit.times * float(guess[edit.start : edit.stop].sum())), ballast.whole_s / float(guess.sum())
     )
+    near = _near(chain, unit, ballast)
     silent = {
         variant.name
-        for variant in candidates(chain, edit)
+        for variant in candidates(chain, edit, near)
         if variant.part.count(edit.start) < edit.times
         and unit * float(guess[list(variant.part)].sum()) < _EXPECTED * ballast.limit_s
     }
     if ballast.whole_s >= ballast.limit_s:
         silent.discard("whole")
-    return plan_of(chain, None, edit, frozenset(silent) | ballast.hidden)
+    return plan_of(chain, None, edit, near, frozenset(silent) | ballast.hidden)
+
+
+def _near(chain: Chain, unit: float, ballast: Ballast) -> list[Edit]:
+    """Layers that can stand behind themselves, but that of the ballast: so often that the copies are expected to count."""
+    found = []
+    for edit in repeatable(chain):
+        seconds = unit * float(guesses(chain)[edit.start : edit.stop].sum())
+        enough = [copies for copies in _COPIES if copies * seconds >= _NEAR_EXPECTED * ballast.limit_s]
+        if enough and edit.start != ballast.edit.start:
+            found.append(replace(edit, times=enough[0]))
+    return found

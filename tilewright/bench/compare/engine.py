@@ -45,8 +45,26 @@ if TYPE_CHECKING:
     from tilewright.bench.compare.variants import Variant
 
 __all__ = [
-    "DTYPES", "ENGINES", "Built", "Counting", "Cutting", "Engine", "EngineError", "Operation", "Settings", "cast",
-    "engine_of", "flat_outputs", "limited", "need", "repeated", "timed",
+    "DTYPES",
+    "ENGINES",
+    "Built",
+    "Counting",
+    "Cutting",
+    "Engine",
+    "EngineError",
+    "Launching",
+    "Operation",
+    "Settings",
+    "Stepwise",
+    "cast",
+    "engine_of",
+    "flat_outputs",
+    "is_stepwise",
+    "launched",
+    "limited",
+    "need",
+    "repeated",
+    "timed",
 ]  # fmt: skip
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -164,6 +182,28 @@ class Cutting(Protocol):
         ...
 
 
+@runtime_checkable
+class Stepwise(Protocol):
+    """An engine that may run a module's operators one by one, as they stand."""
+
+    stepwise: bool
+    """Whether it does: nothing is then done to what goes into a program and comes out of it."""
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """A build whose calls are back when their last piece of work was started, while a device goes on."""
+
+    def host_time(self, calls: int) -> float:
+        """Seconds of `calls` calls until each is back; the device is waited for before each, which does not count."""
+        ...
+
+
+def is_stepwise(engine: Engine) -> bool:
+    """Whether it is known to run a module's operators one by one; of a foreign program it never is."""
+    return isinstance(engine, Stepwise) and engine.stepwise
+
+
 def engine_of(text: str, settings: Settings) -> Engine:
     """The engine that a command line names."""
     name, colon, option = text.partition(":")
@@ -229,6 +269,18 @@ def timed(call: Callable[[], Any], calls: int, settings: Settings) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+def launched(call: Callable[[], Any], calls: int, settings: Settings) -> float:
+    """Seconds of `calls` calls until each is back, on a GPU that has nothing else to do."""
+    total = 0.0
+    for _ in range(calls):
+        torch.cuda.synchronize(settings.device)
+        began = time.perf_counter()
+        call()
+        total += time.perf_counter() - began
+    torch.cuda.synchronize(settings.device)
+    return total
 
 
 def repeated(call: Callable[[], Any]) -> int:

@@ -49,7 +49,7 @@ def joint(design: Design, known: Collection[Kind], found: Fit) -> Joint | None:
     if not crossed or found.freedom < 2:
         return None
     # Residuals against what the fit leaves of each candidate's column (Frisch, Waugh and Lovell).
-    operator, _ = solve(found.x_VP, scale)
+    operator, _ = solve(found.x_VP, scale, found.dear_B)
     projector = (np.eye(len(scale)) - found.x_VP @ operator) * scale[None, :] / scale[:, None]
     a_VK = np.stack(list(crossed.values()), 1) / scale[:, None]
     before = np.sqrt((a_VK**2).sum(0))

@@ -18,12 +18,24 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare.engine import Built, Counting, Cutting, Engine, EngineError, Settings, flat_outputs, limited
+from tilewright.bench.compare.engine import (
+    Built,
+    Counting,
+    Cutting,
+    Engine,
+    EngineError,
+    Launching,
+    Settings,
+    flat_outputs,
+    is_stepwise,
+    limited,
+)  # fmt: skip
 from tilewright.bench.compare.fairness import relative_error, yardsticks
 from tilewright.bench.compare.results import Counter, Run
 
@@ -41,6 +53,7 @@ _WARM_UP_ROUNDS = 2
 _LEAST_ROUNDS = 3
 """Of fewer nothing can be said: an interrupt then ends everything."""
 _FIRST_LOOK = 8
+_PACES, _PACE_CALLS = 9, 4
 _SETTLE_S = 3.0
 """Before a round counts, and before a verdict is looked at: clocks rise, and a side's first rounds were 10 % slower (H100, 8
 rounds in 1.5 s). At most a tenth of the time there is."""
@@ -52,8 +65,8 @@ _NEEDED_SHARE, _SPARE_SHARE = 0.8, 0.5
 # says it computes in 8 or 4 bits, what no rounding explains.
 _WRONG_FLOAT, _WRONG_CODES = 0.1, 0.5
 _WRONG_ROUNDED = 2.0
-"""... or this many times what PyTorch's own rounding costs that very program: 64 convolutions in a row may forget what they were
-given (ResNet-50's layer3.1.conv2: 0.02 off in float32, 0.11 in float16)."""
+"""... or this many times what PyTorch's own rounding costs that very program: 64 convolutions in a row may forget what they
+were given (ResNet-50's layer3.1.conv2: 0.02 off in float32, 0.11 in float16)."""
 _CODES = ("int8", "uint8", "fp8", "mxfp8", "int4", "fp4", "mxfp4")
 
 Progress = Callable[[str], None]
@@ -76,6 +89,8 @@ class Contender:
     """Relative error of the outputs, by variant."""
     build_s: float = 0.0
     """Of all variants together."""
+    paced: bool = False
+    """Its host is what takes the time of a call: programs but the whole model are timed until the host is done with them."""
     runs: list[Run] = field(default_factory=list)
 
     def build(self, variant: "Variant", truth: Sequence[Tensor]) -> None:
@@ -100,7 +115,8 @@ class Contender:
             return self.engine.build(variant.module, variant.inputs, variant.name)
 
     def _time(self, built: Built, name: str, calls: int) -> float:
-        return self._guarded(f"{self.name} running {name}", self.settings.run_limit_s, lambda: built.time(calls))
+        clock = built.host_time if self.paced and name != "whole" and isinstance(built, Launching) else built.time
+        return self._guarded(f"{self.name} running {name}", self.settings.run_limit_s, lambda: clock(calls))
 
     def _guarded(self, what: str, limit_s: float, step: Callable):
         """`step()` within its time; whatever it raises says what it was."""
@@ -124,14 +140,26 @@ class Contender:
             rounded = max(yardsticks(variant.module, variant.inputs, truth).values(), default=0.0)
             limit = max(limit, min(_WRONG_ROUNDED * rounded, _WRONG_CODES))
         if not error <= limit:
-            raise WrongNumbers(
-                f"{self.name}, {variant.name}: wrong numbers, {error:.3g} off, rounding ends at {limit:g}; {_worst(answer, truth)}"
-            )
+            what = f"wrong numbers, {error:.3g} off, rounding ends at {limit:g}"
+            raise WrongNumbers(f"{self.name}, {variant.name}: {what}; {_worst(answer, truth)}")
         return error
 
     def seconds(self, name: str, calls: int) -> float:
         """Of one call of a variant, from a batch of `calls`."""
         return self._time(self.built[name], name, calls) / calls
+
+    def pace(self) -> float:
+        """The host's share of a call of the whole model; 0 where the engine is not known to start operators one by one."""
+        whole = self.built["whole"]
+        if not is_stepwise(self.engine) or not isinstance(whole, Launching):
+            return 0.0
+        return median(whole.host_time(_PACE_CALLS) / _PACE_CALLS / self.seconds("whole", _PACE_CALLS) for _ in range(_PACES))
+
+    def let_host_pace(self) -> None:
+        """From now on (`paced`), and for what is built."""
+        self.paced = True
+        for name in self.built:
+            self.call_s[name] = min(self.seconds(name, 1) for _ in range(3))
 
     def counters(self) -> list[Counter]:
         """What the engine's own profiler says of the whole model. EngineError: it has none, or it failed."""
@@ -230,7 +258,10 @@ def build_everywhere(
 
 def _guilty(side: Contender, wrong: "Variant", variants: Sequence["Variant"], design: "Design") -> str:
     """ "; first wrong at LAYER", by halving the prefixes among the variants."""
-    prefixes = {len(part): name for name, part in design.parts.items() if part == tuple(range(len(part)))}
+    prefixes: dict[int, str] = {}  # of programs of the same layers the one with no more outputs than it needs, the first
+    for name, part in design.parts.items():
+        if part == tuple(range(len(part))):
+            prefixes.setdefault(len(part), name)
     known = {v.name: v for v in variants}
     depths = sorted(k for k, name in prefixes.items() if name in known and 0 < k <= len(wrong.part))
     if wrong.part != tuple(range(len(wrong.part))):

@@ -8,14 +8,14 @@ cut out of the model count as less exact than what begins where the model begins
 Nothing is run here but the model once, to trace it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tilewright.bench.compare.attribution import FIRST, Design, columns
+from tilewright.bench.compare.attribution import FIRST, Border, Design, columns
 from tilewright.bench.compare.layers import Chain, trace
 from tilewright.bench.compare.specs import Edit
 from tilewright.bench.compare.variants import Variant, candidates
@@ -24,8 +24,12 @@ __all__ = ["Plan", "design_of", "guesses", "only_needed", "plan", "plan_of", "re
 
 Floats = NDArray[np.float64]
 
-# Round numbers for a guess: operations and bytes a second, seconds of a launch.
-_MACHINES = {"cuda": (3e14, 2e12, 3e-6), "cpu": (5e10, 1e10, 3e-6)}
+# Round numbers for a guess: operations and bytes a second, seconds of a launch. And what a byte and a tensor may cost that goes
+# into a program or out of it: copied, cast, laid out anew (H100, a captured ResNet-50: 17 us a tensor in, 6 out, bytes little).
+_MACHINES = {
+    "cuda": (3e14, 2e12, 3e-6, Border(1e-12, 1e-12, 2e-5, 2e-5)),
+    "cpu": (5e10, 1e10, 3e-6, Border(1e-9, 1e-9, 1e-5, 1e-5)),
+}
 _ERROR = 0.01  # relative, of a variant's time: noise after some tens of rounds, and what additivity does not hold
 _SEEN_ERROR = 0.1  # relative, of the first few calls of a variant
 _PIECE_ERROR = 0.03  # of one that does not begin where the model begins
@@ -62,6 +66,7 @@ def design_of(chain: Chain, found: list[Variant]) -> Design:
         bytes=tuple(layer.bytes for layer in chain.layers),
         parts={v.name: v.part for v in found},
         border={v.name: v.border for v in found},
+        dear=_machine(chain)[3],
     )
 
 
@@ -75,27 +80,39 @@ def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None
     return plan_of(trace(model, inputs), budget)
 
 
-def plan_of(chain: Chain, budget: int | None = None, ballast: Edit | None = None, silent: frozenset[str] = frozenset()) -> Plan:
-    """The same of a model that was traced, also of programs with `ballast` (ballast.py), without those that are `silent`."""
-    found = candidates(chain, ballast)
+def plan_of(
+    chain: Chain, budget: int | None = None, ballast: Edit | None = None, near: Sequence[Edit] = (),
+    silent: frozenset[str] = frozenset(),
+) -> Plan:  # fmt: skip
+    """The same of a model that was traced, also of programs with `ballast`, or one of `near` (ballast.py), without those that
+    are `silent`."""
+    found = candidates(chain, ballast, near)
     design = design_of(chain, found)
     guess = guesses(chain)
     layers = np.zeros(max(design.groups) + 1)
     layers[list(design.groups)] = guess
-    begin = [0, *(k for k in (*_alone(found, guess), *_halves(found, len(chain.layers))) if found[k].name not in silent)]
-    order = _ordered(chain, design, found, silent, begin, np.concatenate([[0.1 * guess.sum() + 2e-5, 0.0], layers]))
+    giving = [k for k, v in enumerate(found) if v.spec.giving]
+    begin = [*giving, *_alone(found, guess), *_halves(found, len(chain.layers))]
+    begin = [0, *(k for k in begin if found[k].name not in silent)]
+    costs = np.zeros(FIRST)
+    costs[0] = 0.1 * guess.sum() + 2e-5
+    order = _ordered(chain, design, found, silent, begin, np.concatenate([costs, layers]))
     ranked = [found[k] for k in order]
     known = int(_known(columns(design, [v.name for v in found if v.name not in silent], [])).sum())
     needed = _needed(design, [v.name for v in ranked], silent, known)
-    unknowns = 2 + len(set(chain.groups))
+    unknowns = FIRST + len(set(chain.groups))
     most = budget if budget is not None else max(needed, round(_MOST_PER_UNKNOWN * unknowns))
     chosen = ranked[:most]
     return Plan(chain=chain, variants=chosen, needed=chosen[:needed], design=design, rest=ranked[most:], silent=silent)
 
 
+def _machine(chain: Chain) -> tuple[float, float, float, Border]:
+    return _MACHINES["cuda" if chain.inputs[0].is_cuda else "cpu"]
+
+
 def guesses(chain: Chain) -> Floats:
     """Seconds of each layer, roughly."""
-    rate, bandwidth, launch = _MACHINES["cuda" if chain.inputs[0].is_cuda else "cpu"]
+    rate, bandwidth, launch, _ = _machine(chain)
     return np.array([max(layer.flops / rate, layer.bytes / bandwidth) + launch for layer in chain.layers])
 
 
@@ -137,9 +154,8 @@ def _ordered(
     """Numbers of those to `begin` with, then of all that are not silent, best first. `guess_P` is of the columns' unknowns."""
     x_VP = columns(design, [v.name for v in found], [])
     group_seconds = guess_P[FIRST:]
-    bandwidth = _MACHINES["cuda" if chain.inputs[0].is_cuda else "cpu"][1]
-    # Prior standard deviations: a layer's guess may be wrong by its size, a border costs a few copies.
-    prior = np.concatenate([[guess_P[0], 4 / bandwidth], 2 * group_seconds])
+    # Prior standard deviations: a layer's guess may be wrong by its size.
+    prior = np.concatenate([guess_P[:1], design.dear, 2 * group_seconds])
     begins = np.array([v.part[0] == 0 for v in found])
     error = (x_VP[:, FIRST:] @ group_seconds + guess_P[0]) * np.where(begins, _ERROR, _PIECE_ERROR)
     speaks = np.array([v.name not in silent for v in found])
@@ -162,6 +178,7 @@ def _ordered(
 
 def _known(x_VP: Floats) -> NDArray[np.bool_]:
     """Of each group, whether the variants determine its time."""
+    x_VP = np.concatenate([x_VP, np.eye(FIRST, x_VP.shape[1])[1:]])  # the border's costs are known beforehand, more or less
     size = np.abs(x_VP).max(0)
     _, s, vt = np.linalg.svd(x_VP / np.where(size > 0, size, 1), full_matrices=False)
     span = vt[s > 1e-7 * s[0]]

@@ -14,7 +14,7 @@ import torch
 from tilewright.bench.compare.attribution import Design
 from tilewright.bench.compare.ballast import Looked, look, merged, only_whole, without_hidden
 from tilewright.bench.compare.counters import counted
-from tilewright.bench.compare.engine import Settings, engine_of
+from tilewright.bench.compare.engine import Settings, engine_of, is_stepwise
 from tilewright.bench.compare.fairness import DRIFT, card, drifted_apart, precision_of, yardsticks
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
 from tilewright.bench.compare.models import Model
@@ -80,7 +80,7 @@ def compare(
         _, began_at = build_all(sides, [only, only], budget_s, progress)
         looked = look(sides, only if whole else planned, began_at + _PROBING * budget_s, progress)
         looked, ready = _built(sides, looked, budget_s, began_at, progress)
-        design = merged(looked.plans)
+        design = merged(looked.plans, [is_stepwise(side.engine) for side in sides])
         before, started = _look(device), time.monotonic()
 
         def enough() -> bool:
@@ -93,8 +93,8 @@ def compare(
         ended = race(sides, enough, began_at + budget_s, seed, started, progress)
         after = _look(device)
         progress("fitting")
-        found = _measured_whole(attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed), claim)
-        run = _Run(model, design, sides, looked, ready, before, after)
+        found = attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed, final=True)
+        found, run = _measured_whole(found, claim), _Run(model, design, sides, looked, ready, before, after)
         answer = run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
         return counted(answer, sides, planned.chain, progress) if counters else answer
 

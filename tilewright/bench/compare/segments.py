@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tilewright.bench.compare.attribution import (
     FIRST,
+    FREE,
     TRIMS,
     Design,
     Fit,
@@ -39,6 +40,7 @@ Floats = NDArray[np.float64]
 
 _REJECTED = 0.01  # probability below which the residuals are not noise
 _SMALLEST_JOINT = 0.02  # of the pair's time: a smaller gain of two neighbours is left where it is
+_UNTOLD = 0.05  # of the whole model: the upper bound of a layer without a ratio, in the end
 _NOTHING = 0.005  # of the whole model: a layer whose upper bound is below and whose lower bound is 0 has no time of its own
 _MUCH_BETTER = 0.5  # in variance; by noise alone the middle is the better one by 1.5
 _MOST_RATIO = 1e6  # JSON has no infinity
@@ -86,6 +88,8 @@ class _Taken:
 
     side: str
     fitted: Sample
+    stepwise: bool
+    """`Design.stepwise` of the side."""
     draws_DV: Floats
     """Deviations of the fitted variants."""
     whole_s: float
@@ -93,9 +97,9 @@ class _Taken:
     """Its relative deviations, in the same draws."""
 
     @staticmethod
-    def of(side: str, taken: Sample, silent: frozenset[str], draws: int, seed: int) -> "_Taken":
+    def of(side: str, taken: Sample, silent: frozenset[str], stepwise: bool, draws: int, seed: int) -> "_Taken":
         drawn, whole, kept = taken.draws(draws, seed), taken.at("whole"), taken.fitted(silent)
-        return _Taken(side, taken.of(kept), drawn[:, kept], float(taken.seconds_V[whole]), drawn[:, whole])
+        return _Taken(side, taken.of(kept), stepwise, drawn[:, kept], float(taken.seconds_V[whole]), drawn[:, whole])
 
 
 @dataclass
@@ -132,18 +136,20 @@ class _Cut:
                     c[s, FIRST + groups + merged[self.kind(i)]] += 1
         return c
 
-    def fit(self, taken: Sample) -> Fit:
-        return fit(taken, columns(self.design, taken.variants, self.joint))
+    def fit(self, one: _Taken) -> Fit:
+        return fit(
+            one.fitted, columns(self.design, one.fitted.variants, self.joint), FREE if one.stepwise else self.design.dear
+        )
 
 
-def _join_unknown(cut: _Cut, sides: Sequence[Sample]) -> None:
+def _join_unknown(cut: _Cut, sides: Sequence[_Taken]) -> None:
     """Join what the variants do not tell apart, with the neighbour that makes it known soonest."""
     while True:
         segments = cut.segments()
         if len(segments) == 1:
             return
         contrasts = cut.contrasts(segments)
-        known = np.all([cut.fit(taken).estimable(contrasts) for taken in sides], axis=0)
+        known = np.all([cut.fit(one).estimable(contrasts) for one in sides], axis=0)
         if known.all():
             return
         first = int(np.flatnonzero(~known)[0])
@@ -154,10 +160,12 @@ def _join_unknown(cut: _Cut, sides: Sequence[Sample]) -> None:
 
 def _join_fused(cut: _Cut, one: "_Taken") -> bool:
     """Join boundaries of one side until its fit is additive, or no boundary explains what is left. Whether any was joined."""
-    side, taken, draws_DV = one.side, one.fitted, one.draws_DV
+    if one.stepwise:
+        return False
+    side, draws_DV = one.side, one.draws_DV
     joined, own = False, set(pairwise(cut.design.groups))
     while len(cut.segments()) > 1:
-        found = cut.fit(taken)
+        found = cut.fit(one)
         if _additive(found, draws_DV):
             return joined
         best = joint(cut.design, cut.joint, found)
@@ -185,22 +193,41 @@ def _join_nothing(cut: _Cut, sides: Sequence["_Taken"], confidence: float) -> bo
     names = cut.design.layers
     contrasts = cut.contrasts(segments)
     for one in sides:
-        found, whole = cut.fit(one.fitted), one.whole_s
+        found, whole = cut.fit(one), one.whole_s
         error, factor = critical(found.drawn(contrasts, one.draws_DV, 1), confidence)
         times = contrasts @ found.unknowns_P
         for s in np.flatnonzero((times <= factor * error) & (times + factor * error < _NOTHING * whole)):
-            segment = segments[s]
-            before = segment[0] > 0 and (
-                segment[-1] == len(names) - 1 or _parent(names[segment[-1]]) != _parent(names[segment[-1] + 1])
-                or _parent(names[segment[0]]) == _parent(names[segment[0] - 1])
-            )  # fmt: skip
-            at = segment[0] - 1 if before else segment[-1]
-            bound = (times + factor * error)[s] / whole
+            at, bound = _beside(cut, segments[s]), (times + factor * error)[s] / whole
             cut.kinds[cut.kind(at)] = (
-                f"on {one.side} {names[segment[0]]} takes no time of its own: below {bound:.2%} of the model"
+                f"on {one.side} {names[segments[s][0]]} takes no time of its own: below {bound:.2%} of the model"
             )
             return True
     return False
+
+
+def _join_untold(cut: _Cut, told: "Attribution") -> bool:
+    """Join the first undecided segment that a side cannot tell from nothing with its neighbour: it has no ratio."""
+    if len(told.segments) == 1:
+        return False
+    for segment, found in zip(cut.segments(), told.segments, strict=True):
+        for side, fitted, time in (("ours", told.ours, found.ours), ("the baseline", told.baseline, found.baseline)):
+            if found.verdict == "undecided" and time.low <= 0 and time.high < _UNTOLD * fitted.whole.value:
+                bound = time.high / fitted.whole.value
+                cut.kinds[cut.kind(_beside(cut, segment))] = (
+                    f"on {side} {found.name} cannot be told from nothing: it takes at most {bound:.1%} of the model"
+                )
+                return True
+    return False
+
+
+def _beside(cut: _Cut, segment: list[int]) -> int:
+    """The boundary at which a segment joins its neighbour: of its module where there is one, else the one before it."""
+    names = cut.design.layers
+    before = segment[0] > 0 and (
+        segment[-1] == len(names) - 1 or _parent(names[segment[-1]]) != _parent(names[segment[-1] + 1])
+        or _parent(names[segment[0]]) == _parent(names[segment[0] - 1])
+    )  # fmt: skip
+    return segment[0] - 1 if before else segment[-1]
 
 
 def _parent(name: str) -> str:
@@ -216,7 +243,7 @@ def _additive(found: Fit, draws_DV: Floats) -> bool:
 def _side(cut: _Cut, one: _Taken, confidence: float, located: str, seed: int) -> tuple[SideFit, Floats, Floats]:
     """Intervals of one side, and its segments' times and deviations for the ratios; the whole model's are the last column."""
     segments = cut.segments()
-    found = cut.fit(one.fitted)
+    found = cut.fit(one)
     contrasts = cut.contrasts(segments)
     overhead = np.zeros((1, contrasts.shape[1]))
     overhead[0, 0] = 1
@@ -244,10 +271,10 @@ def _side(cut: _Cut, one: _Taken, confidence: float, located: str, seed: int) ->
 
 def _why(found: Fit, additive: bool, probability: float) -> str:
     if found.freedom < 1:
-        return f"not tested: {len(found.sample.variants)} variants for {found.rank} unknowns leave nothing to compare"
+        return f"not tested: {len(found.sample.variants)} variants for as many unknowns leave nothing to compare"
     what = f"model error {found.model_error:.2%} of a variant's time, lack of fit p = {probability:.3f}"
     left = "" if additive else "; no single boundary explains it, and every interval is wider for it"
-    return f"{what}, {found.freedom} degrees of freedom{left}"
+    return f"{what}, {found.freedom:.0f} degrees of freedom{left}"
 
 
 def _name(design: Design, segment: list[int]) -> str:
@@ -298,8 +325,12 @@ def attribute(
     confidence: float = 0.95,
     draws: int = 1000,
     seed: int = 0,
+    final: bool = False,
 ) -> Attribution:
     """Segments with their times, ratios and verdicts, and the verdict on "every layer is at least `claim` times faster".
+
+    With `final`, when there will be no more runs, a layer that stays undecided because a side cannot tell it from nothing is
+    joined to its neighbour: there is no ratio of it.
 
     The i-th run of a variant is of round i. The two sides need not have run the same variants, but "whole" on both.
     ValueError: no "whole", a variant that the design does not have, fewer than 3 runs of one.
@@ -309,16 +340,26 @@ def attribute(
         if "whole" not in one.variants:
             raise ValueError(f"no run of the whole model on {side}; wanted runs of the variant 'whole'")
     sides = [
-        _Taken.of(side, one, silent, draws, seed + k)
-        for k, (side, one, silent) in enumerate(zip(("ours", "the baseline"), taken, design.silent, strict=True))
+        _Taken.of(side, one, silent, stepwise, draws, seed + k)
+        for k, (side, one, silent, stepwise) in enumerate(
+            zip(("ours", "the baseline"), taken, design.silent, design.stepwise, strict=True)
+        )
     ]
-    fitted = [one.fitted for one in sides]
     cut = _Cut(design)
-    _join_unknown(cut, fitted)
+    _join_unknown(cut, sides)
     while any(_join_fused(cut, one) for one in sides) or _join_nothing(cut, sides, confidence):
-        _join_unknown(cut, fitted)
-    ours, a, da = _side(cut, sides[0], confidence, where, seed + 2)
-    baseline, b, db = _side(cut, sides[1], confidence, where, seed + 3)
+        _join_unknown(cut, sides)
+    told = _told(cut, sides, where, claim, confidence, seed + 2)
+    while final and _join_untold(cut, told):
+        told = _told(cut, sides, where, claim, confidence, seed + 2)
+    return told
+
+
+def _told(cut: _Cut, sides: Sequence[_Taken], where: str, claim: float, confidence: float, seed: int) -> Attribution:
+    """Times, ratios and verdicts of the segments as they are cut."""
+    design = cut.design
+    ours, a, da = _side(cut, sides[0], confidence, where, seed)
+    baseline, b, db = _side(cut, sides[1], confidence, where, seed + 1)
     ratios = _ratios((a, b), (da, db), confidence)
     segments = [
         Segment(

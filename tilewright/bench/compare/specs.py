@@ -15,6 +15,7 @@ __all__ = ["Edit", "Spec", "alone", "heavy_specs", "label", "repeatable", "span_
 _REPEATS = (2, 4, 8, 16)
 _HEAVY_REPEATS = (0, 16, 64)
 _DEPTHS = (1, 2, 4, 8)
+_NEAR = 3  # layers that a short program has beside its ballast
 _SAME_GROUP = 2  # layers of one group that are left out or repeated: a second one tests what the first says of all
 
 
@@ -29,12 +30,13 @@ class Edit:
 
 @dataclass(frozen=True)
 class Spec:
-    """Layers [start, stop) with edits, in order, of different layers."""
+    """Layers [start, stop) with edits, in order, of different layers; answers also with what is live behind `giving` layers."""
 
     name: str
     start: int
     stop: int
     edits: tuple[Edit, ...] = ()
+    giving: int = 0
 
 
 def specs(chain: Chain) -> Iterator[Spec]:
@@ -66,15 +68,32 @@ def specs(chain: Chain) -> Iterator[Spec]:
                 yield Spec(f"only {layer.name} and {layers[i + 1].name}", i, i + 2)
     for start in range(1, count):
         yield Spec(f"end from {layers[start].name}", start, count)
+    for stop in _giving(chain):
+        yield Spec(f"whole giving {layers[stop - 1].name}", 0, count, giving=stop)
 
 
-def heavy_specs(chain: Chain, ballast: Edit) -> Iterator[Spec]:
-    """The programs that hold `ballast` (ballast.py)."""
+def heavy_specs(chain: Chain, ballast: Edit, near: Sequence[Edit] = ()) -> Iterator[Spec]:
+    """The programs that hold `ballast` (ballast.py), and short ones around each layer of `near`, which is theirs."""
+    yield from _heavy_anywhere(chain, ballast)
+    layers, count = chain.layers, len(chain.layers)
+    for edit in near:
+        own, name = (edit,), label(chain, edit)
+        more = f" with {name} x{edit.times}"
+        for start in range(max(1, edit.start - _NEAR), edit.start):
+            yield Spec(f"{layers[start].name} to {name}{more}", start, edit.stop, own)
+        yield Spec(f"only {name} x{edit.times}", edit.start, edit.stop, own)
+        for stop in range(edit.stop + 1, min(edit.stop + _NEAR, count) + 1):
+            yield Spec(f"{name} to {layers[stop - 1].name}{more}", edit.start, stop, own)
+
+
+def _heavy_anywhere(chain: Chain, ballast: Edit) -> Iterator[Spec]:
     layers, count, heavy = chain.layers, len(chain.layers), (ballast,)
     more = f" with {label(chain, ballast)} x{ballast.times}"
     yield Spec(f"whole{more}", 0, count, heavy)
     twice = replace(ballast, times=2 * ballast.times)
     yield Spec(f"whole with {label(chain, ballast)} x{twice.times}", 0, count, (twice,))
+    for stop in _giving(chain):
+        yield Spec(f"whole{more}, giving {layers[stop - 1].name}", 0, count, heavy, giving=stop)
     for stop in range(ballast.stop, count):
         yield Spec(f"prefix to {layers[stop - 1].name}{more}", 0, stop, heavy)
     for start in range(1, ballast.start + 1):
@@ -91,6 +110,15 @@ def heavy_specs(chain: Chain, ballast: Edit) -> Iterator[Spec]:
             what = f"{layer.name} x{times}" if times else f"without {layer.name}"
             edits = (Edit(i, i + 1, times), ballast) if i < ballast.start else (ballast, Edit(i, i + 1, times))
             yield Spec(what + more, 0, count, edits)
+
+
+def _giving(chain: Chain) -> list[int]:
+    """Cuts whose values a whole model may give out too: of the largest, and of one about half as large."""
+    sizes = {stop: sum(chain.size(n) for n in chain.live(stop) if n in chain.shapes) for stop in range(1, len(chain.layers))}
+    if not sizes:
+        return []
+    largest = max(sizes, key=sizes.__getitem__)
+    return sorted({largest, min(sizes, key=lambda stop: abs(sizes[stop] - 0.5 * sizes[largest]))})
 
 
 def alone(chain: Chain, edit: Edit) -> Spec:

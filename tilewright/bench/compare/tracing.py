@@ -2,7 +2,9 @@
 
 A symbolic trace calls the user's modules and PyTorch's functions as the user's code does: eager takes as long for its programs.
 Those of an exported trace call ATen's operators, which costs the host other times. Shapes are known while tracing, so that code
-which counts with them can be followed. Parameters stay the model's own. Not handled, and found out by comparing outputs: a view that is written to through another one.
+which counts with them can be followed. Parameters stay the model's own.
+
+Not handled, and found out by comparing outputs: a view that is written to through another one.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Programs made of a model's layers: beginnings, pieces, layers left out or repeated. Their times tell the layers' apart.
 
-    whole            the user's module itself
+    whole            the user's module itself; and all its layers, which give out the values at one cut besides
     prefix           the first layers, up to a cut
     end              the last layers, from a cut on, fed with what they read inside the model
     without          one layer, or a run of identical blocks down to 1, 2, 4 or 8 of them, replaced by the identity
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tilewright.bench.compare.attribution import Border
 from tilewright.bench.compare.layers import Chain, trace
 from tilewright.bench.compare.specs import Edit, Spec, heavy_specs, span_of, specs
 
@@ -66,11 +67,9 @@ class Variant:
         """Numbers of its layers, in order, with repetitions."""
         self.counts = {layer.name: program.part.count(i) for i, layer in enumerate(chain.layers)}
         """Layer -> how often it runs."""
-        self.border = (
-            float(sum(chain.size(n) for n in program.inputs if n in chain.shapes)),
-            float(sum(chain.size(n) for n, _ in program.outputs if n in chain.shapes)),
-        )
-        """Bytes of inputs and of outputs."""
+        inputs, outputs = program.inputs, [n for n, _ in program.outputs]
+        moved = (sum(chain.size(n) for n in nodes if n in chain.shapes) for nodes in (inputs, outputs))
+        self.border = Border(*map(float, (*moved, len(inputs), len(outputs))))
         self.chain, self.program = chain, program
 
     @cached_property
@@ -98,9 +97,10 @@ def variants(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Variant]:
     return candidates(trace(model, inputs))
 
 
-def candidates(chain: Chain, ballast: Edit | None = None) -> list[Variant]:
-    """Every variant of the chain that can be built, the whole model first; with `ballast` also those that hold it."""
-    return variants_of(chain, specs(chain) if ballast is None else (*specs(chain), *heavy_specs(chain, ballast)))
+def candidates(chain: Chain, ballast: Edit | None = None, near: Sequence[Edit] = ()) -> list[Variant]:
+    """Every variant of the chain that can be built, the whole model first; with `ballast` also those that hold it, or one of
+    `near`."""
+    return variants_of(chain, specs(chain) if ballast is None else (*specs(chain), *heavy_specs(chain, ballast, near)))
 
 
 def variants_of(chain: Chain, wanted: Iterable[Spec]) -> list[Variant]:
@@ -111,7 +111,7 @@ def variants_of(chain: Chain, wanted: Iterable[Spec]) -> list[Variant]:
         program = _program(chain, spec)
         if program is None or not program.part or not program.inputs:
             continue
-        made = (spec.start, spec.stop, program.part)
+        made = (spec.start, spec.stop, program.part, spec.giving)
         if made not in seen and spec.name not in found:
             seen.add(made)
             found[spec.name] = Variant(chain, spec, program)
@@ -162,10 +162,17 @@ def _program(chain: Chain, spec: Spec) -> Program | None:
 
 def _outputs(chain: Chain, spec: Spec, env: dict[fx.Node, Key], steps: list[_Step]) -> list[Key]:
     made = {step.key for step in steps}
-    if spec.stop == len(chain.layers):
-        return [env[n] for n in chain.outputs if n in env and env[n] in made]
-    own = {node for layer in chain.layers[spec.start : spec.stop] for node in layer.nodes}
-    live = [env[n] for n in chain.live(spec.stop) if n in own and env[n] in made]
+    if spec.stop < len(chain.layers):
+        return _live(chain, spec.start, spec.stop, env, steps)
+    final = [env[n] for n in chain.outputs if n in env and env[n] in made]
+    return final + [key for key in (_live(chain, 0, spec.giving, env, steps) if spec.giving else []) if key not in final]
+
+
+def _live(chain: Chain, start: int, stop: int, env: dict[fx.Node, Key], steps: list[_Step]) -> list[Key]:
+    """What layers [start, stop) have made and others read, less what another of these is computed from."""
+    made = {step.key for step in steps}
+    own = {node for layer in chain.layers[start:stop] for node in layer.nodes}
+    live = [env[n] for n in chain.live(stop) if n in own and env[n] in made]
     below: dict[Key, set[Key]] = {}
     for step in steps:
         below[step.key] = set(step.reads.values()).union(*(below.get(k, set()) for k in step.reads.values()))

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import __version__
-from tilewright.bench.compare.engine import DTYPES, EngineError, Operation, Settings, cast, dtype_of, flat_outputs, timed
+from tilewright.bench.compare.engine import (
+    DTYPES,
+    EngineError,
+    Operation,
+    Settings,
+    cast,
+    dtype_of,
+    flat_outputs,
+    launched,
+    timed,
+)
 from tilewright.bench.compare.engines.torch_counters import profiled
 from tilewright.bench.compare.results import Counter
 from tilewright.hw.device import device_of
@@ -47,6 +57,15 @@ class Called:
         self._call = None
 
 
+class _Launched(Called):
+    """One whose work a host starts, operator by operator, on a GPU."""
+
+    def host_time(self, calls: int) -> float:
+        assert self._call is not None, "not after close"
+        with torch.inference_mode():
+            return launched(self._call, calls, self._settings)
+
+
 class _Profiled(Called):
     """One whose operators are those of a module as it is."""
 
@@ -72,6 +91,7 @@ class Eager:
     name = "eager"
     graph: bool | str = False
     copies = "none"
+    stepwise = True
 
     def __init__(self, option: str, settings: Settings):
         self._dtype, self._settings = dtype_of(option, self.name), settings
@@ -93,7 +113,7 @@ class Eager:
         facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs)}
         if self.name == "eager" and self._settings.device.type == "cpu":
             return _Profiled(call, module, self._settings, facts)
-        return Called(call, self._settings, facts)
+        return (_Launched if self.name == "eager" else Called)(call, self._settings, facts)
 
     def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
         return lambda: module(*inputs)
@@ -136,6 +156,7 @@ class Compile(Eager):
     """torch.compile at its best."""
 
     name = "compile"
+    stepwise = False
 
     def __init__(self, option: str, settings: Settings):
         self.graph = "cuda graph" if settings.device.type == "cuda" else False
