@@ -26,7 +26,6 @@ from tilewright.bench.compare.results import Interval, Run
 
 __all__ = [
     "FIRST",
-    "FREE",
     "TRIMS",
     "Border",
     "Design",
@@ -62,10 +61,6 @@ class Border(NamedTuple):
     bytes_out: float
     tensors_in: float = 1.0
     tensors_out: float = 1.0
-
-
-FREE = Border(1e-15, 1e-15, 1e-9, 1e-9)
-"""What a border costs where operators run as they stand: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +230,7 @@ class Fit:
     sample: Sample
     x_VP: Floats
     dear_B: Floats
-    """`Design.dear`, or `FREE`."""
+    """`Design.dear`."""
     operator_PV: Floats
     prior_PB: Floats
     """What the unknowns would move by if the border's costs were known to be others than zero."""
@@ -306,14 +301,16 @@ def solve(x_VP: Floats, scale_V: Floats, dear_B: Floats) -> tuple[Floats, Floats
 
     What is known of them are as many more observations (a ridge): where runs tell nothing of a cost, it is zero.
     """
-    x = np.concatenate([x_VP, np.eye(FIRST, x_VP.shape[1])[1:]])
-    weight = 1 / np.concatenate([scale_V, dear_B])
-    size = np.abs(x_VP).max(0)
+    # In units of what is known of them the border's costs are 0 with a deviation of 1, and no column is far from the others.
+    unit = np.ones(x_VP.shape[1])
+    unit[1:FIRST] = dear_B
+    x = np.concatenate([x_VP * unit / scale_V[:, None], np.eye(FIRST, x_VP.shape[1])[1:]])
+    size = np.sqrt((x**2).sum(0))
     size = np.where(size > 0, size, 1)
-    u, s, vt = np.linalg.svd(x * weight[:, None] / size, full_matrices=False)
+    u, s, vt = np.linalg.svd(x / size, full_matrices=False)
     kept = s > _RANK * s[0]
-    inverse = (vt[kept].T / s[kept]) @ u[:, kept].T
-    operator = inverse * weight[None, :] / size[:, None]
+    operator = ((vt[kept].T / s[kept]) @ u[:, kept].T) * (unit / size)[:, None]
+    operator /= np.concatenate([scale_V, dear_B])
     return operator[:, : len(scale_V)], operator[:, len(scale_V) :]
 
 

@@ -9,7 +9,7 @@ layers, and would pull them towards 0. So each engine is asked first: where a ca
 - a program counts only if it takes twice as long as that layer alone: the host's part is then surely less than the device's;
 - there are also programs with *ballast*: one layer K times in a row, each copy with weights of its own, K as large as makes
   these copies alone take that long. Then each layer adds what it takes, wherever it stands. And there are short ones, of a
-  layer of the neighbourhood so often and up to three others: what a program is off by in its own way is a share of its time.
+  layer of the neighbourhood so often and up to four others: what a program is off by in its own way is a share of its time.
 
 An engine that hides nothing (PyTorch eager, where each layer is the host's) gets no ballast: it would only hide its layers in
 the noise of a long call. Where that is operators one by one on a GPU, and the host takes 90 % of a call, a layer's time is what

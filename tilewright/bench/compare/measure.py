@@ -138,7 +138,7 @@ class Contender:
         limit = _WRONG_CODES if any(word in said for word in _CODES) else _WRONG_FLOAT
         if not error <= limit:
             rounded = max(yardsticks(variant.module, variant.inputs, truth).values(), default=0.0)
-            limit = max(limit, min(_WRONG_ROUNDED * rounded, _WRONG_CODES))
+            limit = max(limit, _WRONG_ROUNDED * rounded)
         if not error <= limit:
             what = f"wrong numbers, {error:.3g} off, rounding ends at {limit:g}"
             raise WrongNumbers(f"{self.name}, {variant.name}: {what}; {_worst(answer, truth)}")

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from tilewright.bench.compare.attribution import (
     FIRST,
-    FREE,
     TRIMS,
     Design,
     Fit,
@@ -137,9 +136,10 @@ class _Cut:
         return c
 
     def fit(self, one: _Taken) -> Fit:
-        return fit(
-            one.fitted, columns(self.design, one.fitted.variants, self.joint), FREE if one.stepwise else self.design.dear
-        )
+        x_VP = columns(self.design, one.fitted.variants, self.joint)
+        if one.stepwise:
+            x_VP[:, 1:FIRST] = 0
+        return fit(one.fitted, x_VP, self.design.dear)
 
 
 def _join_unknown(cut: _Cut, sides: Sequence[_Taken]) -> None:

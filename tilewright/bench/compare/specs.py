@@ -15,7 +15,7 @@ __all__ = ["Edit", "Spec", "alone", "heavy_specs", "label", "repeatable", "span_
 _REPEATS = (2, 4, 8, 16)
 _HEAVY_REPEATS = (0, 16, 64)
 _DEPTHS = (1, 2, 4, 8)
-_NEAR = 3  # layers that a short program has beside its ballast
+_NEAR = 4  # layers that a short program has beside its ballast
 _SAME_GROUP = 2  # layers of one group that are left out or repeated: a second one tests what the first says of all
 
 
