@@ -1,7 +1,7 @@
 """Norms over the last dimension with gradients: the kernels forward (*_norm.py), and norm_backward.py behind.
 
 Kept for the backward pass are x, or the sum that add_layer_norm or add_rms_norm returned, the weight, and of layer_norm's rows
-of up to 8192 columns mean and 1 / deviation, 8 bytes a row. Gradients are those of x, residual, weight and bias, once; the same
+mean and 1 / deviation, 8 bytes a row (layer_norm_stats.py). Gradients are those of x, residual, weight and bias, once; the same
 bits every time on a card.
 """
 
@@ -22,20 +22,13 @@ from tilewright.kernels.shapes import rows_ready
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
-# Wider rows make their statistics again (norm_backward_split.py): norm_backward_kept.py has not been measured on a card.
-_KEPT_COLS = 8192
-
-
 class _LayerNorm(torch.autograd.Function):
     """layer_norm, differentiable once in x, weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Runs without gradients, as torch does inside of a Function."""
-        if x.dim() and x.shape[-1] > _KEPT_COLS:
-            y, stats = of_layer.layer_norm(x, weight, bias, eps), None
-        else:
-            y, stats = of_stats.layer_norm_stats(x, weight, bias, eps)
+        y, stats = of_stats.layer_norm_stats(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, stats)
         ctx.eps = eps
         return y
