@@ -197,9 +197,18 @@ FIRST = (
     (16, 8192, 8192, "none", "vendor"),
     (16, 5120, 8192, "none", None),
     (64, 4096, 4096, "none", None),
-    (64, 4096, 4095, "none", "uneven"),
+    (32, 4095, 4095, "none", "uneven"),
+    (33, 4095, 4095, "none", "uneven_tma"),
+    (64, 4096, 4095, "none", "uneven_tma"),
+    (64, 2049, 2049, "none", "uneven"),
     (64, 4095, 4096, "none", "sm90"),
-    (129, 4096, 4095, "none", "sm90"),
+    (127, 4099, 2053, "none", "uneven_tma"),
+    (129, 4096, 4095, "gelu", "uneven_tma"),
+    (256, 4095, 4095, "none", "uneven_tma"),
+    (256, 4096, 4095, "silu_mul", "sm90"),
+    (256, 2049, 2049, "none", "sm90"),
+    (257, 4095, 4095, "none", "sm90"),
+    (1009, 1013, 1019, "none", "sm90"),
     (2048, 50257, 4096, "none", "sm90"),
     (2048, 4096, 4096, "none", None),
     (2048, 4096, 4096, "gelu", "sm90"),
@@ -215,6 +224,29 @@ def test_rows_that_start_anywhere_are_not_for_cublas(m: int, n: int, k: int, act
     problem = linear_op.problem(x, weight, None, activation, None)
     assert linear_op.first(CARD_OF_ARCH[90], problem) == name
     assert linear_op.first(CARD_OF_ARCH[80], problem) is None
+    if name is not None:
+        impl = next(impl for impl in linear_op.impls if impl.name == name)
+        assert impl.refusal(CARD_OF_ARCH[90], problem) is None, "it would be somebody else's in silence"
+
+
+def test_what_the_copy_engine_does_not_take_goes_as_before() -> None:
+    """Of 256 x 4095 x 4095: other numbers, batches, operands dense along another dimension, and x alone at an offset."""
+
+    def first(x: Tensor, weight: Tensor) -> str | None:
+        return linear_op.first(CARD_OF_ARCH[90], linear_op.problem(x, weight, None, "none", None))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, weight = empty(256, 4095), empty(4095, 4095)
+    assert first(x, weight) == "uneven_tma"
+    assert first(x.float(), weight.float()) == "sm90"
+    assert first(x[None], weight[None]) == "sm90"
+    assert first(empty(4095, 256).mT, weight) == "sm90"
+    assert first(x, empty(4095, 4095).mT) == "sm90"
+    assert first(empty(256, 4104)[:, :4095], empty(4095, 4104)[:, :4095]) == "sm90", "rows that start at 16 bytes; y's do not"
+    offset = linear_op.problem(empty(256, 4096), empty(4096, 4096), None, "none", None)._replace(aligned=False)
+    assert linear_op.first(CARD_OF_ARCH[90], offset) == "sm90"
 
 
 # (rows, N, K, activation, whether there is a residual, what runs on an H100 where nothing was measured); all with a bias
