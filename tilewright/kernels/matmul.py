@@ -17,7 +17,7 @@ file and its own reasons to refuse:
     triton_tma   many rows, sm_90 and up: persistent, tiles fetched by the copy engine
     triton       any shape and any layout
     uneven       at most 64 rows, operands that start anywhere: the weight is read in place, by classes of its rows
-    uneven_tma   the same up to 1024 rows, sm_90 and up: by the copy engine. For 33 to 256 rows and weights of some size
+    uneven_tma   the same up to 1024 rows, sm_90 and up: by the copy engine. For 17 to 256 rows and weights of some size
     invariant    `triton` with one config for all: a row's bits do not depend on its batch. The only one that can say so: the
                  others hold for some numbers of rows, and a row moves from one to the next as its batch grows
 
@@ -185,11 +185,12 @@ _SHORT_FLOPS = 5e9
 or adds it by a kernel of its own: 9 to 17 % at 197 and 1024 rows, N 768, K 768 and 3072; 256 rows 9 and -4 %."""
 
 
-_TMA_WEIGHT = 8e6
-"""Numbers in a weight from which on the three launches of `uneven_tma` pay. H100, us, beside what would be taken otherwise:
-64 x 4095 x 4095 21.6 (`uneven` 31.8), 127 x 4099 x 2053 17.9 (`sm90` 22.6), 256 x 4095 x 4095 34.4 (42.5); but 256 x 2049 x
-2049 16.9 (15.2), 1009 x 1013 x 1019 15.2 (12.5), and at few rows 16 x 4095 x 4095 23.1 (`uneven` 19.2). Between 4.2e6 and 8.4e6
-numbers nothing was measured."""
+_TMA_ROWS = range(32, 257)
+_TMA_WEIGHT = 4e6
+"""Buckets of rows, and numbers in a weight from which on, where the three launches of `uneven_tma` pay. H100, us, beside what
+would be taken otherwise: 32 x 4095 x 4095 20.0 (`uneven` 23.2), 64 rows 20.3 (31.4), 128 rows 22.1 (`sm90` 40.4), 256 rows 27.1
+(43.0); 127 x 4099 x 2053 16.0 (21.8); 256 x 2049 x 2049 13.3 (14.4). With older configs 16 x 4095 x 4095 23.1 (`uneven` 19.2)
+and 1009 x 1013 x 1019 15.2 (12.5). Below 256 rows no weight of less than 8.4e6 numbers was measured."""
 
 
 def _first(device: Device, problem: Problem) -> str | None:
@@ -200,7 +201,7 @@ def _first(device: Device, problem: Problem) -> str | None:
     of 16 bytes, the result's among them, cost it a factor: 1.5 with one row, 1.8 at 256, 3 to 8 above.
 
     `uneven_tma` is for K that is no multiple of 8: where x alone starts elsewhere the others take less (256 x 4096 x 4096:
-    `sm90` 22.7 us, `uneven_tma` 31.9). At 17 to 32 rows it was not measured.
+    `sm90` 22.7 us, `uneven_tma` 31.9 with an older config).
     """
     if device.arch != 90:
         return None
@@ -209,7 +210,7 @@ def _first(device: Device, problem: Problem) -> str | None:
         return "gemv" if not problem.aligned and not problem.gated else None
     if problem.m_bucket == 16 and (problem.n, problem.k) in _CUBLAS_OF_16_ROWS:
         return "vendor"
-    large = problem.k % 8 and 64 <= problem.m_bucket <= 256 and problem.n * problem.k >= _TMA_WEIGHT
+    large = problem.k % 8 and problem.m_bucket in _TMA_ROWS and problem.n * problem.k >= _TMA_WEIGHT
     if large and UNEVEN_TMA.refuse(device, problem) is None:
         return "uneven_tma"
     if not problem.aligned and problem.m_bucket <= UNEVEN_ROWS and not problem.gated:

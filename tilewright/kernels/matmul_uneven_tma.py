@@ -19,25 +19,26 @@ first step, with masks: what lies beside a row (another row's numbers, finite or
 class ends with the class, so that rows behind the weight are never asked for; what it shares with the tile before it, it does
 not write.
 
-An H100 takes 34.4 us for 256x4095x4095, 21.6 for 64x4095x4095 and 17.9 for 127x4099x2053: 1.2 to 1.4 times the upper ends of
-what was expected, from bytes. HBM 3.1 TB/s; L2 to SMs 5.6 TB/s where programs ask for different boxes, 10 where they ask for
-the same at the same time (docs/log.md); a box of the weight, whose rows start at 16 but not at 128 bytes, moves 5 sectors for
-4.
+Measured on an H100 with the default configs, us; what would be taken otherwise; the aligned neighbour (docs/log.md):
 
-    256x4095x4095   tiles 256x128, 4 parts, 128 programs. Turning: 4 MB, 2 to 3 us with its launch (a copy of x adds 3 to 4 to
-                    `sm90`). Weight from HBM: 33.5 MB, 10.8 us. From L2: 42 MB of weight and 32 times 2.1 MB of x, 109 MB, 11 to
-                    19 us. Tensor cores: 11. Parts: 16.8 MB out and in again, 2 to 3 us each. In all 20 to 28 us, the slower
-                    one of HBM and L2 between the ends (`sm90` with its copies 42.5, the aligned product 18.7)
-    64x4095x4095    64x128, 4 parts: 10.8 us from HBM, 59 MB from L2 6 to 11, 4.2 MB of parts: 15 to 18 us (`uneven` 31.8,
-                    aligned 15.7)
-    127x4099x2053   128x128, 3 parts, 105 programs: 5.4 us from HBM, 39 MB from L2 4 to 7, 6.3 MB of parts: 10 to 13 us (`sm90`
-                    22.6, aligned 12.9)
+    32x4095x4095    20.0   tiles 32x64, 2 parts       `uneven` 23.2
+    64x4095x4095    20.3   64x64, 2 parts             `uneven` 31.4    15.7
+    128x4095x4095   22.1   128x64, 2 parts            `sm90` 40.4
+    256x4095x4095   27.1   256x64, 2 parts            `sm90` 43.0      18.7
+    256x2049x2049   13.3   128x64, 2 parts            `sm90` 14.4      12.2
+    127x4099x2053   16.0   128x64, 3 parts, two an SM `sm90` 21.8      12.9
+
+Tiles of 128 columns ask for less of x, yet the best of them is 6 to 11 % slower: with so few rows the time goes into the weight
+(its 33.5 MB are 10.8 us of HBM at 3.1 TB/s) and three launches. Parts go out in float32 and in again: 8.4 MB each at 256x4095,
+about 3 us.
 
 Refuses: aligned operands, more than 1024 rows (`sm90` reads x by classes there), a gate, batches, operands that are not dense
 along K, numbers of 4 bytes, cards before sm_90.
 """
 
 # M rows of x, N rows of the weight, K shared
+
+from itertools import product
 
 import torch
 import triton
@@ -100,32 +101,36 @@ def _smem_bytes(c: Config) -> int:
     return (c["BLOCK_M"] + c["BLOCK_N"]) * (c["BLOCK_K"] * c["num_stages"] + _EDGE) * 2 + 8 * c["num_stages"]
 
 
-def _config(device: Device, block_m: int, block_n: int, parts: int) -> Config:
-    config = {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "PARTS": parts,
-        "num_warps": 8 if block_m * block_n > 8192 else 4, "num_stages": 5,
-    }  # fmt: skip
-    while _smem_bytes(config) > device.smem_bytes and config["num_stages"] > 3:
-        config["num_stages"] -= 1
-    return config
+_ROW_BYTES_PER_US = 2.9e6
+"""At which parts of y are written and read again. This and the time of a step are fitted to six shapes on an H100: configs of
+64 columns and 4 warps come out in the order measured, but for times within 3 %, the length of a step and the depth of the
+ring."""
 
 
-def _cycles(device: Device, problem: Problem, c: Config) -> float:
-    """An estimate: rates of an H100's SM, of which only the ratios matter. Not fitted to measurements."""
-    block_m, block_n, parts, multiply_adds, l2_bytes = c["BLOCK_M"], c["BLOCK_N"], c["PARTS"], 2048, 40
-    waves = ceil_div(_tiles(problem, block_m, block_n) * parts, device.sms)
-    # Rows of the weight start at 16 but not at 128 bytes: 5 sectors for 4.
-    per_k = max(block_m * block_n / multiply_adds, (block_m + 1.25 * block_n) * 2 / l2_bytes)
-    columns = ceil_div(problem.k, parts * c["BLOCK_K"]) * c["BLOCK_K"]
-    part = block_m * block_n * 4 / l2_bytes
-    gathered = parts * problem.m_bucket * problem.n * 4 / (l2_bytes * device.sms)
-    return waves * (1500 + columns * per_k + part) + gathered
+def _step_us(block_m: int) -> float:
+    """64 columns of K in a program of BLOCK_N 64: what it waits for is the weight, whatever its rows, and for 256 of them x."""
+    return 0.24 + 0.06 * block_m / 128
+
+
+def _estimate_us(device: Device, problem: Problem, c: Config) -> float:
+    """What depends on BLOCK_M, PARTS and the programs that an SM holds: the steps of K, and the parts out and in again."""
+    programs = _tiles(problem, c["BLOCK_M"], c["BLOCK_N"]) * c["PARTS"]
+    in_turn: float = ceil_div(programs, device.sms)
+    if programs > device.sms and 2 * _smem_bytes(c) <= device.smem_bytes:
+        # Programs that share an SM are faster where others have left theirs: between the busiest SM and the mean.
+        in_turn = (in_turn + programs / device.sms) / 2
+    steps = in_turn * problem.k / (64 * c["PARTS"]) * _step_us(c["BLOCK_M"])
+    return steps + c["PARTS"] * problem.m_bucket * problem.n * 8 / _ROW_BYTES_PER_US
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    made = (_config(device, m, n, parts) for m in (32, 64, 128, 256) for n in (64, 128) for parts in _PARTS)
+    """Tiles of 64 columns and 4 warps, the best of every shape measured. Else alike: long steps and a deep ring."""
+    made = (
+        {"BLOCK_M": m, "BLOCK_N": 64, "BLOCK_K": k, "PARTS": parts, "num_warps": 4, "num_stages": stages}
+        for k, stages, m, parts in product((128, 64), (5, 4, 3), (32, 64, 128, 256), _PARTS)
+    )
     fitting = [config for config in made if _config_refusal(device, problem, config) is None]
-    return min(fitting, key=lambda config: _cycles(device, problem, config))
+    return min(fitting, key=lambda config: _estimate_us(device, problem, config))
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
