@@ -29,16 +29,19 @@ KEPT = next(impl for impl in layer_norm_backward_op.impls if impl.name == "kept"
 
 @pytest.mark.parametrize("example", layer_norm_stats_op.examples, ids=lambda example: example.label)
 def test_keeping_statistics_leaves_the_norm(example: Example) -> None:
-    """The same bits; where a compiler contracts products and sums in one of two programs, neighbouring values at most."""
+    """The same bits; where a compiler contracts products and sums in one of two programs, neighbouring values at most, or what
+    another last bit of a row's mean in float32 makes of values near zero."""
     args = example.make(Inputs(DEVICE))
     y, stats = layer_norm_stats_op(*args)
     want = layer_norm_op(*args)
     assert (y.shape, y.dtype) == (want.shape, want.dtype)
     if DEVICE == "cpu":
         assert torch.equal(conformance.bits(y), conformance.bits(want))
-    assert bool(((_places(y) - _places(want)).abs() <= 1).all())
     x = args[0].double()
     gap = x - x.mean(-1, keepdim=True)
+    mean = 8 * 2**-24 * x.mean(-1, keepdim=True).abs() * torch.rsqrt(gap.square().mean(-1, keepdim=True) + args[3])
+    near = (y.double() - want.double()).abs() <= mean * args[1].double().abs()
+    assert bool((near | ((_places(y) - _places(want)).abs() <= 1)).all())
     want = torch.stack((x.mean(-1).flatten(), torch.rsqrt(gap.square().mean(-1) + args[3]).flatten()))
     assert stats.shape == want.shape == (2, x[..., 0].numel())
     torch.testing.assert_close(stats.double(), want, rtol=1e-5, atol=1e-6)
