@@ -25,16 +25,17 @@ from tilewright.kernels.reduce import dot
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["MOST_ROWS", "UNEVEN", "first_whole"]
+__all__ = ["MOST_ROWS", "UNEVEN", "first_whole", "refuse_uneven"]
 
 MOST_ROWS = 64
 
 
-def _refuse(device: Device, problem: Problem) -> str | None:
+def refuse_uneven(problem: Problem, most_rows: int) -> str | None:
+    """Why a form that reads rows which start anywhere, of one weight and 16-bit numbers, does not take it, else None."""
     if problem.aligned:
         return "is for rows that do not start at multiples of 16 bytes"
-    if problem.m_bucket > MOST_ROWS:
-        return f"takes at most {MOST_ROWS} rows"
+    if problem.m_bucket > most_rows:
+        return f"takes at most {most_rows} rows"
     if problem.batched or problem.gated:
         return "takes one weight, without a gate"
     if problem.x_major != "k" or problem.w_major != "k":
@@ -44,6 +45,10 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     if not problem.k:
         return "K is 0: there is nothing to read"
     return None
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    return refuse_uneven(problem, MOST_ROWS)
 
 
 # ---- space

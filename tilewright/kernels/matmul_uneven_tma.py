@@ -52,7 +52,7 @@ from tilewright.hw.device import Device
 from tilewright.kernels.dependent import launch_options, release
 from tilewright.kernels.matmul_align import aligned_base, class_count
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output, finish
-from tilewright.kernels.matmul_uneven import first_whole
+from tilewright.kernels.matmul_uneven import first_whole, refuse_uneven
 from tilewright.kernels.reduce import dot
 from tilewright.kernels.shapes import ceil_div
 from tilewright.op import Impl
@@ -64,19 +64,9 @@ _MOST_ROWS = 1024
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if problem.aligned:
-        return "is for rows that do not start at multiples of 16 bytes"
-    if problem.m_bucket > _MOST_ROWS:
-        return f"takes at most {_MOST_ROWS} rows"
-    if problem.batched or problem.gated:
-        return "takes one weight, without a gate"
-    if problem.x_major != "k" or problem.w_major != "k":
-        return "needs x and the weight dense along K"
-    if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
     if not problem.k or not problem.n:
         return "the copy engine has no empty matrices: N or K is 0"
-    return None
+    return refuse_uneven(problem, _MOST_ROWS)
 
 
 # ---- space
