@@ -137,25 +137,6 @@ def test_a_layer_without_time_joins_its_module() -> None:
     assert joined.ratio.low <= 2 <= joined.ratio.high
 
 
-def test_a_layer_that_cannot_be_told_from_nothing_joins_its_module_in_the_end() -> None:
-    """While more runs may come it stays undecided; so it does where it may be more than a twentieth of the model."""
-    design, small = chain_design(8), np.array([1e-3, 1e-3, 1e-3, 1e-5, 1e-3, 1e-3, 1e-3, 1e-3])
-    for noise, joins in ((0.06, True), (0.7, False)):
-        sides = [flat(design, Truth(small * factor, 1e-4), 12, noise) for factor in (1, 2)]
-        before, after = (attribute(*sides, design, 1.2, final=final) for final in (False, True))
-        (tiny,) = [segment for segment in before.segments if segment.layers == [design.layers[3]]]
-        assert tiny.verdict == "undecided"
-        assert tiny.ours.low == 0
-        joined = [segment for segment in after.segments if len(segment.layers) > 1]
-        assert bool(joined) == joins
-        if joins:
-            assert [segment.layers for segment in joined] == [[design.layers[2], design.layers[3]]]
-            assert "on ours block0.layer3 cannot be told from nothing: it takes at most" in joined[0].why
-            assert joined[0].ratio.low <= 2 <= joined[0].ratio.high
-            assert before.verdict == "undecided"
-            assert after.verdict == "pass"
-
-
 def test_layers_of_a_group_share_their_time() -> None:
     """Two blocks of four: what one of them measures holds for both, and fewer variants do."""
     design = chain_design(8, groups=(0, 1, 2, 3, 0, 1, 2, 3))

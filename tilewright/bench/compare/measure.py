@@ -35,7 +35,7 @@ from tilewright.bench.compare.engine import (
     flat_outputs,
     is_stepwise,
     limited,
-)  # fmt: skip
+)
 from tilewright.bench.compare.fairness import relative_error, yardsticks
 from tilewright.bench.compare.results import Counter, Run
 

@@ -93,7 +93,7 @@ def compare(
         ended = race(sides, enough, began_at + budget_s, seed, started, progress)
         after = _look(device)
         progress("fitting")
-        found = attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed, final=True)
+        found = attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed)
         found, run = _measured_whole(found, claim), _Run(model, design, sides, looked, ready, before, after)
         answer = run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
         return counted(answer, sides, planned.chain, progress) if counters else answer

@@ -29,7 +29,7 @@ from tilewright.bench.compare.attribution import (
     fit,
     interval,
     sample,
-)  # fmt: skip
+)
 from tilewright.bench.compare.fusion import ADDITIVE, Kind, joint
 from tilewright.bench.compare.results import Interval, Run, Segment, Verdict
 
@@ -39,7 +39,6 @@ Floats = NDArray[np.float64]
 
 _REJECTED = 0.01  # probability below which the residuals are not noise
 _SMALLEST_JOINT = 0.02  # of the pair's time: a smaller gain of two neighbours is left where it is
-_UNTOLD = 0.05  # of the whole model: the upper bound of a layer without a ratio, in the end
 _NOTHING = 0.005  # of the whole model: a layer whose upper bound is below and whose lower bound is 0 has no time of its own
 _MUCH_BETTER = 0.5  # in variance; by noise alone the middle is the better one by 1.5
 _MOST_RATIO = 1e6  # JSON has no infinity
@@ -205,21 +204,6 @@ def _join_nothing(cut: _Cut, sides: Sequence["_Taken"], confidence: float) -> bo
     return False
 
 
-def _join_untold(cut: _Cut, told: "Attribution") -> bool:
-    """Join the first undecided segment that a side cannot tell from nothing with its neighbour: it has no ratio."""
-    if len(told.segments) == 1:
-        return False
-    for segment, found in zip(cut.segments(), told.segments, strict=True):
-        for side, fitted, time in (("ours", told.ours, found.ours), ("the baseline", told.baseline, found.baseline)):
-            if found.verdict == "undecided" and time.low <= 0 and time.high < _UNTOLD * fitted.whole.value:
-                bound = time.high / fitted.whole.value
-                cut.kinds[cut.kind(_beside(cut, segment))] = (
-                    f"on {side} {found.name} cannot be told from nothing: it takes at most {bound:.1%} of the model"
-                )
-                return True
-    return False
-
-
 def _beside(cut: _Cut, segment: list[int]) -> int:
     """The boundary at which a segment joins its neighbour: of its module where there is one, else the one before it."""
     names = cut.design.layers
@@ -325,12 +309,8 @@ def attribute(
     confidence: float = 0.95,
     draws: int = 1000,
     seed: int = 0,
-    final: bool = False,
 ) -> Attribution:
     """Segments with their times, ratios and verdicts, and the verdict on "every layer is at least `claim` times faster".
-
-    With `final`, when there will be no more runs, a layer that stays undecided because a side cannot tell it from nothing is
-    joined to its neighbour: there is no ratio of it.
 
     The i-th run of a variant is of round i. The two sides need not have run the same variants, but "whole" on both.
     ValueError: no "whole", a variant that the design does not have, fewer than 3 runs of one.
@@ -349,17 +329,8 @@ def attribute(
     _join_unknown(cut, sides)
     while any(_join_fused(cut, one) for one in sides) or _join_nothing(cut, sides, confidence):
         _join_unknown(cut, sides)
-    told = _told(cut, sides, where, claim, confidence, seed + 2)
-    while final and _join_untold(cut, told):
-        told = _told(cut, sides, where, claim, confidence, seed + 2)
-    return told
-
-
-def _told(cut: _Cut, sides: Sequence[_Taken], where: str, claim: float, confidence: float, seed: int) -> Attribution:
-    """Times, ratios and verdicts of the segments as they are cut."""
-    design = cut.design
-    ours, a, da = _side(cut, sides[0], confidence, where, seed)
-    baseline, b, db = _side(cut, sides[1], confidence, where, seed + 1)
+    ours, a, da = _side(cut, sides[0], confidence, where, seed + 2)
+    baseline, b, db = _side(cut, sides[1], confidence, where, seed + 3)
     ratios = _ratios((a, b), (da, db), confidence)
     segments = [
         Segment(
