@@ -13,19 +13,11 @@ DEAR = Border(1e-5, 1e-5, 1e-5, 1e-5)
 """Three times what borders cost here."""
 
 
-def chain_design(
-    layers: int, *, groups: tuple[int, ...] | None = None, prefixes: bool = True, repeats: int = 7,
-    giving: tuple[float, ...] = (),
-) -> Design:  # fmt: skip
-    """A chain in which every second layer keeps its shape: those are left out and repeated, all are cut behind.
-
-    `giving`: sizes of one more output that a program of the whole has.
-    """
+def chain_design(layers: int, *, groups: tuple[int, ...] | None = None, prefixes: bool = True, repeats: int = 7) -> Design:
+    """A chain in which every second layer keeps its shape: those are left out and repeated, all are cut behind."""
     everything = tuple(range(layers))
     parts: dict[str, tuple[int, ...]] = {"whole": everything}
     border = {"whole": Border(1.0, 1.0)}
-    for size in giving:
-        parts[f"whole giving {size}"], border[f"whole giving {size}"] = everything, Border(1.0, 1.0 + size, 1.0, 2.0)
     for i in everything:
         cut = f"prefix {i + 1}"
         if prefixes and i + 1 < layers:
