@@ -3,7 +3,8 @@
     Floor("FLOOR_US,BEGIN_US,SPEED[,SEED[,TENSOR_US,KB_IN_US,KB_OUT_US]]")
         seconds = max(FLOOR, BEGIN + borders + sum of products / SPEED), with noise of 1 %
     Hosted("BEGIN_US,SPEED,TAIL_US[,SEED]")
-        the host takes BEGIN + sum of products / SPEED; the device up to TAIL more, as large as the last product is
+        the host takes BEGIN + sum of products / SPEED; the device up to TAIL more, as large as the last product is; with the
+        host ahead the device takes BEGIN + the sum / (2 SPEED)
 
 A captured model is one with a floor: its device works while the host does what each call needs. PyTorch eager has none: there
 every layer is the host's. Outputs are the model's own.
@@ -68,7 +69,8 @@ class Hosted(Floor):
         built = super().build(module, inputs, name)
         last = [m for m in module.modules() if isinstance(m, nn.Linear)][-1]
         tail = self.tail_s * min(1.0, 0.2 + seconds_of(last.out_features, last.in_features) / seconds_of(512, 256))
-        return _BuiltHosted(built.seconds, tail, built.answer, self.random)
+        ahead = 0.5 * (built.seconds + self.begin_s)
+        return _BuiltHosted(built.seconds, tail, ahead, built.answer, self.random)
 
 
 class _Built:
@@ -87,9 +89,12 @@ class _Built:
 
 
 class _BuiltHosted(_Built):
-    def __init__(self, host_s: float, tail_s: float, answer: list[Tensor], noise: random.Random):
+    def __init__(self, host_s: float, tail_s: float, device_s: float, answer: list[Tensor], noise: random.Random):
         super().__init__(host_s + tail_s, answer, noise)
-        self.host_s = host_s
+        self.host_s, self.device_s = host_s, device_s
 
     def host_time(self, calls: int) -> float:
         return calls * self.host_s * self.noise.lognormvariate(0, 0.01)
+
+    def device_time(self, calls: int) -> float:
+        return calls * self.device_s * self.noise.lognormvariate(0, 0.01)

@@ -110,6 +110,26 @@ def test_an_engine_that_its_host_paces(mirrored: bool) -> None:
     assert sum(inside) >= 0.9 * len(inside)
 
 
+def test_a_baseline_that_neither_paces() -> None:
+    """Layers are what they take its device with the host ahead; the whole model is what its user waits."""
+    inside = []
+    for seed in range(3):
+        found = compare(model(*HOST), f"floor:0,8,8,{seed}", f"launching:8,1,60,{seed}", 1.5, budget_s=60, threads=1)
+        inside += held(found, HOST, (8.0, 2.0))
+        assert found.verdict == "pass"
+        assert found.baseline.whole.value == pytest.approx(8e-6 + HOST_WORK + 0.5 * 60e-6, rel=0.03), "a user waits for both"
+        assert re.search(r"The host takes 8\d% of a call of the baseline: .* at most what a user waits", said(found).why)
+    assert sum(inside) >= 0.9 * len(inside)
+
+
+def test_no_layer_fails_by_less_than_a_user_waits() -> None:
+    """Ours takes twice what the baseline's device does alone. What its user waits is more, nobody knows by how much."""
+    found = compare(model(*HOST), "floor:0,8,1", "launching:8,1,60", 1.5, budget_s=2, threads=1)
+    assert found.verdict == "undecided"
+    assert {segment.verdict for segment in found.segments} == {"undecided"}
+    assert median(segment.ratio.high for segment in found.segments) < 1.5
+
+
 def test_an_engine_that_its_device_paces() -> None:
     found = compare(model(*HOST), "launching:8,1,60", "floor:0,8,0.1", 1.5, budget_s=5, threads=1)
     assert "a call" not in {point.name for point in found.card}

@@ -80,6 +80,8 @@ class Design:
     """What is known beforehand of the border's costs: standard deviations, around zero, of seconds a byte and a tensor."""
     stepwise: tuple[bool, bool] = (False, False)
     """Whether ours, and the baseline, runs operators one by one, as they stand: nothing is fused, and borders cost nothing."""
+    spared: bool = False
+    """The baseline's layers are timed without what keeps its user waiting besides: they take that at least; none may fail."""
     silent: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     """Variants that say nothing of layers on ours, and on the baseline: what they do is hidden in a call (ballast.py)."""
 

@@ -198,6 +198,10 @@ class Launching(Protocol):
         """Seconds of `calls` calls until each is back; the device is waited for before each, which does not count."""
         ...
 
+    def device_time(self, calls: int) -> float:
+        """Seconds that `calls` calls take the device, when all of a call's work is there before it begins."""
+        ...
+
 
 def is_stepwise(engine: Engine) -> bool:
     """Whether it is known to run a module's operators one by one; of a foreign program it never is."""
@@ -281,6 +285,44 @@ def launched(call: Callable[[], Any], calls: int, settings: Settings) -> float:
         total += time.perf_counter() - began
     torch.cuda.synchronize(settings.device)
     return total
+
+
+class Behind:
+    """A GPU that begins with a call only when its host is done with it: what a call takes the device alone.
+
+    Before a call the device is given something else to do, as long as the host needs to start the call's work. Where it was
+    not long enough, the call counts not and the lead grows; a call that waits for the device inside is never ahead of it,
+    and takes what it takes with the longest lead.
+    """
+
+    _FIRST, _GROWS, _MOST = 1.25, 1.5, 8.0
+    """Leads in calls of the host."""
+    _CYCLES_PER_S = 2e9
+    """Of a processor that is faster the lead is shorter at first."""
+
+    def __init__(self, call: Callable[[], Any], settings: Settings):
+        self._call, self._device = call, settings.device
+        self._host_s = launched(call, 3, settings) / 3
+        self._lead = self._FIRST
+
+    def time(self, calls: int) -> float:
+        """Seconds of `calls` calls."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        total, counted = 0.0, 0
+        while counted < calls:
+            torch.cuda.synchronize(self._device)
+            torch.cuda._sleep(int(self._lead * self._host_s * self._CYCLES_PER_S))  # pyright: ignore[reportPrivateUsage]
+            start.record()
+            self._call()
+            end.record()
+            ahead = not start.query()
+            end.synchronize()
+            if ahead or self._lead >= self._MOST:
+                total += start.elapsed_time(end) * 1e-3
+                counted += 1
+            else:
+                self._lead = min(self._GROWS * self._lead, self._MOST)
+        return total
 
 
 def repeated(call: Callable[[], Any]) -> int:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tilewright.bench.compare.plan import Plan
     from tilewright.bench.compare.variants import Variant
 
-__all__ = ["Contender", "build_all", "build_everywhere", "race", "truth_of"]
+__all__ = ["Clock", "Contender", "build_all", "build_everywhere", "race", "truth_of"]
 
 _LEAST_BATCH_S, _MOST_BATCH_S = 1e-3, 50e-3
 _ROUNDS = 200
@@ -70,6 +70,7 @@ were given (ResNet-50's layer3.1.conv2: 0.02 off in float32, 0.11 in float16).""
 _CODES = ("int8", "uint8", "fp8", "mxfp8", "int4", "fp4", "mxfp4")
 
 Progress = Callable[[str], None]
+Clock = Literal["call", "host", "device"]
 
 
 @dataclass(kw_only=True)
@@ -89,8 +90,8 @@ class Contender:
     """Relative error of the outputs, by variant."""
     build_s: float = 0.0
     """Of all variants together."""
-    paced: bool = False
-    """Its host is what takes the time of a call: programs but the whole model are timed until the host is done with them."""
+    clock: Clock = "call"
+    """What programs but the whole model are timed by: a call as a user has it, what it takes the host, or the device alone."""
     runs: list[Run] = field(default_factory=list)
 
     def build(self, variant: "Variant", truth: Sequence[Tensor]) -> None:
@@ -115,7 +116,9 @@ class Contender:
             return self.engine.build(variant.module, variant.inputs, variant.name)
 
     def _time(self, built: Built, name: str, calls: int) -> float:
-        clock = built.host_time if self.paced and name != "whole" and isinstance(built, Launching) else built.time
+        clock = built.time
+        if self.clock != "call" and name != "whole" and isinstance(built, Launching):
+            clock = built.host_time if self.clock == "host" else built.device_time
         return self._guarded(f"{self.name} running {name}", self.settings.run_limit_s, lambda: clock(calls))
 
     def _guarded(self, what: str, limit_s: float, step: Callable):
@@ -155,9 +158,9 @@ class Contender:
             return 0.0
         return median(whole.host_time(_PACE_CALLS) / _PACE_CALLS / self.seconds("whole", _PACE_CALLS) for _ in range(_PACES))
 
-    def let_host_pace(self) -> None:
-        """From now on (`paced`), and for what is built."""
-        self.paced = True
+    def take(self, clock: Clock) -> None:
+        """From now on, and for what is built."""
+        self.clock = clock
         for name in self.built:
             self.call_s[name] = min(self.seconds(name, 1) for _ in range(3))
 

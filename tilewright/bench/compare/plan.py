@@ -92,7 +92,7 @@ def plan_of(
     guess = guesses(chain)
     layers = np.zeros(max(design.groups) + 1)
     layers[list(design.groups)] = guess
-    giving = [k for k, v in enumerate(found) if v.spec.giving]
+    giving = [k for k, v in enumerate(found) if v.spec.giving and all(edit.times for edit in v.spec.edits)]
     begin = [*giving, *_alone(found, guess), *_halves(found, len(chain.layers))]
     begin = [0, *(k for k in begin if found[k].name not in silent)]
     costs = np.zeros(FIRST)

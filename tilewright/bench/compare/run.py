@@ -80,7 +80,7 @@ def compare(
         _, began_at = build_all(sides, [only, only], budget_s, progress)
         looked = look(sides, only if whole else planned, began_at + _PROBING * budget_s, progress)
         looked, ready = _built(sides, looked, budget_s, began_at, progress)
-        design = merged(looked.plans, [is_stepwise(side.engine) for side in sides])
+        design = merged(looked, [is_stepwise(side.engine) for side in sides])
         before, started = _look(device), time.monotonic()
 
         def enough() -> bool:

@@ -296,8 +296,8 @@ def _located(sides: Sequence[Sequence[Run]], design: Design) -> tuple[list[Sampl
     return found[chosen], chosen
 
 
-def _verdict(ratio: Interval, claim: float) -> Verdict:
-    return "pass" if ratio.low >= claim else "fail" if ratio.high < claim else "undecided"
+def _verdict(ratio: Interval, claim: float, spared: bool) -> Verdict:
+    return "pass" if ratio.low >= claim else "fail" if ratio.high < claim and not spared else "undecided"
 
 
 def attribute(
@@ -339,7 +339,7 @@ def attribute(
             ours=ours.layers[name],
             baseline=baseline.layers[name],
             ratio=ratio,
-            verdict=_verdict(ratio, claim),
+            verdict=_verdict(ratio, claim, design.spared),
             flops=sum(design.flops[i] for i in segment),
             bytes=sum(design.bytes[i] for i in segment),
             why="; ".join(dict.fromkeys(cut.kinds[cut.kind(i)] for i in segment[:-1])),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tilewright import __version__
 from tilewright.bench.compare.engine import (
     DTYPES,
+    Behind,
     EngineError,
     Operation,
     Settings,
@@ -60,10 +61,23 @@ class Called:
 class _Launched(Called):
     """One whose work a host starts, operator by operator, on a GPU."""
 
+    _behind: Behind | None = None
+
     def host_time(self, calls: int) -> float:
         assert self._call is not None, "not after close"
         with torch.inference_mode():
             return launched(self._call, calls, self._settings)
+
+    def device_time(self, calls: int) -> float:
+        assert self._call is not None, "not after close"
+        with torch.inference_mode():
+            if self._behind is None:
+                self._behind = Behind(self._call, self._settings)
+            return self._behind.time(calls)
+
+    def close(self) -> None:
+        super().close()
+        self._behind = None
 
 
 class _Profiled(Called):
