@@ -15,12 +15,13 @@ from tests import conformance
 from tilewright import ops
 from tilewright.formats import encode
 from tilewright.hw.device import CARD_OF_ARCH, device_of
-from tilewright.kernels import paged_sm90_launch, paged_stream
+from tilewright.kernels import paged_sm90_launch, paged_stream, paged_turned_sm90_launch
 from tilewright.kernels.paged_attention import _example, paged_attention_op
 from tilewright.kernels.paged_sm90_launch import SM90
 from tilewright.kernels.paged_stream import STREAM
+from tilewright.kernels.paged_turned_sm90_launch import TURNED
 from tilewright.kernels.paged_varlen_sm90_launch import INVARIANT_SM90, VARLEN_SM90
-from tilewright.op import Inputs, invariant
+from tilewright.op import Impl, Inputs, invariant
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)
 WHERE = "cuda" if DEVICE.kind == "cuda" else "cpu"
@@ -87,20 +88,24 @@ HOPPER = DEVICE.kind == "cuda" and DEVICE.arch == 90
 
 
 @pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
+@pytest.mark.parametrize("impl", [SM90, TURNED], ids=lambda impl: impl.name)
 @pytest.mark.parametrize(
     ("page_size", "queries", "dim", "window"), [(16, 1, 128, None), (32, 1, 64, 50), (64, 5, 128, None), (128, 16, 64, 70)]
 )
-def test_hopper(page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper(
+    impl: Impl, page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """With fewer sequences than are counted one by one and with more; pages poisoned as in all examples."""
-    monkeypatch.setattr(paged_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
+    for module in (paged_sm90_launch, paged_turned_sm90_launch):
+        monkeypatch.setattr(module, "device_of", lambda index: replace(DEVICE, sms=7))
     ends = [(queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1)]
     for lengths in (tuple(ends[-3:]), tuple(ends * 3)):
         example = _example("", lengths if queries > 1 else tuple((1, kv) for _, kv in lengths), (4, 1), dim, page_size, window)
         args = example.make(Inputs(WHERE, seed=10))
         problem = paged_attention_op.problem(*args)
-        every = SM90.space.configs(DEVICE, problem) if queries == 1 else [SM90.space.default(DEVICE, problem)]
+        every = impl.space.configs(DEVICE, problem) if queries == 1 else [impl.space.default(DEVICE, problem)]
         for config in every:
-            conformance.check(paged_attention_op, SM90, config, args)
+            conformance.check(paged_attention_op, impl, config, args)
 
 
 EDGES = ((127, 127), (128, 128), (33, 130), (0, 20), (1, 129), (1, 1), (32, 128), (31, 257), (64, 64), (1, 300), (5, 0))

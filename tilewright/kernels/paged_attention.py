@@ -56,6 +56,7 @@ from tilewright.kernels.paged_space import (
     value_shape,
 )
 from tilewright.kernels.paged_stream import STREAM
+from tilewright.kernels.paged_turned_sm90_launch import TURNED
 from tilewright.kernels.paged_varlen_sm90_launch import INVARIANT_SM90, VARLEN_SM90
 from tilewright.kernels.paged_walk import length_of, normalise, walk
 from tilewright.kernels.shapes import next_pow2
@@ -306,6 +307,7 @@ paged_attention_op = Op(
     impls=(
         SM90,
         STREAM,
+        TURNED,
         VARLEN_SM90,
         Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
         INVARIANT_SM90,

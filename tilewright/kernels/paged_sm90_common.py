@@ -6,10 +6,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import Device
-from tilewright.kernels.paged_space import Problem
+from tilewright.kernels.paged_space import Problem, stream_refusal
 
-__all__ = ["boxes", "sm90_refusal"]
+__all__ = ["boxes", "few_queries_refusal", "sm90_refusal"]
 
+_ROWS = 64  # of a tile: keys; and queries times heads that share them, at most
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -24,6 +25,14 @@ def sm90_refusal(device: Device, problem: Problem, block: int) -> str | None:
     if problem.page_size not in (16, 32, 64) and problem.page_size % block:
         return f"takes pages of 16, 32, 64 or a multiple of {block} tokens, not {problem.page_size}"
     return None
+
+
+def few_queries_refusal(device: Device, problem: Problem) -> str | None:
+    """Why the kernels of few queries, with tiles of 64 keys, do not take a problem, or None."""
+    if reason := sm90_refusal(device, problem, _ROWS) or stream_refusal(device, problem):
+        return reason
+    rows = problem.queries * problem.group
+    return f"{rows} rows, queries times heads that share keys, are more than {_ROWS}" if rows > _ROWS else None
 
 
 def boxes(t: Tensor, box: list[int]) -> TensorDescriptor:

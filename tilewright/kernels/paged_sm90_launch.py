@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.paged_sm90 import paged_sm90_kernel
-from tilewright.kernels.paged_sm90_common import boxes, sm90_refusal
-from tilewright.kernels.paged_space import Problem, room_of, stream_refusal
+from tilewright.kernels.paged_sm90_common import boxes, few_queries_refusal
+from tilewright.kernels.paged_space import Problem, room_of
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.work import stream_work
 from tilewright.kernels.workspace import tickets
@@ -26,13 +26,6 @@ __all__ = ["SM90"]
 _LOG2_E = 1.4426950408889634
 _ROWS = 64  # of a tile: keys, and queries times heads that share them
 _PANEL = 64  # columns of a box
-
-
-def _refuse(device: Device, problem: Problem) -> str | None:
-    if reason := sm90_refusal(device, problem, _ROWS) or stream_refusal(device, problem):
-        return reason
-    rows = problem.queries * problem.group
-    return f"{rows} rows, queries times heads that share keys, are more than {_ROWS}" if rows > _ROWS else None
 
 
 def _smem_refusal(device: Device, problem: Problem, config: Config) -> str | None:
@@ -80,4 +73,4 @@ def _work(device: Device, config: Config, *args: Any) -> Work:
 
 SPACE = Space(default=_default, axes={"PER_SM": (1, 2), "STAGES": (3, 6)}, refusal=_smem_refusal)
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=_work)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=few_queries_refusal, interpretable=False, work=_work)

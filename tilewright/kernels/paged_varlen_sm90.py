@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilewright.kernels.attention_sm90 import attend, barriers
 from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT
 from tilewright.kernels.hopper import hand_out, load_box, next_tile
-from tilewright.kernels.paged_sm90 import PANEL, boxes_joined, page_row
+from tilewright.kernels.paged_sm90_ranges import PANEL, boxes_joined, page_row
 
 __all__ = ["paged_varlen_sm90_kernel"]
 
