@@ -12,6 +12,7 @@ __all__ = ["boxes", "few_queries_refusal", "sm90_refusal"]
 
 _ROWS = 64  # of a tile: keys; and queries times heads that share them, at most
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_BOXED = {**_DTYPES, torch.int32: gl.int32}
 
 
 def sm90_refusal(device: Device, problem: Problem, block: int) -> str | None:
@@ -36,6 +37,6 @@ def few_queries_refusal(device: Device, problem: Problem) -> str | None:
 
 
 def boxes(t: Tensor, box: list[int]) -> TensorDescriptor:
-    """A dense tensor of bf16 or fp16 in boxes, swizzled by as many bytes as a box is wide, 128 at most."""
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
+    """A dense tensor of bf16, fp16 or words of codes in boxes, swizzled by as many bytes as a box is wide, 128 at most."""
+    layout = gl.NVMMASharedLayout.get_default_for(box, _BOXED[t.dtype])
     return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)

@@ -169,10 +169,10 @@ def load_tiles(
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr):
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
 
 

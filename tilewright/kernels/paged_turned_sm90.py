@@ -40,28 +40,28 @@ from tilewright.kernels.hopper import block_barrier, clear_end
 from tilewright.kernels.paged_sm90_ends import end_pair
 from tilewright.kernels.paged_sm90_ranges import PANEL, ROWS, barriers, boxes_joined, load_tiles, range_of, stretch
 
-__all__ = ["paged_turned_sm90_kernel"]
+__all__ = ["WARPS", "column_maxima", "paged_turned_sm90_kernel", "pairs_of_rows", "turned_sums"]
 
 
 WARPS = gl.constexpr(4)
 
 
 @constexpr_function
-def _sums(columns: int) -> gl.NVMMADistributedLayout:
+def turned_sums(columns: int) -> gl.NVMMADistributedLayout:
     """Of both products: warps and lanes along the tall side, pairs of columns in a thread."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @constexpr_function
 def _every_warps(columns: int) -> gl.DistributedLinearLayout:
-    """[4, columns]: each thread has the columns that it has in `_sums`, of all warps."""
+    """[4, columns]: each thread has the columns that it has in `turned_sums`, of all warps."""
     wide = [[0, 1 << i] for i in range(3, columns.bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout([[0, 1], *wide, [1, 0], [2, 0]], lanes, [[0, 0], [0, 0]], [], [4, columns])
 
 
 @gluon.jit
-def _column_maxima(s, tops):
+def column_maxima(s, tops):
     """The largest of each column of s [64, N], for all threads, by way of `tops`."""
     N: gl.constexpr = s.shape[1]
     tops.store(gl.max(s.reshape([WARPS, ROWS // WARPS, N]), 1))
@@ -71,7 +71,7 @@ def _column_maxima(s, tops):
 
 
 @gluon.jit
-def _pairs_of_rows(p):
+def pairs_of_rows(p):
     """p [64, N] as [4, 8, N]: the two rows added that a thread has of each column."""
     return gl.sum(p.reshape([WARPS, 2, ROWS // WARPS // 2, p.shape[1]]), 1)
 
@@ -83,7 +83,7 @@ def _walk(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """(O^T [D, N], m [N], l [N], the next tile's number) of `count` tiles from key `first` on; m in units of scaled scores."""
-    LAYOUT: gl.constexpr = _sums(N)
+    LAYOUT: gl.constexpr = turned_sums(N)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     k_tiles, v_tiles = tiles
     q_buf, p_buf, tops = own
@@ -91,7 +91,7 @@ def _walk(
     q = q_buf.permute((1, 0))
     weights = p_buf.permute((1, 0))
     o = gl.zeros([D, N], gl.float32, LAYOUT)
-    sums = _pairs_of_rows(gl.zeros([ROWS, N], gl.float32, LAYOUT))
+    sums = pairs_of_rows(gl.zeros([ROWS, N], gl.float32, LAYOUT))
     SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout))
     m = gl.full([N], float("-inf"), gl.float32, COLUMNS)
     at = gl.expand_dims(kv_len - q_len + gl.arange(0, N, layout=COLUMNS) // GROUP, 0)
@@ -113,7 +113,7 @@ def _walk(
             s = gl.where(seen & (keys < kv_len), s, float("-inf"))
         elif start + ROWS > kv_len:
             s = gl.where(keys < kv_len, s, float("-inf"))
-        high = gl.maximum(m, _column_maxima(s, tops))
+        high = gl.maximum(m, column_maxima(s, tops))
         mbarrier.arrive(k_empty.index(stage))
         # A query that has seen no key has m = -inf; subtracting 0 keeps its weights 0, not NaN.
         base = gl.where(high == float("-inf"), 0.0, high)
@@ -122,7 +122,7 @@ def _walk(
         m = high
         o = o * gl.expand_dims(alpha, 0)
         alpha = gl.convert_layout(alpha, SUMS, assert_trivial=True)
-        sums = sums * gl.expand_dims(gl.expand_dims(alpha, 0), 0) + _pairs_of_rows(p)
+        sums = sums * gl.expand_dims(gl.expand_dims(alpha, 0), 0) + pairs_of_rows(p)
         weights.store(p.to(weights.dtype))
         mbarrier.wait(v_full.index(stage), phase)
         if start + ROWS > kv_len:

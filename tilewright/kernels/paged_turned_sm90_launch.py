@@ -1,7 +1,7 @@
-"""The host side of paged_turned_sm90.py: its configs and its launch; exports the Impl `turned`.
+"""The host side of paged_turned_sm90.py and paged_turned_codes_sm90.py: configs and launch; exports the Impl `turned`.
 
-Refuses what `sm90` refuses: dtypes other than bf16 and fp16, caches of codes, head dims other than 64 and 128, pages of other
-than 16, 32, 64 or a multiple of 64 tokens, and more than 64 rows (queries times heads that share keys) or 16 queries each.
+Refuses what `sm90` refuses, but takes caches of codes: queries other than bf16 and fp16, head dims other than 64 and 128, pages
+of other than 16, 32, 64 or a multiple of 64 tokens, more than 64 rows (queries times heads that share keys), 16 queries each.
 """
 
 from typing import Any
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.paged_sm90_common import boxes, few_queries_refusal
-from tilewright.kernels.paged_space import Problem, room_of
+from tilewright.kernels.paged_space import CODES, Problem, room_of
+from tilewright.kernels.paged_turned_codes_sm90 import paged_turned_codes_sm90_kernel
 from tilewright.kernels.paged_turned_sm90 import paged_turned_sm90_kernel
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.work import stream_work
@@ -33,21 +35,39 @@ def _columns(problem_rows: int) -> int:
     return max(8, next_pow2(problem_rows))
 
 
-def _smem_refusal(device: Device, problem: Problem, config: Config) -> str | None:
-    own = _columns(problem.queries * problem.group) * (2 * problem.head_dim + 2 * _ROWS + 16)  # queries, weights, maxima
-    used = config["PER_SM"] * (2 * config["STAGES"] * _ROWS * problem.row_bytes + own + 4096)
+def _refuse(device: Device, problem: Problem) -> str | None:
+    """As `sm90`, for which the codes' dtype is that of the queries."""
+    return few_queries_refusal(device, problem._replace(cache=problem.dtype) if problem.cache in CODES else problem)
+
+
+def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    columns = _columns(problem.queries * problem.group)
+    if columns > 32 and problem.row_bytes == 128 and problem.cache in CODES and config["PER_SM"] > 1:
+        return "two programs an SM leave too few registers for 64 columns of codes"
+    own = columns * (2 * problem.head_dim + 2 * _ROWS + 16)  # queries, weights, maxima
+    used = config["PER_SM"] * (2 * config["STAGES"] * _ROWS * (problem.row_bytes + 4) + own + 4096)
     return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    return {"PER_SM": 2, "STAGES": 2 if problem.head_dim == 128 else 4, "LONGER": 6}
+    per_sm = 1 if problem.cache in CODES and problem.queries * problem.group > 32 else 2
+    return {"PER_SM": per_sm, "STAGES": 2 if problem.row_bytes == 256 else 4, "LONGER": 6}
+
+
+def _code_boxes(k_cache: Tensor, v_cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of keys and values in words of four codes: a page at most 64 tokens of it; small pages of values in rows of 128 bytes."""
+    dim, page_size = k_cache.shape[3], k_cache.shape[2]
+    keys = boxes(k_cache.view(-1, dim).view(torch.int32), [min(page_size, _ROWS), dim // 4])
+    if page_size < _ROWS:
+        return keys, boxes(v_cache.view(-1, 128).view(torch.int32), [dim * page_size // 128, 32])
+    return keys, boxes(v_cache.view(-1, page_size).view(torch.int32), [dim, _ROWS // 4])
 
 
 def _launch(
     config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
     max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    (tokens, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
+    (tokens, heads, dim), (pages, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
     o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return o
@@ -58,16 +78,24 @@ def _launch(
     most = batch * kv_heads * triton.cdiv(block_table.shape[1] * page_size, _ROWS)
     grid = max(1, min(config["PER_SM"] * device.sms, most))
     part = torch.empty(2 * grid * queries * group * (dim + 2), dtype=torch.float32, device=q.device)
-    paged_turned_sm90_kernel[(grid,)](
-        *(boxes(t.view(-1, dim), [min(page_size, _ROWS), _PANEL]) for t in (k_cache, v_cache)),
-        q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks,
-        block_table, kv_lens, cu_q, batch, tokens, room_of(k_cache, block_table), window or 0,
-        q.stride(0), block_table.stride(0), scale * _LOG2_E,
-        G=kv_heads, GROUP=group, D=dim, N=_columns(queries * group), S=page_size, QUERIES=queries,
-        HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, BLOCK_R=block_r,
-        AT_ONCE=max(1, min(16, 64 // block_r)), STAGES=config["STAGES"], LONGER=config["LONGER"],
-        num_warps=4, maxnreg=256 // config["PER_SM"],
-    )  # fmt: skip
+    out = (q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks)
+    lengths = (block_table, kv_lens, cu_q, batch, tokens, room_of(k_cache, block_table), window or 0)
+    strides = (q.stride(0), block_table.stride(0), scale * _LOG2_E)
+    constants: dict[str, Any] = {
+        "G": kv_heads, "GROUP": group, "D": dim, "N": _columns(queries * group), "S": page_size, "QUERIES": queries,
+        "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "BLOCK_R": block_r,
+        "AT_ONCE": max(1, min(16, 64 // block_r)), "STAGES": config["STAGES"], "LONGER": config["LONGER"],
+        "num_warps": 4, "maxnreg": 256 // config["PER_SM"],
+    }  # fmt: skip
+    if k_scale is None:
+        descriptors = (boxes(t.view(-1, dim), [min(page_size, _ROWS), _PANEL]) for t in (k_cache, v_cache))
+        paged_turned_sm90_kernel[(grid,)](*descriptors, *out, *lengths, *strides, **constants)
+    else:
+        format = "int8" if k_cache.dtype == torch.int8 else "e4m3"
+        paged_turned_codes_sm90_kernel[(grid,)](
+            *_code_boxes(k_cache, v_cache), k_scale, v_scale, *out, *lengths, pages * kv_heads, *strides,
+            FORMAT=format, HEAD_SCALES=k_scale.stride(1), **constants,
+        )  # fmt: skip
     return o
 
 
@@ -76,8 +104,8 @@ def _work(device: Device, config: Config, *args: Any) -> Work:
     return stream_work(device, {**config, "BLOCK_N": _ROWS, "num_stages": config["STAGES"], "num_warps": 4}, *args)
 
 
-SPACE = Space(default=_default, axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6)}, refusal=_smem_refusal)
+SPACE = Space(default=_default, axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6)}, refusal=_config_refusal)
 
 TURNED = Impl(
-    name="turned", launch=_launch, space=SPACE, min_arch=90, refuse=few_queries_refusal, interpretable=False, work=_work
+    name="turned", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=_work
 )  # fmt: skip
