@@ -40,7 +40,7 @@ from tilewright.kernels.hopper import block_barrier, load_box, viewed
 from tilewright.kernels.mixed_codes import widen
 from tilewright.kernels.paged_sm90_ends import end_pair
 from tilewright.kernels.paged_sm90_ranges import ROWS, barriers, page_row, range_of, stretch
-from tilewright.kernels.paged_turned_sm90 import WARPS, column_maxima, pairs_of_rows, turned_sums
+from tilewright.kernels.paged_turned_sm90 import WARPS, column_maxima, only_seen, pairs_of_rows, turned_sums, weigh
 
 __all__ = ["paged_turned_codes_sm90_kernel"]
 
@@ -221,7 +221,6 @@ def _walk(
     like = gl.zeros([1], gl.float16, COLUMNS)
     o = gl.zeros([D, N], gl.float32, LAYOUT)
     sums = pairs_of_rows(gl.zeros([ROWS, N], gl.float32, LAYOUT))
-    SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout))
     m = gl.full([N], float("-inf"), gl.float32, COLUMNS)
     at = gl.expand_dims(kv_len - q_len + gl.arange(0, N, layout=COLUMNS) // GROUP, 0)
     rows = _by_row(gl.arange(0, ROWS, layout=_key_scales()), LAYOUT)
@@ -237,24 +236,12 @@ def _walk(
         s = warpgroup_mma(k, q, s, use_acc=False, is_async=True)
         s, k = warpgroup_mma_wait(0, deps=(s, k))
         s = s * (k_scale * gl.expand_dims(scales, 0))
-        keys = start + rows
-        if QUERIES > 1 or HAS_WINDOW:
-            seen = keys <= at
-            if HAS_WINDOW:
-                seen &= keys > at - window
-            s = gl.where(seen & (keys < kv_len), s, float("-inf"))
-        elif start + ROWS > kv_len:
-            s = gl.where(keys < kv_len, s, float("-inf"))
+        s = only_seen(s, start + rows, at, start, kv_len, window, QUERIES, HAS_WINDOW)
         high = gl.maximum(m, column_maxima(s, tops))
         mbarrier.arrive(k_empty.index(stage))
-        # A query that has seen no key has m = -inf; subtracting 0 instead keeps its weights 0, not NaN.
-        base = gl.where(high == float("-inf"), 0.0, high)
-        p = gl.exp2(s - gl.expand_dims(base, 0))
-        alpha = gl.exp2(m - base)
+        p, alpha, sums = weigh(s, m, high, sums)
         m = high
         o = o * gl.expand_dims(alpha, 0)
-        alpha = gl.convert_layout(alpha, SUMS, assert_trivial=True)
-        sums = sums * gl.expand_dims(gl.expand_dims(alpha, 0), 0) + pairs_of_rows(p)
         weights.store((p * (v_scale * RAISED)).to(gl.float16))
         mbarrier.wait(v_full.index(stage), phase)
         v = _values_operand(v_tiles.index(stage).load(V_WORDS), like, FORMAT, D, BOXES, TALL)

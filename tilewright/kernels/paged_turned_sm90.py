@@ -40,7 +40,15 @@ from tilewright.kernels.hopper import block_barrier, clear_end
 from tilewright.kernels.paged_sm90_ends import end_pair
 from tilewright.kernels.paged_sm90_ranges import PANEL, ROWS, barriers, boxes_joined, load_tiles, range_of, stretch
 
-__all__ = ["WARPS", "column_maxima", "paged_turned_sm90_kernel", "pairs_of_rows", "turned_sums"]
+__all__ = [
+    "WARPS",
+    "column_maxima",
+    "only_seen",
+    "paged_turned_sm90_kernel",
+    "pairs_of_rows",
+    "turned_sums",
+    "weigh",
+]
 
 
 WARPS = gl.constexpr(4)
@@ -77,6 +85,31 @@ def pairs_of_rows(p):
 
 
 @gluon.jit
+def only_seen(s, keys, at, start, kv_len, window, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr):
+    """Scores s [64, N] of the tile from key `start` on; -inf where the query at position `at` [1, N] does not see the key."""
+    if QUERIES > 1 or HAS_WINDOW:
+        seen = keys <= at
+        if HAS_WINDOW:
+            seen &= keys > at - window
+        s = gl.where(seen & (keys < kv_len), s, float("-inf"))
+    elif start + ROWS > kv_len:
+        s = gl.where(keys < kv_len, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def weigh(s, m, high, sums):
+    """(weights [64, N], what sums so far shrink by [N], sums [4, 8, N]) of scores s, whose maxima go from m to `high`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout))
+    # A query that has seen no key has m = -inf; subtracting 0 keeps its weights 0, not NaN.
+    base = gl.where(high == float("-inf"), 0.0, high)
+    p = gl.exp2(s - gl.expand_dims(base, 0))
+    alpha = gl.exp2(m - base)
+    fade = gl.convert_layout(alpha, LAYOUT, assert_trivial=True)
+    return p, alpha, sums * gl.expand_dims(gl.expand_dims(fade, 0), 0) + pairs_of_rows(p)
+
+
+@gluon.jit
 def _walk(
     tiles, own, bars, j, first, count, kv_len, q_len, scale, window,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
@@ -92,7 +125,6 @@ def _walk(
     weights = p_buf.permute((1, 0))
     o = gl.zeros([D, N], gl.float32, LAYOUT)
     sums = pairs_of_rows(gl.zeros([ROWS, N], gl.float32, LAYOUT))
-    SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout))
     m = gl.full([N], float("-inf"), gl.float32, COLUMNS)
     at = gl.expand_dims(kv_len - q_len + gl.arange(0, N, layout=COLUMNS) // GROUP, 0)
     rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
@@ -105,24 +137,12 @@ def _walk(
         s = warpgroup_mma(k_tiles.index(stage), q, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         s = s * scale
-        keys = start + rows
-        if QUERIES > 1 or HAS_WINDOW:
-            seen = keys <= at
-            if HAS_WINDOW:
-                seen &= keys > at - window
-            s = gl.where(seen & (keys < kv_len), s, float("-inf"))
-        elif start + ROWS > kv_len:
-            s = gl.where(keys < kv_len, s, float("-inf"))
+        s = only_seen(s, start + rows, at, start, kv_len, window, QUERIES, HAS_WINDOW)
         high = gl.maximum(m, column_maxima(s, tops))
         mbarrier.arrive(k_empty.index(stage))
-        # A query that has seen no key has m = -inf; subtracting 0 keeps its weights 0, not NaN.
-        base = gl.where(high == float("-inf"), 0.0, high)
-        p = gl.exp2(s - gl.expand_dims(base, 0))
-        alpha = gl.exp2(m - base)
+        p, alpha, sums = weigh(s, m, high, sums)
         m = high
         o = o * gl.expand_dims(alpha, 0)
-        alpha = gl.convert_layout(alpha, SUMS, assert_trivial=True)
-        sums = sums * gl.expand_dims(gl.expand_dims(alpha, 0), 0) + pairs_of_rows(p)
         weights.store(p.to(weights.dtype))
         mbarrier.wait(v_full.index(stage), phase)
         if start + ROWS > kv_len:
