@@ -108,6 +108,25 @@ def test_hopper(
             conformance.check(paged_attention_op, impl, config, args)
 
 
+@pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("page_size", "queries", "dim", "window"),
+    [(16, 1, 128, None), (16, 1, 64, 50), (32, 1, 64, None), (64, 5, 128, 70), (128, 16, 64, None)],
+)
+def test_hopper_codes(
+    format: str, page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """As the test before; the scales of what is not there are NaN."""
+    monkeypatch.setattr(paged_turned_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
+    ends = ((queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1))
+    lengths = ends if queries > 1 else tuple((1, kv) for _, kv in ends * 3)
+    args = _example("", lengths, (4, 1), dim, page_size, window, format=format).make(Inputs(WHERE, seed=13))
+    problem = paged_attention_op.problem(*args)
+    for config in TURNED.space.configs(DEVICE, problem) if queries == 1 else [TURNED.space.default(DEVICE, problem)]:
+        conformance.check(paged_attention_op, TURNED, config, args)
+
+
 EDGES = ((127, 127), (128, 128), (33, 130), (0, 20), (1, 129), (1, 1), (32, 128), (31, 257), (64, 64), (1, 300), (5, 0))
 
 
