@@ -26,6 +26,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import layer_norm_arguments
+from tilewright.kernels.norm_pipelined import LAYER_PIPELINED
 from tilewright.kernels.norm_split import LAYER_SPLIT, split_first
 from tilewright.kernels.prepared import launch
 from tilewright.kernels.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
@@ -262,7 +263,11 @@ layer_norm_op = Op(
     examples=EXAMPLES,
     make=layer_norm_arguments,
     first=split_first,
-    impls=(Impl(name="triton", launch=launch_rows, space=SPACE, batch_invariant=True, work=layer_norm_work), LAYER_SPLIT),
+    impls=(
+        Impl(name="triton", launch=launch_rows, space=SPACE, batch_invariant=True, work=layer_norm_work),
+        LAYER_SPLIT,
+        LAYER_PIPELINED,
+    ),
 )
 
 

@@ -3,11 +3,14 @@
 A program holds 64 KB of a row as it was loaded, in slabs, writes its part's sums, waits for the others (row_parts.py), and
 makes the result from what it holds: one reading, one writing, whatever the width. The variance is never a difference of large
 sums: each part brings its own mean and the squares about it, joined by Chan's formula (Chan, Golub and LeVeque, 1983).
+Of layer_norm a program may take parts of two rows, half as wide, and read weight and bias once for both: ROWS = 2, not timed.
+norm_pipelined.py reads them once for all rows.
 Refused: rows of which not all start at 16 bytes. Not here: add_rms_norm, whose two rows spill (0.64 of copy against 0.92).
 """
 
 # Pyright does not see what a jitted function returns.
 # pyright: reportGeneralTypeIssues=false
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +20,9 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.row_parts import PART_BYTES, SPLIT_SPACE, draw, meet, packed, start_of, starts
-from tilewright.kernels.shapes import rows_of
+from tilewright.kernels.shapes import ceil_div, rows_of
 from tilewright.op import Impl
-from tilewright.tune.space import Config
+from tilewright.tune.space import Config, Space
 
 __all__ = ["LAYER_SPLIT", "LAYER_STATS_SPLIT", "RMS_SPLIT", "split_first"]
 
@@ -31,55 +34,100 @@ def _places(part, slab, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexp
     return lane + tl.arange(0, 8)[None, :], lane < tl.minimum((part + 1) * WIDTH, D)
 
 
+@triton.jit
+def _add(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _sums(terms):
+    """The sum of each of one or two vectors, of two in one round of barriers."""
+    return (tl.sum(terms[0], axis=0),) if len(terms) == 1 else tl.reduce(terms, 0, _add)
+
+
+@triton.jit
+def _squares(held, first, mean, part, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The squares about the mean of a row's part, which is held from `first` on: 8 neighbours' each."""
+    lanes = tl.zeros([BLOCK // 8], tl.float32)
+    for slab in tl.static_range((WIDTH + BLOCK - 1) // BLOCK):
+        _, mask = _places(part, slab, D, WIDTH, BLOCK)
+        gap = tl.where(mask, packed(held[first + slab]).to(tl.float32) - mean, 0.0)
+        lanes += tl.sum(gap * gap, axis=1)
+    return lanes
+
+
+@triton.jit
+def _joined(of_row, n_rows, there, D: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """(mean, squares about it) of a row from all parts; of a row that is not there zeros."""
+    others = tl.arange(0, triton.next_power_of_2(PARTS))
+    mine = (others < PARTS) & there
+    every = tl.load(of_row + others, mask=mine, other=0.0, cache_modifier=".cg")
+    each = tl.load(of_row + n_rows.to(tl.int64) * PARTS + others, mask=mine, other=0.0, cache_modifier=".cg")
+    mean = tl.sum(every, axis=0) / D
+    count = tl.maximum(tl.minimum(WIDTH, D - others * WIDTH), 1).to(tl.float32)
+    away = tl.where(mine, every / count - mean, 0.0)
+    return mean, tl.sum(each + away * away * count, axis=0)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _layer_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, parts_ptr, counters_ptr, stats_ptr, n_rows, x_row_stride, eps,
-    D: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS: tl.constexpr,
+    D: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A program takes the same part of ROWS rows and reads that of weight and bias once. Of two rows one may be missing."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     place = draw(counters_ptr)
-    row, part = (place // PARTS).to(tl.int64), place % PARTS
+    group, part = (place // PARTS).to(tl.int64), place % PARTS
+    first = group * ROWS
     held = ()
-    for slab in tl.static_range(SLABS):
-        cols, mask = _places(part, slab, D, WIDTH, BLOCK)
-        held = held + (
-            tl.load(x_ptr + start_of(row, x_row_stride, 0, STARTS) + cols, mask=mask, other=0.0, cache_modifier=".cg"),
-        )
-    totals, squares = tl.zeros([BLOCK // 8], tl.float32), tl.zeros([BLOCK // 8], tl.float32)
-    for slab in tl.static_range(SLABS):
-        totals += tl.sum(packed(held[slab]).to(tl.float32), axis=1)
-    total = tl.sum(totals, axis=0)
-    mean = total / tl.minimum(WIDTH, D - part * WIDTH)
-    for slab in tl.static_range(SLABS):
-        cols, mask = _places(part, slab, D, WIDTH, BLOCK)
-        gap = tl.where(mask, packed(held[slab]).to(tl.float32) - mean, 0.0)
-        squares += tl.sum(gap * gap, axis=1)
-    square = tl.sum(squares, axis=0)
+    for r in tl.static_range(ROWS):
+        for slab in tl.static_range(SLABS):
+            cols, mask = _places(part, slab, D, WIDTH, BLOCK)
+            mask = mask if r == 0 else mask & (first + r < n_rows)
+            x = tl.load(x_ptr + start_of(first + r, x_row_stride, 0, STARTS) + cols, mask=mask, other=0.0, cache_modifier=".cg")
+            held = held + (x,)
+    totals = ()
+    for r in tl.static_range(ROWS):
+        lanes = tl.zeros([BLOCK // 8], tl.float32)
+        for slab in tl.static_range(SLABS):
+            lanes += tl.sum(packed(held[r * SLABS + slab]).to(tl.float32), axis=1)
+        totals = totals + (lanes,)
+    totals = _sums(totals)
+    squares = ()
+    for r in tl.static_range(ROWS):
+        mean = totals[r] / tl.minimum(WIDTH, D - part * WIDTH)
+        squares = squares + (_squares(held, r * SLABS, mean, part, D, WIDTH, BLOCK),)
+    squares = _sums(squares)
     if PARTS > 1:
-        of_row = parts_ptr + row * PARTS
-        tl.store(of_row + part, total)
-        tl.store(of_row + n_rows.to(tl.int64) * PARTS + part, square)
-        meet(counters_ptr + 1 + row, PARTS)
-        others = tl.arange(0, triton.next_power_of_2(PARTS))
-        there = others < PARTS
-        every = tl.load(of_row + others, mask=there, other=0.0, cache_modifier=".cg")
-        each = tl.load(of_row + n_rows.to(tl.int64) * PARTS + others, mask=there, other=0.0, cache_modifier=".cg")
-        mean = tl.sum(every, axis=0) / D
-        count = tl.maximum(tl.minimum(WIDTH, D - others * WIDTH), 1).to(tl.float32)
-        away = tl.where(there, every / count - mean, 0.0)
-        square = tl.sum(each + away * away * count, axis=0)
-    scale = tl.rsqrt(square / D + eps)
-    if stats_ptr is not None:
-        tl.store(stats_ptr + row, mean, mask=part == 0)
-        tl.store(stats_ptr + n_rows + row, scale, mask=part == 0)
+        for r in tl.static_range(ROWS):
+            of_row = parts_ptr + (first + r) * PARTS
+            there = None if r == 0 else first + r < n_rows
+            tl.store(of_row + part, totals[r], mask=there)
+            tl.store(of_row + n_rows.to(tl.int64) * PARTS + part, squares[r], mask=there)
+        meet(counters_ptr + 1 + group, PARTS)
+    means, scales = (), ()
+    for r in tl.static_range(ROWS):
+        mean, square = totals[r] / D, squares[r]
+        there = True if r == 0 else first + r < n_rows
+        if PARTS > 1:
+            mean, square = _joined(parts_ptr + (first + r) * PARTS, n_rows, there, D, PARTS, WIDTH)
+        scale = tl.rsqrt(square / D + eps)
+        if stats_ptr is not None:
+            mine = part == 0 if r == 0 else (part == 0) & there
+            tl.store(stats_ptr + first + r, mean, mask=mine)
+            tl.store(stats_ptr + n_rows + first + r, scale, mask=mine)
+        means, scales = means + (mean,), scales + (scale,)
     for slab in tl.static_range(SLABS):
         cols, mask = _places(part, slab, D, WIDTH, BLOCK)
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        y = (packed(held[slab]).to(tl.float32) - mean) * scale * weight
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * D + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+        bias = tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32) if HAS_BIAS else weight
+        for r in tl.static_range(ROWS):
+            y = (packed(held[r * SLABS + slab]).to(tl.float32) - means[r]) * scales[r] * weight
+            if HAS_BIAS:
+                y += bias
+            there = mask if r == 0 else mask & (first + r < n_rows)
+            tl.store(y_ptr + (first + r) * D + cols, y.to(y_ptr.dtype.element_ty), mask=there, cache_modifier=".cs")
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -117,10 +165,10 @@ def _rms_kernel(
 
 def _plan(config: Config, x: Tensor, sums: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
     """(memory for the parts' sums, the counters), and what both kernels are told of their work."""
-    rows, cols = rows_of(x)[0], x.shape[-1]
-    parts = triton.cdiv(cols * x.element_size(), PART_BYTES)
+    rows, cols, together = rows_of(x)[0], x.shape[-1], config.get("ROWS", 1)
+    parts = triton.cdiv(together * cols * x.element_size(), PART_BYTES)
     memory = torch.empty(sums, rows, parts, dtype=torch.float32, device=x.device)
-    counters = torch.zeros(1 + rows, dtype=torch.int32, device=x.device)
+    counters = torch.zeros(1 + ceil_div(rows, together), dtype=torch.int32, device=x.device)
     width = triton.cdiv(cols, 8 * parts) * 8
     constants = {"D": cols, "PARTS": parts, "WIDTH": width, "maxnreg": 1024 // config["num_warps"], **config}
     return (memory, counters), constants
@@ -132,7 +180,7 @@ def _layer(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: 
     rows, stride = rows_of(x)
     if rows:
         memory, constants = _plan(config, x, 2)
-        _layer_kernel[(rows * constants["PARTS"],)](
+        _layer_kernel[(ceil_div(rows, config["ROWS"]) * constants["PARTS"],)](
             x, weight, weight if bias is None else bias, y, *memory, stats, rows, stride, eps, HAS_BIAS=bias is not None,
             STARTS=starts(x), **constants,
         )  # fmt: skip
@@ -170,10 +218,19 @@ def _refuse(device: Device, problem: Any) -> str | None:
     return "more parts than a card holds at once" if size > PART_BYTES * device.sms else None
 
 
-def _split(launch: Any) -> Impl:
-    return Impl(name="split", launch=launch, space=SPLIT_SPACE, refuse=_refuse, batch_invariant=True, interpretable=False)
+def _split(launch: Callable[..., Any], space: Space) -> Impl:
+    return Impl(name="split", launch=launch, space=space, refuse=_refuse, batch_invariant=True, interpretable=False)
 
 
-LAYER_SPLIT = _split(_layer)
-LAYER_STATS_SPLIT = _split(_layer_stats)
-RMS_SPLIT = _split(_rms)
+_LAYER_SPACE = Space(
+    default=lambda device, problem: {"BLOCK": 2048, "num_warps": 8, "ROWS": 1},
+    axes={"BLOCK": (2048,), "num_warps": (8,), "ROWS": (1, 2)},
+    refusal=lambda device, problem, config: (
+        "more parts than a card holds at once"
+        if config["ROWS"] * problem.cols * problem.dtype.itemsize > PART_BYTES * device.sms
+        else None
+    ),
+)
+LAYER_SPLIT = _split(_layer, _LAYER_SPACE)
+LAYER_STATS_SPLIT = _split(_layer_stats, _LAYER_SPACE)
+RMS_SPLIT = _split(_rms, SPLIT_SPACE)
