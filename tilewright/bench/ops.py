@@ -16,7 +16,8 @@ from tilewright.op import Inputs, Op
 
 __all__ = ["CASES", "dispatch_overhead_us", "measure"]
 
-_SHAPES = ((4096, 1024), (8192, 4096), (8192, 16384), (4096, 131072), (65536, 1024), (262144, 128))
+_SHAPES = ((4096, 1024), (8192, 4096), (8192, 16384), (4096, 131072), (2048, 262144), (65536, 1024), (262144, 128))
+_TRANSPOSED = ((8192, 8192), (8192, 4097), (4097, 8192), (4096, 131072))
 _BF16 = torch.bfloat16
 _COPY_STEP = 4096
 
@@ -61,6 +62,8 @@ def _cases() -> Iterator[tuple[str, str, Callable[[Inputs], Args]]]:
         yield "layer_norm", label, _norm(rows, cols, 2)
         yield "softmax", label, lambda inputs, r=rows, c=cols: (_randn(r, c),)
         yield "silu_mul", label, _gated(rows, cols)
+    for rows, cols in _TRANSPOSED:
+        yield "permute", f"{rows}x{cols}", lambda inputs, r=rows, c=cols: (_randn(r, c), [1, 0])
     for tokens, heads, dim in ((16384, 32, 128), (65536, 16, 64), (32768, 32, 128)):
         yield "rope", f"{tokens}x{heads}x{dim}", _rope(tokens, heads, dim)
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import layer_norm_arguments
-from tilewright.kernels.norm_pipelined import LAYER_PIPELINED
 from tilewright.kernels.norm_split import LAYER_SPLIT, split_first
 from tilewright.kernels.prepared import launch
 from tilewright.kernels.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
@@ -266,7 +265,6 @@ layer_norm_op = Op(
     impls=(
         Impl(name="triton", launch=launch_rows, space=SPACE, batch_invariant=True, work=layer_norm_work),
         LAYER_SPLIT,
-        LAYER_PIPELINED,
     ),
 )
 

@@ -19,7 +19,6 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import layer_norm_arguments
 from tilewright.kernels.layer_norm import EXAMPLES as LAYER_EXAMPLES
 from tilewright.kernels.layer_norm import Problem, default_config, launch_rows
-from tilewright.kernels.norm_pipelined import LAYER_STATS_PIPELINED
 from tilewright.kernels.norm_split import LAYER_STATS_SPLIT, split_first
 from tilewright.kernels.row_space import row_space
 from tilewright.kernels.shapes import check_last_dim, rows_of, rows_ready
@@ -88,7 +87,6 @@ layer_norm_stats_op = Op(
     impls=(
         Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=layer_norm_work),
         LAYER_STATS_SPLIT,
-        LAYER_STATS_PIPELINED,
     ),
 )
 

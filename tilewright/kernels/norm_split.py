@@ -3,8 +3,7 @@
 A program holds 64 KB of a row as it was loaded, in slabs, writes its part's sums, waits for the others (row_parts.py), and
 makes the result from what it holds: one reading, one writing, whatever the width. The variance is never a difference of large
 sums: each part brings its own mean and the squares about it, joined by Chan's formula (Chan, Golub and LeVeque, 1983).
-Of layer_norm a program may take parts of two rows, half as wide, and read weight and bias once for both: ROWS = 2, not timed.
-norm_pipelined.py reads them once for all rows.
+Of layer_norm a program takes parts of several rows, as much narrower, and reads weight and bias once for all: ROWS.
 Refused: rows of which not all start at 16 bytes. Not here: add_rms_norm, whose two rows spill (0.64 of copy against 0.92).
 """
 
@@ -40,9 +39,19 @@ def _add(a0, a1, b0, b1):
 
 
 @triton.jit
+def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
 def _sums(terms):
-    """The sum of each of one or two vectors, of two in one round of barriers."""
-    return (tl.sum(terms[0], axis=0),) if len(terms) == 1 else tl.reduce(terms, 0, _add)
+    """The sum of each of one, two or four vectors, in one round of barriers."""
+    if len(terms) == 1:
+        return (tl.sum(terms[0], axis=0),)
+    elif len(terms) == 2:
+        return tl.reduce(terms, 0, _add)
+    else:
+        return tl.reduce(terms, 0, _add_four)
 
 
 @triton.jit
@@ -75,7 +84,7 @@ def _layer_kernel(
     D: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program takes the same part of ROWS rows and reads that of weight and bias once. Of two rows one may be missing."""
+    """A program takes the same part of ROWS rows and reads that of weight and bias once. All of them but one may be missing."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     place = draw(counters_ptr)
     group, part = (place // PARTS).to(tl.int64), place % PARTS
@@ -204,7 +213,8 @@ def _rms(config: Config, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def split_first(device: Device, problem: Any) -> str | None:
     """Where sharing pays: rows of which L2 does not keep one an SM.
 
-    H100, bf16, of a copy's speed: 262144 columns 0.87, 0.92 (one program: 0.75, 0.77), but 131072 0.86, 0.90 (0.93, 0.92).
+    H100, bf16, of a copy's speed: 262144 columns layer_norm 0.91, rms_norm 0.92 (one program: 0.75, 0.77), but 131072 rms_norm
+    0.90 (0.92), and layer_norm 0.92 (0.91).
     """
     return "split" if problem.cols * problem.dtype.itemsize > 4 * PART_BYTES else None
 
@@ -222,14 +232,22 @@ def _split(launch: Callable[..., Any], space: Space) -> Impl:
     return Impl(name="split", launch=launch, space=space, refuse=_refuse, batch_invariant=True, interpretable=False)
 
 
+def _too_wide(device: Device, problem: Any, config: Config) -> str | None:
+    parts = -(-config["ROWS"] * problem.cols * problem.dtype.itemsize // PART_BYTES)
+    return "more parts than a card holds at once" if parts > device.sms else None
+
+
+def _layer_default(device: Device, problem: Any) -> Config:
+    # H100, bf16, us with 1, 2, 4 rows: 2048 x 262144 852, 789, 783; 4096 x 131072 861, 775, 771; 1024 x 524288 847, 790, 849.
+    parts = -(-problem.cols * problem.dtype.itemsize // PART_BYTES)
+    most = min(32, device.sms)
+    return {"BLOCK": 2048, "num_warps": 8, "ROWS": 4 if 4 * parts <= most else 2 if 2 * parts <= most else 1}
+
+
 _LAYER_SPACE = Space(
-    default=lambda device, problem: {"BLOCK": 2048, "num_warps": 8, "ROWS": 1},
-    axes={"BLOCK": (2048,), "num_warps": (8,), "ROWS": (1, 2)},
-    refusal=lambda device, problem, config: (
-        "more parts than a card holds at once"
-        if config["ROWS"] * problem.cols * problem.dtype.itemsize > PART_BYTES * device.sms
-        else None
-    ),
+    default=_layer_default,
+    axes={"BLOCK": (2048,), "num_warps": (8,), "ROWS": (1, 2, 4)},
+    refusal=_too_wide,
 )
 LAYER_SPLIT = _split(_layer, _LAYER_SPACE)
 LAYER_STATS_SPLIT = _split(_layer_stats, _LAYER_SPACE)

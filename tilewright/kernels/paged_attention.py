@@ -288,9 +288,8 @@ def _varlen_launch(
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    # H100, docs/log.md#paged-decode: `sm90` gains up to 25 % where keys are few. Large pages are read as fast by `stream`, and
-    # many of them 1 to 5 % faster: the copy engine takes 64 tokens of a page, needed or not.
-    return "stream" if problem.page_size >= 64 and problem.batch >= 16 and problem.queries else None
+    # H100, docs/log.md#paged-decode: the fastest of those for few queries nearly everywhere.
+    return "turned" if problem.queries else None
 
 
 paged_attention_op = Op(

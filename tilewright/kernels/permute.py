@@ -93,6 +93,12 @@ def form_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -
     return Form(tuple(sizes), tuple(steps), last, last - 1)
 
 
+def _vectors(itemsize: int, form: Form) -> tuple[int, int]:
+    """(elements of x, of y) in an access of up to 16 bytes: the most that divide all sizes and strides of the side."""
+    x = math.gcd(form.sizes[form.a], *(step for i, step in enumerate(form.strides) if i != form.a))
+    return math.gcd(16 // itemsize, x), math.gcd(16 // itemsize, form.sizes[-1])
+
+
 # ---- space and examples
 
 
@@ -108,21 +114,31 @@ class Problem(NamedTuple):
     """Those of the other, likewise."""
     walked: int
     """Dimensions of neither."""
+    x_bytes: int
+    """Of the widest access by which x can be read."""
+    y_bytes: int
+    """The same of writing y."""
 
 
 def _problem(x: Tensor, dims: list[int]) -> Problem:
     if not x.numel():
-        return Problem(x.element_size(), True, 1, 1, 0)
-    form = form_of(x.shape, x.stride(), dims)
+        return Problem(x.element_size(), True, 1, 1, 0, 16, 16)
+    form, size = form_of(x.shape, x.stride(), dims), x.element_size()
     if form is None:
-        return Problem(x.element_size(), True, 0, 0, 0)
+        return Problem(size, True, 0, 0, 0, size, size)
     a, b = (min(1024, next_pow2(form.sizes[i])) for i in (form.a, form.b))
-    return Problem(x.element_size(), form.b < form.a, a, b, len(form.sizes) - 2)
+    x_vector, y_vector = _vectors(size, form)
+    return Problem(size, form.b < form.a, a, b, len(form.sizes) - 2, x_vector * size, y_vector * size)
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # H100, 8192 x 8192, share of a copy's speed: bf16 0.95, 64 x 64 0.92; int8 0.92 and 0.89; 4 and 8 bytes 0.95 either way.
+    # H100, share of a copy's speed. 8192 x 8192: bf16 0.95, 64 x 64 0.92; int8 0.92 and 0.89; 4 and 8 bytes 0.95 either way.
     block_a, block_b = (128, 128) if problem.itemsize <= 2 else (64, 64)
+    # 4097 x 8192: bf16 0.79 (128 x 128: 0.64), int8 0.53 (0.41); 8192 x 4097: bf16 0.91 (0.86), int8 0.78 (0.67)
+    if problem.itemsize <= 2 and problem.y_bytes < 16 and problem.b >= 512:
+        block_a, block_b = 32, 512
+    elif problem.itemsize <= 2 and problem.x_bytes < 16:
+        block_a, block_b = 128, 32
     if problem.rows:
         block_a, block_b = next(
             (a, b) for a, b in ((8, 1024), (64, 128), (128, 64), (1024, 8)) if problem.a <= 2 * a or a > 512
@@ -147,7 +163,7 @@ def _refusal(device: Device, problem: Problem, c: Config) -> str | None:
 
 SPACE = Space(
     default=_default,
-    axes={"BLOCK_A": (8, 64, 128, 1024), "BLOCK_B": (8, 64, 128, 1024), "num_warps": (4, 8)},
+    axes={"BLOCK_A": (8, 32, 64, 128, 1024), "BLOCK_B": (8, 32, 64, 128, 512, 1024), "num_warps": (4, 8)},
     refusal=_refusal,
 )
 
@@ -226,14 +242,6 @@ def _permute_kernel(
 # ---- launcher and op
 
 
-def _vector(itemsize: int, *multiples: int) -> int:
-    """Elements of the widest access up to 16 bytes whose multiples all these numbers are."""
-    vector = 16 // itemsize
-    while any(n % vector for n in multiples):
-        vector //= 2
-    return vector
-
-
 def _launch(config: Config, x: Tensor, dims: list[int]) -> Tensor:
     y = torch.empty([x.shape[d] for d in dims], dtype=x.dtype, device=x.device)
     form = form_of(x.shape, x.stride(), dims)
@@ -245,8 +253,7 @@ def _launch(config: Config, x: Tensor, dims: list[int]) -> Tensor:
         y_steps[i] = y_steps[i + 1] * sizes[i + 1]
     rows = b < a
     size = x.element_size()
-    x_vector = _vector(size, sizes[a], *(step for i, step in enumerate(steps) if i != a))
-    y_vector = _vector(size, sizes[-1])
+    x_vector, y_vector = _vectors(size, Form(sizes, steps, a, b))
     walked = [i for i in range(len(sizes) - 1, -1, -1) if i not in (a, b)]
     count = [sizes[i] for i in walked]
     none = [0] * (4 - len(walked))

@@ -119,7 +119,7 @@ def _heavy_anywhere(chain: Chain, ballast: Edit) -> Iterator[Spec]:
 def _giving(chain: Chain) -> list[int]:
     """Cuts whose values a whole model may give out too: of the largest, of one about half as large, of the most tensors.
 
-    The last tells what a tensor costs: behind ViT-B/16's qkv there are three, and without this its time was 19 us +- 6.6 (H100).
+    The last tells what a tensor costs: behind ViT-B/16's qkv are three, and without this its time was 19 us +- 6.6 (H100).
     """
     sizes = {stop: sum(chain.size(n) for n in chain.live(stop) if n in chain.shapes) for stop in range(1, len(chain.layers))}
     if not sizes:
