@@ -199,6 +199,36 @@ def test_refused(
 
 
 @pytest.mark.parametrize(
+    ("model", "x", "precision", "words"),
+    [
+        (
+            torch.relu,
+            normal(3, 8),
+            "fp32",
+            "wanted a torch.nn.Module with Python code of its own; got builtin_function_or_method",
+        ),
+        (torch.jit.script(nn.Linear(8, 8)), normal(3, 8), "fp32", "got RecursiveScriptModule"),
+        (nn.Sequential(nn.LazyLinear(8)), normal(3, 8), "fp32", "0.weight has no shape yet"),
+        (nn.AvgPool3d(2), normal(1, 1, 2, 2, 2), "fp16", "cannot run the model in fp16 on cpu: .*avg_pool3d.*; take another$"),
+    ],
+)
+def test_models_that_are_none(model: Any, x: Tensor, precision: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        optimize(model, x, precision, report=False, compiled=False)
+
+
+def test_what_inductor_cannot_pack_is_compiled_without() -> None:
+    """torch 2.13 fails on a convolution of single pixels in 16 bits, which is a product; the report says that it did."""
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(4, 2, 1), normal(1, 4, 8, 8)
+    done = optimize(model, x, "bf16", report=False)
+    with torch.no_grad():
+        assert compare_outputs(model(x), done(x))[0].rms < 1e-2
+    compiled = done.report.facts["compiled"]
+    assert compiled == "by Inductor, weights frozen" or "fails to pack them: " in compiled
+
+
+@pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda done: done(normal(4, 8)), r"input 0 is \[4, 8\]; it was optimised for \[3, 8\]: pad or split the batch"),

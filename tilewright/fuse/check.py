@@ -199,6 +199,8 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(name: str, want: Any, got: Any) -> Difference:
+    if isinstance(want, float) and isinstance(got, float):  # of `.item()` and `.tolist()`: rounded as tensors are
+        want, got = torch.tensor(want, dtype=torch.float64), torch.tensor(got, dtype=torch.float64)
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         same = type(want) is type(got) and want == got
         return Difference(name, 0.0, 0.0) if same else Difference(name, math.inf, math.inf, f"got {got!r}, wanted {want!r}")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from tilewright.fuse.anchors import tensor_of
@@ -65,13 +66,15 @@ def optimize(
         A module with the model's own call. `.report` has every decision, as text and JSON.
 
     Raises:
-        ValueError: an unknown precision, no inputs, or tensors on several devices.
+        ValueError: no torch.nn.Module, or one of TorchScript, which has no Python to trace; an unknown precision, no inputs,
+            parameters without a shape yet, tensors on several devices, or a call that torch does not have in the precision.
         Untraceable: nothing of the model can be traced; the user's line.
         check.Inaccurate: the outputs are too far from the float model's; the guilty layer.
     """
     start = time.perf_counter()
     if precision not in PRECISIONS:
         raise ValueError(f"optimize: precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    _checked(model)
     args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     kwargs = dict(example_kwargs or {})
     device = _device(model, (args, kwargs))
@@ -86,14 +89,27 @@ def optimize(
     settings = settings if progress is None else settings._replace(progress=progress)
     float_model = _copy(model).eval().requires_grad_(False)
     with torch.cuda.device(device) if gpu else nullcontext():  # streams, graphs and launches are the current device's
-        try:
-            done = _whole(float_model, args, kwargs, settings)
-        except Untraceable as error:
-            done = optimize_children(float_model, args, kwargs, settings, error, _whole)
-    done.report.facts.update(_facts(settings, str(device)), seconds=round(time.perf_counter() - start, 2))
+        done = _whole_or_parts(float_model, args, kwargs, settings, device)
+    said = {**_facts(settings, str(device)), **done.report.facts}
+    done.report.facts = said | {"seconds": round(time.perf_counter() - start, 2)}
     if report:
         print(done.report.text())
     return done
+
+
+def _whole_or_parts(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, device: torch.device
+) -> Optimized:
+    """As one graph, or child by child. Raises as `optimize`."""
+    try:
+        return _whole(model, args, kwargs, settings)
+    except Untraceable as error:
+        why = error
+    except NotImplementedError as error:  # torch's kernels for 16 bits on a CPU are not all there
+        reason = str(error).strip().split("\n")[0]
+        words = f"optimize: torch cannot run the model in {settings.precision} on {device}: {reason}; take another"
+        raise ValueError(words) from error
+    return optimize_children(model, args, kwargs, settings, why, _whole)
 
 
 def _facts(settings: Settings, device: str) -> dict[str, Any]:
@@ -107,6 +123,15 @@ def _facts(settings: Settings, device: str) -> dict[str, Any]:
         "compiled": "by Inductor, weights frozen" if settings.compiled else "no",
         "outputs": "as computed" if not graph else "copied out" if settings.copy_outputs else "overwritten by the next call",
     }
+
+
+def _checked(model: Any) -> None:
+    """Raises ValueError: nothing that can be copied and traced."""
+    if isinstance(model, torch.jit.ScriptModule) or not isinstance(model, nn.Module):
+        raise ValueError(f"optimize: wanted a torch.nn.Module with Python code of its own; got {type(model).__name__}")
+    lazy = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"optimize: {lazy[0]} has no shape yet (a lazy module): call the model once on its inputs before")
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -125,13 +150,25 @@ def _device(model: nn.Module, inputs: Any) -> torch.device:
     return devices.pop()
 
 
-def _compiled(fused: fx.GraphModule, flat: list[Any]) -> Any:
-    """The graph through Inductor, weights packed as constants; torch.compile loses `freezing` when it is given as an option."""
+def _compiled(fused: fx.GraphModule, flat: list[Any], found: Report) -> Any:
+    """The graph through Inductor, weights packed as constants; torch.compile loses `freezing` when it is given as an option.
+
+    Where Inductor itself fails when it packs them (torch 2.13: convolutions of single pixels in 16 bits, which are products),
+    without that, and the report says so.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor import config  # seconds to import, and for CPUs alone
 
     called = torch.compile(fused, fullgraph=True)
-    with config.patch(freezing=True), torch.no_grad():
-        called(*flat)
+    try:
+        with config.patch(freezing=True), torch.no_grad():
+            called(*flat)
+    except BackendCompilerFailed as error:
+        reason = str(error.inner_exception).strip().split("\n")[0]
+        found.facts["compiled"] = f"by Inductor, weights as they are, for it fails to pack them: {reason}"
+        called = torch.compile(fused, fullgraph=True)
+        with torch.no_grad():
+            called(*flat)
     return called
 
 
@@ -157,7 +194,7 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
         fused = compile_leftovers(fused, flat, found)
     results = next(n for n in exact.graph.nodes if n.op == "output").args[0]
     outputs = [None if (o := tensor_of(n)) is None else o.dtype for n in results]  # pyright: ignore[reportGeneralTypeIssues]
-    called = _compiled(fused, flat) if settings.compiled else fused
+    called = _compiled(fused, flat, found) if settings.compiled else fused
     done = Optimized(fused, called, exact, flat, outputs, found, graph=settings.graph, copy_outputs=settings.copy_outputs)
 
     def native() -> Any:

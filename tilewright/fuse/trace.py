@@ -7,11 +7,13 @@ an `Untraceable`, which names the user's line.
 Not here: dynamic shapes. A graph is that of the examples' shapes.
 """
 
+import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from tilewright.fuse.naming import source_line
 
-__all__ = ["Known", "Traced", "Untraceable", "trace"]
+__all__ = ["Known", "Traced", "Untraceable", "line_of", "quietly", "trace"]
 
 
 class Untraceable(ValueError):
@@ -72,13 +74,27 @@ _OWN = tuple(str(Path(module.__file__).parent) for module in (torch,) if module.
 _FUSE = str(Path(__file__).parent)
 
 
-def _line_of(error: BaseException) -> str:
-    """The user's line behind an error: the innermost frame that is neither torch's nor ours."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OWN, _FUSE, "<"))]
+def line_of(error: BaseException, *ours: str) -> str:
+    """The user's line behind an error: the innermost frame that is neither torch's nor in the folders `ours`."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OWN, _FUSE, "<", *ours))]
     if not frames:
         return "an unknown line"
     last = frames[-1]
     return f"{last.filename}:{last.lineno}, in {last.name}: {(last.line or '').strip()}"
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """torch.export prints the graph as far as it came on standard error before it raises; what it says otherwise is kept."""
+    said = StringIO()
+    failed = True
+    try:
+        with redirect_stderr(said):
+            yield
+        failed = False
+    finally:
+        if not failed:
+            sys.stderr.write(said.getvalue())
 
 
 class _OnCopies(nn.Module):
@@ -95,13 +111,13 @@ class _OnCopies(nn.Module):
 
 
 def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
-    with _whole_attention(), torch.no_grad():
+    with _whole_attention(), torch.no_grad(), quietly():
         try:
             return torch.export.export(module, tuple(args), dict(kwargs)).run_decompositions({})
         # Whatever the user's code raises while it runs on fake tensors says that it is no graph of them.
         except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError) as e:
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise Untraceable(f"{type(module).__name__} cannot be traced at {_line_of(e)}: {type(e).__name__}: {reason}") from e
+            raise Untraceable(f"{type(module).__name__} cannot be traced at {line_of(e)}: {type(e).__name__}: {reason}") from e
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Traced:
