@@ -137,6 +137,20 @@ def test_a_layer_without_time_joins_its_module() -> None:
     assert joined.ratio.low <= 2 <= joined.ratio.high
 
 
+def test_a_time_below_nothing_proves_nothing() -> None:
+    """Every program with a layer in it is faster for it: no engine is, so its segment neither passes nor fails."""
+    design = chain_design(8)
+    truth = Truth(np.array([1e-3, 1e-3, 1e-3, -4e-4, 1e-3, 1e-3, 1e-3, 1e-3]), 1e-3)
+    baseline = flat(design, Truth(np.full(8, 2e-3), 1e-3), 100, 0.005)
+    for claim in (1.5, 9.0):
+        answer = attribute(flat(design, truth, 100, 0.005), baseline, design, claim)
+        (joined,) = [segment for segment in answer.segments if len(segment.layers) > 1]
+        assert joined.layers == [design.layers[2], design.layers[3]]
+        assert joined.verdict == "undecided"
+        assert "on ours block0.layer3 comes out below nothing, by 5." in joined.why
+        assert {segment.verdict for segment in answer.segments} == {"undecided", "pass" if claim == 1.5 else "fail"}
+
+
 def test_layers_of_a_group_share_their_time() -> None:
     """Two blocks of four: what one of them measures holds for both, and fewer variants do."""
     design = chain_design(8, groups=(0, 1, 2, 3, 0, 1, 2, 3))

@@ -16,8 +16,9 @@ import pytest
 from tests.bench.compare.synthetic import NASTY, counting, passing, resnet50
 from tilewright.bench.compare import figures, report
 from tilewright.bench.compare.charts import charts
+from tilewright.bench.compare.charts.strip import strip
 from tilewright.bench.compare.markdown import markdown
-from tilewright.bench.compare.results import Comparison
+from tilewright.bench.compare.results import MOST_RATIO, Comparison, Interval
 from tilewright.bench.compare.timeline import timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -146,6 +147,17 @@ def test_verdicts_differ_in_colour_and_in_shape(opened: Opened) -> None:
     assert set(opened.attributes(marks, "fill")).isdisjoint(colours)
     opened.page.click("#theme")
     opened.drawn()
+
+
+def test_no_bound_leaves_the_scale_to_the_others() -> None:
+    """A ratio that may be anything ends at the frame; the others would be a heap at the left if it made the scale."""
+    bounded = resnet50()
+    first = replace(bounded.segments[0], ratio=Interval(MOST_RATIO, 1.4, MOST_RATIO), verdict="undecided")
+    ends = []
+    for c in (bounded, replace(bounded, segments=[first, *bounded.segments[1:]])):
+        axes = [layer["encoding"]["x"] for layer in strip(c).spec["layer"]]
+        ends.append(next(x["scale"]["domain"][1] for x in axes if "scale" in x))
+    assert ends[1] <= ends[0]
 
 
 def test_a_mark_tells_its_numbers(opened: Opened, measured: Comparison) -> None:
@@ -343,6 +355,7 @@ NUMBERS = [
     (figures.ratio(1.5), "1.50×"),
     (figures.ratio(12.34), "12.3×"),
     (figures.ratio(math.inf), "∞"),
+    (figures.between(Interval(MOST_RATIO, 0.5, MOST_RATIO)), "0.50× to ∞"),
 ]
 
 

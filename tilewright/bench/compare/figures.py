@@ -2,7 +2,7 @@
 
 import math
 
-from tilewright.bench.compare.results import Comparison, Interval, Segment, Side
+from tilewright.bench.compare.results import MOST_RATIO, Comparison, Interval, Segment, Side
 
 __all__ = ["amount", "between", "headline", "precisions", "ratio", "seconds", "subline"]
 
@@ -41,7 +41,7 @@ def ratio(x: float) -> str:
     """How many times as fast: "1.53×"; "∞" where the time of ours cannot be told from none."""
     if math.isnan(x):
         return "not known"
-    return f"{_digits(x)}×" if math.isfinite(x) else "∞"
+    return f"{_digits(x)}×" if x < MOST_RATIO else "∞"
 
 
 def between(interval: Interval, shown=ratio) -> str:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
-    "MOST_COUNTERS", "MOST_KIND", "MOST_NAME", "Comparison", "Counter", "Interval", "Point", "Run", "Segment", "Side",
-    "Verdict",
+    "MOST_COUNTERS", "MOST_KIND", "MOST_NAME", "MOST_RATIO", "Comparison", "Counter", "Interval", "Point", "Run", "Segment",
+    "Side", "Verdict",
 ]  # fmt: skip
 
 Verdict = Literal["pass", "fail", "undecided"]
@@ -21,6 +21,9 @@ FORMAT = 1
 
 MOST_COUNTERS, MOST_NAME, MOST_KIND = 4096, 1000, 100
 """Counters of an engine, and characters of what it calls them: what more would be is no operation of one model."""
+
+MOST_RATIO = 1e6
+"""Stands for a ratio without a bound: the time of ours cannot be told from none."""
 
 
 class Interval(NamedTuple):

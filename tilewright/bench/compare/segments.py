@@ -31,7 +31,7 @@ from tilewright.bench.compare.attribution import (
     sample,
 )
 from tilewright.bench.compare.fusion import ADDITIVE, Kind, joint
-from tilewright.bench.compare.results import Interval, Run, Segment, Verdict
+from tilewright.bench.compare.results import MOST_RATIO, Interval, Run, Segment, Verdict
 
 __all__ = ["Attribution", "SideFit", "attribute", "decided"]
 
@@ -41,7 +41,6 @@ _REJECTED = 0.01  # probability below which the residuals are not noise
 _SMALLEST_JOINT = 0.02  # of the pair's time: a smaller gain of two neighbours is left where it is
 _NOTHING = 0.005  # of the whole model: a layer whose upper bound is below and whose lower bound is 0 has no time of its own
 _MUCH_BETTER = 0.5  # in variance; by noise alone the middle is the better one by 1.5
-_MOST_RATIO = 1e6  # JSON has no infinity
 _LOOK = 0.99  # confidence of `decided`: it looks some five times, each time the runs have doubled
 _LOOK_DRAWS = 400
 
@@ -107,6 +106,8 @@ class _Cut:
     design: Design
     kinds: dict[Kind, str] = field(default_factory=dict)
     """Boundary -> reason."""
+    below: set[Kind] = field(default_factory=set)
+    """Those of them that join a layer whose time comes out below nothing: the fit contradicts itself there."""
     joint: list[Kind] = field(default_factory=list)
     """Those of them at which two layers together take another time than apart: unknowns of the fit."""
 
@@ -196,10 +197,12 @@ def _join_nothing(cut: _Cut, sides: Sequence["_Taken"], confidence: float) -> bo
         error, factor = critical(found.drawn(contrasts, one.draws_DV, 1), confidence)
         times = contrasts @ found.unknowns_P
         for s in np.flatnonzero((times <= factor * error) & (times + factor * error < _NOTHING * whole)):
-            at, bound = _beside(cut, segments[s]), (times + factor * error)[s] / whole
-            cut.kinds[cut.kind(at)] = (
-                f"on {one.side} {names[segments[s][0]]} takes no time of its own: below {bound:.2%} of the model"
-            )
+            kind, bound = cut.kind(_beside(cut, segments[s])), (times + factor * error)[s] / whole
+            how = f"takes no time of its own: below {bound:.2%} of the model"
+            if bound < 0:
+                cut.below.add(kind)
+                how = f"comes out below nothing, by {-bound:.2%} of the model at least: its layers prove nothing"
+            cut.kinds[kind] = f"on {one.side} {names[segments[s][0]]} {how}"
             return True
     return False
 
@@ -270,7 +273,7 @@ def _ratios(times: tuple[Floats, Floats], moved: tuple[Floats, Floats], confiden
     """Baseline over ours with Fieller's bounds, simultaneously."""
     (a, b), (da, db) = times, moved
     least = 1e-9 * float(np.abs(a).max())
-    ratio = np.clip(np.maximum(b, 0.0) / np.maximum(a, least), 0, _MOST_RATIO)
+    ratio = np.clip(np.maximum(b, 0.0) / np.maximum(a, least), 0, MOST_RATIO)
     _, factor = critical(db - ratio * da, confidence)
     va, vb = (da**2).mean(0), (db**2).mean(0)
     found = []
@@ -280,9 +283,11 @@ def _ratios(times: tuple[Floats, Floats], moved: tuple[Floats, Floats], confiden
         root = np.sqrt(max(q * q - p * c, 0.0))
         if p > 0 and a[s] > 0:
             low, high = (q - root) / p, (q + root) / p
+        elif p > 0:  # ours is surely below nothing, which no time is: the fit contradicts itself
+            low, high = 0.0, MOST_RATIO
         else:  # ours may take no time at all: no upper bound; a lower one where the baseline's is surely positive
-            low, high = (c / (q + root) if c > 0 and q + root > 0 else 0.0), _MOST_RATIO
-        low, high = (min(max(float(x), 0.0), _MOST_RATIO) for x in (low, high))
+            low, high = (c / (q + root) if c > 0 and q + root > 0 else 0.0), MOST_RATIO
+        low, high = (min(max(float(x), 0.0), MOST_RATIO) for x in (low, high))
         found.append(Interval(min(max(r, low), high), low, high))
     return found
 
@@ -296,7 +301,9 @@ def _located(sides: Sequence[Sequence[Run]], design: Design) -> tuple[list[Sampl
     return found[chosen], chosen
 
 
-def _verdict(ratio: Interval, claim: float, spared: bool) -> Verdict:
+def _verdict(ratio: Interval, claim: float, *, contradicted: bool, spared: bool) -> Verdict:
+    if contradicted:
+        return "undecided"
     return "pass" if ratio.low >= claim else "fail" if ratio.high < claim and not spared else "undecided"
 
 
@@ -339,7 +346,9 @@ def attribute(
             ours=ours.layers[name],
             baseline=baseline.layers[name],
             ratio=ratio,
-            verdict=_verdict(ratio, claim, design.spared),
+            verdict=_verdict(
+                ratio, claim, contradicted=any(cut.kind(i) in cut.below for i in segment[:-1]), spared=design.spared
+            ),
             flops=sum(design.flops[i] for i in segment),
             bytes=sum(design.bytes[i] for i in segment),
             why="; ".join(dict.fromkeys(cut.kinds[cut.kind(i)] for i in segment[:-1])),

@@ -5,7 +5,7 @@ from typing import Any
 
 from tilewright.bench.compare.charts.chart import ROW_PX, Chart, rows_axis, spec, tips
 from tilewright.bench.compare.figures import between, ratio
-from tilewright.bench.compare.results import Comparison
+from tilewright.bench.compare.results import MOST_RATIO, Comparison
 
 __all__ = ["strip"]
 
@@ -17,7 +17,7 @@ _TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70
 def strip(c: Comparison) -> Chart:
     """The chart; a bound at nothing or infinity ends at the frame."""
     entries = [("whole model", c.ratio, "whole model"), *((s.name, s.ratio, s.verdict) for s in c.segments)]
-    shown = [x for _, r, _ in entries for x in (*r, c.claim) if 0 < x < math.inf]
+    shown = [x for _, r, _ in entries for x in (*r, c.claim) if 0 < x < MOST_RATIO]
     low, high = max(min(shown), c.claim / 30) / 1.12, min(max(shown), c.claim * 60) * 1.08
     data = [
         {
