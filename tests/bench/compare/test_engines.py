@@ -96,6 +96,23 @@ def test_an_engine_answers_as_the_module_does(text: str, precision: str, limit: 
     assert next(module.parameters()).dtype == torch.float32, "the module stays as it is"
 
 
+class Writes(nn.Module):
+    """Doubles its input where it lies."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2) + 1
+
+
+@pytest.mark.parametrize("text", ["eager", "eager:bf16"])
+def test_a_module_that_writes_to_its_inputs_answers_the_same_at_every_call(text: str) -> None:
+    x = torch.arange(6.0)
+    built = engine_of(text, CPU).build(Writes(), (x,), "whole")
+    for _ in range(2):
+        built.time(100)
+        assert torch.equal(built.outputs()[0], 2 * torch.arange(6.0).double() + 1)
+    assert torch.equal(x, torch.arange(6.0)), "the other engine reads it too"
+
+
 def test_compile_asks_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch, "compile", lambda module, **options: asked.append(options) or module)
@@ -308,6 +325,7 @@ import torch
 def good(): return torch.nn.Linear(2, 3), torch.zeros(1, 2)
 def odd(): return torch.nn.Linear(2, 3)
 def nothing(): return torch.nn.Linear(2, 3), ()
+def script(): return torch.jit.script(torch.nn.Linear(2, 3)), torch.zeros(1, 2)
 def bad():
     x = torch.zeros(2, 3)
     return x @ x
@@ -324,7 +342,8 @@ def bad():
         ("users_models:absent", "has no attribute 'absent'"),
         ("users_models:odd", "returned Linear, wanted (torch.nn.Module, example inputs)"),
         ("users_models:nothing", "example inputs of --model users_models:nothing are tuple"),
-        ("users_models:bad", "users_models.py:8: RuntimeError: mat1 and mat2"),
+        ("users_models:script", "returned a module of TorchScript"),
+        ("users_models:bad", "users_models.py:9: RuntimeError: mat1 and mat2"),
         ("users_syntax:f", "users_syntax.py:2: SyntaxError"),
     ],
 )

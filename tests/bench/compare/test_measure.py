@@ -121,6 +121,15 @@ def test_truth_is_float64_and_changes_nothing() -> None:
     assert 0 < float((truth[0] - near).abs().max()) < 1e-6
 
 
+def test_a_model_that_has_no_float64_is_told_where() -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.ones(3, 3)
+
+    with pytest.raises(ValueError, match=r"does not run in float64.*\(at .*test_measure.py:\d+, in forward: return x @ torch"):
+        truth_of(Mixed(), (torch.randn(2, 3),))
+
+
 WRONG = [
     (lambda x, depth: [x[0].T], "spy, whole: outputs of shapes [(6, 2)], the model's are [(2, 6)]"),
     (lambda x, depth: [], "outputs of shapes []"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,28 @@ class Depends(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.sum() > 0 else x
+
+
+class Calls(nn.Module):
+    """A linear layer in a function of it."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.run, self.linear = run, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self.linear, x)
+
+
+def fails(linear: nn.Module, x: Tensor) -> Tensor:
+    raise RuntimeError("out of ideas\nand of lines")
+
+
+def through_views(linear: nn.Module, x: Tensor) -> Tensor:
+    y = linear(x)
+    y[:, 0] = 3.0
+    y[:, 1:].mul_(2)
+    return linear(y)
 
 
 def stack() -> nn.Module:
@@ -251,12 +274,40 @@ def test_copies_neither_vanish_nor_overflow() -> None:
     ("model", "inputs", "said"),
     [
         (nn.Linear(2, 2), (torch.randn(1, 2),), "training mode"),
-        (Depends().eval(), (torch.randn(3),), "symbolic: TraceError.*exported: "),
+        (
+            Depends().eval(),
+            (torch.randn(3),),
+            r"symbolic: TraceError: .* \(at .*test_variants.py:\d+, in forward: return x \* 2 if.*exported: .*$",
+        ),
+        (
+            Calls(fails).eval(),
+            (torch.randn(2, 3),),
+            r"on its own inputs: RuntimeError: out of ideas \(at .*test_variants.py:\d+, in",
+        ),
+        (Calls(lambda f, x: f(x).dropout(0.5, True)).eval(), (torch.randn(2, 3),), "otherwise at every call .it draws random"),
+        (Calls(lambda f, x: f(x).tolist()).eval(), (torch.randn(2, 3),), "answers without a tensor"),
+        (nn.Sequential().eval(), (torch.randn(2, 3),), "the model computes nothing"),
     ],
 )
-def test_what_cannot_be_cut(model: nn.Module, inputs: tuple[Tensor, ...], said: str) -> None:
-    with pytest.raises(Untraceable, match=f"(?s){said}"):
+def test_what_cannot_be_cut(model: nn.Module, inputs: tuple[Tensor, ...], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Untraceable, match=said):
         trace(model, inputs)
+    assert capfd.readouterr().err == "", "torch.export's half of a graph"
+
+
+def test_what_is_written_through_views_is_cut_too() -> None:
+    torch.manual_seed(0)
+    model, x = Calls(through_views).eval(), torch.randn(4, 3)
+    chain = trace(model, (x,))
+    assert torch.allclose(chain.root(x), model(x))
+    assert [layer.kind for layer in chain.layers] == ["linear", "linear"]
+
+
+def test_places_that_are_not_finite_are_no_difference() -> None:
+    model, x = nn.Linear(3, 3).eval(), torch.randn(4, 3)
+    model.weight.data[0, 0] = torch.nan
+    model.bias.data[1] = torch.inf
+    assert [layer.kind for layer in trace(model, (x,)).layers] == ["linear"]
 
 
 @pytest.mark.parametrize("length", [1, 5])

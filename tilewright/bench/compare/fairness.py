@@ -57,12 +57,19 @@ _OTHERS_CPU, _OTHERS_GPU = 0.2, 0.8
 """Share of all processors that others may use meanwhile: where the engines compute on them, and where they only launch."""
 
 
+def apart(got: Tensor, wanted: Tensor) -> Tensor:
+    """got - wanted in float64; 0 where both are the same infinity or NaN."""
+    a, b = got.double(), wanted.double()
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
+
+
 def relative_error(outputs: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """|| outputs - truth || / || truth || over all tensors together, in float64; inf where one is missing or not finite."""
+    """|| outputs - truth || / || truth || over all tensors together, in float64. The truth's infinities and NaNs count for
+    nothing; inf where an output has others, or is missing."""
     if len(outputs) != len(truth) or any(a.shape != b.shape for a, b in zip(outputs, truth)):
         return math.inf
-    off = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(outputs, truth))
-    size = sum(float(b.double().square().sum()) for b in truth)
+    off = sum(float(apart(a, b).square().sum()) for a, b in zip(outputs, truth))
+    size = sum(float(b.double().nan_to_num(0.0, 0.0, 0.0).square().sum()) for b in truth)
     if not math.isfinite(off):
         return math.inf
     return math.sqrt(off / size) if size else (0.0 if off == 0 else math.inf)

@@ -4,13 +4,14 @@ The model is traced symbolically, which keeps its modules as they are, and by to
 that. Parameters are the model's own, never copied. Layers carry the user's module paths. In-place operations become their
 out-of-place twins, sizes become numbers: the chain holds for the shapes of the example inputs alone.
 
-Refused (Untraceable says why): models in training mode, models that cannot be traced either way (tracing.py), and those whose
-trace computes something else than they do.
+Refused (Untraceable says why): models in training mode, models that cannot be traced in any way (tracing.py), those whose trace
+computes something else than they do, and those that fail, draw random numbers, answer without a tensor or compute nothing.
 """
 
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +27,18 @@ from tilewright.bench.compare.tracing import (
     difference,
     exported,
     flat,
+    functional,
     out_of_place,
     symbolic,
 )  # fmt: skip
+from tilewright.fuse.trace import line_of
 
 __all__ = ["Chain", "Layer", "trace"]
 
 Shape = tuple[tuple[int, ...], torch.dtype]
+
+_HERE = str(Path(__file__).parent)
+"""A line in here is not the user's."""
 
 _BEHIND = frozenset(
     """getitem getattr setitem cat concat concatenate hstack vstack stack dropout dropout1d dropout2d dropout3d alpha_dropout
@@ -40,7 +46,7 @@ _BEHIND = frozenset(
     double int long bool type size dim len numel truediv floordiv contiguous pixel_shuffle pixel_unshuffle arange zeros ones
     full zeros_like ones_like full_like empty tril triu expand_as view_as reshape_as cpu cuda channel_shuffle swapaxes rrelu
     relu6 hardsigmoid tanhshrink softshrink hardshrink threshold layout lt le gt ge eq ne and or not _to_copy
-    _native_batch_norm_legit_no_training
+    _native_batch_norm_legit_no_training select_scatter slice_scatter fill
     """.split()  # noqa: SIM905
 )
 """What joins the layer before it, besides what torch tags as pointwise and what is a view."""
@@ -107,9 +113,16 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> Chain:
     if model.training:
         raise Untraceable("the model is in training mode; call model.eval() first")
     with torch.no_grad():
-        wanted = flat(model(*copies(inputs)))
+        try:
+            wanted, again = (flat(model(*copies(inputs))) for _ in range(2))
+        except TRACE_ERRORS as error:
+            raise Untraceable(f"the model fails on its own inputs: {_told(error)}") from error
+    if different := difference(again, wanted):
+        raise Untraceable(f"the model answers otherwise at every call (it draws random numbers, or counts): {different}")
+    if not wanted:
+        raise Untraceable("the model answers without a tensor: there is nothing that two engines could be compared by")
     reasons = []
-    for way in (symbolic, exported):
+    for way in (symbolic, exported, functional):
         try:
             root = way(model, inputs)
             out_of_place(root)
@@ -117,13 +130,21 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> Chain:
             with torch.no_grad(), recorder.counter:
                 got = flat(recorder.run(*copies(inputs)))
         except TRACE_ERRORS as error:
-            reasons.append(f"{way.__name__}: {type(error).__name__}: {str(error).strip()[:500]}")
+            reasons.append(f"{way.__name__}: {_told(error)}")
             continue
         if different := difference(got, wanted):
             reasons.append(f"{way.__name__}: the trace computes something else: {different}")
             continue
+        if not any(node.op.startswith("call_") for node in root.graph.nodes):
+            raise Untraceable("the model computes nothing: its outputs are its inputs")
         return _chain(model, root, inputs, recorder)
     raise Untraceable("the model cannot be cut into layers. " + ". ".join(reasons))
+
+
+def _told(error: Exception) -> str:
+    """In one line, with the user's."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:500]} (at {line_of(error, _HERE)})"
 
 
 # ---- what every node makes

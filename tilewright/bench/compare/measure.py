@@ -36,8 +36,9 @@ from tilewright.bench.compare.engine import (
     is_stepwise,
     limited,
 )
-from tilewright.bench.compare.fairness import relative_error, yardsticks
+from tilewright.bench.compare.fairness import apart, relative_error, yardsticks
 from tilewright.bench.compare.results import Counter, Run
+from tilewright.fuse.trace import line_of
 
 if TYPE_CHECKING:
     from tilewright.bench.compare.attribution import Design
@@ -195,7 +196,7 @@ class WrongNumbers(EngineError):
 
 def _worst(answer: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
     """The element that is farthest off, with both values."""
-    offs = [(got.double() - want.double()).abs() for got, want in zip(answer, truth, strict=True)]
+    offs = [apart(got, want).abs() for got, want in zip(answer, truth, strict=True)]
     offs = [torch.where(off.isnan(), math.inf, off) for off in offs]
     i = max(range(len(offs)), key=lambda k: float(offs[k].max()) if offs[k].numel() else -1.0)
     place = tuple(int(x) for x in torch.unravel_index(offs[i].argmax(), offs[i].shape))
@@ -203,9 +204,19 @@ def _worst(answer: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
 
 
 def truth_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Outputs of `module` in float64, on the device where it is; the module stays as it is."""
+    """Outputs of `module` in float64, on the device where it is; the module and the inputs stay as they are.
+
+    ValueError: its code makes tensors of another type, so that it cannot run in float64."""
+    given = (x.double() if x.is_floating_point() else x.clone() for x in inputs)
     with torch.inference_mode():
-        return flat_outputs(copy.deepcopy(module).double()(*(x.double() if x.is_floating_point() else x for x in inputs)))
+        try:
+            return flat_outputs(copy.deepcopy(module).double()(*given))
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"the model does not run in float64, which outputs are compared with: {reason} (at {line_of(error)}); where it "
+                "makes tensors, give them the type of its inputs"
+            ) from error
 
 
 def build_all(

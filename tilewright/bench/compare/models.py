@@ -297,6 +297,8 @@ def _checked(text: str, found: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
         got = type(found).__name__ if not isinstance(found, tuple) else f"({', '.join(type(x).__name__ for x in found)})"
         raise ValueError(f"--model {text} returned {got}, wanted (torch.nn.Module, example inputs)")
     module, inputs = found
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"--model {text} returned a module of TorchScript, wanted one with Python code of its own")
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
     if not isinstance(inputs, list | tuple) or not inputs or not all(isinstance(x, Tensor) for x in inputs):
         raise ValueError(f"the example inputs of --model {text} are {type(inputs).__name__}, wanted a tuple of tensors")

@@ -39,18 +39,22 @@ __all__ = ["Called", "Compile", "Eager", "Graph", "described", "device_name", "p
 class Called:
     """A build that is a Python call."""
 
-    def __init__(self, call: Callable[[], Any], settings: Settings, facts: dict[str, Any]):
+    def __init__(
+        self, call: Callable[[], Any], settings: Settings, facts: dict[str, Any], renew: Callable[[], None] = lambda: None
+    ):  # fmt: skip
         self._call: Callable[[], Any] | None = call
-        self._settings = settings
+        self._settings, self._renew = settings, renew
         self.facts = facts
 
     def time(self, calls: int) -> float:
         assert self._call is not None, "not after close"
+        self._renew()
         with torch.inference_mode():
             return timed(self._call, calls, self._settings)
 
     def outputs(self) -> list[Tensor]:
         assert self._call is not None, "not after close"
+        self._renew()
         with torch.inference_mode():
             return flat_outputs(self._call())
 
@@ -65,6 +69,7 @@ class _Launched(Called):
 
     def host_time(self, calls: int) -> float:
         assert self._call is not None, "not after close"
+        self._renew()
         with torch.inference_mode():
             return launched(self._call, calls, self._settings)
 
@@ -83,8 +88,10 @@ class _Launched(Called):
 class _Profiled(Called):
     """One whose operators are those of a module as it is."""
 
-    def __init__(self, call: Callable[[], Any], module: nn.Module, settings: Settings, facts: dict[str, Any]):
-        super().__init__(call, settings, facts)
+    def __init__(
+        self, call: Callable[[], Any], module: nn.Module, settings: Settings, facts: dict[str, Any], renew: Callable[[], None]
+    ):  # fmt: skip
+        super().__init__(call, settings, facts, renew)
         self._module: nn.Module | None = module
         self.operations: list[Operation] = []
 
@@ -119,6 +126,7 @@ class Eager:
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> Called:
         began = time.perf_counter()
         module, inputs = cast(module, inputs, self._dtype, copy.deepcopy)
+        inputs, renew = _renewed(module, inputs)
         with torch.inference_mode():
             call = self._made(module, inputs)
             call()
@@ -126,14 +134,31 @@ class Eager:
                 torch.cuda.synchronize(self._settings.device)
         facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs)}
         if self.name == "eager" and self._settings.device.type == "cpu":
-            return _Profiled(call, module, self._settings, facts)
-        return (_Launched if self.name == "eager" else Called)(call, self._settings, facts)
+            return _Profiled(call, module, self._settings, facts, renew)
+        return (_Launched if self.name == "eager" else Called)(call, self._settings, facts, renew)
 
     def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
         return lambda: module(*inputs)
 
     def close(self) -> None:
         pass
+
+
+def _renewed(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+    """(inputs to run on, what makes them again what they were). A module that writes to its inputs is given copies of its own:
+    the other engine reads the same ones, and each call would begin with what the last one left."""
+    given = tuple(x.clone() for x in inputs)
+    with torch.no_grad():
+        module(*given)
+    if all(torch.equal(x, y) for x, y in zip(given, inputs, strict=True)):
+        return inputs, lambda: None
+
+    def renew() -> None:
+        with torch.no_grad():
+            for x, y in zip(given, inputs, strict=True):
+                x.copy_(y)
+
+    return given, renew
 
 
 class Graph(Eager):
