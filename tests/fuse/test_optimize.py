@@ -289,6 +289,8 @@ def test_untraceable_is_taken_apart() -> None:
     assert "y.sum().item()" in first.reason
     assert [d.anchor for d in done.report.decisions if d.kind == "capture" and d.taken] == ["body", "head"]
     assert [d.anchor for d in done.report.decisions if d.kind == "eager"] == ["act"]
+    assert [d.anchor for d in done.report.decisions if d.kind == "activation"] == ["body.0"]
+    assert [launch["layer"] for launch in done.report.launches] == ["body.0", "head.linear"]
     assert compare_outputs(_right(model, (x,)), done(x))[0].rms < 1e-5
 
 

@@ -8,7 +8,7 @@ called by other ways than `child(...)`, or whose attributes the model's own code
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -134,8 +134,8 @@ class _Children:
 
     def _merge(self, found: Report, where: str) -> None:
         self.report.add(where, "capture", where, True, "optimised by itself: the model around it is no graph")
-        self.report.decisions += found.decisions
-        self.report.launches += found.launches
+        self.report.decisions += [replace(d, anchor=f"{where}.{d.anchor}") for d in found.decisions]
+        self.report.launches += [{**launch, "layer": f"{where}.{launch['layer']}"} for launch in found.launches]
         self.report.choices += found.choices
         self.report.tuned += found.tuned
         self.report.provenance += found.provenance

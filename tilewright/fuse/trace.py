@@ -9,6 +9,7 @@ Not here: dynamic shapes. A graph is that of the examples' shapes.
 
 import sys
 import traceback
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -85,11 +86,13 @@ def line_of(error: BaseException, *ours: str) -> str:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """torch.export prints the graph as far as it came on standard error before it raises; what it says otherwise is kept."""
+    """torch.export prints the graph as far as it came on standard error before it raises, and copies what torch itself says is
+    deprecated; what it says otherwise is kept."""
     said = StringIO()
     failed = True
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(said), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
             yield
         failed = False
     finally:
