@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from tilewright.bench.compare import measure
 from tilewright.bench.compare.attribution import Border, Design
+from tilewright.bench.compare.ballast import only_whole
 from tilewright.bench.compare.engine import EngineError, Settings, flat_outputs
 from tilewright.bench.compare.fairness import yardsticks
 from tilewright.bench.compare.measure import Contender, build_all, race, truth_of
+from tilewright.bench.compare.plan import Plan
 
 LAYERS = 4
 SETTINGS = Settings(device=torch.device("cpu"), threads=1, build_limit_s=5, run_limit_s=5)
@@ -96,7 +98,7 @@ def contender(engine: Any, name: str = "spy") -> Contender:
 
 
 def build(*sides: Contender, budget_s: float = 100.0, needed: int = len(PARTS)) -> list[str]:
-    plan: Any = SimpleNamespace(variants=PARTS, needed=PARTS[:needed], design=DESIGN)
+    plan: Any = SimpleNamespace(variants=PARTS, needed=PARTS[:needed], rest=[], design=DESIGN)
     return build_all(sides, [plan for _ in sides], budget_s, lambda words: None)[0][0]
 
 
@@ -132,6 +134,7 @@ def test_a_model_that_has_no_float64_is_told_where() -> None:
 
 WRONG = [
     (lambda x, depth: [x[0].T], "spy, whole: outputs of shapes [(6, 2)], the model's are [(2, 6)]"),
+    (lambda x, depth: [x[0].T] if depth > 1 else x, "first wrong at layer layer1; there: spy, prefix 2: outputs of shapes"),
     (lambda x, depth: [], "outputs of shapes []"),
     (spoilt(3), "output 0, element [1, 2]: 7.5, the model's is"),
     (spoilt(3), "first wrong at layer layer2"),
@@ -146,6 +149,22 @@ def test_wrong_answers_stop_it_with_the_layer_and_both_values(change: Callable, 
     with pytest.raises(EngineError) as caught:
         build(contender(Spy()), contender(Spy(change)))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("alone", "words"), [(None, "at layer layer2; there"), (2, "at one of the layers layer0 ... layer3")])
+def test_the_wrong_layer_is_found_when_the_whole_model_is_built_by_itself(alone: int | None, words: str) -> None:
+    """As `compare` builds it before all else: the prefixes are of a later plan. One that cannot be built hides nothing."""
+    side, spoil = contender(Spy()), spoilt(3)
+
+    def change(x: list[Tensor], depth: int) -> list[Tensor]:
+        if depth == alone:
+            raise RuntimeError("no such operator: paint")
+        return spoil(x, depth)
+
+    parts: Any = PARTS
+    planned = Plan(chain=cast(Any, None), variants=parts, needed=parts, rest=[], design=DESIGN)
+    with pytest.raises(EngineError, match=f"7.5, the model's is .*; first wrong {words}"):
+        build_all([side, contender(Spy(change))], [only_whole(planned)] * 2, 100.0, lambda words: None)
 
 
 def test_rounding_is_not_wrong_and_is_kept() -> None:

@@ -182,7 +182,8 @@ def without_hidden(looked: Looked, sides: Sequence[Contender]) -> Looked | None:
 def only_whole(planned: Plan) -> Plan:
     """The whole model as one segment."""
     only = [variant for variant in planned.variants if variant.name == "whole"]
-    return replace(planned, variants=only, needed=only)
+    others = [variant for variant in planned.variants if variant.name != "whole"]
+    return replace(planned, variants=only, needed=only, rest=[*others, *planned.rest])
 
 
 def merged(looked: Looked, stepwise: Sequence[bool] = (False, False)) -> Design:

@@ -136,7 +136,7 @@ class Contender:
     def _checked(self, variant: "Variant", answer: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
         got, wanted = [tuple(x.shape) for x in answer], [tuple(x.shape) for x in truth]
         if got != wanted:
-            raise EngineError(f"{self.name}, {variant.name}: outputs of shapes {got}, the model's are {wanted}")
+            raise WrongNumbers(f"{self.name}, {variant.name}: outputs of shapes {got}, the model's are {wanted}")
         error = relative_error(answer, truth)
         said = str(self.engine.facts.get("precision", ""))
         limit = _WRONG_CODES if any(word in said for word in _CODES) else _WRONG_FLOAT
@@ -244,7 +244,7 @@ def build_all(
             if any(ready) and at - began + last > share * budget_s:
                 break
             progress(f"building variants {i + 1}/{needed if i < needed else len(plan.variants)}")
-            build_everywhere([sides[k] for k in where], variant, plan.variants, plan.design, progress)
+            build_everywhere([sides[k] for k in where], variant, [*plan.variants, *plan.rest], plan.design, progress)
             last = time.monotonic() - at
         for k in where:
             ready[k].append(variant.name)
@@ -288,11 +288,13 @@ def _guilty(side: Contender, wrong: "Variant", variants: Sequence["Variant"], de
             side.build(variant, truth_of(variant.module, variant.inputs))
         except WrongNumbers as error:
             high, said = middle, f"; there: {error}"
+        except EngineError:  # what cannot be built alone says nothing of its numbers
+            break
         else:
             right, low = depths[middle], middle + 1
     suspects = [design.layers[i] for i in range(right, depths[high])]
-    shown = suspects[0] if len(suspects) == 1 else f"one of {suspects[0]} ... {suspects[-1]}"
-    return f"; first wrong at layer {shown}{said}"
+    shown = f"layer {suspects[0]}" if len(suspects) == 1 else f"one of the layers {suspects[0]} ... {suspects[-1]}"
+    return f"; first wrong at {shown}{said}"
 
 
 def race(

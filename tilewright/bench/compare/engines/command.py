@@ -163,6 +163,11 @@ class Command:
 
     # ---- a request and its answer
 
+    @property
+    def owes(self) -> bool:
+        """Whether it hangs, is gone or talks nonsense: the last request has no answer, and no further one would get one."""
+        return self._asked
+
     def ask(self, request: dict[str, Any], limit_s: float, what: str = "") -> dict[str, Any]:
         """Send a request, wait for its answer. EngineError: it says no, says no JSON, says too much, hangs or is gone."""
         assert self._process.stdin
@@ -268,7 +273,8 @@ class _Built:
         return _read_outputs(self._path, f"{self._command._name}, {what}")
 
     def close(self) -> None:
-        self._command.ask({"do": "close", "id": self._key}, self._limit_s)
+        if not self._command.owes:
+            self._command.ask({"do": "close", "id": self._key}, self._limit_s)
 
 
 def _facts(answer: dict[str, Any], name: str) -> dict[str, Any]:
