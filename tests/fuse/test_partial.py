@@ -82,6 +82,7 @@ class Answering(nn.Module):
 
 
 def test_results_in_a_dataclass() -> None:
+    torch.manual_seed(0)  # a mean near 0 has a large relative error
     model, x = Answering().eval(), torch.randn(3, 16)
     done = tilewright.optimize(model, x, "fp16", report=False, compiled=False)
     with torch.no_grad():
