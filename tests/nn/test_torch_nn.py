@@ -62,6 +62,12 @@ def test_every_argument_is_supported_or_refused(name: str, row: Row) -> None:
             getattr(nn, name)(**row.needed, **refused)
 
 
+@pytest.mark.parametrize("home", [nn, torch.nn])
+def test_padding_that_no_stride_has_is_refused_when_it_is_made(home: Any) -> None:
+    with pytest.raises(ValueError, match="padding='same'"):
+        home.Conv2d(4, 4, 3, stride=(1, 2), padding="same")
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_initialised_as_torch(name: str) -> None:
     """The same names, shapes and spread of parameters, made where asked."""

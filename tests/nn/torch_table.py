@@ -187,6 +187,12 @@ def _layer_norm(rng: random.Random) -> Drawn:
     return Drawn(options, (randn(rng, 2, 3, *shape),))
 
 
+def _rms_norm(rng: random.Random) -> Drawn:
+    shape = [rng.randint(2, 4) for _ in range(rng.randint(1, 2))]
+    options = {"normalized_shape": shape, "eps": rng.choice([1e-3, None]), "elementwise_affine": rng.random() < 0.7}
+    return Drawn(options, (randn(rng, 2, 3, *shape),))
+
+
 def _softmax(rng: random.Random) -> Drawn:
     return Drawn({"dim": rng.randint(-3, 2)}, (randn(rng, *(rng.randint(1, 5) for _ in range(3))),))
 
@@ -234,6 +240,7 @@ ROWS: dict[str, Row] = {
     **{f"MaxPool{d}d": Row(_max_pool(d)) for d in (1, 2, 3)},
     "Mish": Row(_elementwise(), _INPLACE),
     "Linear": Row(_linear, note=f"`bias` is False by default; {_FILLED}"),
+    "RMSNorm": Row(_rms_norm, note=f"`eps` is 1e-6 by default; {_FILLED}"),
     "ReLU": Row(_elementwise(), _INPLACE),
     "SiLU": Row(_elementwise(), _INPLACE),
     "Sigmoid": Row(_elementwise()),

@@ -50,6 +50,8 @@ class _ConvNd(nn.Module):
         self.in_channels, self.out_channels, self.groups, self.padding_mode = in_channels, out_channels, groups, padding_mode
         self.kernel_size = _each("kernel_size", kernel_size, self.dims)
         self.stride = _each("stride", stride, self.dims)
+        if padding == "same" and any(step != 1 for step in self.stride):
+            raise ValueError(f"{type(self).__name__}: padding='same' needs a stride of 1; got {list(self.stride)}")
         self.padding = padding if isinstance(padding, str) else _each("padding", padding, self.dims)
         self.dilation = _each("dilation", dilation, self.dims)
         first, second = (in_channels, out_channels) if transposed else (out_channels, in_channels)

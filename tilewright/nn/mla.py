@@ -122,7 +122,7 @@ class MLA(nn.Module):
     def _write(self, lead: Tensor, turned: Tensor, kv: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         return ops.mla_rope_write(
             lead, turned, kv, self.kv_norm.weight, batch.positions, self.rope.cos_sin, cache, batch.slots,
-            eps=self.kv_norm.eps, interleaved=self.rope.interleaved,
+            eps=self.kv_norm.eps_of(kv), interleaved=self.rope.interleaved,
         )  # fmt: skip
 
     def _absorbed(self, plain: Tensor, turned: Tensor, kv: Tensor, batch: Batch, cache: Tensor) -> Tensor:

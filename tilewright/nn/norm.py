@@ -14,29 +14,54 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight."""
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimensions; torch.nn.RMSNorm's arguments.
+
+    Args:
+        normalized_shape: the last dimensions of x.
+        eps: added to the mean square, 1e-6 as language models have it; None: the smallest step from 1 in x's dtype, as torch.
+        elementwise_affine: whether there is a weight. It is not filled, and asks for no gradient.
+    """
 
     def __init__(
-        self,
-        features: int,
-        *,
-        eps: float = 1e-6,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, normalized_shape: int | Sequence[int], eps: float | None = 1e-6, elementwise_affine: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
-        self.weight = empty_parameter(features, device=device, dtype=dtype)
-        self.eps = eps
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine
+        self.weight: Tensor
+        if elementwise_affine:
+            self.weight = empty_parameter(*shape, device=device, dtype=dtype)
+        else:
+            self.register_parameter("weight", None)
+
+    def reset_parameters(self) -> None:
+        """A weight of ones."""
+        if self.elementwise_affine:
+            nn.init.ones_(self.weight)
+
+    def eps_of(self, x: Tensor) -> float:
+        """What is added to the mean square of x."""
+        return torch.finfo(x.dtype).eps if self.eps is None else self.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., features] -> the same."""
-        return ops.rms_norm(x, self.weight, self.eps)
+        """[..., *normalized_shape] -> the same. Raises ValueError when the last dimensions are others."""
+        shape = self.normalized_shape
+        if len(shape) == 1 and self.elementwise_affine:
+            return ops.rms_norm(x, self.weight, self.eps_of(x))
+        if tuple(x.shape[-len(shape) :]) != shape:
+            raise ValueError(f"RMSNorm: the last dimensions of x must be {list(shape)}, got {list(x.shape)}")
+        rows = x.flatten(-len(shape))
+        weight = self.weight.flatten() if self.elementwise_affine else rows.new_ones(rows.shape[-1])
+        return ops.rms_norm(rows, weight, self.eps_of(x)).view(x.shape)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual) in one pass; `residual` None: nothing was added up yet, the sum is x."""
+        """(norm of x + residual, x + residual) in one pass; `residual` None: nothing was added up yet, the sum is x.
+
+        It and `add_for` want a weight of one dimension."""
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps), x
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+            return ops.rms_norm(x, self.weight, self.eps_of(x)), x
+        return ops.add_rms_norm(x, residual, self.weight, self.eps_of(x))
 
     def add_for(self, reader: Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Codes, Tensor]:
         """`add` for the one layer that reads the norm; where that would quantise its input, codes are written here instead."""
@@ -44,13 +69,13 @@ class RMSNorm(nn.Module):
         if format is None:
             return self.add(x, residual)
         if residual is None:
-            codes, scales = rms_norm_quantize(x, self.weight, self.eps, format)
+            codes, scales = rms_norm_quantize(x, self.weight, self.eps_of(x), format)
             return Codes(codes, scales, x.dtype), x
-        codes, scales, total = add_rms_norm_quantize(x, residual, self.weight, self.eps, format)
+        codes, scales, total = add_rms_norm_quantize(x, residual, self.weight, self.eps_of(x), format)
         return Codes(codes, scales, x.dtype), total
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{', '.join(map(str, self.normalized_shape))}, eps={self.eps}"
 
 
 class LayerNorm(nn.LayerNorm):
