@@ -15,6 +15,7 @@ from tilewright.bench.compare import models
 from tilewright.bench.compare.engine import ENGINES, EngineError, Settings, engine_of, flat_outputs, limited
 from tilewright.bench.compare.engines import command
 from tilewright.bench.compare.engines.onnx_export import export_onnx
+from tilewright.bench.compare.fairness import relative_error
 
 CPU = Settings(device=torch.device("cpu"), threads=1, build_limit_s=60, run_limit_s=5)
 ODD = Path(__file__).with_name("odd_engine.py")
@@ -94,6 +95,21 @@ def test_an_engine_answers_as_the_module_does(text: str, precision: str, limit: 
     finally:
         engine.close()
     assert next(module.parameters()).dtype == torch.float32, "the module stays as it is"
+
+
+def test_openvino_says_which_precision_it_took() -> None:
+    """Its own choice is known when it has compiled; what its outputs are off says the same."""
+    pytest.importorskip("openvino")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    layer, x = nn.Linear(256, 256).eval(), torch.randn(64, 256)
+    engine = engine_of("openvino", CPU)
+    built = engine.build(layer, (x,), "whole")
+    truth = flat_outputs(layer.double()(x.double()))
+    off = relative_error(built.outputs(), truth)
+    built.close()
+    engine.close()
+    assert built.facts["precision"] == ("bf16" if off > 1e-3 else "fp16" if off > 1e-5 else "fp32")
 
 
 class Writes(nn.Module):

@@ -341,6 +341,15 @@ def test_the_headline_says_what_was_found_and_no_more(measured: Comparison, name
     assert figures.headline(change(measured)) == wanted
 
 
+def test_layers_that_do_not_add_up_are_said_beside_the_headline(measured: Comparison) -> None:
+    loose = replace(measured.baseline, additive=False)
+    assert figures.subline(measured).endswith("segments at once with 95% confidence.")
+    wanted = f"confidence, wider because nothing shows that the layers add up on {loose.engine}."
+    assert figures.subline(replace(measured, baseline=loose)).endswith(wanted)
+    assert wanted in " ".join(markdown(replace(measured, baseline=loose)).replace("\\", "").split())
+    assert "add up" not in figures.subline(replace(measured, baseline=loose, segments=measured.segments[:1]))
+
+
 NUMBERS = [
     (figures.seconds(1.23456e-5), "12.3 µs"),
     (figures.seconds(9.996e-7), "1.00 µs"),

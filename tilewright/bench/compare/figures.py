@@ -87,5 +87,13 @@ def subline(comparison: Comparison) -> str:
     segments = "the one segment" if len(comparison.segments) == 1 else f"all {len(comparison.segments)} segments at once"
     return (
         f"{comparison.ours.engine} against {comparison.baseline.engine}, {precisions(comparison)}. "
-        f"Intervals hold for {segments} with {comparison.confidence:.0%} confidence."
+        f"Intervals hold for {segments} with {comparison.confidence:.0%} confidence{_apart(comparison)}."
     )
+
+
+def _apart(comparison: Comparison) -> str:
+    """What a reader of single layers must know: where they are no parts of the whole. Of one segment it says nothing."""
+    sides = [side.engine for side in (comparison.ours, comparison.baseline) if not side.additive]
+    if len(comparison.segments) == 1 or not sides:
+        return ""
+    return f", wider because nothing shows that the layers add up on {' and '.join(sides)}"

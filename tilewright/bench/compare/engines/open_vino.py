@@ -28,6 +28,7 @@ from tilewright.bench.compare.variants import Variant
 __all__ = ["OpenVino"]
 
 _TYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+_NAMES = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
 
 class OpenVino:
@@ -74,14 +75,14 @@ class OpenVino:
             operations = write(path)
             exported = time.perf_counter() - began
             compiled = self._compiled(path, self._config)
-        hint = str(compiled.get_property("INFERENCE_PRECISION_HINT"))
+        hint = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         built = _Request(self._ov, compiled, arrays, settings=self._settings)
         built.time(1)
         built.facts = {
             "export_s": exported,
             "build_s": time.perf_counter() - began,
             "inputs": shapes_of(inputs),
-            "precision hint of the compiled model": hint,
+            "precision": _NAMES.get(hint, hint),  # without a DTYPE its own choice, which it tells when it has compiled
         }
         built.operations = operations or ()
         if keep:
