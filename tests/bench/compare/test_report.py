@@ -317,6 +317,11 @@ def test_the_timeline_has_both_engines_and_all_runs(measured: Comparison, tmp_pa
         assert sum((e["ph"], e["pid"], e.get("tid")) == ("X", 2, track) for e in events) == len(side.runs)
 
 
+def together(c: Comparison) -> Comparison:
+    """With all layers as one segment, as `--whole` measures them."""
+    return replace(c, segments=[replace(c.segments[0], layers=[layer for s in c.segments for layer in s.layers])])
+
+
 HEADLINES = {
     "all pass": (lambda c: passing(c), "Every layer is at least 1.5× as fast, fp16 against fp32 (tf32 convolutions)"),
     "one precision": (
@@ -326,6 +331,18 @@ HEADLINES = {
     "one undecided": (
         lambda c: replace(c, verdict="undecided"),
         "Undecided whether every layer is 1.5× as fast, fp16 against fp32 (tf32 convolutions): fc stays open",
+    ),
+    "one segment, passed": (
+        lambda c: passing(together(c)),
+        "The whole model is at least 1.5× as fast, fp16 against fp32 (tf32 convolutions)",
+    ),
+    "one segment, failed": (
+        lambda c: replace(together(c), verdict="fail"),
+        "The whole model is not 1.5× as fast, fp16 against fp32 (tf32 convolutions)",
+    ),
+    "one segment, undecided": (
+        lambda c: replace(together(c), verdict="undecided"),
+        "Undecided whether the whole model is 1.5× as fast, fp16 against fp32 (tf32 convolutions)",
     ),
     "no card": (lambda c: replace(passing(c), card=[]), "Headline withheld, there is no fairness card"),
     "an open point": (
@@ -347,6 +364,8 @@ def test_layers_that_do_not_add_up_are_said_beside_the_headline(measured: Compar
     wanted = f"confidence, wider because nothing shows that the layers add up on {loose.engine}."
     assert figures.subline(replace(measured, baseline=loose)).endswith(wanted)
     assert wanted in " ".join(markdown(replace(measured, baseline=loose)).replace("\\", "").split())
+    both = replace(measured, ours=replace(measured.ours, additive=False), baseline=loose)
+    assert figures.subline(both).endswith("add up on either side.")
     assert "add up" not in figures.subline(replace(measured, baseline=loose, segments=measured.segments[:1]))
 
 

@@ -68,6 +68,9 @@ def headline(comparison: Comparison) -> str:
     claim = f"{comparison.claim:g}× as fast"
     ours, baseline = _precision(comparison.ours), _precision(comparison.baseline)
     types = "" if ours == baseline else f", {ours} against {baseline}"
+    if len(comparison.segments) == 1 and len(comparison.segments[0].layers) > 1:  # of its layers nothing is known
+        said = {"pass": "The whole model is at least", "fail": "The whole model is not"}
+        return f"{said.get(comparison.verdict, 'Undecided whether the whole model is')} {claim}{types}"
     if comparison.verdict == "pass":
         return f"Every layer is at least {claim}{types}"
     if comparison.verdict == "fail":
@@ -96,4 +99,5 @@ def _apart(comparison: Comparison) -> str:
     sides = [side.engine for side in (comparison.ours, comparison.baseline) if not side.additive]
     if len(comparison.segments) == 1 or not sides:
         return ""
-    return f", wider because nothing shows that the layers add up on {' and '.join(sides)}"
+    where = sides[0] if len(sides) == 1 else "either side"
+    return f", wider because nothing shows that the layers add up on {where}"
