@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare import measure
+from tilewright.bench.compare import engine, measure
 from tilewright.bench.compare.attribution import Border, Design
 from tilewright.bench.compare.ballast import only_whole
 from tilewright.bench.compare.engine import EngineError, Settings, flat_outputs
@@ -22,6 +22,7 @@ from tilewright.bench.compare.plan import Plan
 
 LAYERS = 4
 SETTINGS = Settings(device=torch.device("cpu"), threads=1, build_limit_s=5, run_limit_s=5)
+ON_A_GPU = Settings(device=torch.device("cuda", 0), threads=1)
 
 
 @dataclass
@@ -288,3 +289,63 @@ def test_rounds_count_once_clocks_have_settled(monkeypatch: pytest.MonkeyPatch) 
     assert race([side], decided, started + 60, 1, started, lambda words: None) == "decided"
     assert min(run.at for run in side.runs) >= 0.29
     assert looked[0] - started >= 0.6
+
+
+class _Card:
+    """A GPU with one stream, and a host whose calls take HOST seconds each: times of both, in seconds."""
+
+    HOST, WORK = 3e-3, 1e-3
+
+    def __init__(self) -> None:
+        self.now = self.busy_until = 0.0
+
+    def call(self) -> None:
+        """Ten pieces of work, each started by the host, each as long on the device."""
+        for _ in range(10):
+            self.now += self.HOST / 10
+            self.busy_until = max(self.busy_until, self.now) + self.WORK / 10
+
+    def waiting_call(self) -> None:
+        self.call()
+        self.synchronize()
+
+    def synchronize(self, device: object = None) -> None:
+        self.now = max(self.now, self.busy_until)
+
+    def sleep(self, cycles: int) -> None:
+        self.busy_until = max(self.busy_until, self.now) + cycles / 4e9  # twice as fast as is thought
+
+    def event(self, enable_timing: bool = False) -> "_Event":
+        return _Event(self)
+
+
+class _Event:
+    def __init__(self, card: _Card):
+        self.card, self.at = card, 0.0
+
+    def record(self) -> None:
+        self.at = max(self.card.busy_until, self.card.now)
+
+    def query(self) -> bool:
+        return self.at <= self.card.now
+
+    def synchronize(self) -> None:
+        self.card.now = max(self.card.now, self.at)
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["runs on", "waits for the device"])
+def test_a_device_with_the_host_ahead(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead grows until all of a call's work is there before it begins; a call that waits inside never is that far."""
+    card = _Card()
+    monkeypatch.setattr(torch.cuda, "synchronize", card.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", card.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    monkeypatch.setattr(time, "perf_counter", lambda: card.now)
+    call = card.waiting_call if waits else card.call
+    assert engine.timed(call, 4, ON_A_GPU) == pytest.approx(4 * card.HOST, rel=0.05), "the host's, as a user has it"
+    behind = engine.Behind(call, ON_A_GPU)
+    assert behind.time(4) == pytest.approx(4 * card.WORK, rel=1e-6)
+    assert behind._lead == (8.0 if waits else pytest.approx(2.8125))
