@@ -295,6 +295,16 @@ def test_what_cannot_be_cut(model: nn.Module, inputs: tuple[Tensor, ...], said: 
     assert capfd.readouterr().err == "", "torch.export's half of a graph"
 
 
+def test_what_cannot_be_cut_is_one_layer_where_nobody_asks_for_more() -> None:
+    inputs = (torch.randn(3),)
+    only, *_ = plan(Depends().eval(), inputs, whole=True).variants
+    assert only.name == "whole"
+    assert only.chain.layers[0].name == "model"
+    assert torch.equal(only.module(*inputs), Depends()(*inputs))
+    with pytest.raises(Untraceable, match="on its own inputs"):
+        plan(Calls(fails).eval(), (torch.randn(2, 3),), whole=True)
+
+
 def test_what_is_written_through_views_is_cut_too() -> None:
     torch.manual_seed(0)
     model, x = Calls(through_views).eval(), torch.randn(4, 3)

@@ -4,8 +4,9 @@ The model is traced symbolically, which keeps its modules as they are, and by to
 that. Parameters are the model's own, never copied. Layers carry the user's module paths. In-place operations become their
 out-of-place twins, sizes become numbers: the chain holds for the shapes of the example inputs alone.
 
-Refused (Untraceable says why): models in training mode, models that cannot be traced in any way (tracing.py), those whose trace
-computes something else than they do, and those that fail, draw random numbers, answer without a tensor or compute nothing.
+Refused (Untraceable says why): models in training mode, those that cannot be traced in any way (tracing.py) unless nobody asks
+for their layers, those whose trace computes something else than they do, and those that fail, draw random numbers, answer
+without a tensor or compute nothing.
 """
 
 import operator
@@ -28,6 +29,7 @@ from tilewright.bench.compare.tracing import (
     exported,
     flat,
     functional,
+    opaque,
     out_of_place,
     symbolic,
 )  # fmt: skip
@@ -108,8 +110,11 @@ class Chain:
         return int(torch.Size(shape).numel()) * dtype.itemsize
 
 
-def trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> Chain:
-    """Cut `model` into layers, for inputs of these shapes. It runs once or twice, and is not changed."""
+def trace(model: nn.Module, inputs: tuple[Tensor, ...], *, whole: bool = False) -> Chain:
+    """Cut `model` into layers, for inputs of these shapes. It runs once or twice, and is not changed.
+
+    whole: one that cannot be cut is one layer.
+    """
     if model.training:
         raise Untraceable("the model is in training mode; call model.eval() first")
     with torch.no_grad():
@@ -122,7 +127,7 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> Chain:
     if not wanted:
         raise Untraceable("the model answers without a tensor: there is nothing that two engines could be compared by")
     reasons = []
-    for way in (symbolic, exported, functional):
+    for way in (symbolic, exported, functional, *([opaque] if whole else [])):
         try:
             root = way(model, inputs)
             out_of_place(root)
@@ -138,7 +143,7 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> Chain:
         if not any(node.op.startswith("call_") for node in root.graph.nodes):
             raise Untraceable("the model computes nothing: its outputs are its inputs")
         return _chain(model, root, inputs, recorder)
-    raise Untraceable("the model cannot be cut into layers. " + ". ".join(reasons))
+    raise Untraceable("the model cannot be cut into layers (with --whole it is one segment). " + ". ".join(reasons))
 
 
 def _told(error: Exception) -> str:

@@ -71,14 +71,15 @@ def design_of(chain: Chain, found: list[Variant]) -> Design:
     )
 
 
-def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None) -> Plan:
+def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None, *, whole: bool = False) -> Plan:
     """At most `budget` variants of `model` (None: as many as twice the unknowns), "whole" first.
 
-    With fewer than `needed` some layers cannot be told apart: `attribute` then joins them. Untraceable: see layers.py.
+    With fewer than `needed` some layers cannot be told apart: `attribute` then joins them. `whole`: of a model that cannot be
+    cut the plan is the model alone. Untraceable: see layers.py.
     """
     if budget is not None and budget < 1:
         raise ValueError(f"budget is {budget} variants, wanted at least 1: the whole model")
-    return plan_of(trace(model, inputs), budget)
+    return plan_of(trace(model, inputs, whole=whole), budget)
 
 
 def plan_of(

@@ -75,7 +75,7 @@ def compare(
         settings = Settings(device=device, threads=count, host_clock=apart)
         sides = [_started(name, settings, ends, progress) for name in (ours, baseline)]
         progress("looking for layers")
-        planned = plan(model.module, model.inputs)
+        planned = plan(model.module, model.inputs, whole=whole)
         only = only_whole(planned)
         _, began_at = build_all(sides, [only, only], budget_s, progress)
         looked = look(sides, only if whole else planned, began_at + _PROBING * budget_s, progress)

@@ -162,6 +162,14 @@ def functional(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
         return _as_graph(torch.export.export(model, inputs).run_decompositions({}))
 
 
+def opaque(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+    """The model as one node, for a comparison that looks at no layers."""
+    graph = fx.Graph()
+    given = tuple(graph.placeholder(f"input_{i}") for i in range(len(inputs)))
+    graph.output(graph.call_module("model", given))
+    return fx.GraphModule({"model": model}, graph)
+
+
 def _as_graph(program: torch.export.ExportedProgram) -> fx.GraphModule:
     root = program.module()
     assert isinstance(root, fx.GraphModule)
