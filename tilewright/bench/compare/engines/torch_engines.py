@@ -75,6 +75,7 @@ class _Launched(Called):
 
     def device_time(self, calls: int) -> float:
         assert self._call is not None, "not after close"
+        self._renew()
         with torch.inference_mode():
             if self._behind is None:
                 self._behind = Behind(self._call, self._settings)
