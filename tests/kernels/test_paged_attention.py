@@ -15,13 +15,12 @@ from tests import conformance
 from tilewright import ops
 from tilewright.formats import encode
 from tilewright.hw.device import CARD_OF_ARCH, device_of
-from tilewright.kernels import paged_sm90_launch, paged_stream, paged_turned_sm90_launch
+from tilewright.kernels import paged_sm90_launch, paged_stream
 from tilewright.kernels.paged_attention import _example, paged_attention_op
 from tilewright.kernels.paged_sm90_launch import SM90
 from tilewright.kernels.paged_stream import STREAM
-from tilewright.kernels.paged_turned_sm90_launch import TURNED
 from tilewright.kernels.paged_varlen_sm90_launch import INVARIANT_SM90, VARLEN_SM90
-from tilewright.op import Impl, Inputs, invariant
+from tilewright.op import Inputs, invariant
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)
 WHERE = "cuda" if DEVICE.kind == "cuda" else "cpu"
@@ -88,24 +87,19 @@ HOPPER = DEVICE.kind == "cuda" and DEVICE.arch == 90
 
 
 @pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
-@pytest.mark.parametrize("impl", [SM90, TURNED], ids=lambda impl: impl.name)
 @pytest.mark.parametrize(
     ("page_size", "queries", "dim", "window"), [(16, 1, 128, None), (32, 1, 64, 50), (64, 5, 128, None), (128, 16, 64, 70)]
 )
-def test_hopper(
-    impl: Impl, page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_hopper(page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer sequences than are counted one by one and with more; pages poisoned as in all examples."""
-    for module in (paged_sm90_launch, paged_turned_sm90_launch):
-        monkeypatch.setattr(module, "device_of", lambda index: replace(DEVICE, sms=7))
+    monkeypatch.setattr(paged_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
     ends = [(queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1)]
     for lengths in (tuple(ends[-3:]), tuple(ends * 3)):
         example = _example("", lengths if queries > 1 else tuple((1, kv) for _, kv in lengths), (4, 1), dim, page_size, window)
         args = example.make(Inputs(WHERE, seed=10))
         problem = paged_attention_op.problem(*args)
-        every = impl.space.configs(DEVICE, problem) if queries == 1 else [impl.space.default(DEVICE, problem)]
-        for config in every:
-            conformance.check(paged_attention_op, impl, config, args)
+        for config in SM90.space.configs(DEVICE, problem) if queries == 1 else [SM90.space.default(DEVICE, problem)]:
+            conformance.check(paged_attention_op, SM90, config, args)
 
 
 @pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
@@ -118,13 +112,13 @@ def test_hopper_codes(
     format: str, page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """As the test before; the scales of what is not there are NaN."""
-    monkeypatch.setattr(paged_turned_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
+    monkeypatch.setattr(paged_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
     ends = ((queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1))
     lengths = ends if queries > 1 else tuple((1, kv) for _, kv in ends * 3)
     args = _example("", lengths, (4, 1), dim, page_size, window, format=format).make(Inputs(WHERE, seed=13))
     problem = paged_attention_op.problem(*args)
-    for config in TURNED.space.configs(DEVICE, problem) if queries == 1 else [TURNED.space.default(DEVICE, problem)]:
-        conformance.check(paged_attention_op, TURNED, config, args)
+    for config in SM90.space.configs(DEVICE, problem) if queries == 1 else [SM90.space.default(DEVICE, problem)]:
+        conformance.check(paged_attention_op, SM90, config, args)
 
 
 EDGES = ((127, 127), (128, 128), (33, 130), (0, 20), (1, 129), (1, 1), (32, 128), (31, 257), (64, 64), (1, 300), (5, 0))
@@ -323,6 +317,28 @@ def test_what_is_wrong_is_named() -> None:
         args: dict[str, Any] = {"block_table": table, "kv_lens": lens, "page_size": 16, "pages": 3, **changes}
         with pytest.raises(ValueError, match=re.escape(words)):
             ops.check_paged(args.pop("block_table"), args.pop("kv_lens"), **args)
+
+
+@pytest.mark.parametrize(
+    ("dims", "arch", "chosen"),
+    [
+        ({}, 90, "sm90"),
+        ({"Q": 4}, 90, "sm90"),
+        ({"cache": "int8"}, 90, "sm90"),
+        ({"cache": "fp8", "Q": 16, "S": 64}, 90, "sm90"),
+        ({"D": 256}, 90, "stream"),
+        ({"H": 64, "G": 2, "Q": 4}, 90, "varlen_sm90"),  # more rows than either has
+        ({"Q": 300}, 90, "varlen_sm90"),
+        ({"Q": 300, "cache": "int8"}, 90, "varlen"),
+        ({}, 80, "stream"),
+        ({}, 100, "stream"),
+    ],
+    ids=str,
+)
+def test_what_is_taken_unmeasured(dims: dict[str, Any], arch: int, chosen: str) -> None:
+    assert paged_attention_op.make is not None
+    problem = paged_attention_op.problem(*paged_attention_op.make(Inputs("cpu"), B=2, KV=400, **dims))
+    assert paged_attention_op.choose(CARD_OF_ARCH[arch], problem).impl.name == chosen
 
 
 def test_refusals() -> None:

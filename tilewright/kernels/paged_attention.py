@@ -17,10 +17,11 @@ k = code * k_scale; values are then stored by columns, [P, G, D, S]. Attention s
 in the softmax and has no value.
 
 Six schedules:
-- `sm90` (paged_sm90.py): `stream` for Hopper, by hand; caches of 16 bits, head dims 64 and 128.
+- `sm90` (paged_sm90.py, paged_sm90_codes.py): `stream` for Hopper, by hand; head dims 64 and 128, caches of 16 bits or codes.
 - `stream` (paged_stream.py), few queries a sequence (decode), limited by the bytes of the cache: all programs get equal shares
   of all keys, whatever the lengths; the last to finish a sequence combines what its programs found.
-- `varlen_sm90` (paged_varlen_sm90.py), many queries a sequence: the loop of attention_sm90.py, over pages; what `sm90` takes.
+- `varlen_sm90` (paged_varlen_sm90.py), many queries a sequence: the loop of attention_sm90.py, over pages; head dims as `sm90`,
+  caches of 16 bits.
 - `varlen`, any lengths: a program takes one key/value head and a tile of queries x shared heads, walks the keys from the
   first, and masks only where the diagonal or the window passes.
 - `invariant_sm90` and `invariant`: `varlen_sm90` and `varlen` with one tile for every batch, so a row's bits are the same
@@ -56,7 +57,6 @@ from tilewright.kernels.paged_space import (
     value_shape,
 )
 from tilewright.kernels.paged_stream import STREAM
-from tilewright.kernels.paged_turned_sm90_launch import TURNED
 from tilewright.kernels.paged_varlen_sm90_launch import INVARIANT_SM90, VARLEN_SM90
 from tilewright.kernels.paged_walk import length_of, normalise, walk
 from tilewright.kernels.shapes import next_pow2
@@ -288,8 +288,8 @@ def _varlen_launch(
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    # H100, docs/log.md#paged-decode: the fastest of those for few queries nearly everywhere.
-    return "turned" if problem.queries else None
+    # H100, docs/log.md#paged-decode: with its default the fastest of those for few queries nearly everywhere.
+    return "sm90" if problem.queries else None
 
 
 paged_attention_op = Op(
@@ -306,7 +306,6 @@ paged_attention_op = Op(
     impls=(
         SM90,
         STREAM,
-        TURNED,
         VARLEN_SM90,
         Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
         INVARIANT_SM90,

@@ -1,7 +1,8 @@
-"""The host side of paged_sm90.py: what it takes, its configs, its descriptors; exports the Impl `sm90`.
+"""The host side of paged_sm90.py and paged_sm90_codes.py: configs and launch; exports the Impl `sm90`.
 
-Refuses: dtypes other than bf16 and fp16, caches of codes, head dims other than 64 and 128, pages of other than 16, 32, 64 or a
-multiple of 64 tokens, and more than 64 rows (queries times heads that share keys) or 16 queries a sequence.
+Refuses: queries other than bf16 and fp16, caches other than of the queries' dtype or codes, head dims other than 64 and 128,
+pages of other than 16, 32, 64 or a multiple of 64 tokens, more than 64 rows (queries times heads that share keys) or 16 queries
+a sequence. What `varlen_sm90` refuses for the same reasons, and the boxes of both, stand here too.
 """
 
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.paged_sm90 import paged_sm90_kernel
-from tilewright.kernels.paged_sm90_common import boxes, few_queries_refusal
-from tilewright.kernels.paged_space import Problem, room_of
+from tilewright.kernels.paged_sm90_codes import paged_sm90_codes_kernel
+from tilewright.kernels.paged_space import CODES, Problem, room_of, stream_refusal
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.work import stream_work
 from tilewright.kernels.workspace import tickets
@@ -21,29 +24,79 @@ from tilewright.op import Impl, scope
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SM90"]
+__all__ = ["SM90", "boxes", "sm90_refusal"]
 
 _LOG2_E = 1.4426950408889634
-_ROWS = 64  # of a tile: keys, and queries times heads that share them
+_ROWS = 64  # of a tile: keys; and queries times heads that share them, at most
 _PANEL = 64  # columns of a box
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_BOXED = {**_DTYPES, torch.int32: gl.int32}
 
 
-def _smem_refusal(device: Device, problem: Problem, config: Config) -> str | None:
-    used = config["PER_SM"] * (2 * config["STAGES"] * _ROWS * problem.row_bytes + 4096)
+def sm90_refusal(device: Device, problem: Problem, block: int) -> str | None:
+    """Why no kernel with caches of 16 bits takes a problem, or None. `block`: keys of a tile; larger pages are whole tiles."""
+    if device.arch != 90:
+        return f"is written for sm_90, this is sm_{device.arch}"
+    if problem.dtype not in _DTYPES or problem.cache != problem.dtype:
+        return f"takes queries and caches of bf16 or fp16, not {problem.dtype} with {problem.cache}"
+    if problem.head_dim not in (64, 128):
+        return f"takes head dims of 64 and 128, not {problem.head_dim}"
+    if problem.page_size not in (16, 32, 64) and problem.page_size % block:
+        return f"takes pages of 16, 32, 64 or a multiple of {block} tokens, not {problem.page_size}"
+    return None
+
+
+def _columns(problem_rows: int) -> int:
+    """wgmma's narrow side."""
+    return max(8, next_pow2(problem_rows))
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    """The codes' dtype is as good as that of the queries."""
+    plain = problem._replace(cache=problem.dtype) if problem.cache in CODES else problem
+    if reason := sm90_refusal(device, plain, _ROWS) or stream_refusal(device, plain):
+        return reason
+    rows = problem.queries * problem.group
+    return f"{rows} rows, queries times heads that share keys, are more than {_ROWS}" if rows > _ROWS else None
+
+
+def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    columns = _columns(problem.queries * problem.group)
+    if columns > 32 and problem.row_bytes == 128 and problem.cache in CODES and config["PER_SM"] > 1:
+        return "two programs an SM leave too few registers for 64 columns of codes"
+    own = columns * (2 * problem.head_dim + 2 * _ROWS + 16)  # queries, weights, maxima
+    used = config["PER_SM"] * (2 * config["STAGES"] * _ROWS * (problem.row_bytes + 4) + own + 4096)
     return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # H100, docs/log.md#paged-decode: a single program an SM, with a ring twice as long, is 4 % faster for one sequence of 8,192
-    # keys, and 5 to 6 % slower wherever the cache is large.
-    return {"PER_SM": 2, "STAGES": 3 if problem.head_dim == 128 else 6}
+    # H100, 128 dims, docs/log.md#paged-decode: rows of 256 bytes are read faster by one program an SM with two stages, codes by
+    # two programs. 64 dims of 16 bits were not timed.
+    if problem.cache in CODES:
+        return {"PER_SM": 1 if problem.queries * problem.group > 32 else 2, "STAGES": 2, "LONGER": 6}
+    return {"PER_SM": 1, "STAGES": 2, "LONGER": 6} if problem.row_bytes == 256 else {"PER_SM": 2, "STAGES": 4, "LONGER": 6}
+
+
+def boxes(t: Tensor, box: list[int]) -> TensorDescriptor:
+    """A dense tensor of bf16, fp16 or words of codes in boxes, swizzled by as many bytes as a box is wide, 128 at most."""
+    layout = gl.NVMMASharedLayout.get_default_for(box, _BOXED[t.dtype])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
+
+
+def _code_boxes(k_cache: Tensor, v_cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of keys and values in words of four codes: a page at most 64 tokens of it; small pages of values in rows of 128 bytes."""
+    dim, page_size = k_cache.shape[3], k_cache.shape[2]
+    keys = boxes(k_cache.view(-1, dim).view(torch.int32), [min(page_size, _ROWS), dim // 4])
+    if page_size < _ROWS:
+        return keys, boxes(v_cache.view(-1, 128).view(torch.int32), [dim * page_size // 128, 32])
+    return keys, boxes(v_cache.view(-1, page_size).view(torch.int32), [dim, _ROWS // 4])
 
 
 def _launch(
     config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
     max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    (tokens, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
+    (tokens, heads, dim), (pages, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
     o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return o
@@ -54,15 +107,24 @@ def _launch(
     most = batch * kv_heads * triton.cdiv(block_table.shape[1] * page_size, _ROWS)
     grid = max(1, min(config["PER_SM"] * device.sms, most))
     part = torch.empty(2 * grid * queries * group * (dim + 2), dtype=torch.float32, device=q.device)
-    paged_sm90_kernel[(grid,)](
-        *(boxes(t.view(-1, dim), [min(page_size, _ROWS), _PANEL]) for t in (k_cache, v_cache)),
-        q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks,
-        block_table, kv_lens, cu_q, batch, tokens, room_of(k_cache, block_table), window or 0,
-        q.stride(0), block_table.stride(0), scale * _LOG2_E,
-        G=kv_heads, GROUP=group, D=dim, S=page_size, QUERIES=queries, HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks is not None, BLOCK_R=block_r, AT_ONCE=max(1, min(16, 64 // block_r)), STAGES=config["STAGES"],
-        num_warps=4, maxnreg=256 // config["PER_SM"],
-    )  # fmt: skip
+    out = (q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks)
+    lengths = (block_table, kv_lens, cu_q, batch, tokens, room_of(k_cache, block_table), window or 0)
+    strides = (q.stride(0), block_table.stride(0), scale * _LOG2_E)
+    constants: dict[str, Any] = {
+        "G": kv_heads, "GROUP": group, "D": dim, "N": _columns(queries * group), "S": page_size, "QUERIES": queries,
+        "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "BLOCK_R": block_r,
+        "AT_ONCE": max(1, min(16, 64 // block_r)), "STAGES": config["STAGES"], "LONGER": config["LONGER"],
+        "num_warps": 4, "maxnreg": 256 // config["PER_SM"],
+    }  # fmt: skip
+    if k_scale is None:
+        descriptors = (boxes(t.view(-1, dim), [min(page_size, _ROWS), _PANEL]) for t in (k_cache, v_cache))
+        paged_sm90_kernel[(grid,)](*descriptors, *out, *lengths, *strides, **constants)
+    else:
+        format = "int8" if k_cache.dtype == torch.int8 else "e4m3"
+        paged_sm90_codes_kernel[(grid,)](
+            *_code_boxes(k_cache, v_cache), k_scale, v_scale, *out, *lengths, pages * kv_heads, *strides,
+            FORMAT=format, HEAD_SCALES=k_scale.stride(1), **constants,
+        )  # fmt: skip
     return o
 
 
@@ -71,6 +133,6 @@ def _work(device: Device, config: Config, *args: Any) -> Work:
     return stream_work(device, {**config, "BLOCK_N": _ROWS, "num_stages": config["STAGES"], "num_warps": 4}, *args)
 
 
-SPACE = Space(default=_default, axes={"PER_SM": (1, 2), "STAGES": (3, 6)}, refusal=_smem_refusal)
+SPACE = Space(default=_default, axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6)}, refusal=_config_refusal)
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=few_queries_refusal, interpretable=False, work=_work)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=_work)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilewright.kernels.attention_sm90 import attend, barriers
 from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT
 from tilewright.kernels.hopper import hand_out, load_box, next_tile
-from tilewright.kernels.paged_sm90_ranges import PANEL, boxes_joined, page_row
+from tilewright.kernels.paged_sm90_ranges import PANEL, boxes_joined, page_rows
 
 __all__ = ["paged_varlen_sm90_kernel"]
 
@@ -79,16 +79,6 @@ def _next(ticket, counter_ptr, grid, lengths, left, PACK: gl.constexpr, N: gl.co
 
 
 @gluon.jit
-def _rows_of(table_ptr, key, k_len, g, G: gl.constexpr, S: gl.constexpr, N: gl.constexpr):
-    """Where the boxes of the block of keys from `key` on begin, as rows of the cache."""
-    STEP: gl.constexpr = S if S < N else N
-    rows = (page_row(table_ptr, key, k_len, g, G, S),)
-    for i in gl.static_range(1, N // STEP):
-        rows = rows + (page_row(table_ptr, key + i * STEP, k_len, g, G, S),)
-    return rows
-
-
-@gluon.jit
 def _fetch_boxes(desc, bufs, full, empty, rows, it, STAGES: gl.constexpr):
     BOXES: gl.constexpr = len(rows)
     PANELS: gl.constexpr = bufs.shape[0] // (STAGES * BOXES)
@@ -109,8 +99,9 @@ def _fetch(
     _, k_desc, v_desc = descs
     _, k_boxes, v_boxes = boxes
     k_full, k_empty, v_full, v_empty = bars[2], bars[3], bars[4], bars[5]
+    STEP: gl.constexpr = S if S < N else N
     # The pages are read before the wait for free memory.
-    rows = _rows_of(table_ptr, key, k_len, g, G, S, N)
+    rows = page_rows(table_ptr, key, k_len, g, G, S, STEP, N // STEP)
     _fetch_boxes(k_desc, k_boxes, k_full, k_empty, rows, it, STAGES)
     _fetch_boxes(v_desc, v_boxes, v_full, v_empty, rows, it, STAGES)
 

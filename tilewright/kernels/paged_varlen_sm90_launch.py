@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention_common import LOG2_E, addressable
 from tilewright.kernels.attention_sm90_tiles import SLOT
-from tilewright.kernels.paged_sm90_common import boxes, sm90_refusal
+from tilewright.kernels.paged_sm90_launch import boxes, sm90_refusal
 from tilewright.kernels.paged_space import Problem, room_of
 from tilewright.kernels.paged_varlen_sm90 import paged_varlen_sm90_kernel
 from tilewright.kernels.work import varlen_work

@@ -1,4 +1,4 @@
-"""`turned` for caches of 8-bit codes: both products of paged_turned_sm90.py with codes as wgmma's register operand, in fp16.
+"""`sm90` for caches of 8-bit codes: both products of paged_sm90.py with codes as wgmma's register operand, in fp16.
 
 The tall operands, K [64 keys, D] and V^T [D, 64 keys], are what codes are: a thread loads words of four of them, widens them to
 fp16 (mixed_codes.py, exact), and multiplies from registers. Nothing converted passes through shared memory, V's codes stand by
@@ -11,7 +11,7 @@ wants two pairs eight apart, so both products take their inner numbers in anothe
 
 Queries of bf16 become fp16 by a power of two for each, and weights times the values' scales are raised by 2^8 (paged_walk.py).
 
-As in paged_turned_sm90.py, barriers (a), (b) and (c) stand between those who share memory. What differs:
+As in paged_sm90.py, barriers (a), (b) and (c) stand between those who share memory. What differs:
 
     keys          read into registers by all warps before (b), and given back behind it; with them the scales of the tile, which
                   the producer's 32 lanes fetch by cp.async: their arrivals and the one for the boxes' bytes fill the barrier
@@ -38,27 +38,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewright.kernels.hopper import block_barrier, load_box, viewed
 from tilewright.kernels.mixed_codes import widen
-from tilewright.kernels.paged_sm90_ends import end_pair
-from tilewright.kernels.paged_sm90_ranges import ROWS, barriers, page_row, range_of, stretch
-from tilewright.kernels.paged_turned_sm90 import WARPS, column_maxima, only_seen, pairs_of_rows, turned_sums, weigh
+from tilewright.kernels.paged_sm90 import WARPS, column_maxima, only_seen, pairs_of_rows, tall_sums, weigh
+from tilewright.kernels.paged_sm90_ranges import ROWS, barriers, end_pair, page_rows, range_of, stretch
 
-__all__ = ["paged_turned_codes_sm90_kernel"]
+__all__ = ["paged_sm90_codes_kernel"]
 
 
 LANES = gl.constexpr(32)  # of the producer
 RAISED = gl.constexpr(256.0)  # takes weights times scales away from fp16's subnormals: scales up to 255, values up to 32,000
 
 # ---- producer
-
-
-@gluon.jit
-def _rows_of(row_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr, BOXES: gl.constexpr):
-    """The places of a tile's pages in the cache, as rows [P * G * S], four at most."""
-    STEP: gl.constexpr = ROWS // BOXES
-    rows = (page_row(row_ptr, key, kv_len, g, G, S),)
-    for i in gl.static_range(1, BOXES):
-        rows += (page_row(row_ptr, key + i * STEP, kv_len, g, G, S),)
-    return rows
 
 
 @gluon.jit
@@ -101,7 +90,7 @@ def _load_codes(
         for i in range(count):
             key = first + i * ROWS
             # The pages are read before the wait for free memory.
-            rows = _rows_of(row_ptr, key, kv_len, g, G, S, BOXES)
+            rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // BOXES, BOXES)
             stage = j % STAGES
             phase = j // STAGES & 1 ^ 1
             mbarrier.wait(k_empty.index(stage), phase)
@@ -208,7 +197,7 @@ def _walk(
 
     scales: of queries, [N].
     """
-    LAYOUT: gl.constexpr = turned_sums(N)
+    LAYOUT: gl.constexpr = tall_sums(N)
     TALL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     k_tiles, v_tiles, k_scales, v_scales = bufs
@@ -282,7 +271,7 @@ def _attend(
         power = _store_queries(own[0], q)
         fence_async_shared()
         block_barrier()  # (a)
-        scales = gl.convert_layout(power * scale, gl.SliceLayout(0, turned_sums(N)))
+        scales = gl.convert_layout(power * scale, gl.SliceLayout(0, tall_sums(N)))
         o, m, l, j = _walk(
             bufs, own, bars, scales, j, first, count, kv_len, q_len, window,
             GROUP, QUERIES, HAS_WINDOW, D, N, FORMAT, BOXES, STAGES,
@@ -301,7 +290,7 @@ def _attend(
 
 
 @gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "held", "table_row_stride"])
-def paged_turned_codes_sm90_kernel(
+def paged_sm90_codes_kernel(
     k_desc, v_desc, k_scale_ptr, v_scale_ptr, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
     batch, tokens, room, window, held, q_row_stride, table_row_stride, scale,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr,
