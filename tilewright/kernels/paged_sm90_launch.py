@@ -33,12 +33,16 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _BOXED = {**_DTYPES, torch.int32: gl.int32}
 
 
-def sm90_refusal(device: Device, problem: Problem, block: int) -> str | None:
-    """Why no kernel with caches of 16 bits takes a problem, or None. `block`: keys of a tile; larger pages are whole tiles."""
+def sm90_refusal(device: Device, problem: Problem, block: int, *, coded: bool = False) -> str | None:
+    """Why no kernel for Hopper takes a problem, or None.
+
+    block: keys of a tile; larger pages are whole tiles. coded: whether caches may be of codes too.
+    """
     if device.arch != 90:
         return f"is written for sm_90, this is sm_{device.arch}"
-    if problem.dtype not in _DTYPES or problem.cache != problem.dtype:
-        return f"takes queries and caches of bf16 or fp16, not {problem.dtype} with {problem.cache}"
+    if problem.dtype not in _DTYPES or (problem.cache != problem.dtype and not (coded and problem.cache in CODES)):
+        caches = "the same or of 8-bit codes" if coded else "the same"
+        return f"takes queries of bf16 or fp16 and caches of {caches}, not {problem.dtype} with {problem.cache}"
     if problem.head_dim not in (64, 128):
         return f"takes head dims of 64 and 128, not {problem.head_dim}"
     if problem.page_size not in (16, 32, 64) and problem.page_size % block:
@@ -52,9 +56,7 @@ def _columns(problem_rows: int) -> int:
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    """The codes' dtype is as good as that of the queries."""
-    plain = problem._replace(cache=problem.dtype) if problem.cache in CODES else problem
-    if reason := sm90_refusal(device, plain, _ROWS) or stream_refusal(device, plain):
+    if reason := sm90_refusal(device, problem, _ROWS, coded=True) or stream_refusal(device, problem):
         return reason
     rows = problem.queries * problem.group
     return f"{rows} rows, queries times heads that share keys, are more than {_ROWS}" if rows > _ROWS else None
