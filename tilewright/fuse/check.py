@@ -36,6 +36,7 @@ __all__ = [
     "Difference",
     "Inaccurate",
     "LayerError",
+    "beside",
     "compare_outputs",
     "layer_errors",
     "verify",
@@ -379,14 +380,14 @@ def verify(
             )
     if check.failed and native is not None and tolerance is None:
         with torch.no_grad():
-            check = _beside(check, compare_outputs(want, native()))
+            check = beside(check, compare_outputs(want, native()))
     if check.failed:
         raise Inaccurate(replace(check, layers=tuple(layer_errors(float_graph, fused, inputs, keywords))))
     return check
 
 
-def _beside(check: Check, native: tuple[Difference, ...]) -> Check:
-    """With twice the error of torch's own model allowed, where that is a number and more than the table's."""
+def beside(check: Check, native: tuple[Difference, ...]) -> Check:
+    """`check` with twice the error of torch's own model allowed, where that is a number and more than the table's."""
     rms, largest = (max((getattr(d, name) for d in native if not d.discrete), default=0.0) for name in ("rms", "largest"))
     apart = max((d.rms for d in native if d.discrete), default=0.0)
     if not math.isfinite(rms + largest + apart):

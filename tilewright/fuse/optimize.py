@@ -30,7 +30,7 @@ from tilewright.fuse.lower import Lowering
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.partial import optimize_children
 from tilewright.fuse.report import Report
-from tilewright.fuse.settings import PRECISIONS, Settings
+from tilewright.fuse.settings import PRECISIONS, Settings, cast
 from tilewright.fuse.tokens import assemble
 from tilewright.fuse.trace import Traced, Untraceable, trace
 from tilewright.fuse.tuning import choices
@@ -199,7 +199,7 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
 
     def native() -> Any:
         """torch's own calls in the precision."""
-        given, named = pytree.tree_map(partial(_cast, settings.dtype), (args, dict(kwargs)))
+        given, named = pytree.tree_map(partial(cast, settings.dtype), (args, dict(kwargs)))
         return traced.module(*given, **named)
 
     tolerance = settings.tolerance
@@ -219,17 +219,13 @@ def _copied(fused: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(fused, graph)
 
 
-def _cast(dtype: torch.dtype, leaf: Any) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
 def lowered(
     model: nn.Module, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, report: Report
 ) -> tuple[Any, Traced]:  # fmt: skip
     """(the optimised graph, what was traced in `dtype`)."""
-    cast = partial(_cast, dtype)
+    to_dtype = partial(cast, dtype)
     floats = [t for t in (*exact.state.values(), *pytree.tree_leaves(args)) if isinstance(t, Tensor) and t.is_floating_point()]
     traced = exact
     if any(t.dtype != dtype for t in floats):
-        traced = trace(_copy(model).to(dtype), pytree.tree_map(cast, args), pytree.tree_map(cast, dict(kwargs)))
+        traced = trace(_copy(model).to(dtype), pytree.tree_map(to_dtype, args), pytree.tree_map(to_dtype, dict(kwargs)))
     return Lowering(traced, exact.state, report).run(), traced

@@ -7,6 +7,7 @@ Refuses: children that are called with several shapes, that write to their input
 called by other ways than `child(...)`, or whose attributes the model's own code reads (an optimised one has none of them).
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tilewright.fuse.check import TOLERANCES, Check, Inaccurate, Tolerance, compare_outputs
+from tilewright.fuse.check import TOLERANCES, Check, Inaccurate, Tolerance, beside, compare_outputs
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.report import Report
-from tilewright.fuse.settings import Settings
+from tilewright.fuse.settings import Settings, cast
 from tilewright.fuse.trace import Untraceable
 from tilewright.hw.tf32 import exact_float32
 
@@ -178,6 +179,7 @@ def optimize_children(
     except (RuntimeError, ValueError, TypeError, LookupError) as error:  # the user's code, as it is, on the user's inputs
         raise Untraceable(f"{type(model).__name__} itself fails on the example inputs: {error} ({why})") from error
     _restore(model, state)
+    native = _native(model, args, kwargs, settings) if settings.tolerance is None else None
     children = _Children(calls, settings, whole, report)
     children.visit(model, "")
     if all(found is None for found in children.done.values()):
@@ -194,7 +196,19 @@ def optimize_children(
     if settings.tolerance is not None:
         allowed = Tolerance.given(settings.tolerance)
     check = Check(settings.precision, allowed, compare_outputs(want, got))
+    if check.failed and native is not None:
+        check = beside(check, compare_outputs(want, native))
     if check.failed:
         raise Inaccurate(check)
     report.error = check.to_json()
     return done
+
+
+def _native(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings) -> Any:
+    """What torch's own model gives in the precision, of a copy; None where it cannot be run in that."""
+    given, named = pytree.tree_map(lambda leaf: cast(settings.dtype, _kept(leaf)), (args, dict(kwargs)))
+    try:
+        with torch.no_grad():
+            return _opened(copy.deepcopy(model).to(settings.dtype)(*given, **named))
+    except (RuntimeError, ValueError, TypeError):  # kernels that torch does not have, code that asks for float32
+        return None

@@ -1,11 +1,12 @@
 """What a call of `optimize` asked for, decided once."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-__all__ = ["PRECISIONS", "Settings"]
+__all__ = ["PRECISIONS", "Settings", "cast"]
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float16}
 """What `optimize` takes, and the dtype of everything that is not quantised."""
@@ -34,3 +35,8 @@ class Settings(NamedTuple):
     def quantised(self) -> bool:
         """Whether products are quantised."""
         return self.precision == "int8"
+
+
+def cast(dtype: torch.dtype, leaf: Any) -> Any:
+    """A floating-point tensor in that dtype; anything else as it is."""
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
