@@ -11,7 +11,7 @@ from tests.conformance import errors, flat
 from tilewright.bench import counters
 from tilewright.bench.counters import counters_of, parse
 from tilewright.bench.dims import find_op, parse_dims
-from tilewright.bench.op import checked, geomean, shapes_of
+from tilewright.bench.op import checked, geomean, shapes_of, unit_of
 from tilewright.bench.peers import NoPeer, default_shapes, peer
 from tilewright.op import Inputs, Op
 from tilewright.ops import ALL
@@ -91,6 +91,14 @@ def test_shapes_by_option() -> None:
     assert shapes_of(LINEAR, [], "M=1,N=2,K=3;M=4,N=5,K=6;") == [["M=1", "N=2", "K=3"], ["M=4", "N=5", "K=6"]]
     with pytest.raises(ValueError, match="give one of"):
         shapes_of(LINEAR, ["M=1"], "M=1,N=2,K=3")
+
+
+def test_integers_have_a_roof() -> None:
+    """Copies of them, that is: whatever the unit, bytes are what counts."""
+    op = find_op("permute")
+    assert op.make is not None
+    x, dims = op.make(Inputs("meta"), **parse_dims(op, ["M=4", "N=6", "int8=true"]))
+    assert (x.dtype, unit_of((x, dims))) == (torch.int8, "bf16")
 
 
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)

@@ -137,8 +137,9 @@ def _row(
 
 
 def unit_of(args: Sequence[Any]) -> str:
-    """The arithmetic unit that counts for these arguments."""
-    return UNITS[next(a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())]
+    """The arithmetic unit that counts for these arguments: bf16's where none of them are floating-point numbers."""
+    dtypes = (a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
+    return UNITS[next(dtypes, torch.bfloat16)]
 
 
 def geomean(rows: Sequence[dict[str, Any]]) -> float | None:

@@ -48,9 +48,13 @@ def scale_in_place_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dty
 
 
 def permute_arguments(
-    inputs: Inputs, *, M: int, N: int, B: int = 0, dtype: torch.dtype = _BF16, rows: bool = False
+    inputs: Inputs, *, M: int, N: int, B: int = 0, dtype: torch.dtype = _BF16, int8: bool = False, rows: bool = False
 ) -> Args:  # fmt: skip
-    """x [M, N] or a batch of B, to be transposed. rows: x [M, N, 128] instead, whose rows of 128 elements stay whole."""
+    """x [M, N] or a batch of B, to be transposed; int8 instead of dtype, if asked.
+
+    rows: x [M, N, 128] instead, whose rows of 128 elements stay whole.
+    """
+    dtype = torch.int8 if int8 else dtype
     shape = (*((B,) if B else ()), M, N, *((128,) if rows else ()))
     lead = len(shape) - (3 if rows else 2)
     dims = [*range(lead), lead + 1, lead, *range(lead + 2, len(shape))]

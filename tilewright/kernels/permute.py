@@ -13,14 +13,13 @@ Dimensions that stay neighbours are merged first, and those of size 1 dropped. W
 All other dimensions are walked by programs, at most four after merging.
 
 Limited by bytes, each read and written once, in vectors of 16 bytes on either side where sizes and strides allow: one that is
-not a multiple of 16 bytes makes its side go element by element.
+not a multiple of 16 bytes makes its side go in narrower ones, element by element at worst. There, for 1 and 2 bytes,
+`classes` (permute_odd.py) is another way, listed and not measured: nothing chooses it.
 Not supported: elements of 16 bytes, more than six merged dimensions, and inputs without a dense dimension (the public function
 copies them first).
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -30,7 +29,8 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import permute_arguments
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.permute_common import BITS, Problem, form_of, plan_of, problem_of, refuse_form, tile_of
+from tilewright.kernels.permute_odd import CLASSES
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -50,85 +50,7 @@ def _cost(x: Tensor, dims: list[int]) -> Cost:
     return Cost(flops=0, bytes=2 * x.numel() * x.element_size())
 
 
-# ---- the form of a copy
-
-
-class Form(NamedTuple):
-    """A permutation in the order of its result, merged. `a` is the dimension that is dense in x."""
-
-    sizes: tuple[int, ...]
-    """Of the result's dimensions, none of them 1."""
-    strides: tuple[int, ...]
-    """Elements from one to the next in x."""
-    a: int
-    """Which of them has stride 1 in x."""
-    b: int
-    """The other dimension of the tile: the result's last, or in rows the one before it."""
-
-
-def form_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> Form | None:
-    """The form of a copy, or None where x has no dense dimension. Of an empty tensor nothing is asked."""
-    sizes: list[int] = []
-    steps: list[int] = []
-    for d in reversed(dims):
-        size, step = shape[d], strides[d]
-        if size == 1:
-            continue
-        if sizes and step == sizes[0] * steps[0]:
-            sizes[0] *= size
-        else:
-            sizes.insert(0, size)
-            steps.insert(0, step)
-    if not sizes:
-        sizes, steps = [1], [1]
-    last = len(sizes) - 1
-    dense = [i for i, step in enumerate(steps) if step == 1]
-    if not dense:
-        return None
-    a = dense[-1]
-    if a != last:
-        return Form(tuple(sizes), tuple(steps), a, last)
-    if not last:  # one dimension: rows of it, one
-        sizes, steps, last = [1, *sizes], [0, *steps], 1
-    return Form(tuple(sizes), tuple(steps), last, last - 1)
-
-
-def _vectors(itemsize: int, form: Form) -> tuple[int, int]:
-    """(elements of x, of y) in an access of up to 16 bytes: the most that divide all sizes and strides of the side."""
-    x = math.gcd(form.sizes[form.a], *(step for i, step in enumerate(form.strides) if i != form.a))
-    return math.gcd(16 // itemsize, x), math.gcd(16 // itemsize, form.sizes[-1])
-
-
 # ---- space and examples
-
-
-class Problem(NamedTuple):
-    """All that a config may depend on."""
-
-    itemsize: int
-    rows: bool
-    """Whether the dense dimension stays the last."""
-    a: int
-    """Elements of the tile's dimension that is dense in x, as a power of two, at most 1024; 0 where none is dense."""
-    b: int
-    """Those of the other, likewise."""
-    walked: int
-    """Dimensions of neither."""
-    x_bytes: int
-    """Of the widest access by which x can be read."""
-    y_bytes: int
-    """The same of writing y."""
-
-
-def _problem(x: Tensor, dims: list[int]) -> Problem:
-    if not x.numel():
-        return Problem(x.element_size(), True, 1, 1, 0, 16, 16)
-    form, size = form_of(x.shape, x.stride(), dims), x.element_size()
-    if form is None:
-        return Problem(size, True, 0, 0, 0, size, size)
-    a, b = (min(1024, next_pow2(form.sizes[i])) for i in (form.a, form.b))
-    x_vector, y_vector = _vectors(size, form)
-    return Problem(size, form.b < form.a, a, b, len(form.sizes) - 2, x_vector * size, y_vector * size)
 
 
 def _default(device: Device, problem: Problem) -> Config:
@@ -191,14 +113,16 @@ EXAMPLES = (
     _example("as it is", (3, 4, 50), (0, 1, 2), torch.float16, cut=1),
     _example("six dimensions", (2, 3, 2, 5, 2, 7), (4, 1, 5, 0, 3, 2), torch.float32),
     _example("contiguous", (33, 5), (0, 1), torch.int16),
+    _example("odd rows of x", (80, 67), (1, 0), torch.int8),
+    _example("odd rows of y", (67, 160), (1, 0), torch.int8),
+    _example("odd rows of both", (131, 67), (1, 0), torch.bfloat16),
+    _example("odd and batched", (3, 35, 64), (2, 0, 1), torch.int16),
+    _example("odd and strided", (60, 96), (1, 0), torch.int8, cut=13),
     _example("one", (1, 1, 1), (2, 0, 1), torch.float32),
     _example("nothing", (4, 0, 3), (2, 1, 0), torch.float32),
 )
 
 # ---- kernel
-
-
-_GROUP = tl.constexpr(8)  # tiles that write next to each other, one after the other: their pieces of a row of y join in L2
 
 
 @triton.jit(
@@ -218,15 +142,9 @@ def _permute_kernel(
     A = a_units * X_VECTOR
     B = b_units * (1 if ROWS else Y_VECTOR)
     tiles_a, tiles_b = tl.cdiv(A, BLOCK_A), tl.cdiv(B, BLOCK_B)
-    tile, rest = tl.program_id(0) % (tiles_a * tiles_b), tl.program_id(0) // (tiles_a * tiles_b)
-    first_b = tile // (tiles_a * _GROUP) * _GROUP
-    group = tl.minimum(tiles_b - first_b, _GROUP)
-    tile_a, tile_b = tile % (tiles_a * _GROUP) // group, first_b + tile % (tiles_a * _GROUP) % group
-    i0, rest = rest % n0, rest // n0
-    i1, rest = rest % n1, rest // n1
-    i2, i3 = rest % n2, rest // n2
-    x_ptr += (i0.to(tl.int64) * x0 + i1.to(tl.int64) * x1 + i2.to(tl.int64) * x2 + i3.to(tl.int64) * x3) * X_VECTOR
-    y_ptr += (i0.to(tl.int64) * y0 + i1.to(tl.int64) * y1 + i2.to(tl.int64) * y2 + i3.to(tl.int64) * y3) * Y_VECTOR
+    tile_a, tile_b, i0, i1, i2, i3 = tile_of(tiles_a, tiles_b, n0, n1, n2)
+    x_ptr += (i0 * x0 + i1 * x1 + i2 * x2 + i3 * x3) * X_VECTOR
+    y_ptr += (i0 * y0 + i1 * y1 + i2 * y2 + i3 * y3) * Y_VECTOR
     a = tile_a * BLOCK_A + tl.arange(0, BLOCK_A)
     b = tile_b * BLOCK_B + tl.arange(0, BLOCK_B)
     x_at = (b.to(tl.int64) * x_b * X_VECTOR)[:, None] + a[None, :]
@@ -247,45 +165,27 @@ def _launch(config: Config, x: Tensor, dims: list[int]) -> Tensor:
     form = form_of(x.shape, x.stride(), dims)
     if not x.numel() or form is None:
         return y
-    sizes, steps, a, b = form
-    y_steps = [1] * len(sizes)
-    for i in range(len(sizes) - 2, -1, -1):
-        y_steps[i] = y_steps[i + 1] * sizes[i + 1]
-    rows = b < a
-    size = x.element_size()
-    x_vector, y_vector = _vectors(size, Form(sizes, steps, a, b))
-    walked = [i for i in range(len(sizes) - 1, -1, -1) if i not in (a, b)]
-    count = [sizes[i] for i in walked]
-    none = [0] * (4 - len(walked))
-    tiles = triton.cdiv(sizes[a], config["BLOCK_A"]) * triton.cdiv(sizes[b], config["BLOCK_B"])
-    bits = _BITS[size]
-    numbers = [sizes[a] // x_vector, sizes[b] // (1 if rows else y_vector), *[*count, 1, 1, 1][:3]]
-    numbers += [steps[b] // x_vector, y_steps[b if rows else a] // y_vector]
-    numbers += [steps[i] // x_vector for i in walked] + none + [y_steps[i] // y_vector for i in walked] + none
-    _permute_kernel[(tiles * math.prod(count),)](
-        x.view(bits), y.view(bits), *numbers, ROWS=rows, X_VECTOR=x_vector, Y_VECTOR=y_vector, **config
-    )
+    plan, rows = plan_of(x, form), form.b < form.a
+    xv, yv, bits = plan.x_vector, plan.y_vector, BITS[x.element_size()]
+    programs = triton.cdiv(plan.a, config["BLOCK_A"]) * triton.cdiv(plan.b, config["BLOCK_B"]) * math.prod(plan.counts)
+    numbers = [plan.a // xv, plan.b // (1 if rows else yv), *plan.counts[:3]]
+    numbers += [plan.x_b // xv, (plan.y_b if rows else plan.y_a) // yv]
+    numbers += [step // xv for step in plan.x_steps] + [step // yv for step in plan.y_steps]
+    _permute_kernel[(programs,)](x.view(bits), y.view(bits), *numbers, ROWS=rows, X_VECTOR=xv, Y_VECTOR=yv, **config)
     return y
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if problem.itemsize not in _BITS:
-        return f"moves elements of 1, 2, 4 or 8 bytes, not {problem.itemsize}"
-    if not problem.a:
-        return "one dimension of x must be dense in memory; copy it first"
-    return f"walks at most 6 dimensions that do not merge, got {problem.walked + 2}" if problem.walked > 4 else None
+    return refuse_form(problem)
 
 
 permute_op = Op(
     name="permute",
     reference=_reference,
-    problem=_problem,
+    problem=problem_of,
     cost=_cost,
     examples=EXAMPLES,
     make=permute_arguments,
     rows_in_problem=True,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse),),
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse), CLASSES),
 )

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.permute import form_of, permute_op
+from tilewright.kernels.permute import permute_op
+from tilewright.kernels.permute_common import form_of
 
 __all__ = ["permute", "transpose"]
 
