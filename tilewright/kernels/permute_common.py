@@ -159,6 +159,9 @@ def tile_of(tiles_a, tiles_b, n0, n1, n2):
     first_b = tile // (tiles_a * _GROUP) * _GROUP
     group = tl.minimum(tiles_b - first_b, _GROUP)
     tile_a, tile_b = tile % (tiles_a * _GROUP) // group, first_b + tile % (tiles_a * _GROUP) % group
-    i0, rest = rest % n0, rest // n0
-    i1, rest = rest % n1, rest // n1
-    return tile_a, tile_b, i0.to(tl.int64), i1.to(tl.int64), (rest % n2).to(tl.int64), (rest // n2).to(tl.int64)
+    i0, i1, i2, i3 = rest, rest, rest, rest
+    if rest > 0:  # where one tile after the other has it, no program divides for it
+        i0, rest = rest % n0, rest // n0
+        i1, rest = rest % n1, rest // n1
+        i2, i3 = rest % n2, rest // n2
+    return tile_a, tile_b, i0.to(tl.int64), i1.to(tl.int64), i2.to(tl.int64), i3.to(tl.int64)
