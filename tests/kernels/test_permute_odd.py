@@ -165,6 +165,10 @@ def test_machine_code_of_odd_rows_of_y(int8: bool, align_bytes: int, stored: int
     assert found["LDS"] == 5 * stored
     assert not {"LDG.E", "LDG.E.64", "STG.E", "STG.E.64", "STS.64", "LDS.64", "LDS.128"} & set(found)
     assert binary.shared_bytes == 64 * 256 * 2 // (4 if int8 else 2)  # words of one element of a word after the other
+    # a warp stores and gathers 4 vectors of each of 8 rows: what test_gather_meets_every_bank_once stands on
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", binary.ttgir, re.MULTILINE))
+    (stored_as,) = set(re.findall(r"tt\.store .*tensor<\d+x16x!tt\.ptr<i32>, (#\w+)>", binary.ttgir))
+    assert "sizePerThread = [1, 4], threadsPerWarp = [8, 4]" in layouts[stored_as]
 
 
 @needs_compiler

@@ -74,7 +74,7 @@ SPACE = Space(
 )
 
 # ---- kernel
-# K = BLOCK_B / U, W = BLOCK_A / U. A tile of words is [K, W / 8, 8]; which axis counts elements changes as it is turned.
+# K = BLOCK_B / U, W = BLOCK_A / U. A tile of words is [K, W]; they are words along a first, then along b.
 # Addresses are a multiply-add of 32 x 32 to 64 bits each: powers of two go with the small factor, not with the stride.
 
 
@@ -87,13 +87,13 @@ def _joined(low, high, shift):
 
 @triton.jit
 def _columns(K: tl.constexpr, W: tl.constexpr, SWIZZLED: tl.constexpr):
-    """int32 [K, W / 8, 8]: which of a row's W words stands where. Swizzled: eight words change place by (k // 4) % 4.
+    """int32 [K, W]: which of a row's W words stands where. Swizzled: eight words change place by (k // 4) % 4.
 
     So in `_shifted` four lanes that take words 4 apart of one row, and eight that take neighbouring rows, meet 32 banks.
     """
-    k, c = tl.arange(0, K), tl.arange(0, W // 8)
-    turned = c[None, :] ^ ((k >> 2 & 3) if SWIZZLED else k * 0)[:, None]
-    return (turned * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    k, w = tl.arange(0, K), tl.arange(0, W)
+    turn = (k >> 2 & 3) * 8 if SWIZZLED else k * 0
+    return tl.max_contiguous(tl.multiple_of(w[None, :] ^ turn[:, None], [1, 8]), [1, 8])
 
 
 @triton.jit
@@ -104,31 +104,33 @@ def _aligned_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, UNIT: tl.constexpr
     """
     j = tl.arange(0, w.shape[0]) * U
     rows = (ptr + (j * UNIT).to(tl.int64) * x_b).to(tl.pointer_type(tl.int32), bitcast=True)
-    mask = ((b0 + j).to(tl.uint32, bitcast=True) < B.to(tl.uint32, bitcast=True))[:, None, None] & (w < left)
-    return tl.load(rows[:, None, None] + w, mask=mask)
+    mask = ((b0 + j).to(tl.uint32, bitcast=True) < B.to(tl.uint32, bitcast=True))[:, None] & (w < left)
+    return tl.load(rows[:, None] + w, mask=mask)
 
 
 @triton.jit
 def _joined_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, SIZE: tl.constexpr):
-    """The same of rows that begin anywhere, with `left` elements of SIZE bytes, from the aligned words that hold them."""
+    """The same of rows that begin anywhere, with `left` elements of SIZE bytes, from the aligned words that hold them.
+
+    Reads up to 7 bytes behind a row.
+    """
     j = tl.arange(0, w.shape[0]) * U
     at = ptr.to(tl.int64) + (j * SIZE).to(tl.int64) * x_b
-    behind = (at.to(tl.int32) & 3)[:, None, None]
-    words = (at >> 2 << 2).to(tl.pointer_type(tl.int32))[:, None, None] + w
-    rows = ((b0 + j).to(tl.uint32, bitcast=True) < B.to(tl.uint32, bitcast=True))[:, None, None]
-    low = tl.load(words, mask=rows & (w * 4 < left * SIZE))
-    high = tl.load(words + 1, mask=rows & (w * 4 + 4 < left * SIZE + behind))
-    return _joined(low, high, behind * 8)
+    behind = (at.to(tl.int32) & 3)[:, None]
+    words = (at >> 2 << 2).to(tl.pointer_type(tl.int32))[:, None] + w
+    rows = ((b0 + j).to(tl.uint32, bitcast=True) < B.to(tl.uint32, bitcast=True))[:, None]
+    mask = rows & (w * 4 < left * SIZE)
+    return _joined(tl.load(words, mask=mask), tl.load(words + 1, mask=mask), behind * 8)
 
 
 @triton.jit
 def _gathered_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, SIZE: tl.constexpr):
     """The same from single elements. ptr: by elements."""
     j = tl.arange(0, w.shape[0]) * U
-    rows = ((b0 + j).to(tl.uint32, bitcast=True) < B.to(tl.uint32, bitcast=True))[:, None, None]
+    rows = ((b0 + j).to(tl.uint32, bitcast=True) < B.to(tl.uint32, bitcast=True))[:, None]
     words = tl.zeros(w.shape, tl.int32)
     for e in tl.static_range(U):
-        at = (j.to(tl.int64) * x_b)[:, None, None] + (w * U + e)
+        at = (j.to(tl.int64) * x_b)[:, None] + (w * U + e)
         one = tl.load(ptr + at, mask=rows & (w * U + e < left), other=0).to(tl.int32)
         words |= (one & ((1 << (8 * SIZE)) - 1)) << (8 * SIZE * e)
     return words
@@ -137,7 +139,7 @@ def _gathered_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, SIZE: tl.constexp
 @triton.jit
 def _words(x_ptr, base, x_b, b0, B, tile_a, a_units, r: tl.constexpr, U: tl.constexpr, BLOCK_A: tl.constexpr,
            BLOCK_B: tl.constexpr, X_VECTOR: tl.constexpr, SWIZZLED: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
-    """int32 [K, W / 8, 8] of rows b0 + r, b0 + r + U ... of x; some of them may be outside of it.
+    """int32 [K, W] of rows b0 + r, b0 + r + U ... of x; some of them may be outside of it.
 
     base, x_b, a_units: in X_VECTOR elements. WAY: "aligned", "joined" or "gathered" words, above.
     """
@@ -171,7 +173,7 @@ def _rows(x_ptr, base, x_b, b0, B, tile_a, a_units, U: tl.constexpr, BLOCK_A: tl
 @triton.jit
 def _reaches_out(x_ptr, x_words, base, x_b, b0, B, tile_a, a, U: tl.constexpr, BLOCK_A: tl.constexpr,
                  BLOCK_B: tl.constexpr):  # fmt: skip
-    """Whether a word that holds elements of the tile, or the next, may lie partly outside of x's memory.
+    """Whether a word that holds elements of the tile, or the next, may lie outside of x's memory, be it partly.
 
     x_words: whole words from x_ptr to its end.
     """
@@ -181,7 +183,7 @@ def _reaches_out(x_ptr, x_words, base, x_b, b0, B, tile_a, a, U: tl.constexpr, B
     first = at + tl.maximum(b0, 0).to(tl.int64) * x_b * SIZE
     last = at + (tl.minimum(b0 + BLOCK_B, B) - 1).to(tl.int64) * x_b * SIZE
     end = last + tl.minimum(a - tile_a * BLOCK_A, BLOCK_A + U) * SIZE
-    return (first >> 2 << 2 < begin) | ((end + 3) >> 2 << 2 > begin + x_words.to(tl.int64) * 4)
+    return (first >> 2 << 2 < begin) | (end + 7 > begin + x_words.to(tl.int64) * 4)
 
 
 @triton.jit
@@ -205,67 +207,71 @@ def _column(w0, w1, w2, w3, e: tl.constexpr, U: tl.constexpr):
 
 
 @triton.jit
-def _shifted(words, vector, start, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr, H: tl.constexpr):
-    """int32 [G, W, 4 H]: of row r of words [W, K] the U elements from start[r] + 4 U vector[g, h] on, and the next three words.
+def _shifted(words, r, vector, start, U: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """int32 [N, 16]: four vectors of 4 U elements; of row r[n] of words [W, K] those from start[n] + 4 U vector[n, h] on.
 
     words: swizzled, flat. Gathers five words for a vector; of the eight that it asks for nobody uses the last three.
     """
     LOG_U: tl.constexpr = U // 2
-    r = tl.arange(0, W)[None, :, None, None]
     k, behind = start >> LOG_U, start & (U - 1)
     # where a row starts with a whole word, the fifth may not exist, and its bits are shifted out
-    e = tl.minimum(tl.minimum(tl.arange(0, 8), 4)[None, :], 3 + (behind != 0).to(tl.int32)[:, None])[None, :, None, :]
-    q = (vector[:, None, :] + (k >> 2)[None, :, None])[:, :, :, None]
-    j = (k & 3)[None, :, None, None]
-    here = (r ^ ((q & 3) * 8)) + q * (4 * W) + j * W
-    turned = (r ^ ((q + 1 & 3) * 8)) + q * (4 * W) + j * W  # of words that stand in the next four
+    e = tl.minimum(tl.minimum(tl.arange(0, 8), 4)[None, :], 3 + (behind != 0).to(tl.int32)[:, None])[:, None, :]
+    q = (vector + (k >> 2)[:, None])[:, :, None]
+    j, row = (k & 3)[:, None, None], r[:, None, None]
+    here = (row ^ ((q & 3) * 8)) + q * (4 * W) + j * W
+    turned = (row ^ ((q + 1 & 3) * 8)) + q * (4 * W) + j * W  # of words that stand in the next four
     at = tl.where(j + e < 4, here, turned) + e * W
-    w = tl.gather(words, tl.reshape(at, [G * W * H * 8]), 0)
-    even, odd = tl.split(tl.reshape(w, [G, W, H, 2, 2, 2]))
+    w = tl.gather(words, tl.reshape(at, [N * 4 * 8]), 0)
+    even, odd = tl.split(tl.reshape(w, [N, 4, 2, 2, 2]))
     w04, w26 = tl.split(even)
     w15, w37 = tl.split(odd)
     w0, w4 = tl.split(w04)
     w1, _ = tl.split(w15)
     w2, _ = tl.split(w26)
     w3, _ = tl.split(w37)
-    s = (behind * (32 // U))[None, :, None]
+    s = (behind * (32 // U))[:, None]
     even = tl.join(_joined(w0, w1, s), _joined(w2, w3, s))
     odd = tl.join(_joined(w1, w2, s), _joined(w3, w4, s))
-    return tl.reshape(tl.join(even, odd), [G, W, 4 * H])
+    return tl.reshape(tl.join(even, odd), [N, 16])
 
 
 @triton.jit
-def _store_shifted(y_ptr, words, at, b0, B, left, e: tl.constexpr, U: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
-                   ALIGN: tl.constexpr):  # fmt: skip
-    """Rows e, e + U ... of the tile of y, `left` of them, from their words [K, W / 8, 8].
+def _store_shifted(y_ptr, words, y_row, y_a, b0, B, left, e: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+                   K: tl.constexpr, Y_VECTOR: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+    """Rows e, e + U ... of the tile of y, `left` of them, from their words [K, W].
 
-    at [W]: elements to where these rows of y begin. b0: of the tile in x; in y it begins ALIGN elements later, less what a
-    row begins behind a multiple of ALIGN.
+    y_row, y_a: to where the tile's first row of y begins, from one row to the next, in Y_VECTOR elements. b0: of the tile in x;
+    in y it begins ALIGN elements later, less what a row begins behind a multiple of ALIGN.
     """
     V: tl.constexpr = 4 * U
     VECTORS: tl.constexpr = (K - ALIGN // U) // 4  # that are stored
-    G: tl.constexpr = K // 16
+    N: tl.constexpr = W * K // 16
     LOG_ALIGN: tl.constexpr = (ALIGN >= 16) + (ALIGN >= 32) + (ALIGN >= 64) + (ALIGN >= 128) + 3
+    # 16 words a line, so that a warp stores those of eight rows; rows of y one after the other, then their next 16 words
+    n = tl.arange(0, N)
+    r, first = n % W, n // W * 4
+    a = r * U + e
+    at = (y_row + a.to(tl.int64) * y_a) * Y_VECTOR
     behind = at.to(tl.int32) & (ALIGN - 1)
-    # a warp stores 16 words of each of 8 rows
-    vector = (tl.arange(0, G) * 4)[:, None] + tl.arange(0, 4)[None, :]
-    out = _shifted(tl.reshape(words, [K * W]), tl.minimum(vector, VECTORS - 1), ALIGN - behind, U, W, G, 4)
-    m = (tl.arange(0, G) * 16)[:, None, None] + tl.arange(0, 16)[None, None, :]
-    first = b0 + ALIGN + m // 4 * V - behind[None, :, None]  # column of a vector's first element
-    whole = first.to(tl.uint32, bitcast=True) < tl.maximum(B - (V - 1), 0).to(tl.uint32, bitcast=True)
-    whole = whole & (m // 4 < VECTORS) & (tl.arange(0, W) * U + e < left)[None, :, None]
+    vector = tl.minimum(first[:, None] + tl.arange(0, 4)[None, :], VECTORS - 1)
+    out = _shifted(tl.reshape(words, [K * W]), r, vector, ALIGN - behind, U, W, N)
+    h = tl.arange(0, 16)
+    vector = first[:, None] + (h // 4)[None, :]
+    column = b0 + ALIGN + vector * V - behind[:, None]  # of a vector's first element
+    whole = column.to(tl.uint32, bitcast=True) < tl.maximum(B - (V - 1), 0).to(tl.uint32, bitcast=True)
+    whole = whole & (vector < VECTORS) & (a < left)[:, None]
     y = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (b0 + ALIGN) // U
-    tl.store(y + (((at >> LOG_ALIGN) * (ALIGN // U))[None, :, None] + m), out, mask=whole)
+    tl.store(y + (((at >> LOG_ALIGN) * (ALIGN // U) + first * 4)[:, None] + h[None, :]), out, mask=whole)
 
 
 @triton.jit
-def _store_whole(y_ptr, words, units, b0, B, left, e: tl.constexpr, U: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
-                 Y_VECTOR: tl.constexpr):  # fmt: skip
-    """The same where rows of y are whole vectors. units [W]: to where rows begin, in Y_VECTOR elements."""
-    m = tl.arange(0, K)
-    mask = (tl.arange(0, W) * U + e < left)[:, None] & (m // 4 * (4 * U) < B - b0)[None, :]
+def _store_whole(y_ptr, words, y_row, y_a, b0, B, left, e: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+                 K: tl.constexpr, Y_VECTOR: tl.constexpr):  # fmt: skip
+    """The same where rows of y are whole vectors."""
+    m, a = tl.arange(0, K), tl.arange(0, W) * U + e
+    rows = (y_row + a.to(tl.int64) * y_a) * (Y_VECTOR // U)
     y = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + b0 // U
-    tl.store(y + (units[:, None] * (Y_VECTOR // U) + m[None, :]), tl.trans(tl.reshape(words, [K, W])), mask=mask)
+    tl.store(y + (rows[:, None] + m[None, :]), tl.trans(words), mask=(a < left)[:, None] & (m // 4 * (4 * U) < B - b0)[None, :])
 
 
 @triton.jit
@@ -304,7 +310,7 @@ def _words_kernel(
     K: tl.constexpr = BLOCK_B // U
     A, B = a_units * X_VECTOR, b_units * Y_VECTOR
     tiles_b = tl.cdiv(B + ALIGN - 1, STEP) if ALIGN else tl.cdiv(B, STEP)
-    tile_a, tile_b, i0, i1, i2, i3 = tile_of(tl.cdiv(A, BLOCK_A), tiles_b, n0, n1, n2)
+    tile_a, tile_b, i0, i1, i2, i3 = tile_of(tl.cdiv(A, BLOCK_A), tiles_b, n0, n1, n2, CHECKED=True)
     base = i0 * x0 + i1 * x1 + i2 * x2 + i3 * x3
     y_row = i0 * y0 + i1 * y1 + i2 * y2 + i3 * y3 + (tile_a * BLOCK_A).to(tl.int64) * y_a
     b0, left = tile_b * STEP - ALIGN, A - tile_a * BLOCK_A
@@ -318,11 +324,11 @@ def _words_kernel(
         w0, w1, w2, w3 = _rows(x_ptr, base, x_b, b0, B, tile_a, a_units,
                                U, BLOCK_A, BLOCK_B, X_VECTOR, ALIGN > 0, "joined")  # fmt: skip
     for e in tl.static_range(U):
-        words, units = _column(w0, w1, w2, w3, e, U), y_row + (tl.arange(0, W) * U + e).to(tl.int64) * y_a
+        words = _column(w0, w1, w2, w3, e, U)
         if ALIGN:
-            _store_shifted(y_ptr, words, units * Y_VECTOR, b0, B, left, e, U, W, K, ALIGN)
+            _store_shifted(y_ptr, words, y_row, y_a, b0, B, left, e, U, W, K, Y_VECTOR, ALIGN)
         else:
-            _store_whole(y_ptr, words, units, b0, B, left, e, U, W, K, Y_VECTOR)
+            _store_whole(y_ptr, words, y_row, y_a, b0, B, left, e, U, W, K, Y_VECTOR)
     if ALIGN:
         end, x_at, x_step = tl.arange(0, V), base * X_VECTOR + tile_a * BLOCK_A, x_b.to(tl.int64) * X_VECTOR
         y_at, y_step = y_row * Y_VECTOR, y_a.to(tl.int64) * Y_VECTOR
@@ -344,14 +350,14 @@ def _launch(config: Config, x: Tensor, dims: list[int]) -> Tensor:
     aligned = plan.x_vector * size >= _WORD_BYTES and (x.is_meta or x.data_ptr() % _WORD_BYTES == 0)
     xv, yv = plan.x_vector if aligned else 1, plan.y_vector
     align = 0 if yv * size == _VECTOR_BYTES else config["ALIGN_BYTES"] // size
-    block_a, block_b = config["BLOCK_A"], config["BLOCK_B"]
-    tiles = triton.cdiv(plan.a, block_a) * triton.cdiv(plan.b + max(align - 1, 0), block_b - align)
+    tile = {name: config[name] for name in ("BLOCK_A", "BLOCK_B", "num_warps")}
+    tiles = triton.cdiv(plan.a, tile["BLOCK_A"]) * triton.cdiv(plan.b + max(align - 1, 0), tile["BLOCK_B"] - align)
     span = 1 + sum((n - 1) * step for n, step in zip(form.sizes, form.strides, strict=True))
     numbers = [span * size // _WORD_BYTES, plan.a // xv, plan.b // yv, *plan.counts[:3], plan.x_b // xv, plan.y_a // yv]
     numbers += [step // xv for step in plan.x_steps] + [step // yv for step in plan.y_steps]
     _words_kernel[(tiles * math.prod(plan.counts),)](
         *(x.view(BITS[size]), y.view(BITS[size]), *numbers), U=_WORD_BYTES // size, X_VECTOR=xv, Y_VECTOR=yv,
-        ALIGNED=aligned, ALIGN=align, BLOCK_A=block_a, BLOCK_B=block_b, num_warps=config["num_warps"],
+        ALIGNED=aligned, ALIGN=align, **tile,
     )  # fmt: skip
     return y
 
