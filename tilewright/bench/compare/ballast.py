@@ -21,9 +21,10 @@ Where its host takes less, now the host and now the device is behind, and progra
 to 9 %). A baseline's programs are then timed with the host ahead (`Behind`, clocks.py): what they take the device alone, which
 is at most what a user waits. So a layer may pass by it, and none may fail.
 
-Ours beside such a baseline is timed the same way where its host replays a captured graph and the device takes most of a call:
-what the host adds is then of the call, not of its layers, and is in the whole model's ratio. It needs no ballast, and programs
-say the same to 0.3 % where calls as a user has them differ by 3 (H100, ViT-B/16). Other engines of ours are not spared theirs.
+Ours beside a baseline that is timed by its host or its device is timed by its device, where its host replays a captured graph
+and the device takes most of a call: what the host adds is of the call, not of its layers, and is in the whole model's ratio. It
+needs no ballast, and programs say the same to 0.3 % where calls as a user has them differ by 3 (H100, ViT-B/16). Other engines
+of ours are not spared their hosts.
 
 A model whose weights no cache holds reads each of them from memory, its small programs do not: repeated, they find their own.
 By the device's clock such a model's programs therefore begin with empty caches, on both sides (H100, ViT-B/16, one image, 19
@@ -134,7 +135,7 @@ class Looked:
             if clock != "call" and pace:
                 found.append(f"The host takes {pace:.0%} of a call of {side}: {_MEANT[clock]}.")
         if self.share:
-            found.append(f"So it is on ours, whose host replays a graph; the device takes {self.share:.0%} of a call.")
+            found.append(f"On ours, whose host replays a graph, it is what it takes the device: {self.share:.0%} of a call.")
         if self.cold:
             found.append("Weights are more than caches hold: each program begins with empty ones.")
         if not self.told:
@@ -166,7 +167,7 @@ def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Call
         progress("looking whether a call is more than its layers")
         build_everywhere(sides, variant, planned.variants, planned.design, progress)
     for i in (1, 0) if probes else ():  # the baseline first: ours may have to be timed as it is
-        share = sides[i].share() if i == 0 and clocks[1] == "device" else 0.0
+        share = sides[i].share() if i == 0 and clocks[1] != "call" else 0.0
         if share >= _MOSTLY:
             clocks[i] = "device"
             continue

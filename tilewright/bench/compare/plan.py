@@ -4,7 +4,7 @@ An engine may take a minute to build a program, so the list begins with the vari
 guess of each layer's time (operations and bytes over round numbers of the machine: only ratios matter), a relative error of
 every variant's time, and weak prior knowledge of the unknowns; each variant is a rank-one update of their covariance. Pieces
 cut out of the model count as less exact than what begins where the model begins: what they read comes from nowhere. Not so
-where the host or the device is timed alone (ballast.py): a piece takes what it takes in the model, and the shortest say most.
+where the host or the device is timed alone (ballast.py): a piece takes what it takes in the model, and one layer says most.
 
 Nothing is run here but the model once, to trace it.
 """
@@ -97,7 +97,7 @@ def plan_of(
     layers = np.zeros(max(design.groups) + 1)
     layers[list(design.groups)] = guess
     giving = [k for k, v in enumerate(found) if v.spec.giving and all(edit.times for edit in v.spec.edits)]
-    begin = [*giving, *_alone(found, guess), *_halves(found, len(chain.layers))]
+    begin = [*giving, *(_pieces(found, design) if alike else [*_alone(found, guess), *_halves(found, len(chain.layers))])]
     begin = [0, *(k for k in begin if found[k].name not in silent)]
     costs = np.zeros(FIRST)
     costs[0] = 0.1 * guess.sum() + 2e-5
@@ -200,6 +200,15 @@ def _needed(design: Design, names: list[str], silent: frozenset[str], known: int
         if len(x) and _known(x).sum() == known:
             return min(len(names), count + max(2, round(_SPARE * count)))
     return len(names)
+
+
+def _pieces(found: list[Variant], design: Design) -> list[int]:
+    """Numbers of the programs of one layer, once, the first of each group."""
+    first: dict[int, int] = {}
+    for k, variant in enumerate(found):
+        if len(variant.part) == 1:
+            first.setdefault(design.groups[variant.part[0]], k)
+    return list(first.values())
 
 
 def _alone(found: list[Variant], guess: Floats) -> list[int]:
