@@ -88,6 +88,8 @@ def test_static_scales(format: str, zero: float | None, with_bias: bool, activat
     assert torch.equal(torch.cat([ops.linear(x, part, None) for part in parts], 1), ops.linear(x, weight, None))
     assert torch.equal(ops.linear(x, stack_rows(parts), bias, activation), got)
     parts[1].x_scale = scale * 2
+    if zero is None:
+        return  # the larger scale is taken: test_static_weights_stack_under_one_scale_and_only_with_one_zero_point
     with pytest.raises(ValueError, match=r"stack_rows: .* read one activation, with one static scale and zero point"):
         stack_rows(parts)
 
@@ -195,6 +197,27 @@ def test_rows_split_and_stack(format: str, parts: tuple[int, ...]) -> None:
 def test_weights_of_two_kinds_do_not_stack() -> None:
     with pytest.raises(ValueError, match="wanted weights of one type and block"):
         stack_rows([quantized("int8")[1], quantized("int8-weight")[1]])
+
+
+def test_static_weights_stack_under_one_scale_and_only_with_one_zero_point() -> None:
+    plain = quantized("int8")[1]
+    assert isinstance(plain, ScaledWeight)
+
+    def static(scale: float, zero: float | None = None) -> StaticWeight:
+        x_zero = None if zero is None else torch.tensor(zero)
+        scales = {"x_scale": torch.tensor(scale), "x_zero": x_zero}
+        return StaticWeight(plain.codes, plain.scales, block=plain.block, dtype=plain.dtype, **scales)
+
+    stacked = stack_rows([static(0.25), static(0.5), static(0.125)])
+    assert isinstance(stacked, StaticWeight)
+    assert stacked.input_codes == (0.5, 0.0)
+    assert torch.equal(stacked.codes, plain.codes.repeat(3, 1))
+    alike = stack_rows([static(0.25, 3.0), static(0.25, 3.0)])
+    assert isinstance(alike, StaticWeight)
+    assert alike.input_codes == (0.25, 3.0)
+    for others in ([static(0.25, 3.0), static(0.5, 3.0)], [static(0.25), static(0.25, 3.0)]):
+        with pytest.raises(ValueError, match="with one static scale and zero point; got"):
+            stack_rows(others)
 
 
 def layer(format: str, dtype: torch.dtype = torch.float32) -> nn.Linear:
