@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import formats, invariant, nn, ops
+from tilewright.kernels.activation_forms import ACTIVATION_FORMS
+from tilewright.kernels.matmul_common import ACTIVATIONS
 from tilewright.ops import weights as weights_module
 from tilewright.ops.linear import FEW_ROWS, Codes
 from tilewright.ops.weights import (
@@ -256,6 +258,21 @@ def test_the_activation_gets_the_gradient_of_the_dequantised_weight(format: str)
         FINISH[activation](F.linear(plain_x, weight.dequantize(), plain_bias)).backward(grad)
         torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(bias.grad, plain_bias.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_through_every_activation_compile_whole(activation: str) -> None:
+    torch._dynamo.reset()
+    _, weight = quantized("int8")
+    x, bias = randn(MANY, K, seed=1), randn(N, seed=2)
+    residual = randn(MANY, N // 2 if ACTIVATIONS[activation][1] else N, seed=3)
+    given = [tensor.requires_grad_() for tensor in (x, bias, residual)]
+    grad = randn(*residual.shape, seed=4)
+    compiled = torch.compile(ops.linear, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(x, weight, bias, activation, residual), given, grad)
+    plain = ACTIVATION_FORMS[activation](F.linear(x, weight.dequantize(), bias)) + residual
+    for mine, theirs in zip(got, torch.autograd.grad(plain, given, grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", ALL)
