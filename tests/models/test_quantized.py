@@ -168,7 +168,21 @@ def test_saving_refuses(tmp_path: Path) -> None:
         tw.save_quantized(model, source, source)
     with pytest.raises(ModelError, match="bookworm is another model"):
         tw.save_quantized(model, tmp_path / "saved", "bookworm")
+    other: Any = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    with pytest.raises(TypeError, match=r"got Sequential; of another module save model.state_dict\(\) with safetensors"):
+        tw.save_quantized(other, tmp_path / "saved", source)
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
+def test_any_quantised_module_goes_through_safetensors(format: str, tmp_path: Path) -> None:
+    made, again = (torch.nn.Sequential(torch.nn.Linear(128, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8)) for _ in range(2))
+    for module in (made, again):
+        tw.quantize(module, format, skip=("2",))
+    save_file(made.state_dict(), tmp_path / "module.safetensors")
+    again.load_state_dict(load_file(tmp_path / "module.safetensors"))
+    x = torch.randn(30, 128)
+    assert torch.equal(again(x), made(x))
 
 
 # ---- refusals

@@ -321,7 +321,7 @@ def test_codes_are_for_weights_of_the_same_codes() -> None:
 
 
 def test_a_weight_of_another_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight must have the dtype and device of the left operand, torch.bfloat16 on cpu"):
+    with pytest.raises(ValueError, match=r"weight must have the dtype and device of x, torch.bfloat16 on cpu"):
         ops.linear(randn(2, K).bfloat16(), quantized("int8")[1])
 
 
