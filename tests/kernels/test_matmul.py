@@ -309,6 +309,26 @@ def test_rows_compile_nothing_new(name: str, rows: tuple[int, ...]) -> None:
     assert len(keys) == 1
 
 
+# (M, N, K) -> tiles and SPLIT_K within 1.2 % of the fastest measured (benchmarks/results/h100/studies/linear-aligned.json).
+FAST: dict[tuple[int, int, int], set[tuple[int, int, str, int]]] = {
+    (128, 8192, 8192): {(64, 128, "n", 1), (128, 64, "m", 1)},
+    (128, 5120, 8192): {(64, 128, "n", 1), (64, 128, "n", 0)},
+    (256, 8192, 28672): {(128, 128, "m", 1), (128, 128, "m", 0)},
+    (512, 4096, 14336): {(128, 128, "m", 1), (128, 128, "m", 0)},
+    (1024, 6144, 4096): {(128, 128, "tiles", 1)},
+    (4096, 4096, 4096): {(128, 256, "m", 1), (128, 256, "m", 0)},
+    (8192, 8192, 8192): {(128, 256, "m", 1), (128, 256, "m", 0)},
+}
+
+
+@pytest.mark.parametrize(("shape", "fast"), FAST.items(), ids=list(map(str, FAST)))
+def test_sm90_takes_what_was_measured_to_be_fast(shape: tuple[int, int, int], fast: set[tuple[int, int, str, int]]) -> None:
+    m, n, k = shape
+    args = arguments(Inputs("meta"), m, n, k, torch.bfloat16, bias=False, residual=False)
+    config = IMPLS["sm90"].space.default(CARD_OF_ARCH[90], linear_op.problem(*args))
+    assert (config["BLOCK_M"], config["BLOCK_N"], config["CONSUMERS"], config["SPLIT_K"]) in fast
+
+
 @needs_compiler
 @pytest.mark.parametrize(("k", "step"), [(2056, 2056), (1000, 1000), (256, 264), (512, 512)])
 @pytest.mark.parametrize("arch", [80, 90])
