@@ -1,6 +1,6 @@
-"""What conformance cannot say of `classes`: every config, where x begins, bytes touched, who is chosen, machine code."""
+"""What conformance cannot say of `words`: every config, where x begins, bytes touched, who is chosen, machine code."""
 
-import math
+import itertools
 import re
 from typing import Any
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from tilewright.asm.compile import record
+from tilewright.asm.compile import Binary, record
 from tilewright.asm.facts import facts, sass
 from tilewright.hw.device import device_named, device_of
 from tilewright.kernels.permute import permute_op
-from tilewright.kernels.permute_odd import CLASSES
+from tilewright.kernels.permute_odd import WORDS
 from tilewright.op import Inputs
 
 GPU = torch.cuda.is_available()
@@ -46,7 +46,7 @@ CASES = {
     "tiny": ((3, 5), (5, 1), 1, (1, 0)),
     "rows of y without a whole vector": ((3, 32), (32, 1), 0, (1, 0)),
     "rows of x without a whole word": ((37, 2), (3, 1), 1, (1, 0)),
-    "batched, classes begin elsewhere in each": ((3, 35, 64), (2240, 64, 1), 0, (2, 0, 1)),
+    "batched, rows of y begin elsewhere in each": ((3, 35, 64), (2240, 64, 1), 0, (2, 0, 1)),
     "batched, both odd": ((3, 35, 21), (735, 21, 1), 2, (0, 2, 1)),
     "strided": ((60, 83), (97, 1), 7, (1, 0)),
     "four dimensions": ((2, 3, 5, 7), (105, 35, 7, 1), 0, (3, 1, 0, 2)),
@@ -62,12 +62,13 @@ def test_every_config(case: str, dtype: torch.dtype) -> None:
     shape, strides, offset, dims = CASES[case]
     x = laid(shape, strides, offset, dtype)
     problem = permute_op.problem(x, list(dims))
-    assert CLASSES.refusal(DEVICE, problem) is None
-    configs = list(CLASSES.space.configs(DEVICE, problem))
-    assert len(configs) == (3 if problem.y_bytes == 16 else 7 - dtype.itemsize)
-    assert CLASSES.space.default(DEVICE, problem) in configs
+    assert WORDS.refusal(DEVICE, problem) is None
+    configs = list(WORDS.space.configs(DEVICE, problem))
+    some = 2 if problem.x_bytes < 4 and dtype == torch.int8 else 3 + dtype.itemsize
+    assert len(configs) == (3 if problem.y_bytes == 16 else some)
+    assert WORDS.space.default(DEVICE, problem) in configs
     for config in configs:
-        assert torch.equal(CLASSES.launch(config, x, list(dims)), x.permute(dims)), config
+        assert torch.equal(WORDS.launch(config, x, list(dims)), x.permute(dims)), config
 
 
 @needs_interpreter
@@ -94,19 +95,20 @@ def test_no_byte_outside_of_x_is_read(case: str, dtype: torch.dtype, monkeypatch
 
         def store(self, ptrs: Any, values: Any, mask: Any) -> Any:
             for at in ptrs[mask].ravel().tolist():
-                written[at] = written.get(at, 0) + 1
+                for byte in range(at, at + values.dtype.itemsize):
+                    written[byte] = written.get(byte, 0) + 1
             return raw.store(ptrs, values, mask)
 
     monkeypatch.setattr(interpreter, "_interpreter", Watched())
     problem = permute_op.problem(x, list(dims))
-    tile = CLASSES.space.default(DEVICE, problem)["BLOCK_A"]
-    for config in [c for c in CLASSES.space.configs(DEVICE, problem) if c["BLOCK_A"] == tile]:
+    tile = WORDS.space.default(DEVICE, problem)["BLOCK_A"]
+    for config in [c for c in WORDS.space.configs(DEVICE, problem) if c["BLOCK_A"] == tile]:
         touched.clear()
         written.clear()
-        y = CLASSES.launch(config, x, list(dims))
+        y = WORDS.launch(config, x, list(dims))
         assert min(low for low, _ in touched) == begin
         assert max(high for _, high in touched) == end
-        assert sorted(written) == list(range(y.data_ptr(), y.data_ptr() + y.nbytes, y.element_size()))
+        assert sorted(written) == list(range(y.data_ptr(), y.data_ptr() + y.nbytes))
         assert max(written.values()) <= (1 if y.shape[-1] >= 32 else 2)  # both ends of a short row may be one
 
 
@@ -124,7 +126,7 @@ def test_no_byte_outside_of_x_is_read(case: str, dtype: torch.dtype, monkeypatch
 )
 def test_refusals(words: dict[str, Any], reason: str | None) -> None:
     assert permute_op.make is not None
-    assert CLASSES.refusal(H100, permute_op.problem(*permute_op.make(Inputs("meta"), **words))) == reason
+    assert WORDS.refusal(H100, permute_op.problem(*permute_op.make(Inputs("meta"), **words))) == reason
 
 
 @pytest.mark.parametrize("card", ["a100", "h100", "b200"])
@@ -140,39 +142,55 @@ def test_is_not_chosen_before_it_is_measured(card: str) -> None:
             assert permute_op.choose(device_named(card), problem).impl.name == "triton"
 
 
-def accesses(words: dict[str, Any], store_bytes: int) -> dict[str, int]:
-    """How often each global access stands in the default's code on sm_90, with stores of so many bytes."""
+def compiled(words: dict[str, Any], **choices: int) -> tuple[dict[str, int], Binary]:
+    """How often each access of memory stands in the default's code on sm_90, and the binary."""
     assert permute_op.make is not None
     args = permute_op.make(Inputs("meta"), **words)
-    config = dict(CLASSES.space.default(H100, permute_op.problem(*args)), STORE_BYTES=store_bytes)
-    (binary,) = record(CLASSES, config, args, 90)
+    config = dict(WORDS.space.default(H100, permute_op.problem(*args)), **choices)
+    (binary,) = record(WORDS, config, args, 90)
     assert facts(binary).spill_bytes == 0
     assert facts(binary).registers <= 128  # two blocks of 8 warps an SM
-    found = re.findall(r"\b((?:LDG|STG)\.E[.\w]*)", sass(binary))
-    return {name: found.count(name) for name in set(found)}
+    found = re.findall(r"\b((?:LDG|STG|LDS|STS)\b[.\w]*)", sass(binary))
+    return {name: found.count(name) for name in set(found)}, binary
 
 
 @needs_compiler
-@pytest.mark.parametrize("int8", [False, True])
-def test_machine_code_of_odd_rows_of_y(int8: bool) -> None:
-    """Stores are whole, and so are loads of classes whose words lie side by side."""
-    words = {"M": 2047, "N": 2048, "int8": int8}
-    per_thread = (64 * 256 if int8 else 32 * 256) // 256
-    size = 1 if int8 else 2
-    narrow = accesses(words, 4)
-    assert narrow["STG.E"] == per_thread * size // 4
-    assert narrow["LDG.E.128"] == per_thread * size // 16 * (4 // size)  # each class loads all words
-    assert "LDG.E" not in narrow
-    assert accesses(words, 8)["STG.E.64"] == per_thread * size // 8
-    assert accesses(words, 16)["STG.E.128"] == per_thread * size // 16
+@pytest.mark.parametrize(("int8", "align_bytes", "stored"), [(False, 32, 8), (False, 128, 6), (True, 32, 8)])
+def test_machine_code_of_odd_rows_of_y(int8: bool, align_bytes: int, stored: int) -> None:
+    """Vectors of 16 bytes on either side and into shared memory; out of it five words for four, and no other exchange."""
+    found, binary = compiled({"M": 2047, "N": 2048, "int8": int8}, ALIGN_BYTES=align_bytes)
+    loaded = 64 * 256 * 2 // 16 // 256  # vectors of a thread
+    assert found["LDG.E.128"] == found["STS.128"] == loaded
+    assert found["STG.E.128"] == stored
+    assert found["LDS"] == 5 * stored
+    assert not {"LDG.E", "LDG.E.64", "STG.E", "STG.E.64", "STS.64", "LDS.64", "LDS.128"} & set(found)
+    assert binary.shared_bytes == 64 * 256 * 2 // (4 if int8 else 2)  # words of one element of a word after the other
+    # a warp stores and gathers 4 vectors of each of 8 rows: what test_gather_meets_every_bank_once stands on
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", binary.ttgir, re.MULTILINE))
+    (stored_as,) = set(re.findall(r"tt\.store .*tensor<\d+x16x!tt\.ptr<i32>, (#\w+)>", binary.ttgir))
+    assert "sizePerThread = [1, 4], threadsPerWarp = [8, 4]" in layouts[stored_as]
 
 
 @needs_compiler
 @pytest.mark.parametrize("int8", [False, True])
 def test_machine_code_of_odd_rows_of_x(int8: bool) -> None:
     """Two words for a word of elements; single elements in tiles at the ends of x's memory alone."""
-    found = accesses({"M": 2048, "N": 2047, "int8": int8}, 16)
-    size = 1 if int8 else 2
-    per_thread = math.prod((128, 128) if int8 else (128, 64)) // 256
-    assert found["LDG.E"] == 2 * per_thread * size // 4
-    assert found["STG.E.128"] == per_thread * size // 16
+    found, _ = compiled({"M": 2048, "N": 2047, "int8": int8})
+    words = (128 * 128 if int8 else 64 * 128 * 2) // 4 // 256  # of a thread
+    assert found["LDG.E"] == 2 * words
+    assert found["STG.E.128"] == words // 4
+
+
+@pytest.mark.parametrize("align_bytes", [32, 128])
+@pytest.mark.parametrize("step", [4097, 4098, 4099, 4100])
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_gather_meets_every_bank_once(itemsize: int, step: int, align_bytes: int) -> None:
+    """A warp takes words of eight rows and four vectors: the places that `_shifted` computes are in 32 banks."""
+    per_word, width = 4 // itemsize, 32
+    align = align_bytes // itemsize
+    for lane_row in range(0, width, 8):
+        starts = {r: align - r * per_word * step % align for r in range(lane_row, lane_row + 8)}
+        for first, word in itertools.product(range(0, 32, 4), range(5)):
+            k = {(r, v): start // per_word + 4 * v + word for r, start in starts.items() for v in range(first, first + 4)}
+            banks = {(row * width + (r ^ row // 4 % 4 * 8)) % 32 for (r, _), row in k.items()}
+            assert len(banks) == 32

@@ -32,7 +32,7 @@ from tilewright.op import Choice, Impl, Op, on_card, scope
 from tilewright.tune.measure import Stopwatch
 from tilewright.tune.unmeasured import rank
 
-__all__ = ["Launch", "candidates", "choose", "launches_of", "recorded", "times_of"]
+__all__ = ["Launch", "candidates", "choose", "launches_of", "recorded", "sets_of", "times_of"]
 
 _COLD_BYTES = 120_000_000
 """Of weights in a rotation, so that no launch finds its own in an L2 of 50 MB; at most `_SETS` copies."""
@@ -148,7 +148,8 @@ def _hopeless(impl: Impl, op: Op, problem: Any, allowed: list[Impl]) -> bool:
     return impl.name == "invariant" or (impl.name in ("triton", "triton_tma") and "sm90" in names)
 
 
-def _sets(launch: Launch) -> list[tuple[Any, ...]]:
+def sets_of(launch: Launch) -> list[tuple[Any, ...]]:
+    """Arguments of several launches, each with a copy of the weight."""
     weight = launch.args[1]
     count = max(2, min(_SETS, _COLD_BYTES // max(1, weight.nbytes)))
     return [launch.args] + [
@@ -194,7 +195,7 @@ def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[s
             wanted.append((launch, device, candidates(launch, device, ranked)))
     _compile(wanted)
     for launch, device, found in wanted:
-        problem, sets = launch.op.problem(*launch.args), _sets(launch)
+        problem, sets = launch.op.problem(*launch.args), sets_of(launch)
         timed = watch.in_turns([_call(impl, config, sets) for impl, config in found], len(sets), rounds=7)
         times = [t.us for t in timed]
         best = min(range(len(found)), key=lambda i: times[i])
@@ -276,7 +277,7 @@ def _summed(problem: Sum, watch: Stopwatch) -> _Summed:
     if key not in _SUMMED:
         pairs = candidates(apart, device, 0)
         _compile([(apart, device, pairs)])
-        sets = _sets(Launch(linear_op, problem.linear))
+        sets = sets_of(Launch(linear_op, problem.linear))
         found = ways(problem, sets, first, [(impl.name, config) for impl, config in pairs])
         us = [t.us for t in watch.in_turns(found, len(sets), rounds=7)]
         names = ["product", "in place", *(f"norm, behind {_named(pair)}" for pair in pairs)]
@@ -335,7 +336,7 @@ def times_of(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> dict[Node
 
 def _alone_us(launch: Launch, device: Device) -> float:
     """What a launch takes that a row of the database has decided: the row's own figure was measured between other launches."""
-    choice, sets = launch.op.choose(device, launch.op.problem(*launch.args)), _sets(launch)
+    choice, sets = launch.op.choose(device, launch.op.problem(*launch.args)), sets_of(launch)
     return Stopwatch().in_turns([_call(choice.impl, choice.config, sets)], len(sets), rounds=7)[0].us
 
 

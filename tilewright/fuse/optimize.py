@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.check import verify
 from tilewright.fuse.choose import choose
+from tilewright.fuse.early import start_early
 from tilewright.fuse.int8 import in_int8
 from tilewright.fuse.leftovers import compile_leftovers
 from tilewright.fuse.lower import Lowering
@@ -192,6 +193,8 @@ def _whole(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
     if settings.search is not None:
         found.provenance = choices(lambda: fused(*flat))
         fused = compile_leftovers(fused, flat, found)
+        if early := start_early(fused, flat):
+            found.facts["early"] = f"{early} products of one row start while the launch before them runs"
     results = next(n for n in exact.graph.nodes if n.op == "output").args[0]
     outputs = [None if (o := tensor_of(n)) is None else o.dtype for n in results]  # pyright: ignore[reportGeneralTypeIssues]
     called = _compiled(fused, flat, found) if settings.compiled else fused

@@ -28,6 +28,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_norms import add_layer_norm_arguments
+from tilewright.kernels.dependent import release
 from tilewright.kernels.layer_norm import layer_norm_op
 from tilewright.kernels.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.work import add_layer_norm_work
@@ -123,6 +124,7 @@ def _add_layer_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, n_rows, x_row_stride, residual_row_stride, eps,
     D: tl.constexpr, HAS_BIAS: tl.constexpr, WANT_SUM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    release()
     rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
     block = tl.arange(0, BLOCK_D)[None, :]
     mask = (rows < n_rows) & (block < D)

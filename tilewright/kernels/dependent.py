@@ -12,7 +12,8 @@ What was measured (H100, int8 layers in CUDA graphs, docs/log.md#launches-that-o
 - Behind one that releases it saves 1 to 2 us, but programs then start in the order in which the quantiser leaves the SMs:
   neighbours in the order of tiles, which ask L2 for the same boxes, are no longer neighbours on the card. Products of many rows
   and a long K lose up to 25 % by that: `waits` knows which.
-- Asking for the weight before the wait, which would be right only behind kernels that are known not to write it, was no faster.
+- Asking for the weight before the wait, which is right only behind kernels that are known not to write it, was no faster. It is
+  in products of one row (H100, 1 x 768 x 1000 behind a norm and before a cast, caches empty: 9.9 us the three, 11.3 without).
 """
 
 from typing import Any

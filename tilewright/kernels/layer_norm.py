@@ -26,6 +26,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import layer_norm_arguments
+from tilewright.kernels.dependent import release
 from tilewright.kernels.norm_split import LAYER_SPLIT, split_first
 from tilewright.kernels.prepared import launch
 from tilewright.kernels.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
@@ -205,6 +206,7 @@ def _layer_norm_kernel(
     D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """stats_ptr: [2, n_rows] of float32, the rows' means and 1 / deviations; None, which is known to the compiler: not kept."""
+    release()
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         x_rows, y_rows = rows * x_row_stride, rows * D

@@ -4,8 +4,8 @@ Limited by the weight's bytes. A program owns BLOCK_N weight rows and walks them
 at once; warps meet nowhere before the end, so while one multiplies, the others of its SM wait for memory with up to 16 loads of
 16 bytes a thread under way.
 
-PDL (programmatic dependent launch, sm_90): the program starts while the kernel before it still runs, fetches its first
-weights, and only then waits for x. Right only when the kernel before does not write the weight.
+PDL (programmatic dependent launch, sm_90; dependent.py): the program starts while the kernel before it still runs, fetches its
+first weights and its bias, and only then waits for x. Right only when the kernel before writes neither; `optimize` knows.
 
 Rows that do not start at multiples of 16 bytes, or are no multiple of 16 numbers long (numbers of 16 bits, without a gate): a
 program takes rows of one class, as `uneven` does (matmul_uneven.py), so that their loads stay whole; x is read from that
@@ -16,10 +16,11 @@ Refuses: more rows, batches of weights, operands that are not dense along K.
 
 import triton
 import triton.language as tl
-import triton.language.extra.cuda as tlc
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from tilewright.hw.device import Device
+from tilewright.kernels.dependent import launch_options, release
 from tilewright.kernels.matmul_align import aligned_base, class_count, is_aligned
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.matmul_uneven import first_whole
@@ -90,33 +91,44 @@ SPACE = Space(
 
 
 @triton.jit
+def _bias_of(bias_ptr, first_col, STEP: tl.constexpr, N, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[1, BLOCK_N], asked for with the weights: behind the sums, from memory, it would be a tenth of a small product's time."""
+    if bias_ptr is None:
+        return tl.zeros([1, BLOCK_N], tl.float32)
+    else:
+        cols = first_col + tl.arange(0, BLOCK_N) * STEP
+        return tl.load(bias_ptr + weight_rows(cols, N, GATED), mask=cols < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, N, K, w_stride,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, ONE_STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    release()
     first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)[:, None]
     ks = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + weight_rows(cols, N, GATED).to(tl.int64) * w_stride + ks[None, :]
     live = cols < N
-    if PDL:
-        tlc.gdc_launch_dependents()
     # Weights pass through once and would only push x out of L1.
     w = tl.load(w_ptrs, mask=live if EVEN_K else live & (ks < K)[None, :], other=0.0, cache_modifier=".cg")
+    bias = _bias_of(bias_ptr, first_col, 1, N, GATED, BLOCK_N)
     if PDL:
-        tlc.gdc_wait()
+        gdc_wait()
     # The sums that one thread's vectors give: nothing crosses threads before the end.
     sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
-    for k in range(0, K, BLOCK_K):
+    # A row that one step holds has no loop, and so all of its loads on their way at once.
+    for k in range(0, BLOCK_K if ONE_STEP else K, BLOCK_K):
         left = ks < K - k
         if k > 0:
             w = tl.load(w_ptrs + k, mask=live if EVEN_K else live & left[None, :], other=0.0, cache_modifier=".cg")
         x = tl.load(x_ptr + k + ks) if EVEN_K else tl.load(x_ptr + k + ks, mask=left, other=0.0)
         products = tl.reshape(w.to(tl.float32) * x.to(tl.float32)[None, :], [BLOCK_N, BLOCK_K // VECTOR, VECTOR])
         sums += tl.sum(products, axis=2)
-    tile = tl.sum(sums, axis=1)[None, :]
-    finish(tile, y_ptr, bias_ptr, residual_ptr, 0, first_col, 1, N, 0, ACTIVATION, GATED)
+    tile = tl.sum(sums, axis=1)[None, :] + bias
+    finish(tile, y_ptr, None, residual_ptr, 0, first_col, 1, N, 0, ACTIVATION, GATED)
 
 
 @triton.jit(do_not_specialize=["K", "lead", "w_stride"])
@@ -134,6 +146,7 @@ def _uneven_gemv_kernel(
     # A multiple of 8 as it is: this tells the compiler, which then loads 16 bytes. So do masks by eights.
     w_ptrs = w_ptr + (starts + begin) // 8 * 8 + ks[None, :]
     whole = tl.maximum(K - begin, 0) // 8 * 8
+    bias = _bias_of(bias_ptr, first_col, CLASSES, N, False, BLOCK_N)
     sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     for k in range(0, whole, BLOCK_K):
         inside = (k + ks) // 8 * 8 < whole
@@ -147,7 +160,7 @@ def _uneven_gemv_kernel(
     w = tl.load(w_ptr + starts + k[None, :], mask=(cols < N) & (k < K)[None, :], other=0.0)
     x = tl.load(x_ptr + k, mask=k < K, other=0.0)
     tile = tl.sum(sums, axis=1) + tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-    finish(tile[None, :], y_ptr, bias_ptr, residual_ptr, 0, first_col, 1, N, 0, ACTIVATION, False, COL_STEP=CLASSES)
+    finish(tile[None, :] + bias, y_ptr, None, residual_ptr, 0, first_col, 1, N, 0, ACTIVATION, False, COL_STEP=CLASSES)
 
 
 # ---- launcher
@@ -168,8 +181,9 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
             return y
         _gemv_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
             x, weight, bias, residual, y, n, k, weight.stride(0),
-            ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, VECTOR=16 // x.element_size(),
-            **({"launch_pdl": True} if config["PDL"] else {}), **config,
+            ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, ONE_STEP=k <= config["BLOCK_K"],
+            VECTOR=16 // x.element_size(),
+            **{**config, **launch_options(config["PDL"])},
         )  # fmt: skip
     return y
 

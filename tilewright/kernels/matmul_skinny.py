@@ -15,10 +15,11 @@ without tensor cores) and float64.
 
 import triton
 import triton.language as tl
-import triton.language.extra.cuda as tlc
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from tilewright.hw.device import Device
+from tilewright.kernels.dependent import launch_options, release
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.reduce import dot
 from tilewright.kernels.work import skinny_work
@@ -104,9 +105,9 @@ def _skinny_kernel(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, BY_EIGHTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    release()
     if PDL:
-        tlc.gdc_launch_dependents()
-        tlc.gdc_wait()
+        gdc_wait()
     if BY_EIGHTS:
         # They are what they were, and the compiler knows it: Triton looks at arguments for multiples of 16 alone. Without this
         # K = 2056 is loaded two bytes at a time, and nothing ahead.
@@ -152,7 +153,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
             x, weight, bias, residual, y, m, n, k,
             x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
             ACTIVATION=function, GATED=gated, EVEN_K=k % (config["SLICES"] * config["BLOCK_K"]) == 0,
-            BY_EIGHTS=_by_eights(x, weight), **({"launch_pdl": True} if config["PDL"] else {}), **config,
+            BY_EIGHTS=_by_eights(x, weight), **{**config, **launch_options(config["PDL"])},
         )  # fmt: skip
     return y
 

@@ -14,7 +14,7 @@ All other dimensions are walked by programs, at most four after merging.
 
 Limited by bytes, each read and written once, in vectors of 16 bytes on either side where sizes and strides allow: one that is
 not a multiple of 16 bytes makes its side go in narrower ones, element by element at worst. There, for 1 and 2 bytes,
-`classes` (permute_odd.py) is another way, listed and not measured: nothing chooses it.
+`words` (permute_odd.py) is another way, listed and not measured: nothing chooses it.
 Not supported: elements of 16 bytes, more than six merged dimensions, and inputs without a dense dimension (the public function
 copies them first).
 """
@@ -30,7 +30,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import permute_arguments
 from tilewright.kernels.permute_common import BITS, Problem, form_of, plan_of, problem_of, refuse_form, tile_of
-from tilewright.kernels.permute_odd import CLASSES
+from tilewright.kernels.permute_odd import WORDS
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -187,5 +187,5 @@ permute_op = Op(
     examples=EXAMPLES,
     make=permute_arguments,
     rows_in_problem=True,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse), CLASSES),
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse), WORDS),
 )

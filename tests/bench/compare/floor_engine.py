@@ -5,6 +5,8 @@
     Hosted("BEGIN_US,SPEED,TAIL_US[,SEED]")
         the host takes BEGIN + sum of products / SPEED; the device up to TAIL more, as large as the last product is; with the
         host ahead the device takes BEGIN + the sum / (2 SPEED)
+    Replayed("FLOOR_US,BEGIN_US,SPEED[,SEED]")
+        a Floor that says it replays a graph; with the host ahead the device takes 1 us + the sum / SPEED
 
 A captured model is one with a floor: its device works while the host does what each call needs. PyTorch eager has none: there
 every layer is the host's. Outputs are the model's own.
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from tilewright.bench.compare.engine import Settings, flat_outputs
 
-__all__ = ["Floor", "Hosted", "seconds_of"]
+__all__ = ["Floor", "Hosted", "Replayed", "seconds_of"]
 
 
 def seconds_of(rows: int, columns: int) -> float:
@@ -73,6 +75,19 @@ class Hosted(Floor):
         return _BuiltHosted(built.seconds, tail, ahead, built.answer, self.random)
 
 
+class Replayed(Floor):
+    """See above."""
+
+    def __init__(self, option: str, settings: Settings):
+        super().__init__(option, settings)
+        self.facts["graph"] = "made up"
+
+    def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_BuiltReplayed":
+        built = super().build(module, inputs, name)
+        work = sum(seconds_of(m.out_features, m.in_features) for m in module.modules() if isinstance(m, nn.Linear))
+        return _BuiltReplayed(built.seconds, 1e-6 + work / self.speed, built.answer, self.random)
+
+
 class _Built:
     def __init__(self, seconds: float, answer: list[Tensor], noise: random.Random):
         self.seconds, self.answer, self.noise = seconds, answer, noise
@@ -96,5 +111,14 @@ class _BuiltHosted(_Built):
     def host_time(self, calls: int) -> float:
         return calls * self.host_s * self.noise.lognormvariate(0, 0.01)
 
-    def device_time(self, calls: int) -> float:
+    def device_time(self, calls: int, *, cold: bool) -> float:
+        return calls * self.device_s * self.noise.lognormvariate(0, 0.01)
+
+
+class _BuiltReplayed(_Built):
+    def __init__(self, seconds: float, device_s: float, answer: list[Tensor], noise: random.Random):
+        super().__init__(seconds, answer, noise)
+        self.device_s = device_s
+
+    def device_time(self, calls: int, *, cold: bool) -> float:
         return calls * self.device_s * self.noise.lognormvariate(0, 0.01)

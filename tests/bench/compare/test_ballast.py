@@ -27,6 +27,7 @@ FLOOR, EAGER = "floor:20,12,1", "floor:0,8,0.025"
 def _floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engine.ENGINES, "floor", "tests.bench.compare.floor_engine:Floor")
     monkeypatch.setitem(engine.ENGINES, "launching", "tests.bench.compare.floor_engine:Hosted")
+    monkeypatch.setitem(engine.ENGINES, "replayed", "tests.bench.compare.floor_engine:Replayed")
     monkeypatch.setattr(measure, "_SETTLE_S", 0.0)  # nothing here has a clock that rises
 
 
@@ -120,6 +121,25 @@ def test_a_baseline_that_neither_paces() -> None:
         assert found.baseline.whole.value == pytest.approx(8e-6 + HOST_WORK + 0.5 * 60e-6, rel=0.03), "a user waits for both"
         assert re.search(r"The host takes 8\d% of a call of the baseline: .* at most what a user waits", said(found).why)
     assert sum(inside) >= 0.9 * len(inside)
+
+
+def test_a_captured_engine_beside_it() -> None:
+    """Timed as the baseline is, without ballast."""
+    inside = []
+    for seed in range(3):
+        found = compare(model(*HOST), f"replayed:0,8,8,{seed}", f"launching:8,1,60,{seed}", 1.5, budget_s=60, threads=1)
+        inside += held(found, HOST, (8.0, 2.0))
+        assert (said(found).ours, said(found).baseline) == ("the device's", "the device's")
+        assert re.search(r"So it is on ours, whose host replays a graph; the device takes \d\d% of a call", said(found).why)
+        assert not any(" with " in name for name in ran(found.ours))
+        assert found.ours.whole.value == pytest.approx(8e-6 + HOST_WORK / 8, rel=0.03), "a call as its user has it"
+    assert sum(inside) >= 0.9 * len(inside)
+
+
+def test_a_captured_engine_whose_host_takes_most_of_a_call() -> None:
+    """It is not spared its host."""
+    found = compare(model(*HOST), "replayed:100,8,8", "launching:8,1,60", 1.5, budget_s=5, threads=1)
+    assert said(found).ours == "hides layers"
 
 
 def test_no_layer_fails_by_less_than_a_user_waits() -> None:

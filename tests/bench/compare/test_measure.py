@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare import engine, measure
+from tilewright.bench.compare import clocks, measure
 from tilewright.bench.compare.attribution import Border, Design
 from tilewright.bench.compare.ballast import only_whole
 from tilewright.bench.compare.engine import EngineError, Settings, flat_outputs
@@ -345,7 +345,28 @@ def test_a_device_with_the_host_ahead(waits: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "Event", card.event)
     monkeypatch.setattr(time, "perf_counter", lambda: card.now)
     call = card.waiting_call if waits else card.call
-    assert engine.timed(call, 4, ON_A_GPU) == pytest.approx(4 * card.HOST, rel=0.05), "the host's, as a user has it"
-    behind = engine.Behind(call, ON_A_GPU)
+    assert clocks.timed(call, 4, ON_A_GPU) == pytest.approx(4 * card.HOST, rel=0.05), "the host's, as a user has it"
+    behind = clocks.Behind(call, ON_A_GPU)
     assert behind.time(4) == pytest.approx(4 * card.WORK, rel=1e-6)
     assert behind._lead == (8.0 if waits else pytest.approx(2.8125))
+
+
+def test_a_call_from_empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are emptied before each call, while the device waits for its host, and that is no time of the call's."""
+    card, emptied = _Card(), []
+    monkeypatch.setattr(torch.cuda, "synchronize", card.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", card.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    monkeypatch.setattr(time, "perf_counter", lambda: card.now)
+
+    def empty(device: torch.device) -> None:
+        emptied.append(card.now)
+        card.sleep(int(4e9 * card.WORK))
+
+    monkeypatch.setattr(clocks, "empty_caches", empty)
+    behind = clocks.Behind(card.call, ON_A_GPU)
+    assert behind.time(4, cold=True) == pytest.approx(4 * card.WORK, rel=1e-6)
+    assert len(emptied) >= 4
+    before = len(emptied)
+    behind.time(2, cold=False)
+    assert len(emptied) == before

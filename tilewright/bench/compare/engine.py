@@ -54,17 +54,16 @@ __all__ = [
     "EngineError",
     "Launching",
     "Operation",
+    "Queued",
     "Settings",
     "Stepwise",
     "cast",
     "engine_of",
     "flat_outputs",
     "is_stepwise",
-    "launched",
     "limited",
     "need",
     "repeated",
-    "timed",
 ]  # fmt: skip
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -191,15 +190,23 @@ class Stepwise(Protocol):
 
 
 @runtime_checkable
-class Launching(Protocol):
+class Queued(Protocol):
     """A build whose calls are back when their last piece of work was started, while a device goes on."""
+
+    def device_time(self, calls: int, *, cold: bool) -> float:
+        """Seconds that `calls` calls take the device, when all of a call's work is there before it begins.
+
+        `cold`: and when nothing of what a call reads is in the device's caches.
+        """
+        ...
+
+
+@runtime_checkable
+class Launching(Queued, Protocol):
+    """One whose host starts that work piece by piece."""
 
     def host_time(self, calls: int) -> float:
         """Seconds of `calls` calls until each is back; the device is waited for before each, which does not count."""
-        ...
-
-    def device_time(self, calls: int) -> float:
-        """Seconds that `calls` calls take the device, when all of a call's work is there before it begins."""
         ...
 
 
@@ -251,78 +258,6 @@ def flat_outputs(answer: Any) -> list[Tensor]:
 
     tensors = [x.detach().cpu() for x in tree_leaves(answer) if isinstance(x, Tensor)]
     return [x.double() if x.is_floating_point() else x for x in tensors]
-
-
-def timed(call: Callable[[], Any], calls: int, settings: Settings) -> float:
-    """Seconds of `calls` calls by `settings.clock`, on a GPU each waited for."""
-    device, total = settings.device, 0.0
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        if not settings.host_clock:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            for _ in range(calls):
-                start.record()
-                call()
-                end.record()
-                end.synchronize()
-                total += start.elapsed_time(end) * 1e-3
-            return total
-    began = time.perf_counter()
-    for _ in range(calls):
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
-def launched(call: Callable[[], Any], calls: int, settings: Settings) -> float:
-    """Seconds of `calls` calls until each is back, on a GPU that has nothing else to do."""
-    total = 0.0
-    for _ in range(calls):
-        torch.cuda.synchronize(settings.device)
-        began = time.perf_counter()
-        call()
-        total += time.perf_counter() - began
-    torch.cuda.synchronize(settings.device)
-    return total
-
-
-class Behind:
-    """A GPU that begins with a call only when its host is done with it: what a call takes the device alone.
-
-    Before a call the device is given something else to do, as long as the host needs to start the call's work. Where it was
-    not long enough, the call counts not and the lead grows; a call that waits for the device inside is never ahead of it,
-    and takes what it takes with the longest lead.
-    """
-
-    _FIRST, _GROWS, _MOST = 1.25, 1.5, 8.0
-    """Leads in calls of the host."""
-    _CYCLES_PER_S = 2e9
-    """Of a processor that is faster the lead is shorter at first."""
-
-    def __init__(self, call: Callable[[], Any], settings: Settings):
-        self._call, self._device = call, settings.device
-        self._host_s = launched(call, 3, settings) / 3
-        self._lead = self._FIRST
-
-    def time(self, calls: int) -> float:
-        """Seconds of `calls` calls."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        total, counted = 0.0, 0
-        while counted < calls:
-            torch.cuda.synchronize(self._device)
-            torch.cuda._sleep(int(self._lead * self._host_s * self._CYCLES_PER_S))  # pyright: ignore[reportPrivateUsage]
-            start.record()
-            self._call()
-            end.record()
-            ahead = not start.query()
-            end.synchronize()
-            if ahead or self._lead >= self._MOST:
-                total += start.elapsed_time(end) * 1e-3
-                counted += 1
-            else:
-                self._lead = min(self._GROWS * self._lead, self._MOST)
-        return total
 
 
 def repeated(call: Callable[[], Any]) -> int:

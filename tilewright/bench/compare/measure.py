@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +32,7 @@ from tilewright.bench.compare.engine import (
     Engine,
     EngineError,
     Launching,
+    Queued,
     Settings,
     flat_outputs,
     is_stepwise,
@@ -58,6 +60,8 @@ _PACES, _PACE_CALLS = 9, 4
 _SETTLE_S = 3.0
 """Before a round counts, and before a verdict is looked at: clocks rise, and a side's first rounds were 10 % slower (H100, 8
 rounds in 1.5 s). At most a tenth of the time there is."""
+_MOST_AHEAD = 8
+"""Calls of a batch by the device's clock."""
 _LONG_CALL_S = 5e-3
 """A call this long does not notice what it finds in the caches."""
 _NEEDED_SHARE, _SPARE_SHARE = 0.8, 0.5
@@ -93,6 +97,8 @@ class Contender:
     """Of all variants together."""
     clock: Clock = "call"
     """What programs but the whole model are timed by: a call as a user has it, what it takes the host, or the device alone."""
+    cold: bool = False
+    """Whether by the device's clock each call begins with empty caches."""
     runs: list[Run] = field(default_factory=list)
 
     def build(self, variant: "Variant", truth: Sequence[Tensor]) -> None:
@@ -118,8 +124,10 @@ class Contender:
 
     def _time(self, built: Built, name: str, calls: int) -> float:
         clock = built.time
-        if self.clock != "call" and name != "whole" and isinstance(built, Launching):
-            clock = built.host_time if self.clock == "host" else built.device_time
+        if self.clock == "host" and name != "whole" and isinstance(built, Launching):
+            clock = built.host_time
+        if self.clock == "device" and name != "whole" and isinstance(built, Queued):
+            clock = partial(built.device_time, cold=self.cold)
         return self._guarded(f"{self.name} running {name}", self.settings.run_limit_s, lambda: clock(calls))
 
     def _guarded(self, what: str, limit_s: float, step: Callable):
@@ -159,9 +167,17 @@ class Contender:
             return 0.0
         return median(whole.host_time(_PACE_CALLS) / _PACE_CALLS / self.seconds("whole", _PACE_CALLS) for _ in range(_PACES))
 
-    def take(self, clock: Clock) -> None:
+    def share(self) -> float:
+        """The device's share of a call of the whole model, where the host replays what was captured; else 0."""
+        whole = self.built["whole"]
+        if not self.engine.facts.get("graph") or not isinstance(whole, Queued):
+            return 0.0
+        calls = _PACE_CALLS
+        return median(whole.device_time(calls, cold=False) / calls / self.seconds("whole", calls) for _ in range(_PACES))
+
+    def take(self, clock: Clock, *, cold: bool = False) -> None:
         """From now on, and for what is built."""
-        self.clock = clock
+        self.clock, self.cold = clock, cold
         for name in self.built:
             self.call_s[name] = min(self.seconds(name, 1) for _ in range(3))
 
@@ -181,6 +197,10 @@ class Contender:
     def choose_batches(self, batch_s: float) -> None:
         """Calls of a batch that takes about `batch_s`, for every variant."""
         self.calls = {name: max(1, math.ceil(batch_s / max(one, 1e-7))) for name, one in self.call_s.items()}
+        if self.clock == "device":  # each waits for its host first, and says the same to 0.3 %
+            self.calls = {name: min(calls, _MOST_AHEAD) for name, calls in self.calls.items() if name != "whole"} | {
+                "whole": self.calls["whole"]
+            }
 
     def turn(self, name: str, started: float) -> Run:
         """A batch of one variant."""

@@ -3,7 +3,8 @@
 An engine may take a minute to build a program, so the list begins with the variants that say most. Errors are expected from a
 guess of each layer's time (operations and bytes over round numbers of the machine: only ratios matter), a relative error of
 every variant's time, and weak prior knowledge of the unknowns; each variant is a rank-one update of their covariance. Pieces
-cut out of the model count as less exact than what begins where the model begins: what they read comes from nowhere.
+cut out of the model count as less exact than what begins where the model begins: what they read comes from nowhere. Not so
+where the host or the device is timed alone (ballast.py): a piece takes what it takes in the model, and the shortest say most.
 
 Nothing is run here but the model once, to trace it.
 """
@@ -52,6 +53,8 @@ class Plan:
     """Beyond the budget, best first."""
     silent: frozenset[str] = frozenset()
     """Variants that say nothing of layers; of these only "whole" is in `variants`."""
+    alike: bool = False
+    """Whether a piece cut out of the model is as exact as what begins where the model begins."""
 
     def more(self, count: int) -> list[Variant]:
         """The next best `count` variants; `design` has them already."""
@@ -84,10 +87,10 @@ def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None
 
 def plan_of(
     chain: Chain, budget: int | None = None, ballast: Edit | None = None, near: Sequence[Edit] = (),
-    silent: frozenset[str] = frozenset(),
+    silent: frozenset[str] = frozenset(), *, alike: bool = False,
 ) -> Plan:  # fmt: skip
     """The same of a model that was traced, also of programs with `ballast`, or one of `near` (ballast.py), without those that
-    are `silent`."""
+    are `silent`. `alike`: of `Plan`."""
     found = candidates(chain, ballast, near)
     design = design_of(chain, found)
     guess = guesses(chain)
@@ -98,14 +101,16 @@ def plan_of(
     begin = [0, *(k for k in begin if found[k].name not in silent)]
     costs = np.zeros(FIRST)
     costs[0] = 0.1 * guess.sum() + 2e-5
-    order = _ordered(chain, design, found, silent, begin, np.concatenate([costs, layers]))
+    piece = _ERROR if alike else _PIECE_ERROR
+    order = _ordered(design, found, silent, begin, np.concatenate([costs, layers]), piece)
     ranked = [found[k] for k in order]
     known = int(_known(columns(design, [v.name for v in found if v.name not in silent], [])).sum())
     needed = _needed(design, [v.name for v in ranked], silent, known)
     unknowns = FIRST + len(set(chain.groups))
     most = budget if budget is not None else max(needed, round(_MOST_PER_UNKNOWN * unknowns))
     chosen = ranked[:most]
-    return Plan(chain=chain, variants=chosen, needed=chosen[:needed], design=design, rest=ranked[most:], silent=silent)
+    rest = ranked[most:]
+    return Plan(chain=chain, variants=chosen, needed=chosen[:needed], design=design, rest=rest, silent=silent, alike=alike)
 
 
 def _machine(chain: Chain) -> tuple[float, float, float, Border]:
@@ -144,14 +149,15 @@ def refined(planned: Plan, seconds: Mapping[str, float]) -> Plan:
     error, prior = _SEEN_ERROR * times, np.maximum(2 * guess, 1e-12)
     design = np.concatenate([x_VP / error[:, None], np.diag(1 / prior)])
     fitted = np.linalg.lstsq(design, np.concatenate([times / error, guess / prior]), rcond=None)[0]
-    order = _ordered(planned.chain, planned.design, found, planned.silent, begin, np.maximum(fitted, 0.05 * guess))
+    piece = _ERROR if planned.alike else _PIECE_ERROR
+    order = _ordered(planned.design, found, planned.silent, begin, np.maximum(fitted, 0.05 * guess), piece)
     ranked = [found[k] for k in order]
     most = len(planned.variants)
     return replace(planned, variants=ranked[:most], rest=ranked[most:])
 
 
 def _ordered(
-    chain: Chain, design: Design, found: list[Variant], silent: frozenset[str], begin: list[int], guess_P: Floats
+    design: Design, found: list[Variant], silent: frozenset[str], begin: list[int], guess_P: Floats, piece_error: float
 ) -> list[int]:
     """Numbers of those to `begin` with, then of all that are not silent, best first. `guess_P` is of the columns' unknowns."""
     x_VP = columns(design, [v.name for v in found], [])
@@ -159,7 +165,7 @@ def _ordered(
     # Prior standard deviations: a layer's guess may be wrong by its size.
     prior = np.concatenate([guess_P[:1], design.dear, 2 * group_seconds])
     begins = np.array([v.part[0] == 0 for v in found])
-    error = (x_VP[:, FIRST:] @ group_seconds + guess_P[0]) * np.where(begins, _ERROR, _PIECE_ERROR)
+    error = (x_VP[:, FIRST:] @ group_seconds + guess_P[0]) * np.where(begins, _ERROR, piece_error)
     speaks = np.array([v.name not in silent for v in found])
     error[~speaks] = np.inf
     weight = np.zeros(len(prior))

@@ -11,6 +11,7 @@ baseline - claim * ours is positive at the confidence asked for, simultaneously 
 Not done here: choosing the confidence by the outcome. `decided`, which is asked again and again, is stricter than the end.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -108,8 +109,9 @@ class _Cut:
     """Boundary -> reason."""
     below: set[Kind] = field(default_factory=set)
     """Those of them that join a layer whose time comes out below nothing: the fit contradicts itself there."""
-    joint: list[Kind] = field(default_factory=list)
-    """Those of them at which two layers together take another time than apart: unknowns of the fit."""
+    joint: dict[str, list[Kind]] = field(default_factory=lambda: defaultdict(list))
+    """Side -> those of them, and of a layer with its own copy, at which two take another time together than apart: unknowns of
+    that side's fit. Of the other's they would be in the way: what says nothing of them there says less of the layers."""
 
     def segments(self) -> list[list[int]]:
         found = [[0]]
@@ -123,9 +125,9 @@ class _Cut:
     def kind(self, i: int) -> Kind:
         return self.design.groups[i], self.design.groups[i + 1]
 
-    def contrasts(self, segments: list[list[int]]) -> Floats:
-        """[S, P]: each segment's time in terms of the unknowns."""
-        groups, merged = max(self.design.groups) + 1, {kind: k for k, kind in enumerate(self.joint)}
+    def contrasts(self, segments: list[list[int]], one: "_Taken") -> Floats:
+        """[S, P]: each segment's time in terms of one side's unknowns."""
+        groups, merged = max(self.design.groups) + 1, {kind: k for k, kind in enumerate(self.joint[one.side])}
         c = np.zeros((len(segments), FIRST + groups + len(merged)))
         for s, segment in enumerate(segments):
             for i in segment:
@@ -136,7 +138,7 @@ class _Cut:
         return c
 
     def fit(self, one: _Taken) -> Fit:
-        x_VP = columns(self.design, one.fitted.variants, self.joint)
+        x_VP = columns(self.design, one.fitted.variants, self.joint[one.side])
         if one.stepwise:
             x_VP[:, 1:FIRST] = 0
         return fit(one.fitted, x_VP, self.design.dear)
@@ -148,8 +150,7 @@ def _join_unknown(cut: _Cut, sides: Sequence[_Taken]) -> None:
         segments = cut.segments()
         if len(segments) == 1:
             return
-        contrasts = cut.contrasts(segments)
-        known = np.all([cut.fit(one).estimable(contrasts) for one in sides], axis=0)
+        known = np.all([cut.fit(one).estimable(cut.contrasts(segments, one)) for one in sides], axis=0)
         if known.all():
             return
         first = int(np.flatnonzero(~known)[0])
@@ -168,7 +169,7 @@ def _join_fused(cut: _Cut, one: "_Taken") -> bool:
         found = cut.fit(one)
         if _additive(found, draws_DV):
             return joined
-        best = joint(cut.design, cut.joint, found)
+        best = joint(cut.design, cut.joint[side], found)
         if best is None or best.probability >= _REJECTED:
             return joined
         pair = min(sum(abs(float(found.unknowns_P[FIRST + g])) for g in kind) for kind in best.kinds)
@@ -180,7 +181,7 @@ def _join_fused(cut: _Cut, one: "_Taken") -> bool:
             if kind not in own:
                 continue  # copies of a layer that fuse with each other, or find their data in a cache: nothing to join
             cut.kinds[kind] = f"{side} takes {abs(best.seconds):.3g} s {how} for {where}"
-        cut.joint += best.kinds
+        cut.joint[side] += best.kinds
         joined = True
     return joined
 
@@ -191,8 +192,8 @@ def _join_nothing(cut: _Cut, sides: Sequence["_Taken"], confidence: float) -> bo
     if len(segments) == 1:
         return False
     names = cut.design.layers
-    contrasts = cut.contrasts(segments)
     for one in sides:
+        contrasts = cut.contrasts(segments, one)
         found, whole = cut.fit(one), one.whole_s
         error, factor = critical(found.drawn(contrasts, one.draws_DV, 1), confidence)
         times = contrasts @ found.unknowns_P
@@ -231,7 +232,7 @@ def _side(cut: _Cut, one: _Taken, confidence: float, located: str, seed: int) ->
     """Intervals of one side, and its segments' times and deviations for the ratios; the whole model's are the last column."""
     segments = cut.segments()
     found = cut.fit(one)
-    contrasts = cut.contrasts(segments)
+    contrasts = cut.contrasts(segments, one)
     overhead = np.zeros((1, contrasts.shape[1]))
     overhead[0, 0] = 1
     known = bool(found.estimable(overhead)[0])

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilewright.bench.compare.engine import EngineError, Operation, Settings, need, repeated, timed
+from tilewright.bench.compare.clocks import timed
+from tilewright.bench.compare.engine import EngineError, Operation, Settings, need, repeated
 from tilewright.bench.compare.engines.onnx_cut import OnnxParts
 from tilewright.bench.compare.engines.onnx_export import export_onnx, input_arrays
 from tilewright.bench.compare.engines.torch_engines import device_name, shapes_of

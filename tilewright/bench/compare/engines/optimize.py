@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tilewright.bench.compare.cutting import Cutter, NotCut
 from tilewright.bench.compare.engine import EngineError, Settings
-from tilewright.bench.compare.engines.torch_engines import Called, described, precision_name, shapes_of
+from tilewright.bench.compare.engines.torch_engines import Ahead, Called, described, precision_name, shapes_of
 from tilewright.bench.compare.variants import Variant
 from tilewright.fuse.optimize import PRECISIONS, optimize
 
@@ -43,7 +43,8 @@ class Optimize:
             optimized(*inputs)
         said = optimized.report.as_dict()
         facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs), "optimize": said["facts"], "report": said}
-        return Called(lambda: optimized(*inputs), self._settings, facts)
+        kind = Ahead if self._settings.device.type == "cuda" else Called
+        return kind(lambda: optimized(*inputs), self._settings, facts)
 
     def build_variant(self, variant: Variant) -> Called:
         """A part of the model that `variant` was made from."""

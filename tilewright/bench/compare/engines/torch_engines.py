@@ -16,24 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import __version__
-from tilewright.bench.compare.engine import (
-    DTYPES,
-    Behind,
-    EngineError,
-    Operation,
-    Settings,
-    cast,
-    dtype_of,
-    flat_outputs,
-    launched,
-    timed,
-)
+from tilewright.bench.compare.clocks import Behind, launched, timed
+from tilewright.bench.compare.engine import DTYPES, EngineError, Operation, Settings, cast, dtype_of, flat_outputs
 from tilewright.bench.compare.engines.torch_counters import profiled
 from tilewright.bench.compare.results import Counter
 from tilewright.hw.device import device_of
 from tilewright.hw.tf32 import allows_tf32
 
-__all__ = ["Called", "Compile", "Eager", "Graph", "described", "device_name", "precision_name", "shapes_of"]
+__all__ = ["Ahead", "Called", "Compile", "Eager", "Graph", "described", "device_name", "precision_name", "shapes_of"]
 
 
 class Called:
@@ -62,28 +52,32 @@ class Called:
         self._call = None
 
 
-class _Launched(Called):
-    """One whose work a host starts, operator by operator, on a GPU."""
+class Ahead(Called):
+    """One whose host can be ahead of its GPU."""
 
     _behind: Behind | None = None
+
+    def device_time(self, calls: int, *, cold: bool) -> float:
+        assert self._call is not None, "not after close"
+        self._renew()
+        with torch.inference_mode():
+            if self._behind is None:
+                self._behind = Behind(self._call, self._settings)
+            return self._behind.time(calls, cold=cold)
+
+    def close(self) -> None:
+        super().close()
+        self._behind = None
+
+
+class _Launched(Ahead):
+    """One whose work a host starts, operator by operator."""
 
     def host_time(self, calls: int) -> float:
         assert self._call is not None, "not after close"
         self._renew()
         with torch.inference_mode():
             return launched(self._call, calls, self._settings)
-
-    def device_time(self, calls: int) -> float:
-        assert self._call is not None, "not after close"
-        self._renew()
-        with torch.inference_mode():
-            if self._behind is None:
-                self._behind = Behind(self._call, self._settings)
-            return self._behind.time(calls)
-
-    def close(self) -> None:
-        super().close()
-        self._behind = None
 
 
 class _Profiled(Called):

@@ -1,0 +1,107 @@
+"""Products of one row that start while the launch before them still runs (programmatic dependent launch, sm_90 and later).
+
+`gemv` fetches weights and bias before it waits for x (kernels/matmul_gemv.py), which is right where nothing writes them: in an
+optimised graph they are constants. Only a launch that lets it start is worth waiting for inside, a norm or another product of
+one row (dependent.py); behind another it would cost 0.4 us. What `choose` measured has no such launch before it, so both are
+measured once more, behind a norm.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from tilewright.fuse import calls
+from tilewright.fuse.calls import Choice
+from tilewright.fuse.choose import Launch, launches_of, sets_of
+from tilewright.hw.device import device_of
+from tilewright.kernels.layer_norm import layer_norm_op
+from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.matmul_gemv import GEMV
+from tilewright.op import scope
+from tilewright.tune.measure import Stopwatch
+
+__all__ = ["mark", "start_early"]
+
+_NORMS = (calls.layer_norm, calls.add_layer_norm, calls.shifted_layer_norm)
+_RELEASE = ("gemv", "skinny")
+_QUIET = (calls.strided, operator.getitem, torch.ops.aten.view.default)
+"""Calls that launch nothing."""
+_CHOICE = 6
+"""Which argument of `calls.linear`."""
+_LEAD = 0.98
+"""What an early one must take of the other's time: two timings of one kernel differ by about a per cent."""
+
+
+def start_early(fused: fx.GraphModule, inputs: list[Any]) -> int:
+    """Write into a graph which products start early, and return how many do. `inputs`: flat examples, on a GPU."""
+    found = dict[Node, Launch]()
+    for launch in launches_of(fused, inputs):
+        if launch.op is linear_op and device_of(launch.args[0].get_device()).arch >= 90:
+            found |= dict.fromkeys(launch.nodes, launch)
+    usual = dict[Node, Choice]()
+    for node, launch in found.items():
+        device = device_of(launch.args[0].get_device())
+        given: Any = node.args[_CHOICE] if len(node.args) > _CHOICE else None
+        choice = None if given else linear_op.choose(device, linear_op.problem(*launch.args))
+        usual[node] = given if choice is None else (choice.impl.name, choice.config)
+    count = mark(fused.graph, usual, lambda node: _better(found[node], usual[node]))
+    fused.recompile()
+    return count
+
+
+_KNOWN: dict[Any, Choice | None] = {}
+"""What was measured in this process: a part of a model, timed beside it, takes the same kernels."""
+
+
+def _better(launch: Launch, usual: Choice) -> Choice | None:
+    device = device_of(launch.args[0].get_device())
+    key = device.name, linear_op.problem(*launch.args), str(usual), scope()
+    if key not in _KNOWN:
+        _KNOWN[key] = _measured(launch, usual)
+    return _KNOWN[key]
+
+
+def _measured(launch: Launch, usual: Choice) -> Choice | None:
+    """The fastest early product behind a norm, where it is faster than the usual one there; None where that one stays."""
+    device, problem = device_of(launch.args[0].get_device()), linear_op.problem(*launch.args)
+    if GEMV.refusal(device, problem, scope()) is not None:
+        return None
+    configs = [GEMV.space.default(device, problem), *([usual[1]] if usual[0] == GEMV.name else [])]
+    choices = [usual, *((GEMV.name, {**config, "PDL": True}) for config in configs)]
+    sets, scale = sets_of(launch), torch.ones_like(launch.args[0][0])
+
+    def call(choice: Choice) -> Callable[[int], Any]:
+        def run(i: int) -> Any:
+            x, *rest = sets[i]
+            return calls.run(linear_op, (layer_norm_op(x, scale, None, 1e-5), *rest), choice)
+
+        return run
+
+    with torch.no_grad():
+        times = [t.us for t in Stopwatch().in_turns([call(choice) for choice in choices], len(sets), rounds=9)]
+    best = min(range(len(times)), key=lambda i: times[i])
+    return choices[best] if best and times[best] <= _LEAD * times[0] else None
+
+
+def _is_constant(argument: Any) -> bool:
+    return argument is None or (isinstance(argument, Node) and argument.op == "get_attr")
+
+
+def mark(graph: fx.Graph, usual: dict[Node, Choice], early: Callable[[Node], Choice | None]) -> int:
+    """Write the choices of products that start early: those that may, where `early` has one. `usual`: of all products."""
+    releases, count = False, 0
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target in _QUIET:
+            continue
+        name = usual[node][0] if node in usual else None
+        if name is not None and releases and all(map(_is_constant, node.args[1:3])):
+            choice = early(node)
+            if choice is not None:
+                node.args, name = (*node.args[:_CHOICE], choice), choice[0]
+                count += 1
+        releases = node.target in _NORMS or name in _RELEASE
+    return count
