@@ -70,7 +70,7 @@ OPTIONS = {
         *("--model", "--ours", "--baseline", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
         *("--device", "--json", "--counters", "--no-counters"),
     },
-    "bench layers": {"--shapes", "--activation", "--out", "--json"},
+    "bench layers": {"--shapes", "--activation", "--invariant", "--out", "--json"},
     "bench op": {"--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--out", "--json"},
     "bench ops": {"--out", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},

@@ -101,6 +101,26 @@ def test_integers_have_a_roof() -> None:
     assert (x.dtype, unit_of((x, dims))) == (torch.int8, "bf16")
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "unit"),
+    [
+        ("linear", ["dtype=fp16"], "fp16"),
+        ("scaled_linear", ["dtype=int8"], "int8"),
+        ("scaled_linear", ["dtype=fp8"], "fp8"),
+        ("scaled_linear", ["dtype=float8_e5m2"], "fp8"),
+        ("block_scaled_linear", [], "fp8"),
+        ("mx_linear", [], "fp8"),
+        ("mixed_linear", ["format=int8"], "bf16"),
+    ],
+)
+def test_products_have_the_roof_of_what_they_multiply(name: str, words: list[str], unit: str) -> None:
+    op = find_op(name)
+    assert op.make is not None
+    args = op.make(Inputs("meta"), **parse_dims(op, ["M=64", "N=128", "K=256", *words]))
+    assert unit_of(args) == unit
+    assert unit_of(args, ("bf16", "fp16")) == (unit if unit == "fp16" else "bf16")
+
+
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 @pytest.mark.parametrize("decode", [True, False])
 def test_peers_compute_the_same(op: Op, decode: bool) -> None:

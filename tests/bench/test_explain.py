@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilewright.bench.dims import find_op
@@ -14,6 +15,7 @@ from tilewright.op import invariant, prefer
 
 pytestmark = pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles nothing")
 H100 = device_named("h100")
+E4M3 = torch.float8_e4m3fn
 
 
 def test_a_matrix_product() -> None:
@@ -54,6 +56,20 @@ def test_costs_that_depend_on_values() -> None:
     said = explain(find_op("paged_attention"), {"B": 2, "KV": 64, "H": 4, "G": 2, "D": 64}, H100)
     assert said["roofline"]["flops"] == 4 * 2 * 64 * 4 * 64
     assert said["impl"] == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "unit"),
+    [
+        ("scaled_linear", {"dtype": torch.float8_e4m3fn}, "fp8"),
+        ("scaled_linear", {}, "int8"),
+        ("block_scaled_linear", {}, "fp8"),
+    ],
+    ids=str,
+)
+def test_products_of_codes_have_the_floor_of_their_codes(name: str, more: dict[str, torch.dtype], unit: str) -> None:
+    said = explain(find_op(name), {"M": 4096, "N": 4096, "K": 4096, **more}, H100)
+    assert (said["impl"], said["roofline"]["bound"]) == ("sm90", unit)
 
 
 def run(*words: str) -> tuple[int, str, str]:

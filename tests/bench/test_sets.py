@@ -1,12 +1,15 @@
 """The named sets of shapes, and what `bench` says to shapes and formats that it does not know."""
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from tilewright.bench import layers
 from tilewright.bench.op import shapes_of
 from tilewright.bench.sets import SETS, aligned
 from tilewright.cli.root import app
 from tilewright.kernels.matmul import linear_op
+from tilewright.op import scope
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -29,6 +32,15 @@ NEXT = {
 @pytest.mark.parametrize("words", NEXT)
 def test_the_next_aligned_shape(words: str) -> None:
     assert " ".join(aligned(words.split())) == NEXT[words]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_layers_are_measured_in_the_invariant_scope_where_asked_for(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "randn", lambda *shape, **_: torch.ones(*shape))
+    monkeypatch.setattr(layers, "_measure", lambda *_: [{"invariant": scope().invariant}])
+    shapes = [(1, 8, 16), (64, 8, 16)]
+    assert list(layers.rows(["int8"], shapes, "none", lambda _: None, asked)) == [{"invariant": asked}] * 2
+    assert not scope().invariant
 
 
 CASES = (

@@ -13,6 +13,7 @@ from tests import conformance
 from tests.kernels.matmul_cases import Case, arguments, every_config
 from tilewright import ops
 from tilewright.asm.compile import record
+from tilewright.asm.facts import facts
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.matmul import EXAMPLES, linear_op
 from tilewright.kernels.matmul_common import LARGEST_BUCKET, Problem, buckets
@@ -122,8 +123,13 @@ BAD = {
         ValueError,
         "one of none, relu, gelu, gelu_tanh, silu, silu_mul, gelu_mul; got 'swish'",
     ),
-    "odd halves": (lambda: ops.linear(X, W[:5], None, "silu_mul"), ValueError, "an even number of weight columns; got 5"),
-    "dtype": (lambda: ops.linear(X, W.half()), ValueError, "weight must have the dtype and device of the left operand"),
+    "odd halves": (lambda: ops.linear(X, W[:5], None, "silu_mul"), ValueError, "an even N of weight; got 5"),
+    "dtype": (lambda: ops.linear(X, W.half()), ValueError, "weight must have the dtype and device of x, torch.float32 on"),
+    "matmul dtype": (
+        lambda: ops.matmul(X, W.T.half()),
+        ValueError,
+        "b must have the dtype and device of a, torch.float32 on cpu;",
+    ),
     "bias dtype": (lambda: ops.linear(X, W, torch.zeros(6).bfloat16()), ValueError, "got torch.bfloat16 on cpu"),
     "device": (lambda: ops.linear(X, W.to("meta")), ValueError, "got torch.float32 on meta"),
     "weight type": (lambda: ops.linear(X, cast(Any, [1.0])), TypeError, "type list; there are ops for Tensor, Parameter"),
@@ -301,6 +307,39 @@ def test_rows_compile_nothing_new(name: str, rows: tuple[int, ...]) -> None:
         x, weight, bias, activation, residual = arguments(Inputs(), m, 64, 256, torch.bfloat16)
         keys |= {binary.key for binary in record(impl, config, (x, weight, bias, activation, residual), 90)}
     assert len(keys) == 1
+
+
+# (M, N, K) -> tiles and SPLIT_K within 1.2 % of the fastest measured (benchmarks/results/h100/studies/linear-aligned.json).
+FAST: dict[tuple[int, int, int], set[tuple[int, int, str, int]]] = {
+    (128, 8192, 8192): {(64, 128, "n", 1), (128, 64, "m", 1)},
+    (128, 5120, 8192): {(64, 128, "n", 1), (64, 128, "n", 0)},
+    (256, 8192, 28672): {(128, 128, "m", 1), (128, 128, "m", 0)},
+    (512, 4096, 14336): {(128, 128, "m", 1), (128, 128, "m", 0)},
+    (1024, 6144, 4096): {(128, 128, "tiles", 1)},
+    (4096, 4096, 4096): {(128, 256, "m", 1), (128, 256, "m", 0)},
+    (8192, 8192, 8192): {(128, 256, "m", 1), (128, 256, "m", 0)},
+}
+
+
+@pytest.mark.parametrize(("shape", "fast"), FAST.items(), ids=list(map(str, FAST)))
+def test_sm90_takes_what_was_measured_to_be_fast(shape: tuple[int, int, int], fast: set[tuple[int, int, str, int]]) -> None:
+    m, n, k = shape
+    args = arguments(Inputs("meta"), m, n, k, torch.bfloat16, bias=False, residual=False)
+    config = IMPLS["sm90"].space.default(CARD_OF_ARCH[90], linear_op.problem(*args))
+    assert (config["BLOCK_M"], config["BLOCK_N"], config["CONSUMERS"], config["SPLIT_K"]) in fast
+
+
+@needs_compiler
+@pytest.mark.parametrize(("k", "step"), [(2056, 2056), (1000, 1000), (256, 264), (512, 512)])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_skinny_loads_16_bytes_ahead_at_every_multiple_of_8(k: int, step: int, arch: int) -> None:
+    """Triton knows of multiples of 16 alone: K = 2056 was loaded two bytes at a time, 18.6 us for 16 x 2056 x 2056."""
+    x, weight = (torch.empty(rows, step, dtype=torch.bfloat16, device="meta")[:, :k] for rows in (16, 2056))
+    args = (x, weight, None, "none", None)
+    config = IMPLS["skinny"].space.default(CARD_OF_ARCH[arch], linear_op.problem(*args))
+    (found,) = (facts(binary) for binary in record(IMPLS["skinny"], config, args, arch))
+    assert set(found.loads) == {16}
+    assert not found.spill_bytes
 
 
 # ---- bits

@@ -37,6 +37,17 @@ def _int8(rng: torch.Generator, n: int, k: int) -> Packed:
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
 
 
+def _static(pack: Packer) -> Packer:
+    """With one scale for the layer's input, as calibration would find it: of its own in each part of a merged layer."""
+
+    def static(rng: torch.Generator, n: int, k: int) -> Packed:
+        tensors, weight = pack(rng, n, k)
+        largest = 448 if tensors["weight"].dtype == torch.float8_e4m3fn else 127
+        return {**tensors, "input_scale": (torch.rand(1, generator=rng) + 3) / largest}, weight
+
+    return static
+
+
 def _fp8(scale_shape: Callable[[int], tuple[int, ...]]) -> Packer:
     def pack(rng: torch.Generator, n: int, k: int) -> Packed:
         codes = (torch.randn(n, k, generator=rng) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -113,8 +124,9 @@ def _pack_quantized(rng: torch.Generator, n: int, k: int) -> Packed:
 
 
 def _compressed(kind: str, bits: int, strategy: str, *, dynamic: bool | None = True, **weights: Any) -> dict[str, Any]:
-    """As llm-compressor writes it; `dynamic` None: activations are not quantised."""
-    inputs = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "token", "dynamic": dynamic}
+    """As llm-compressor writes it; `dynamic` None: activations are not quantised; False: with one scale for all tokens."""
+    by = "tensor" if dynamic is False else "token"
+    inputs = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": by, "dynamic": dynamic}
     group = {
         "targets": ["Linear"],
         "weights": {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False, **weights},
@@ -143,12 +155,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Packer, str]] = {
     "compressed-tensors int8 weights": (_compressed("int", 8, "channel", dynamic=None), _int8, "int8-weight"),
     "compressed-tensors fp8": (_compressed("float", 8, "channel"), _fp8(lambda n: (n, 1)), "fp8"),
     "compressed-tensors fp8 by tensor": (_compressed("float", 8, "tensor"), _fp8(lambda n: (1,)), "fp8"),
+    "compressed-tensors int8 static": (_compressed("int", 8, "channel", dynamic=False), _static(_int8), "int8-static"),
+    "compressed-tensors fp8 static": (
+        _compressed("float", 8, "tensor", dynamic=False), _static(_fp8(lambda n: (1,))), "fp8-static",
+    ),
     "compressed-tensors fp8 by block": (
         _compressed("float", 8, "block", block_structure=[128, 128]), _blocks("weight_scale"), "fp8-block",
     ),
     "compressed-tensors int4": (_compressed("int", 4, "group", dynamic=None, group_size=64), _pack_quantized, "int4"),
     "deepseek fp8": (_DEEPSEEK, _blocks("weight_scale_inv"), "fp8-block"),
     "fp8 by tensor": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _fp8(lambda n: ()), "fp8"),
+    "fp8 static": ({"quant_method": "fp8", "activation_scheme": "static"}, _static(_fp8(lambda n: ())), "fp8-static"),
     "gptq": (_GPTQ, _gptq(64, symmetric=True, less=1, order=True), "int4"),
     "gptq with zeros": ({**_GPTQ, "sym": False}, _gptq(64, symmetric=False, less=1, order=False), "int4"),
     "gptq v2": (

@@ -22,7 +22,7 @@ from tilewright.models import (
     weight_bytes,
     weight_bytes_of,
 )
-from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight
+from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, StaticWeight
 
 TOKENS = [(7 * i + 3) % 48 for i in range(40)]
 
@@ -59,6 +59,25 @@ def test_the_empty_model_has_the_bytes_of_the_loaded_one(name: str, tmp_path: Pa
     assert shapes[0] == shapes[1]
     assert config.quantization is not None
     assert config.quantization.method in config.quantization.format
+
+
+MERGED = {"attn.qkv": ("self_attn.q", "self_attn.k", "self_attn.v"), "ffn.gate_up": ("mlp.gate", "mlp.up")}
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors int8 static", "fp8 static"])
+def test_merged_layers_take_the_largest_static_scale(name: str, tmp_path: Path) -> None:
+    folder, _ = write_layout(tmp_path, name)
+    model, tensors = load_model(folder, device="cpu"), load_file(folder / "model.safetensors")
+    for i, block in enumerate(model.blocks):
+        for path, parts in (
+            ("attn.qkv", ("self_attn.q", "self_attn.k", "self_attn.v")),
+            ("ffn.gate_up", ("mlp.gate", "mlp.up")),
+        ):
+            scales = [tensors[f"model.layers.{i}.{part}_proj.input_scale"] for part in parts]
+            assert len({float(scale) for scale in scales}) == len(parts)
+            weight = block.get_submodule(path).weight
+            assert isinstance(weight, StaticWeight)
+            assert weight.x_scale == max(scales)
 
 
 def test_progress_counts_every_byte_of_codes(tmp_path: Path) -> None:
@@ -128,7 +147,9 @@ def test_a_model_of_two_formats_and_shards(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(run_logits(again, TOKENS, 40), run_logits(model, TOKENS, 40))
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors int8", "deepseek fp8", "compressed-tensors int4"])
+@pytest.mark.parametrize(
+    "name", ["gptq", "awq", "compressed-tensors int8", "deepseek fp8", "compressed-tensors int4", "fp8 static"]
+)
 def test_a_published_checkpoint_can_be_saved(name: str, tmp_path: Path) -> None:
     source, _ = write_layout(tmp_path, name)
     model = load_model(source, device="cpu")
@@ -147,7 +168,21 @@ def test_saving_refuses(tmp_path: Path) -> None:
         tw.save_quantized(model, source, source)
     with pytest.raises(ModelError, match="bookworm is another model"):
         tw.save_quantized(model, tmp_path / "saved", "bookworm")
+    other: Any = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    with pytest.raises(TypeError, match=r"got Sequential; of another module save model.state_dict\(\) with safetensors"):
+        tw.save_quantized(other, tmp_path / "saved", source)
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
+def test_any_quantised_module_goes_through_safetensors(format: str, tmp_path: Path) -> None:
+    made, again = (torch.nn.Sequential(torch.nn.Linear(128, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8)) for _ in range(2))
+    for module in (made, again):
+        tw.quantize(module, format, skip=("2",))
+    save_file(made.state_dict(), tmp_path / "module.safetensors")
+    again.load_state_dict(load_file(tmp_path / "module.safetensors"))
+    x = torch.randn(30, 128)
+    assert torch.equal(again(x), made(x))
 
 
 # ---- refusals
@@ -173,10 +208,26 @@ REFUSED = {
     "checkpoint format": ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', wanted gptq or gptq_v2"),
     "quantised head": ("gptq", {"lm_head": True}, "lm_head is True, wanted false"),
     "gemv": ("awq", {"version": "gemv"}, "version is 'gemv', wanted gemm"),
-    "static fp8": ("deepseek fp8", {"activation_scheme": "static"}, r"activation_scheme is 'static', wanted dynamic \(no st"),
+    "static blocks": ("deepseek fp8", {"activation_scheme": "static"}, "activation_scheme is 'static', wanted dynamic; quan"),
+    "some scheme": ("fp8 static", {"activation_scheme": "lazy"}, "activation_scheme is 'lazy', wanted dynamic or static;"),
     "block": ("deepseek fp8", {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\], wanted \[128, 128\]"),
     "e5m2": ("deepseek fp8", {"fmt": "e5m2"}, "fmt is 'e5m2', wanted e4m3"),
-    "static": ("compressed-tensors int8", _group(input_activations__dynamic=False), "dynamic is False, wanted true"),
+    "static tokens": (
+        "compressed-tensors int8", _group(input_activations__dynamic=False), "strategy is 'token', wanted tensor; quantise",
+    ),
+    "static beside blocks": (
+        "compressed-tensors fp8 by block", {**_group(
+            input_activations__dynamic=False, weights__type="float", input_activations__type="float",
+            weights__strategy="block", weights__block_structure=[128, 128],
+        )}, "input_activations.dynamic is False, wanted true; quantise",
+    ),
+    "local": ("compressed-tensors int8", _group(input_activations__dynamic="local"), "dynamic is 'local', wanted true or f"),
+    "groups of inputs": (
+        "compressed-tensors int8", _group(input_activations__strategy="group"), "strategy is 'group', wanted token",
+    ),
+    "inputs with zero points": (
+        "compressed-tensors int8", _group(input_activations__symmetric=False), "input_activations is .* wanted symmetric int8",
+    ),
     "asymmetric": ("compressed-tensors int8", _group(weights__symmetric=False), "weights.symmetric is False, wanted true"),
     "6 bits": ("compressed-tensors int8", _group(weights__num_bits=6), "weights is 'int6', wanted int8, float8 or int4"),
     "strategy": ("compressed-tensors int8", _group(weights__strategy="group"), "weights.strategy is 'group', wanted channel"),
@@ -212,6 +263,10 @@ BROKEN = {
     ),
     "zeros that are not symmetric": (
         "gptq", {f"{DOWN}.qzeros": torch.zeros(3, 16, dtype=torch.int32)}, f"{DOWN}: config.json says that it is symmetric",
+    ),
+    "no static scale": ("fp8 static", {f"{DOWN}.input_scale": None}, f"{DOWN}.input_scale: missing, of a quantised weight"),
+    "a static scale of nothing": (
+        "fp8 static", {f"{DOWN}.input_scale": torch.zeros(1)}, f"{DOWN}: input_scale is 0.0, wanted a positive number",
     ),
     "a static scale": ("compressed-tensors fp8", {f"{DOWN}.input_scale": torch.ones(1)}, f"{DOWN}.input_scale: unexpected"),
 }  # fmt: skip

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import formats, invariant, nn, ops
+from tilewright.kernels.activation_forms import ACTIVATION_FORMS
+from tilewright.kernels.matmul_common import ACTIVATIONS
 from tilewright.ops import weights as weights_module
 from tilewright.ops.linear import FEW_ROWS, Codes
 from tilewright.ops.weights import (
@@ -88,6 +90,8 @@ def test_static_scales(format: str, zero: float | None, with_bias: bool, activat
     assert torch.equal(torch.cat([ops.linear(x, part, None) for part in parts], 1), ops.linear(x, weight, None))
     assert torch.equal(ops.linear(x, stack_rows(parts), bias, activation), got)
     parts[1].x_scale = scale * 2
+    if zero is None:
+        return  # the larger scale is taken: test_static_weights_stack_under_one_scale_and_only_with_one_zero_point
     with pytest.raises(ValueError, match=r"stack_rows: .* read one activation, with one static scale and zero point"):
         stack_rows(parts)
 
@@ -197,6 +201,27 @@ def test_weights_of_two_kinds_do_not_stack() -> None:
         stack_rows([quantized("int8")[1], quantized("int8-weight")[1]])
 
 
+def test_static_weights_stack_under_one_scale_and_only_with_one_zero_point() -> None:
+    plain = quantized("int8")[1]
+    assert isinstance(plain, ScaledWeight)
+
+    def static(scale: float, zero: float | None = None) -> StaticWeight:
+        x_zero = None if zero is None else torch.tensor(zero)
+        scales = {"x_scale": torch.tensor(scale), "x_zero": x_zero}
+        return StaticWeight(plain.codes, plain.scales, block=plain.block, dtype=plain.dtype, **scales)
+
+    stacked = stack_rows([static(0.25), static(0.5), static(0.125)])
+    assert isinstance(stacked, StaticWeight)
+    assert stacked.input_codes == (0.5, 0.0)
+    assert torch.equal(stacked.codes, plain.codes.repeat(3, 1))
+    alike = stack_rows([static(0.25, 3.0), static(0.25, 3.0)])
+    assert isinstance(alike, StaticWeight)
+    assert alike.input_codes == (0.25, 3.0)
+    for others in ([static(0.25, 3.0), static(0.5, 3.0)], [static(0.25), static(0.25, 3.0)]):
+        with pytest.raises(ValueError, match="with one static scale and zero point; got"):
+            stack_rows(others)
+
+
 def layer(format: str, dtype: torch.dtype = torch.float32) -> nn.Linear:
     made = nn.Linear(K, (96, 64), bias=True, dtype=dtype)
     made.bias = torch.nn.Parameter(randn(N, seed=2).to(dtype), requires_grad=False)
@@ -233,6 +258,21 @@ def test_the_activation_gets_the_gradient_of_the_dequantised_weight(format: str)
         FINISH[activation](F.linear(plain_x, weight.dequantize(), plain_bias)).backward(grad)
         torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(bias.grad, plain_bias.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_through_every_activation_compile_whole(activation: str) -> None:
+    torch._dynamo.reset()
+    _, weight = quantized("int8")
+    x, bias = randn(MANY, K, seed=1), randn(N, seed=2)
+    residual = randn(MANY, N // 2 if ACTIVATIONS[activation][1] else N, seed=3)
+    given = [tensor.requires_grad_() for tensor in (x, bias, residual)]
+    grad = randn(*residual.shape, seed=4)
+    compiled = torch.compile(ops.linear, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(x, weight, bias, activation, residual), given, grad)
+    plain = ACTIVATION_FORMS[activation](F.linear(x, weight.dequantize(), bias)) + residual
+    for mine, theirs in zip(got, torch.autograd.grad(plain, given, grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", ALL)
@@ -281,7 +321,7 @@ def test_codes_are_for_weights_of_the_same_codes() -> None:
 
 
 def test_a_weight_of_another_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight must have the dtype and device of the left operand, torch.bfloat16 on cpu"):
+    with pytest.raises(ValueError, match=r"weight must have the dtype and device of x, torch.bfloat16 on cpu"):
         ops.linear(randn(2, K).bfloat16(), quantized("int8")[1])
 
 

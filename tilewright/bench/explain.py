@@ -44,7 +44,8 @@ def explain(op: Op, dims: Mapping[str, Any], device: Device) -> dict[str, Any]:
     problem = op.problem(*args)
     choice = op.choose(device, problem)
     cost = _cost(op, dims, args)
-    floor = roof(cost, ceilings(device), unit_of(args))
+    found = ceilings(device)
+    floor = roof(cost, found, unit_of(args, found.flops))
     kernels, failed = _kernels(choice, args, device)
     entry = choice.entry if choice.source == "exact" else None  # a neighbour's time is not this problem's
     time_us = None if entry is None else entry.us

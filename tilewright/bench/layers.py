@@ -5,6 +5,7 @@ it is in a model, where the layer before has just written it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from tilewright import ops
 from tilewright.bench.dims import nearest
 from tilewright.bench.harness import interleaved_us, sets_for
+from tilewright.op import invariant as alike
 from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, quantize_weight
 
 __all__ = ["checked", "rows"]
@@ -29,12 +31,17 @@ def checked(formats: Sequence[str], activation: str) -> None:
 
 
 def rows(
-    formats: Sequence[str], shapes: Sequence[tuple[int, int, int]], activation: str, say: Callable[[str], None]
+    formats: Sequence[str],
+    shapes: Sequence[tuple[int, int, int]],
+    activation: str,
+    say: Callable[[str], None],
+    invariant: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A row for each (M, N, K) and each format; weights are made once for each (N, K).
 
     us: the layer. bf16_us: `F.linear`, with torch's activation. library_us: torch's own product of the format, its operands
     quantised already, where there is one. Ratios above 1: the layer is faster.
+    `invariant`: our layers as in that scope; the others do not know it.
     """
     for n, k in dict.fromkeys((n, k) for _, n, k in shapes):
         sets = max(2, min(8, sets_for(n * k)))
@@ -42,15 +49,14 @@ def rows(
         held = {name: [quantize_weight(w, name) for w in weights] for name in formats}
         for m in [m for m, *size in shapes if size == [n, k]]:
             say(f"M={m} N={n} K={k}")
-            with torch.inference_mode():
-                yield from _measure(m, weights, held, activation)
+            with torch.inference_mode(), alike() if invariant else nullcontext():
+                found = _measure(m, weights, held, activation)
+            yield from found
         del weights, held
         torch.cuda.empty_cache()
 
 
-def _measure(
-    m: int, weights: list[Tensor], held: dict[str, list[QuantizedWeight]], activation: str
-) -> Iterator[dict[str, Any]]:
+def _measure(m: int, weights: list[Tensor], held: dict[str, list[QuantizedWeight]], activation: str) -> list[dict[str, Any]]:
     n, k = weights[0].shape
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     calls: dict[str, Callable[[int], Any]] = {"bf16": _float_layer(x, weights, activation)}
@@ -63,13 +69,15 @@ def _measure(
     long = 2 * m * n * k > 1e12
     times = interleaved_us(list(calls.values()), sets=len(weights), rounds=5 if long else 15)
     us = {name: round(median, 2) for name, (median, _) in zip(calls, times, strict=True)}
+    table = []
     for name in held:
         row = {"format": name, "M": m, "N": n, "K": k, "activation": activation}
         row |= {"us": us[name], "bf16_us": us["bf16"], "ratio": round(us["bf16"] / us[name], 3)}
         if name in libraries:
             other = us[f"library {name}"]
             row |= {"library": libraries[name], "library_us": other, "library_ratio": round(other / us[name], 3)}
-        yield row
+        table.append(row)
+    return table
 
 
 def _float_layer(x: Tensor, weights: list[Tensor], activation: str) -> Callable[[int], Tensor]:

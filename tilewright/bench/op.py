@@ -1,7 +1,7 @@
 """One op against what it replaces: microseconds, share of the roofline, and the ratio, measured in turns in one process."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ from tilewright.op import Inputs, Op, prefer
 
 __all__ = ["checked", "geomean", "measure", "rows", "shapes_of", "unit_of"]
 
-UNITS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
+UNITS = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+}  # fmt: skip
+UNITS_OF_ALL = frozenset((*UNITS.values(), "int8"))
 _LARGEST_BYTES = 32 << 30
 
 
@@ -116,7 +119,8 @@ def _row(
     with prefer(preferred) if preferred else torch.inference_mode():
         choice = op.choice_for(*args)
     us, spread = times[0]
-    best = roof(cost, ceilings(device_of(0)), unit_of(args))
+    found = ceilings(device_of(0))
+    best = roof(cost, found, unit_of(args, found.flops))
     row: dict[str, Any] = {
         "op": op.name,
         "dims": " ".join(words),
@@ -136,10 +140,16 @@ def _row(
     return row
 
 
-def unit_of(args: Sequence[Any]) -> str:
-    """The arithmetic unit that counts for these arguments: bf16's where none of them are floating-point numbers."""
-    dtypes = (a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
-    return UNITS[next(dtypes, torch.bfloat16)]
+def unit_of(args: Sequence[Any], units: Container[str] = UNITS_OF_ALL) -> str:
+    """The arithmetic unit that counts for these arguments, bf16's where the card has no such unit or nothing is multiplied.
+
+    That of the first floating-point numbers; int8's where the first two tensors are int8, as the operands of a product are:
+    the scales behind them say nothing.
+    """
+    dtypes = [a.dtype for a in args if isinstance(a, Tensor)]
+    products = dtypes[:2] == [torch.int8, torch.int8]
+    unit = "int8" if products else UNITS[next((dtype for dtype in dtypes if dtype in UNITS), torch.bfloat16)]
+    return unit if unit in units else "bf16"
 
 
 def geomean(rows: Sequence[dict[str, Any]]) -> float | None:

@@ -134,6 +134,7 @@ def bench_layers(
     formats: Annotated[list[str], typer.Argument(help="int8, fp8, fp8-block, mxfp8, int4, int8-weight; one or more.")],
     shapes: Annotated[str | None, typer.Option(help='"64x4096x4096;1x4096x4096": rows, outputs, inputs.')] = None,
     activation: Annotated[str, typer.Option(help="none, or silu_mul: gate and up projections in one.")] = "none",
+    invariant: Annotated[bool, typer.Option("--invariant", help="The layers as inside `with invariant()`: its price.")] = False,
     out: _Out = None,
     as_json: _Json = False,
 ) -> None:
@@ -152,10 +153,11 @@ def bench_layers(
         _need_gpu("layers")
         from tilewright.bench.harness import write_json
 
-        table = list(rows(formats, wanted, activation, say))
+        table = list(rows(formats, wanted, activation, say, invariant))
         means = {name: geomean([row for row in table if row["format"] == name]) for name in formats}
         if out:
-            write_json(out, "quantised linear layers against F.linear in bf16", table, geomean_ratio=means)
+            what = "quantised linear layers against F.linear in bf16" + (", invariant" if invariant else "")
+            write_json(out, what, table, geomean_ratio=means)
         _print(table, as_json)
         say(f"geometric means of the ratios: {means} (above 1: ours is faster)")
 

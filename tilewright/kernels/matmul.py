@@ -21,6 +21,8 @@ file and its own reasons to refuse:
     invariant    `triton` with one config for all: a row's bits do not depend on its batch. The only one that can say so: the
                  others hold for some numbers of rows, and a row moves from one to the next as its batch grows
 
+float32 is multiplied as float32; TF32 is `vendor`'s, where the program asks torch for it (torch.backends.cuda.matmul).
+
 Not supported: gradients, mixed dtypes, a bias per batch entry. On the CPU, where the reference runs, a 16-bit product is
 rounded before its epilogue: forming it in float32 would mean converting the weight at every call.
 """
@@ -242,9 +244,18 @@ linear_op = Op(
 
 
 def check_epilogue(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, lead: tuple[int, ...]
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    lead: tuple[int, ...],
+    names: tuple[str, str] = ("x", "weight"),
 ) -> tuple[int, ...]:
     """The shape of the output, `lead` with its last dimension behind; the weight counts as [..., N, K].
+
+    `names` are those of the operands in errors.
 
     Raises:
         ValueError: anything but x and the weight's K does not fit: shapes, dtypes, devices, an unknown activation.
@@ -254,7 +265,7 @@ def check_epilogue(
     n = weight.shape[-2]
     if ACTIVATIONS[activation][1]:
         if n % 2:
-            raise ValueError(f"{op}: {activation} needs a gate and an up half, an even number of weight columns; got {n}")
+            raise ValueError(f"{op}: {activation} needs a gate and an up half, an even N of {names[1]}; got {n}")
         width = n // 2
     else:
         width = n
@@ -262,10 +273,10 @@ def check_epilogue(
     for name, other, wanted in (("bias", bias, (n,)), ("residual", residual, shape)):
         if other is not None and other.shape != wanted:
             raise ValueError(f"{op}: {name} must be {list(wanted)}; got {list(other.shape)}")
-    for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
+    for name, other in ((names[1], weight), ("bias", bias), ("residual", residual)):
         if other is not None and (other.dtype != x.dtype or other.device != x.device):
             raise ValueError(
-                f"{op}: {name} must have the dtype and device of the left operand, {x.dtype} on {x.device}; "
+                f"{op}: {name} must have the dtype and device of {names[0]}, {x.dtype} on {x.device}; "
                 f"got {other.dtype} on {other.device}"
             )
     return shape
@@ -301,7 +312,7 @@ def matmul(
         )
     bias = dense(bias)
     if b.dim() == 2:
-        shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, a.shape[:-1])
+        shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, a.shape[:-1], ("a", "b"))
         if residual is not None:
             residual = rows_ready(residual.flatten(0, -2))
         x = operand_ready(a if a.dim() == 2 else a.flatten(0, -2))
@@ -312,7 +323,7 @@ def matmul(
         raise ValueError(
             f"matmul: leading dims of a and b must broadcast; got a {list(a.shape)} and b {list(b.shape)}"
         ) from error
-    shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, (*lead, a.shape[-2]))
+    shape = check_epilogue("matmul", a, b.mT, bias, activation, residual, (*lead, a.shape[-2]), ("a", "b"))
     if residual is not None:
         residual = residual.flatten(0, -3).contiguous()
     x = operand_ready(a.expand(*lead, *a.shape[-2:]).flatten(0, -3))

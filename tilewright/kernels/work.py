@@ -73,12 +73,12 @@ def _compulsory(x: Tensor, weight: Tensor, activation: str, residual: Tensor | N
     return batch * x.shape[-1] * (m + n) * size + (out if residual is not None else 0), out
 
 
-def _vector(x: Tensor, weight: Tensor) -> int:
-    """Bytes of a load: Triton widens loads only along strides, and up to sizes, that divide by 16."""
+def _vector(x: Tensor, weight: Tensor, multiple: int = 16) -> int:
+    """Bytes of a load: Triton widens loads only along strides, and up to sizes, that it knows as multiples: by itself of 16."""
     size = x.element_size()
     for t in (x, weight):
         along, step = (t.shape[-1], t.stride(-2)) if t.stride(-1) == 1 else (t.shape[-2], t.stride(-1))
-        if along % 16 or step % 16:
+        if along % multiple or step % multiple:
             return size
     return 16
 
@@ -113,7 +113,7 @@ def skinny_work(
     block_n, step = config["BLOCK_N"], config["SLICES"] * config["BLOCK_K"]
     read, written = _compulsory(x, weight, activation, residual)
     blocks, steps = _cdiv(n, block_n), _cdiv(k, step)
-    vector = _vector(x, weight)
+    vector = _vector(x, weight, 8)
     return Work(
         blocks=blocks,
         flops=2.0 * blocks * steps * step * block_n * config["BLOCK_M"],

@@ -5,7 +5,8 @@ checkpoint's headers can be checked before anything is read; `assemble` makes th
 
 | layout   | tensors                                                     | published as                                        |
 |----------|-------------------------------------------------------------|-----------------------------------------------------|
-| `Scaled` | weight, weight_scale: [N, 1], [N], [1] or a number          | compressed-tensors int8 and fp8, fp8 by tensor      |
+| `Scaled` | weight, weight_scale: [N, 1], [N], [1] or a number;         | compressed-tensors int8 and fp8, fp8 by tensor      |
+|          | with a static activation input_scale: [1] or a number       |                                                     |
 | `Blocks` | weight, weight_scale_inv or weight_scale: [N/128, K/128]    | DeepSeek-V3's fp8, compressed-tensors fp8 by block  |
 | `GPTQ`   | qweight [K/8, N], qzeros [K/g, N/8], scales [K/g, N], g_idx | GPTQ of 4 bits                                      |
 | `AWQ`    | qweight [K, N/8], qzeros [K/g, N/8], scales [K/g, N]        | AWQ of 4 bits, `version: gemm`                      |
@@ -65,19 +66,25 @@ class Scaled:
 
     codes: str
     """I8 or F8_E4M3."""
-    quantizes_activations: bool = True
+    activation: str = "dynamic"
+    """How the activation is quantised: "dynamic", a scale for each token; "static", one scale, beside the weight; "none"."""
 
     def tensors(self, n: int, k: int) -> dict[str, Wanted]:
-        """weight and weight_scale."""
-        return {"weight": Wanted(((n, k),), (self.codes,)), "weight_scale": Wanted(((n, 1), (n,), (1,), ()), _SCALES)}
+        """weight and weight_scale; of a static activation input_scale."""
+        wanted = {"weight": Wanted(((n, k),), (self.codes,)), "weight_scale": Wanted(((n, 1), (n,), (1,), ()), _SCALES)}
+        return wanted | ({"input_scale": Wanted(((1,), ()), _SCALES)} if self.activation == "static" else {})
 
     def assemble(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> QuantizedWeight:
         """A scale for all becomes one for each row: that is what the product takes."""
         scales = tensors["weight_scale"].float().flatten()
-        kind = ScaledWeight if self.quantizes_activations else MixedWeight
-        return kind(
-            tensors["weight"], scales.expand(n).contiguous() if scales.shape[0] != n else scales, block=(1, 0), dtype=dtype
-        )
+        scales = scales.expand(n).contiguous() if scales.shape[0] != n else scales
+        if self.activation == "static":
+            x_scale = tensors["input_scale"].float().reshape(())
+            if not x_scale.is_meta and not 0.0 < float(x_scale) < float("inf"):
+                raise ValueError(f"input_scale is {float(x_scale)}, wanted a positive number; the checkpoint is damaged")
+            return StaticWeight(tensors["weight"], scales, block=(1, 0), dtype=dtype, x_scale=x_scale)
+        kind = MixedWeight if self.activation == "none" else ScaledWeight
+        return kind(tensors["weight"], scales, block=(1, 0), dtype=dtype)
 
 
 @dataclass(frozen=True)

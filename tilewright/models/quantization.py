@@ -1,10 +1,10 @@
 """What config.json says about quantised weights (`quantization_config`): which layers, and in which layout.
 
-Read are: compressed-tensors (int8 and fp8 with dynamic activations by token, fp8 by blocks of 128, int4 symmetric), fp8 of
-DeepSeek-V3's kind (`weight_block_size`) and by tensor, GPTQ and AWQ of 4 bits, and what `save_quantized` writes.
+Read are: compressed-tensors (int8 and fp8 with activations by token or with one static scale, fp8 by blocks of 128, int4
+symmetric), fp8 of DeepSeek-V3's kind (`weight_block_size`) and by tensor, GPTQ and AWQ of 4 bits, what `save_quantized` writes.
 
-Refused, with what to do: static scales of activations, other numbers of bits, activation order (`desc_act`), rules by layer, a
-quantised KV cache, more than one scheme in a checkpoint.
+Refused, with what to do: zero points of activations, static scales of blocks, other numbers of bits, activation order
+(`desc_act`), rules by layer, a quantised KV cache, more than one scheme in a checkpoint.
 """
 
 import re
@@ -109,32 +109,40 @@ def _compressed_layout(kind: str, strategy: Any, weights: Mapping[str, Any], inp
         return Packed(weights["group_size"])
     if kind not in ("int8", "float8"):
         raise _refused("weights", kind, "int8, float8 or int4", _ADVICE)
-    if inputs is not None and inputs.get("dynamic") is not True:
-        raise _refused("input_activations.dynamic", inputs.get("dynamic"), "true (no static scales)", _ADVICE)
-    if inputs is not None and (f"{inputs.get('type')}{inputs.get('num_bits')}" != kind or not inputs.get("symmetric", True)):
-        raise _refused("input_activations", inputs, f"symmetric {kind} like the weights, or null", _ADVICE)
-    if strategy == "block" and kind == "float8" and list(weights.get("block_structure") or ()) == [128, 128]:
-        return Blocks("weight_scale")
-    if strategy not in ("channel", "tensor"):
+    blocks = strategy == "block" and kind == "float8" and list(weights.get("block_structure") or ()) == [128, 128]
+    if not blocks and strategy not in ("channel", "tensor"):
         raise _refused("weights.strategy", strategy, "channel, tensor, or block of 128 x 128 for float8", _ADVICE)
-    if inputs is not None and inputs.get("strategy") not in ("token", "tensor"):
-        raise _refused("input_activations.strategy", inputs.get("strategy"), "token", _ADVICE)
-    return Scaled("I8" if kind == "int8" else "F8_E4M3", quantizes_activations=inputs is not None)
+    activation = "none" if inputs is None else _compressed_activation(kind, inputs, blocks)
+    return Blocks("weight_scale") if blocks else Scaled("I8" if kind == "int8" else "F8_E4M3", activation)
+
+
+def _compressed_activation(kind: str, inputs: Mapping[str, Any], blocks: bool) -> str:
+    """dynamic or static, as `Scaled.activation` has it; beside weights with a scale for each block only the first."""
+    if f"{inputs.get('type')}{inputs.get('num_bits')}" != kind or not inputs.get("symmetric", True):
+        raise _refused("input_activations", inputs, f"symmetric {kind} like the weights, or null", _ADVICE)
+    dynamic, strategy = inputs.get("dynamic"), inputs.get("strategy")
+    if dynamic is not True and (blocks or dynamic is not False):
+        raise _refused("input_activations.dynamic", dynamic, "true" if blocks else "true or false", _ADVICE)
+    if not blocks and strategy != "tensor" and (strategy != "token" or not dynamic):
+        raise _refused("input_activations.strategy", strategy, "token" if dynamic else "tensor", _ADVICE)
+    return "dynamic" if dynamic else "static"
 
 
 # ---- fp8, GPTQ, AWQ, our own
 
 
 def _fp8(raw: Mapping[str, Any]) -> Quantization:
-    if raw.get("activation_scheme", "dynamic") != "dynamic":
-        raise _refused("activation_scheme", raw["activation_scheme"], "dynamic (no static scales)", _ADVICE)
+    scheme = raw.get("activation_scheme", "dynamic")
     if raw.get("fmt", "e4m3") != "e4m3":
         raise _refused("fmt", raw["fmt"], "e4m3", _ADVICE)
     block = raw.get("weight_block_size")
     if block is not None and list(block) != [128, 128]:
         raise _refused("weight_block_size", block, "[128, 128] or null", _ADVICE)
+    known = ("dynamic", "static") if block is None else ("dynamic",)
+    if scheme not in known:
+        raise _refused("activation_scheme", scheme, " or ".join(known), _ADVICE)
     ignored = (*_names(raw, "modules_to_not_convert"), *_names(raw, "ignored_layers"), _HEAD)
-    return Quantization("fp8", Scaled("F8_E4M3") if block is None else Blocks(), ignored)
+    return Quantization("fp8", Scaled("F8_E4M3", scheme) if block is None else Blocks(), ignored)
 
 
 def _four_bits(raw: Mapping[str, Any]) -> int:

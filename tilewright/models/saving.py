@@ -35,10 +35,16 @@ def save_quantized(model: Decoder, folder: str | Path, source: str | Path) -> No
         source: the model it was loaded from, a folder or a name: config.json and the tokenizer's files come from there.
 
     Raises:
+        TypeError: not one of tilewright's models.
         FileExistsError: the folder has files.
         ModelError: the source cannot be found.
         ValueError: no layer of the model is quantised.
     """
+    if not isinstance(model, Decoder):
+        raise TypeError(
+            f"save_quantized: wanted a model that load_model gives, got {type(model).__name__}; of another module save "
+            "model.state_dict() with safetensors, and load it into that module after tw.quantize with the same format"
+        )
     target, origin = Path(folder), resolve(source)
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"save_quantized: {target} has files; give a new or an empty folder")

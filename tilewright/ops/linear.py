@@ -16,14 +16,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
 from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
 from tilewright.kernels.cast_linear import cast_linear
+from tilewright.kernels.gated_backward import gated_backward_op
 from tilewright.kernels.gradient import dense, wants_gradient
 from tilewright.kernels.matmul import check_epilogue, linear_op, operand_ready
 from tilewright.kernels.mixed_linear import mixed_linear_op
+from tilewright.kernels.pointwise_backward import activation_backward_op
 from tilewright.kernels.quantize import quantize_rows_op
 from tilewright.kernels.quantize_blocks import quantize_blocks_op
 from tilewright.kernels.quantize_fold import quantize_fold_op
@@ -264,24 +267,28 @@ class _Frozen(torch.autograd.Function):
     ) -> Tensor:
         """Runs without gradients, as torch does inside of a Function."""
         ctx.weight, ctx.activation = weight, activation
-        ctx.save_for_backward(x, bias, residual)
+        ctx.save_for_backward(x, bias)
         return linear(x, weight, bias, activation, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """(of x, None, of bias, None, of residual)."""
-        x, bias, residual = ctx.saved_tensors
-        given = [t if t is None else t.detach().requires_grad_() for t in (x, bias, residual)]
-        with torch.enable_grad():
-            y = _plain(cast(Tensor, given[0]), ctx.weight.dequantize(x.dtype), given[1], ctx.activation, given[2])
-        wanted = [t for t, needed in zip(given, (ctx.needs_input_grad[i] for i in (0, 2, 4))) if t is not None and needed]
-        found = iter(torch.autograd.grad(y, wanted, grads[0]))
-        first, second, third = (next(found) if ctx.needs_input_grad[i] else None for i in (0, 2, 4))
-        return first, None, second, None, third
+        """(of x, None, of bias, None, of residual), in plain torch, which Dynamo traces too."""
+        (x, bias), dy, kind = ctx.saved_tensors, grads[0], ctx.activation
+        weight = ctx.weight.dequantize(x.dtype)
+        dz = dy if kind == "none" else _before_activation(dy, F.linear(x, weight, bias), kind)
+        needs_x, _, needs_bias, _, needs_residual = ctx.needs_input_grad
+        return (
+            dz @ weight if needs_x else None,
+            None,
+            dz.reshape(-1, dz.shape[-1]).sum(0) if needs_bias else None,
+            None,
+            dy if needs_residual else None,
+        )
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """`linear` in plain torch, for autograd: its reference is one, and an op's own call would raise."""
-    rows = linear_op.reference(x.reshape(-1, x.shape[-1]), weight, bias, activation, None)
-    y = rows.view(*x.shape[:-1], rows.shape[-1])
-    return y if residual is None else y + residual
+def _before_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    """The gradient of what an activation was given, z [..., N], from that of what it gave."""
+    kind = activation.removesuffix("_mul")
+    if kind != activation:
+        return gated_backward_op.reference(dy, *z.chunk(2, -1), kind, True)
+    return activation_backward_op.reference(dy, z, kind, 1.0)

@@ -339,6 +339,7 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights of one type, one above the other, as a merged layer has them.
 
     Where a block would span two of them (128 x 128 and a number of rows that 128 does not divide), rows get their own scales.
+    Static scales of activations become the largest of them; zero points must be the same.
     """
     first = weights[0]
     if len(weights) == 1:
@@ -349,10 +350,20 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         blocks = {weight.block for weight in weights}
     if len(blocks) > 1 or len({type(weight) for weight in weights}) > 1 or len({w.zeros is None for w in weights}) > 1:
         raise ValueError(f"stack_rows: wanted weights of one type and block, got {[(w.format, w.block) for w in weights]}")
-    if len(inputs := {w.input_codes for w in weights if isinstance(w, StaticWeight)}) > 1:
-        raise ValueError(
-            f"stack_rows: merged layers read one activation, with one static scale and zero point; got {sorted(inputs)}"
-        )
+    if isinstance(first, StaticWeight):
+        first = _with_one_input(first, [w for w in weights if isinstance(w, StaticWeight)])
     zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
     codes, scales = torch.cat([weight.codes for weight in weights]), torch.cat([weight.scales for weight in weights])
     return first._like(codes, scales, zeros, weights[0].block)
+
+
+def _with_one_input(first: StaticWeight, weights: Sequence[StaticWeight]) -> StaticWeight:
+    """`first` with the largest of the weights' activation scales, under which none of them saturates earlier than its own."""
+    if any(w.x_zero is not None for w in weights) and len(inputs := {w.input_codes for w in weights}) > 1:
+        raise ValueError(
+            f"stack_rows: merged layers read one activation, with one static scale and zero point; got {sorted(inputs)}"
+        )
+    if first.x_zero is not None:
+        return first
+    largest = torch.stack([w.x_scale for w in weights]).amax()
+    return type(first)(first.codes, first.scales, first.zeros, block=first.block, dtype=first.dtype, x_scale=largest)
