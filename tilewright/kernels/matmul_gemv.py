@@ -119,7 +119,7 @@ def _gemv_kernel(
         gdc_wait()
     # The sums that one thread's vectors give: nothing crosses threads before the end.
     sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
-    # A row that one step holds has no loop, and so all of its loads on their way at once.
+    # A row that one step holds has no loop, and so all of its loads on their way at once; of longer ones some would spill.
     for k in range(0, BLOCK_K if ONE_STEP else K, BLOCK_K):
         left = ks < K - k
         if k > 0:
@@ -181,7 +181,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
             return y
         _gemv_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
             x, weight, bias, residual, y, n, k, weight.stride(0),
-            ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, ONE_STEP=k <= config["BLOCK_K"],
+            ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, ONE_STEP=k <= config["BLOCK_K"] <= 2048,
             VECTOR=16 // x.element_size(),
             **{**config, **launch_options(config["PDL"])},
         )  # fmt: skip
