@@ -239,7 +239,26 @@ CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("
         (GOOD, {3: GOOD[3] - 9}, "sequence 0 of 20 tokens needs the pages block_table[0, :2]; entry 0 is"),
         (GOOD, {5: torch.tensor([0, 2, 3], dtype=torch.int32)}, "cu_q must rise from 0 to 2"),
         (CODED, {5: torch.tensor([0, 2, 1], dtype=torch.int32)}, "cu_q must rise from 0 to 2"),
+        (GOOD, {3: GOOD[3].long()}, "must be int32; got torch.int64, torch.int32, torch.int32"),
+        (GOOD, {4: GOOD[4].float()}, "must be int32; got torch.int32, torch.float32, torch.int32"),
+        (GOOD, {4: GOOD[4].repeat_interleave(2)[::2]}, "contiguous kv_lens and cu_q; got strides (2, 1), (2,), (1,)"),
+        (GOOD, {3: GOOD[3][0]}, "for kv_lens [2] wants cu_q one longer and as many rows in block_table; got (3,) and (2,)"),
+        (GOOD, {5: torch.tensor([0, 2, 2], dtype=torch.int32)}, "max_q_len is 1, and sequence 0 brings 2 queries"),
+        (GOOD, {6: 0}, "max_q_len is 0 for 2 queries"),
+        (GOOD, {7: 0.0}, "scale is 0.0, wanted a finite number above 0"),
+        (GOOD, {7: -0.2}, "scale is -0.2, wanted a finite number above 0"),
+        (GOOD, {i: GOOD[i].double() for i in range(3)}, "q is torch.float64, wanted bfloat16, float16 or float32"),
+        (GOOD, {i: torch.zeros(2, 2, 16, 264)[(0,) * (not i)] for i in range(3)}, "head dim is 264, wanted 1 to 256"),
+        (GOOD, {i: GOOD[i][:, :0] for i in (1, 2)}, "4 query heads are no multiple of 0"),
+        (
+            CODED,
+            {i: CODED[i].float().to(torch.float8_e5m2) for i in (1, 2)},
+            "caches torch.float8_e5m2, torch.float8_e5m2; wanted",
+        ),
         (GOOD, {11: torch.zeros(3)}, "sinks must be [4]"),
+        (GOOD, {11: torch.zeros(8)[::2]}, "sinks must be [4], one a query head, contiguous"),
+        (GOOD, {11: torch.zeros(4).int()}, "got (4,) torch.int32 on cpu"),
+        (GOOD, {11: torch.zeros(4, device="meta")}, "got (4,) torch.float32 on meta"),
         (GOOD, {9: torch.zeros(3)}, "with k_scale given and v_scale absent"),
         (CODED, {10: None}, "int8 and float8_e4m3fn want both"),
         (CODED, {9: CODED[9].half()}, "k_scale must be"),
@@ -249,6 +268,14 @@ CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("
 def test_bad_input(args: Any, changes: dict[int, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         ops.paged_attention(*(changes.get(i, a) for i, a in enumerate(args)))
+
+
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_no_queries(sequences: int) -> None:
+    """An empty batch, and one in which nobody brings a query."""
+    q, k, v, table, lens, *_ = (t.to(WHERE) if isinstance(t, Tensor) else t for t in GOOD)
+    ends = torch.zeros(sequences + 1, dtype=torch.int32, device=WHERE)
+    assert ops.paged_attention(q[:0], k, v, table[:sequences], lens[:sequences], ends, 0, 0.2).shape == (0, 4, 16)
 
 
 WRONG: dict[str, Any] = {
