@@ -331,3 +331,33 @@ def test_sdpa_has_torchs_arguments() -> None:
 def test_sdpa_refuses_what_torch_refuses() -> None:
     with pytest.raises(RuntimeError):
         ops.sdpa(Q.transpose(1, 2), K.transpose(1, 2), K.transpose(1, 2))  # 4 and 2 heads without enable_gqa
+
+
+def test_sdpa_of_nested_tensors() -> None:
+    parts = [torch.rand(n, 4, 16, device=WHERE, generator=torch.Generator(WHERE).manual_seed(n)) for n in (3, 5)]
+    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    torchs: Any = F.scaled_dot_product_attention
+    for got, alone in zip(ops.sdpa(q, q, q).unbind(), parts, strict=True):
+        want = torchs(*[alone.transpose(0, 1)] * 3)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_sdpa_under_torch_func() -> None:
+    q = Inputs(WHERE).randn(2, 7, 4, 16).transpose(1, 2)
+    got, want = (
+        torch.func.grad(lambda t, f=f: f(t, t, t).square().sum())(q) for f in (ops.sdpa, F.scaled_dot_product_attention)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sdpa_under_autocast(compiled: bool) -> None:
+    """Operands of the dtype that autocast wants, whatever they came as; float64 stays."""
+    q = Inputs(WHERE).randn(2, 7, 4, 16).transpose(1, 2)
+    call: Any = torch.compile(ops.sdpa, fullgraph=True, backend="aot_eager") if compiled else ops.sdpa
+    torchs: Any = F.scaled_dot_product_attention
+    with torch.autocast(WHERE, torch.bfloat16):
+        for operands in ((q, q, q), (q, q.bfloat16(), q.half()), (q.double(),) * 3):
+            got, want = call(*operands), torchs(*operands)
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
