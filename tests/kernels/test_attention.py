@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests import conformance
 from tilewright import ops
+from tilewright.asm.certificate import load
 from tilewright.hw.device import CARD_OF_ARCH, CARDS, device_of
 from tilewright.kernels.attention import EXAMPLES, _example, attention_op
 from tilewright.kernels.attention_sm90_launch import SM90
@@ -265,6 +266,13 @@ def test_what_sm90_refuses(dims: dict[str, Any], card: str, reason: str | None) 
     assert attention_op.make is not None
     problem = attention_op.problem(*attention_op.make(Inputs("meta"), B=2, **dims))
     assert SM90.refuse(CARDS[card], problem) == reason
+
+
+def test_the_portable_kernels_defaults_spill_nothing_on_sm_80() -> None:
+    """In any example: head dims 32 to 256, every mask."""
+    cases = {name: case for name, case in load("attention")["cases"].items() if re.fullmatch(r"triton/.*/sm_80", name)}
+    assert len(cases) > 20
+    assert [name for name, case in cases.items() if any("spill_bytes" in kernel for kernel in case["kernels"])] == []
 
 
 def test_heads_first_are_no_matrix_of_rows() -> None:
