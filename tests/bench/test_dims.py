@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from tilewright.ops import ALL
 LINEAR = find_op("matmul")
 PEERLESS = {
     "add_rms_norm_quantize",
-    "attention_backward",
     "batch_norm_backward",
     "batch_statistics",
     "block_scaled_linear",
@@ -141,7 +141,28 @@ def test_peers_compute_the_same(op: Op, decode: bool) -> None:
     assert errors(got, ours[0])[0] < (1e-4 if ours[0].dtype == torch.float32 else 8e-3)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_peer_of_attentions_gradients_has_all_of_them(causal: bool) -> None:
+    op: Any = find_op("attention_backward")
+    args = op.make(Inputs(seed=2), B=2, KV=24, H=4, G=2, D=16, causal=causal, dtype=torch.float32)
+    for theirs, ours in zip(peer(op.name, args)(), op.reference(*args), strict=False):  # the last is of sinks
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_measured_with_every_length_and_head_dim() -> None:
+    shapes = default_shapes("attention")
+    assert shapes == default_shapes("attention_backward")
+    for causal, dim, keys in product(("false", "true"), (64, 128, 256), (2**i for i in range(9, 16))):
+        assert any(f" KV={keys} H={2048 // dim} G={2048 // dim} D={dim} causal={causal}" in shape for shape in shapes)
+        assert any(f" KV={keys} H=32 G=8 D=128 causal={causal}" in shape for shape in shapes)
+
+
 def test_peers_that_there_cannot_be() -> None:
+    for name in ("attention", "attention_backward"):
+        make: Any = find_op(name).make
+        for option, words in (({"window": 4}, "no windows"), ({"packed": True}, "one length"), ({"Q": 3}, "causal mask")):
+            with pytest.raises(NoPeer, match=f"{name}: .*{words}"):
+                peer(name, make(Inputs(), B=1, KV=8, H=2, G=1, D=16, causal=True, **option))
     attention: Any = find_op("paged_attention").make
     with pytest.raises(NoPeer, match="sliding window"):
         peer("paged_attention", attention(Inputs(), B=1, KV=8, H=2, G=1, D=16, window=4))

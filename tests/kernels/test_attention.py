@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests import conformance
 from tilewright import ops
+from tilewright.asm.certificate import load
 from tilewright.hw.device import CARD_OF_ARCH, CARDS, device_of
 from tilewright.kernels.attention import EXAMPLES, _example, attention_op
 from tilewright.kernels.attention_sm90_launch import SM90
@@ -267,6 +268,13 @@ def test_what_sm90_refuses(dims: dict[str, Any], card: str, reason: str | None) 
     assert SM90.refuse(CARDS[card], problem) == reason
 
 
+def test_the_portable_kernels_defaults_spill_nothing_on_sm_80() -> None:
+    """In any example: head dims 32 to 256, every mask."""
+    cases = {name: case for name, case in load("attention")["cases"].items() if re.fullmatch(r"triton/.*/sm_80", name)}
+    assert len(cases) > 20
+    assert [name for name, case in cases.items() if any("spill_bytes" in kernel for kernel in case["kernels"])] == []
+
+
 def test_heads_first_are_no_matrix_of_rows() -> None:
     t = torch.zeros(2, 8, 4, 64, dtype=torch.bfloat16)
     for q, tma in ((t, True), (t.transpose(1, 2), False), (t[:, ::2], True), (t[:, :4], False), (t[..., :60], True)):
@@ -331,3 +339,33 @@ def test_sdpa_has_torchs_arguments() -> None:
 def test_sdpa_refuses_what_torch_refuses() -> None:
     with pytest.raises(RuntimeError):
         ops.sdpa(Q.transpose(1, 2), K.transpose(1, 2), K.transpose(1, 2))  # 4 and 2 heads without enable_gqa
+
+
+def test_sdpa_of_nested_tensors() -> None:
+    parts = [torch.rand(n, 4, 16, device=WHERE, generator=torch.Generator(WHERE).manual_seed(n)) for n in (3, 5)]
+    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    torchs: Any = F.scaled_dot_product_attention
+    for got, alone in zip(ops.sdpa(q, q, q).unbind(), parts, strict=True):
+        want = torchs(*[alone.transpose(0, 1)] * 3)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_sdpa_under_torch_func() -> None:
+    q = Inputs(WHERE).randn(2, 7, 4, 16).transpose(1, 2)
+    got, want = (
+        torch.func.grad(lambda t, f=f: f(t, t, t).square().sum())(q) for f in (ops.sdpa, F.scaled_dot_product_attention)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sdpa_under_autocast(compiled: bool) -> None:
+    """Operands of the dtype that autocast wants, whatever they came as; float64 stays."""
+    q = Inputs(WHERE).randn(2, 7, 4, 16).transpose(1, 2)
+    call: Any = torch.compile(ops.sdpa, fullgraph=True, backend="aot_eager") if compiled else ops.sdpa
+    torchs: Any = F.scaled_dot_product_attention
+    with torch.autocast(WHERE, torch.bfloat16):
+        for operands in ((q, q, q), (q, q.bfloat16(), q.half()), (q.double(),) * 3):
+            got, want = call(*operands), torchs(*operands)
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)

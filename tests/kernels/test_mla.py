@@ -102,6 +102,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cu_q": (lambda a: {"cu_q": a["cu_q"][:2]}, r"for kv_lens \[2\] wants cu_q one longer"),
     "table": (lambda a: {"block_table": a["block_table"][:1]}, "as many rows in block_table"),
     "one query": (lambda a: {"max_q_len": 1}, "max_q_len 1 wants one query a sequence; got 5 for 2"),
+    "queries": (lambda a: {"max_q_len": 2}, "max_q_len is 2, and sequence 0 brings 3 queries"),
+    "no longest": (lambda a: {"max_q_len": 0}, "max_q_len is 0 for 5 queries"),
+    "scale": (lambda a: {"scale": 0.0}, "scale is 0.0, wanted a finite number above 0"),
+    "float64": (lambda a: {"q": a["q"].double(), "cache": a["cache"].double()}, "q is torch.float64, wanted bfloat16, float16"),
+    "int64": (lambda a: {"kv_lens": a["kv_lens"].long()}, "must be int32; got torch.int32, torch.int64, torch.int32"),
+    "device": (lambda a: {"block_table": a["block_table"].to("meta")}, "q on cpu, block_table on meta, kv_lens on cpu"),
+    "gaps": (lambda a: {"kv_lens": a["kv_lens"].repeat_interleave(2)[::2]}, "contiguous kv_lens and cu_q; got strides"),
     "room": (lambda a: {"block_table": a["block_table"][:, :1].contiguous()}, "sequence 0 has 100 tokens, .* 1 pages for 64"),
 }
 

@@ -1,5 +1,7 @@
 """Layers against their formulas in plain torch."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,9 +115,37 @@ def test_attention(interleaved: bool, rotated: int, head_norm_eps: float | None,
     assert not cache.v[0][0].any()
 
 
-def test_attention_refuses_heads_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads, got 4 and 3"):
-        nn.Attention(8, heads=4, kv_heads=3, head_dim=2, rope=nn.Rope(2, max_positions=4))
+def test_attention_with_sinks_and_a_scale() -> None:
+    tokens, dim = 7, 8
+    rope = nn.Rope(dim, max_positions=16)
+    layer = nn.Attention(12, heads=4, kv_heads=2, head_dim=dim, rope=rope, window=4, sinks=True, scale=0.7, **PLACE)
+    fill(layer)
+    x = randn(tokens, 12)
+    q, k, v = (F.linear(x, layer.qkv.weight).view(tokens, -1, dim)).split((4, 2, 2), 1)
+    q, k, v = (t.transpose(0, 1).double() for t in (rotate(q, rope), *(rotate(k, rope), v)))
+    scores = 0.7 * q @ k.repeat_interleave(2, 0).mT
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    scores = scores.masked_fill((distance < 0) | (distance >= 4), float("-inf"))
+    with_sinks = torch.cat([scores, layer.sinks.double()[:, None, None].expand(4, tokens, 1)], -1)
+    o = with_sinks.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 0)
+    want = F.linear(o.transpose(0, 1).flatten(1).float(), layer.out.weight)
+    cache = KVCache.zeros(layers=1, pages=3, kv_heads=2, page_size=4, head_dim=dim, dtype=x.dtype, device="cpu")
+    got = layer(x, make_batch([([2, 1], 0, tokens)], 4), cache.k[0], cache.v[0])
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
+        ({"kv_heads": 0}, "heads must be a multiple of kv_heads, got 4 and 0"),
+        ({"window": 0}, "window is 0, wanted at least 1"),
+        ({"scale": -1.0}, "scale is -1.0, wanted a finite number above 0"),
+    ],
+)
+def test_attention_refuses(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        nn.Attention(8, **{"heads": 4, "kv_heads": 2, "head_dim": 2, "rope": nn.Rope(2, max_positions=4), **options})
 
 
 def test_layers_are_made_where_asked_and_want_no_gradient() -> None:

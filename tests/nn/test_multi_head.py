@@ -74,7 +74,7 @@ def by_hand(layer: SelfAttention, x: Tensor, mask: Tensor) -> Tensor:
             turned.append(torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
         q, k = turned
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=layer.options["scale"], enable_gqa=True)
     return layer.out(out.transpose(1, 2).flatten(2))
 
 
@@ -82,7 +82,8 @@ def by_hand(layer: SelfAttention, x: Tensor, mask: Tensor) -> Tensor:
 def test_grouped_heads_narrow_values_windows_and_rotation(rotated: bool) -> None:
     rope = nn.Rope(8, max_positions=32, device="cpu") if rotated else None
     layer = SelfAttention(
-        20, heads=4, kv_heads=2, head_dim=8, value_dim=6, causal=True, window=3, rope=rope, out_bias=True, **PLACE
+        20, heads=4, kv_heads=2, head_dim=8, value_dim=6, causal=True, window=3, rope=rope, scale=0.2, out_bias=True,
+        **PLACE
     )  # fmt: skip
     fill(layer)
     x, distance = randn(2, 9, 20), torch.arange(9)[:, None] - torch.arange(9)
@@ -114,6 +115,13 @@ def test_packed_sequences_are_each_alone() -> None:
 BAD = {
     "groups": (lambda: SelfAttention(16, heads=3, kv_heads=2, **PLACE), "heads must be a multiple of kv_heads, got 3 and 2"),
     "head dim": (lambda: CrossAttention(16, heads=3, **PLACE), "16 features are no multiple of 3 heads: pass head_dim"),
+    "no heads": (lambda: SelfAttention(16, heads=0, **PLACE), "heads must be a multiple of kv_heads, got 0 and 0"),
+    "no kv heads": (lambda: CrossAttention(16, heads=2, kv_heads=0, **PLACE), "multiple of kv_heads, got 2 and 0"),
+    "window": (lambda: SelfAttention(16, heads=2, window=0, **PLACE), "window is 0, wanted at least 1"),
+    "slopes": (
+        lambda: SelfAttention(16, heads=2, alibi_slopes=torch.zeros(3), **PLACE),
+        "alibi_slopes must be [2], one a head; got [3]",
+    ),
     "packed": (lambda: SelfAttention(16, heads=2, **PLACE)(randn(4, 16)), "got [4] tokens and lengths False"),
     "positions": (
         lambda: SelfAttention(16, heads=2, rope=nn.Rope(8, max_positions=4, device="cpu"), **PLACE)(randn(4, 16)),

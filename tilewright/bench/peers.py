@@ -98,18 +98,25 @@ def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | 
     return call
 
 
+def _check_attention(
+    op_name: str, cu_q: Tensor | None, max_q: int, max_k: int, causal: bool, left: int | None = None, right: int | None = None,
+    prefix: int = 0, *bends: object,
+) -> None:  # fmt: skip
+    if left is not None or right is not None or prefix or any(bend is not None for bend in bends):
+        raise NoPeer(f"{op_name}: SDPA has no windows, prefixes, soft caps, sinks or ALiBi without a mask tensor")
+    if cu_q is not None:
+        raise NoPeer(f"{op_name}: SDPA takes sequences of one length only")
+    if causal and max_q not in (1, max_k):
+        raise NoPeer(f"{op_name}: SDPA's causal mask is for queries that begin with the sequence")
+
+
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0, *bends: object,
+    causal: bool, want_lse: bool, *bends: Any,
 ) -> Call:  # fmt: skip
-    if left is not None or right is not None or prefix or any(bend is not None for bend in bends):
-        raise NoPeer("attention: SDPA has no windows, prefixes, soft caps, sinks or ALiBi without a mask tensor")
-    if cu_q is not None:
-        raise NoPeer("attention: SDPA takes sequences of one length only")
+    _check_attention("attention", cu_q, max_q, max_k, causal, *bends)
     if want_lse:
         raise NoPeer("attention: SDPA gives no log-sum-exp")
-    if causal and max_q not in (1, max_k):
-        raise NoPeer("attention: SDPA's causal mask is for queries that begin with the sequence")
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
 
     def call() -> Tensor:
@@ -117,6 +124,36 @@ def _attention(
         return out.transpose(1, 2)
 
     return call
+
+
+def _attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
+    max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, *bends: Any,
+) -> Call:  # fmt: skip
+    """What autograd launches behind SDPA: cuDNN's backward, faster than FlashAttention-2's wherever both were timed."""
+    _check_attention("attention_backward", cu_q, max_q, max_k, causal, *bends)
+    causal = causal and max_q > 1
+    do, q, k, v, out = (t.transpose(1, 2) for t in (do, q, k, v, out))
+    sums, aten, shared = (
+        lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1).contiguous(),
+        torch.ops.aten,
+        q.shape[1] // k.shape[1],
+    )
+    if not q.is_cuda:
+        keys, values = (t.repeat_interleave(shared, 1) for t in (k, v))
+
+        def on_cpu() -> tuple[Tensor, ...]:
+            backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            dq, *others = backward(do, q, keys, values, out, sums, 0.0, causal, scale=scale)
+            return tuple(t.transpose(1, 2) for t in (dq, *(t.unflatten(1, (-1, shared)).sum(2) for t in others)))
+
+        return on_cpu
+    # Of this forward pass only what does not depend on values is taken.
+    _, shaped, ends_q, ends_k, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    rest = (out, sums.view(shaped.shape), seed, offset, None, ends_q, ends_k, max_q, max_k, 0.0, causal)
+    return lambda: aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, *rest, scale=scale)
 
 
 def _paged_attention(
@@ -191,6 +228,7 @@ _PEERS: dict[str, Callable[..., Call]] = {
     "add_layer_norm": _add_layer_norm,
     "add_rms_norm": _add_rms_norm,
     "attention": _attention,
+    "attention_backward": _attention_backward,
     "cross_entropy": _cross_entropy,
     "cross_entropy_gradient": _cross_entropy_gradient,
     "gelu_mul": lambda gate, up, approximate: lambda: F.gelu(gate, approximate="tanh" if approximate else "none") * up,
@@ -221,16 +259,15 @@ _REDUCED = (
     *("M=4096 N=131072", "M=131072 N=512"),
 )
 _PRODUCTS = ("M=64 N=4096 K=4096", "M=4096 N=4096 K=4096", "M=4096 N=14336 K=4096", "M=8192 N=8192 K=8192")
-# 16k tokens, 2048 = heads x head dim; then grouped heads, as in models of 8B.
+# 16k tokens (or one sequence), 2048 = heads x head dim; then grouped heads, as in models of 8B.
 _ATTENTION = tuple(
-    f"{shape} causal={causal}"
+    f"B={max(1, 16384 // keys)} KV={keys} {heads} causal={causal}"
     for causal in ("false", "true")
-    for shape in (
-        *(f"B={16384 // s} KV={s} H=16 G=16 D=128" for s in (512, 1024, 2048, 4096, 8192, 16384)),
-        *(f"B={16384 // s} KV={s} H=32 G=32 D=64" for s in (512, 1024, 2048, 4096, 8192, 16384)),
-        *(f"B={16384 // s} KV={s} H=8 G=8 D=256" for s in (2048, 8192, 16384)),
-        *("B=4 KV=4096", "B=4 KV=4095"),
+    for heads, lengths in (
+        *((f"H={2048 // d} G={2048 // d} D={d}", (512, 1024, 2048, 4096, 8192, 16384, 32768)) for d in (128, 64, 256)),
+        ("H=32 G=8 D=128", (512, 1024, 2048, 4095, 4096, 8192, 16384, 32768)),
     )
+    for keys in lengths
 )
 _LONG_ATTENTION = ("B=2 KV=8192 H=16 G=16", "B=1 KV=16384 H=16 G=16", "B=1 KV=16384", "B=2 KV=8192 H=32 G=32 D=64")
 _SHAPES: dict[str, tuple[str, ...]] = {

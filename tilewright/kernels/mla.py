@@ -23,7 +23,7 @@ from torch import Tensor
 from tilewright.kernels.mla_common import cost, mla_attention_arguments, problem_of
 from tilewright.kernels.mla_sm90_launch import SM90, SM90_INVARIANT
 from tilewright.kernels.mla_tile import INVARIANT, TRITON
-from tilewright.kernels.paged_checks import at_hand, check_lengths
+from tilewright.kernels.paged_checks import at_hand, check_lengths, check_numbers, check_tables
 from tilewright.op import Example, Inputs, Op
 
 __all__ = ["mla_attention", "mla_attention_op"]
@@ -125,7 +125,7 @@ def mla_attention(
         cu_q: [B + 1] int32, where each sequence's queries start in q.
         max_q_len: the longest query length; 1 means that every sequence brings exactly one query (decode).
         rank: R, how many numbers of a cached row are its value.
-        scale: factor on q . c.
+        scale: factor on q . c, above 0.
 
     Returns:
         [T, H, R] of q's dtype, contiguous: averages of latents. Sequences with kv_lens 0 give zeros.
@@ -146,13 +146,9 @@ def mla_attention(
         raise ValueError(
             f"mla_attention: wants contiguous q and cache; got strides {q.stride()}, {cache.stride()}: call .contiguous() first"
         )
-    if cu_q.shape[0] != kv_lens.shape[0] + 1 or block_table.dim() != 2 or block_table.shape[0] != kv_lens.shape[0]:
-        raise ValueError(
-            f"mla_attention: for kv_lens [{kv_lens.shape[0]}] wants cu_q one longer and as many rows in block_table; "
-            f"got {tuple(cu_q.shape)} and {tuple(block_table.shape)}"
-        )
-    if max_q_len == 1 and q.shape[0] != kv_lens.shape[0]:
-        raise ValueError(f"mla_attention: max_q_len 1 wants one query a sequence; got {q.shape[0]} for {kv_lens.shape[0]}")
+    check_numbers("mla_attention", q, max_q_len, scale)
+    check_tables("mla_attention", q, block_table, kv_lens, cu_q, max_q_len)
     if at_hand(kv_lens):
-        check_lengths("mla_attention", block_table, kv_lens, cache.shape[1], cache.shape[0], cu_q, q.shape[0])
+        pages, page_size = cache.shape[:2]
+        check_lengths("mla_attention", block_table, kv_lens, page_size, pages, cu_q, q.shape[0], max_q_len)
     return mla_attention_op(q, cache, block_table, kv_lens, cu_q, max_q_len, rank, scale)

@@ -43,7 +43,8 @@ from tilewright.formats import encode
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import attention_arguments
-from tilewright.kernels.paged_checks import at_hand, check_lengths
+from tilewright.kernels.attention_common import DTYPES, LARGEST_HEAD_DIM
+from tilewright.kernels.paged_checks import at_hand, check_lengths, check_numbers, check_tables
 from tilewright.kernels.paged_sm90_launch import SM90
 from tilewright.kernels.paged_space import (
     CODES,
@@ -124,6 +125,8 @@ def _reference(
             rows.to(wide), k[None], v[None], mask, scale, None if sinks is None else sinks.view(-1, group).repeat(1, count)
         )
         outputs.append(out.to(q.dtype).view(kv_heads, -1, group, dim).transpose(0, 1).reshape(count, -1, dim))
+    if not outputs:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
     return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -327,19 +330,39 @@ def _check_codes(q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Te
             raise ValueError(f"paged_attention: {name} {why}")
 
 
-def _check_table(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor) -> None:
-    if not (q.device == k_cache.device == v_cache.device == block_table.device == kv_lens.device == cu_q.device):
+def _check_operands(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *CODES):
         raise ValueError(
-            f"paged_attention: wants all tensors on one device; got q on {q.device}, caches on {k_cache.device} and "
-            f"{v_cache.device}, block_table on {block_table.device}, kv_lens on {kv_lens.device}, cu_q on {cu_q.device}"
+            f"paged_attention: dtypes differ: q {q.dtype}, caches {k_cache.dtype}, {v_cache.dtype}; wanted caches of q's "
+            "dtype, or both of int8 or float8_e4m3fn with scales"
         )
-    if block_table.stride(1) != 1 or not (kv_lens.is_contiguous() and cu_q.is_contiguous()):
+    if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or v_cache.shape != value_shape(k_cache):
         raise ValueError(
-            "paged_attention: wants dense rows in block_table, and contiguous kv_lens and cu_q; got strides "
-            f"{block_table.stride()}, {kv_lens.stride()}, {cu_q.stride()}"
+            "paged_attention: wants q [T, H, D] and caches [P, G, S, D] with one D, values in codes [P, G, D, S]; "
+            f"got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         )
-    if at_hand(kv_lens):
-        check_lengths("paged_attention", block_table, kv_lens, k_cache.shape[2], k_cache.shape[0], cu_q, q.shape[0])
+    if not k_cache.shape[1] or not q.shape[1] or q.shape[1] % k_cache.shape[1]:
+        raise ValueError(f"paged_attention: {q.shape[1]} query heads are no multiple of {k_cache.shape[1]} key/value heads")
+    if not 1 <= q.shape[2] <= LARGEST_HEAD_DIM:
+        raise ValueError(f"paged_attention: head dim is {q.shape[2]}, wanted 1 to {LARGEST_HEAD_DIM}")
+    if not q.device == k_cache.device == v_cache.device:
+        raise ValueError(
+            "paged_attention: wants all tensors on one device; got q on "
+            f"{q.device}, caches on {k_cache.device} and {v_cache.device}"
+        )
+    if q.stride(2) != 1 or q.stride(1) != q.shape[2] or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError(
+            f"paged_attention: wants q with dense heads and contiguous caches; got strides {q.stride()}, {k_cache.stride()}, "
+            f"{v_cache.stride()}: call .contiguous() first"
+        )
+
+
+def _check_sinks(q: Tensor, sinks: Tensor) -> None:
+    if sinks.shape != q.shape[1:2] or sinks.dtype not in DTYPES or sinks.device != q.device or not sinks.is_contiguous():
+        raise ValueError(
+            f"paged_attention: sinks must be [{q.shape[1]}], one a query head, contiguous, bfloat16, float16 or float32 on "
+            f"{q.device}; got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device} with strides {sinks.stride()}"
+        )
 
 
 def paged_attention(
@@ -350,18 +373,18 @@ def paged_attention(
     """Causal attention of packed queries over a paged cache that already holds their own keys and values.
 
     Args:
-        q: [T, H, D] bf16, fp16 or fp32, heads dense; H a multiple of G.
+        q: [T, H, D] bf16, fp16 or fp32, heads dense; H a multiple of G, D at most 256.
         k_cache: [P, G, S, D] of q's dtype, contiguous; or codes of int8 or float8_e4m3fn.
         v_cache: like k_cache; codes by columns, [P, G, D, S].
         block_table: [B, max_pages] int32, the page of each S tokens of a sequence.
         kv_lens: [B] int32, tokens of each sequence in the cache, this call's included.
         cu_q: [B + 1] int32, where each sequence's queries start in q.
         max_q_len: the longest query length; 1 means that every sequence brings exactly one query (decode).
-        scale: factor on q . k.
+        scale: factor on q . k, above 0.
         window: each query sees at most this many keys, its own included; None for all.
         k_scale: [P, G, S] float32, what a key's codes are multiplied by; for caches of codes only.
         v_scale: likewise for values, with the same strides: both may be views of one [P, G, 2, S].
-        sinks: [H], a logit for each head that takes part in the softmax and has no value; None for none.
+        sinks: [H] floating point, a logit for each head that takes part in the softmax and has no value; None for none.
 
     Returns:
         [T, H, D] of q's dtype, contiguous. Sequences with kv_lens 0 give zeros.
@@ -369,36 +392,17 @@ def paged_attention(
     Raises:
         ValueError: shapes, dtypes, devices or layouts do not fit; on a CPU also lengths or pages (see `ops.check_paged`).
     """
-    if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or v_cache.shape != value_shape(k_cache):
-        raise ValueError(
-            "paged_attention: wants q [T, H, D] and caches [P, G, S, D] with one D, values in codes [P, G, D, S]; "
-            f"got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
-        )
-    if q.shape[1] % k_cache.shape[1]:
-        raise ValueError(f"paged_attention: {q.shape[1]} query heads are no multiple of {k_cache.shape[1]} key/value heads")
-    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *CODES):
-        raise ValueError(
-            f"paged_attention: dtypes differ: q {q.dtype}, caches {k_cache.dtype}, {v_cache.dtype}; wanted caches of q's "
-            "dtype, or both of int8 or float8_e4m3fn with scales"
-        )
+    _check_operands(q, k_cache, v_cache)
+    check_numbers("paged_attention", q, max_q_len, scale)
     _check_codes(q, k_cache, k_scale, v_scale)
-    if q.stride(2) != 1 or q.stride(1) != q.shape[2] or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(
-            f"paged_attention: wants q with dense heads and contiguous caches; got strides {q.stride()}, {k_cache.stride()}, "
-            f"{v_cache.stride()}: call .contiguous() first"
-        )
-    if cu_q.shape[0] != kv_lens.shape[0] + 1 or block_table.shape[0] != kv_lens.shape[0]:
-        raise ValueError(
-            f"paged_attention: for kv_lens [{kv_lens.shape[0]}] wants cu_q one longer and as many rows in block_table; "
-            f"got {tuple(cu_q.shape)} and {tuple(block_table.shape)}"
-        )
-    _check_table(q, k_cache, v_cache, block_table, kv_lens, cu_q)
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"paged_attention: sinks must be [{q.shape[1]}], one a query head; got {tuple(sinks.shape)}")
+    check_tables("paged_attention", q, block_table, kv_lens, cu_q, max_q_len)
+    if at_hand(kv_lens):
+        pages, page_size = k_cache.shape[0], k_cache.shape[2]
+        check_lengths("paged_attention", block_table, kv_lens, page_size, pages, cu_q, q.shape[0], max_q_len)
+    if sinks is not None:
+        _check_sinks(q, sinks)
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1, or None for all keys; got {window}")
-    if max_q_len == 1 and q.shape[0] != kv_lens.shape[0]:
-        raise ValueError(f"paged_attention: max_q_len 1 wants one query a sequence; got {q.shape[0]} for {kv_lens.shape[0]}")
     return paged_attention_op(
         q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks
     )

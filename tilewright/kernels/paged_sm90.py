@@ -260,8 +260,8 @@ def paged_sm90_kernel(
 ):  # fmt: skip
     """Launch with num_warps=4, the consumer's; the producer brings its own warp.
 
-    k_desc, v_desc: of the caches as [P * G * S, D], in boxes of min(S, 64) rows by 64. scale: times log2(e). N: a power of two
-    of at least 8 that QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
+    k_desc, v_desc: of the caches as [P * G * S, D], in boxes of min(S, 64) rows or fewer by 64. scale: times log2(e). N: a
+    power of two of at least 8 that QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
     """
     dtype: gl.constexpr = k_desc.dtype
     PANELS: gl.constexpr = D // PANEL

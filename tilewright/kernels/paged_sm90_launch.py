@@ -63,6 +63,8 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    if config["BOX"] < _ROWS and (problem.page_size <= config["BOX"] or problem.cache in CODES):
+        return "smaller boxes are for pages of 16 bits that are larger"
     columns = _columns(problem.queries * problem.group)
     if columns > 32 and problem.row_bytes == 128 and problem.cache in CODES and config["PER_SM"] > 1:
         return "two programs an SM leave too few registers for 64 columns of codes"
@@ -75,8 +77,9 @@ def _default(device: Device, problem: Problem) -> Config:
     # H100, 128 dims, docs/log.md#paged-decode: rows of 256 bytes are read faster by one program an SM with two stages, codes by
     # two programs. 64 dims of 16 bits were not timed.
     if problem.cache in CODES:
-        return {"PER_SM": 1 if problem.queries * problem.group > 32 else 2, "STAGES": 2, "LONGER": 6}
-    return {"PER_SM": 1, "STAGES": 2, "LONGER": 6} if problem.row_bytes == 256 else {"PER_SM": 2, "STAGES": 4, "LONGER": 6}
+        return {"PER_SM": 1 if problem.queries * problem.group > 32 else 2, "STAGES": 2, "LONGER": 6, "BOX": _ROWS}
+    few = problem.row_bytes == 256
+    return {"PER_SM": 1 if few else 2, "STAGES": 2 if few else 4, "LONGER": 6, "BOX": _ROWS}
 
 
 def boxes(t: Tensor, box: list[int]) -> TensorDescriptor:
@@ -119,7 +122,7 @@ def _launch(
         "num_warps": 4, "maxnreg": 256 // config["PER_SM"],
     }  # fmt: skip
     if k_scale is None:
-        descriptors = (boxes(t.view(-1, dim), [min(page_size, _ROWS), _PANEL]) for t in (k_cache, v_cache))
+        descriptors = (boxes(t.view(-1, dim), [min(page_size, config["BOX"]), _PANEL]) for t in (k_cache, v_cache))
         paged_sm90_kernel[(grid,)](*descriptors, *out, *lengths, *strides, **constants)
     else:
         format = "int8" if k_cache.dtype == torch.int8 else "e4m3"
@@ -135,6 +138,9 @@ def _work(device: Device, config: Config, *args: Any) -> Work:
     return stream_work(device, {**config, "BLOCK_N": _ROWS, "num_stages": config["STAGES"], "num_warps": 4}, *args)
 
 
-SPACE = Space(default=_default, axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6)}, refusal=_config_refusal)
+SPACE = Space(
+    default=_default, axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6), "BOX": (16, 64)}, refusal=_config_refusal
+)
+"""BOX: tokens of a page that are fetched at once. What lies behind a sequence's last token is fetched to the end of its box."""
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=_work)

@@ -1,7 +1,9 @@
 """Causal grouped-query attention over a paged cache (Ainslie et al., "GQA", 2023): two matmuls and two kernels.
 
-Not here: attention without a cache and over another sequence (multi_head.py), soft caps, sinks.
+Not here: attention without a cache and over another sequence (multi_head.py), soft caps.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,11 @@ class Attention(nn.Module):
         out_bias: whether the output projection has one.
         head_norm_eps: RMS norms over each query and key head before the rotation, with this eps; None for none.
         window: a token sees itself and the window - 1 before it; None for all.
+        sinks: whether each head has a learned score that joins its softmax, with the value zero.
+        scale: factor on q . k; None for 1 / sqrt(D).
+
+    Raises:
+        ValueError: heads are no multiple of kv_heads, a window sees nothing, or the scale is not above 0.
     """
 
     def __init__(
@@ -44,16 +51,22 @@ class Attention(nn.Module):
         out_bias: bool = False,
         head_norm_eps: float | None = None,
         window: int | None = None,
+        sinks: bool = False,
+        scale: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if heads % kv_heads:
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"Attention: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        if window is not None and window < 1:
+            raise ValueError(f"Attention: window is {window}, wanted at least 1, or None for all tokens")
+        if scale is not None and not 0.0 < scale < math.inf:
+            raise ValueError(f"Attention: scale is {scale}, wanted a finite number above 0, or None for 1 / sqrt(head_dim)")
         self.head_dim, self.window = head_dim, window
         self.head_counts = (heads, kv_heads, kv_heads)
         self.qkv_shape = (-1, sum(self.head_counts), head_dim)
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else float(scale)
         self.rope = rope
         self.qkv = Linear(features, [n * head_dim for n in self.head_counts], bias=qkv_bias, device=device, dtype=dtype)
         self.out = Linear(heads * head_dim, features, bias=out_bias, device=device, dtype=dtype)
@@ -62,6 +75,7 @@ class Attention(nn.Module):
         if head_norm_eps is not None:
             self.q_norm = empty_parameter(head_dim, device=device, dtype=dtype)
             self.k_norm = empty_parameter(head_dim, device=device, dtype=dtype)
+        self.sinks = empty_parameter(heads, device=device, dtype=dtype) if sinks else None
 
     @property
     def reader(self) -> Linear:
@@ -80,7 +94,7 @@ class Attention(nn.Module):
         )  # fmt: skip
         o_THD = ops.paged_attention(
             q_THD, k_cache, v_cache, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, self.scale, self.window,
-            k_scale, v_scale,
+            k_scale, v_scale, self.sinks,
         )  # fmt: skip
         return self.out(o_THD.flatten(1))
 

@@ -58,6 +58,7 @@ class SelfAttention(nn.Module):
         causal: a token sees itself and what is before it.
         window: as `ops.attention` has it: a number, (left, right), or None for all.
         softcap: as `ops.attention` has it.
+        scale: factor on q . k, above 0; None for 1 / sqrt(D).
         sinks: whether each head has a learned score that joins its softmax, with the value zero.
         alibi_slopes: [H] numbers; None for none.
         rope: the angles; None for no rotation.
@@ -65,7 +66,8 @@ class SelfAttention(nn.Module):
         out_bias: whether the output projection has one.
 
     Raises:
-        ValueError: heads are no multiple of kv_heads, or features no multiple of heads where no head_dim is given.
+        ValueError: heads are no multiple of kv_heads, features no multiple of heads where no head_dim is given, alibi_slopes
+            are not one a head, or a window sees nothing.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SelfAttention(nn.Module):
         causal: bool = False,
         window: int | tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
+        scale: float | None = None,
         sinks: bool = False,
         alibi_slopes: Tensor | None = None,
         rope: Rope | None = None,
@@ -89,10 +92,14 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         kv_heads, head_dim = _checked(features, heads, kv_heads, head_dim)
+        if isinstance(window, int) and window < 1:
+            raise ValueError(f"SelfAttention: window is {window}, wanted at least 1, (left, right), or None for all tokens")
+        if alibi_slopes is not None and alibi_slopes.shape != (heads,):
+            raise ValueError(f"SelfAttention: alibi_slopes must be [{heads}], one a head; got {list(alibi_slopes.shape)}")
         self.heads = (heads, kv_heads, kv_heads)
         self.widths = (head_dim, head_dim, value_dim or head_dim)
         self.rope = rope
-        self.options = {"causal": causal, "window": window, "softcap": softcap}
+        self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         parts = [n * width for n, width in zip(self.heads, self.widths, strict=True)]
         self.qkv = Linear(features, parts, bias=qkv_bias, device=device, dtype=dtype)
         self.out = Linear(heads * self.widths[2], features, bias=out_bias, device=device, dtype=dtype)
@@ -197,7 +204,7 @@ class CrossAttention(nn.Module):
 def _checked(features: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
     """(kv_heads, head_dim) with what stands for None put in."""
     kv_heads = heads if kv_heads is None else kv_heads
-    if heads % kv_heads:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"attention layer: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
     if head_dim is None and features % heads:
         raise ValueError(f"attention layer: {features} features are no multiple of {heads} heads: pass head_dim")

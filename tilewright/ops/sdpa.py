@@ -1,8 +1,10 @@
 """`sdpa`: torch's scaled_dot_product_attention on the kernels here, so that a model switches by one import."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.hw.here import autocasts, transforms
 from tilewright.kernels.attention_common import DTYPES, LARGEST_HEAD_DIM, side_by_side
 from tilewright.ops.attention import attention
 
@@ -12,6 +14,8 @@ __all__ = ["sdpa"]
 def _ours(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool) -> bool:
     """Whether the kernels here take the call. What they do not take, or what is no valid call, is torch's."""
     tensors = (query, key, value)
+    if any(t.is_nested for t in tensors) or (not torch.compiler.is_compiling() and transforms()):
+        return False
     if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype or t.device != query.device for t in tensors):
         return False
     (batch, heads, rows, dim), groups, keys = query.shape, key.shape[1], key.shape[2]
@@ -26,6 +30,12 @@ def _ours(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: flo
     return all(side_by_side(t.transpose(1, 2)) for t in tensors)
 
 
+def _autocast(t: Tensor) -> Tensor:
+    """What torch's function makes of an operand under `torch.autocast`."""
+    kind = t.device.type
+    return t.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and t.dtype in DTYPES else t
+
+
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -35,7 +45,8 @@ def sdpa(
     A call goes to `ops.attention` if it is [B, H, S, D] in bf16, fp16 or fp32 with head dims of at most 256, has neither
     attn_mask nor dropout, has a scale above 0, and its tensors are transposed views of [B, S, H, D], as projections give
     them. is_causal aligns the first query with the first key, as torch does; `ops.attention` aligns the last ones: with
-    is_causal only equal lengths go there. Every other call, and every one that is not valid, goes to torch's own function.
+    is_causal only equal lengths go there. Under torch.autocast operands are cast as torch casts them. Every other call (nested
+    tensors and torch.func's transforms too), and every one that is not valid, goes to torch's own function.
 
     Args:
         query: [B, H, S, D].
@@ -53,8 +64,10 @@ def sdpa(
     Raises:
         RuntimeError: torch's, for what it does not take.
     """
-    if attn_mask is None and dropout_p == 0.0 and _ours(query, key, value, is_causal, scale, enable_gqa):
-        heads_last = (t.transpose(1, 2) for t in (query, key, value))
+    cast = torch.compiler.is_compiling() or autocasts()
+    q, k, v = (_autocast(t) for t in (query, key, value)) if cast else (query, key, value)
+    if attn_mask is None and dropout_p == 0.0 and _ours(q, k, v, is_causal, scale, enable_gqa):
+        heads_last = (t.transpose(1, 2) for t in (q, k, v))
         out = attention(*heads_last, causal=is_causal, scale=scale)
         assert isinstance(out, Tensor), "without return_lse there is one result"
         return out.transpose(1, 2)
