@@ -5,8 +5,8 @@
     Hosted("BEGIN_US,SPEED,TAIL_US[,SEED]")
         the host takes BEGIN + sum of products / SPEED; the device up to TAIL more, as large as the last product is; with the
         host ahead the device takes BEGIN + the sum / (2 SPEED)
-    Replayed("FLOOR_US,BEGIN_US,SPEED[,SEED]")
-        a Floor that says it replays a graph; with the host ahead the device takes 1 us + the sum / SPEED
+    Replayed("FLOOR_US,BEGIN_US,SPEED[,SEED[,TENSOR_US,KB_IN_US,KB_OUT_US]]")
+        a Floor that says it replays a graph; with the host ahead the device takes 1 us + the sum / SPEED alone
 
 A captured model is one with a floor: its device works while the host does what each call needs. PyTorch eager has none: there
 every layer is the host's. Outputs are the model's own.

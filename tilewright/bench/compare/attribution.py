@@ -79,7 +79,9 @@ class Design:
     dear: Border
     """What is known beforehand of the border's costs: standard deviations, around zero, of seconds a byte and a tensor."""
     stepwise: tuple[bool, bool] = (False, False)
-    """Whether ours, and the baseline, runs operators one by one, as they stand: nothing is fused, and borders cost nothing."""
+    """Whether ours, and the baseline, runs operators one by one, as they stand: nothing is fused."""
+    bare: tuple[bool, bool] = (False, False)
+    """Whether on ours, and on the baseline, what goes into a program and comes out of it costs nothing."""
     spared: bool = False
     """The baseline's layers are timed without what keeps its user waiting besides: they take that at least; none may fail."""
     silent: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())

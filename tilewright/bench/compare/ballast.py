@@ -22,9 +22,9 @@ to 9 %). A baseline's programs are then timed with the host ahead (`Behind`, clo
 is at most what a user waits. So a layer may pass by it, and none may fail.
 
 Ours beside a baseline that is timed by its host or its device is timed by its device, where its host replays a captured graph
-and the device takes most of a call: what the host adds is of the call, not of its layers, and is in the whole model's ratio. It
-needs no ballast, and programs say the same to 0.3 % where calls as a user has them differ by 3 (H100, ViT-B/16). Other engines
-of ours are not spared their hosts.
+and the device takes most of a call: what the host adds, and the copies into the graph's tensors and out of them, is of the
+call, not of its layers, and is in the whole model's ratio. It needs no ballast, and programs say the same to 0.3 % where calls
+as a user has them differ by 3 (H100, ViT-B/16). Other engines of ours are not spared their hosts.
 
 A model whose weights no cache holds reads each of them from memory, its small programs do not: repeated, they find their own.
 By the device's clock such a model's programs therefore begin with empty caches, on both sides (H100, ViT-B/16, one image, 19
@@ -135,7 +135,7 @@ class Looked:
             if clock != "call" and pace:
                 found.append(f"The host takes {pace:.0%} of a call of {side}: {_MEANT[clock]}.")
         if self.share:
-            found.append(f"On ours, whose host replays a graph, it is what it takes the device: {self.share:.0%} of a call.")
+            found.append(f"On ours, whose host replays a graph, it is what that takes the device: {self.share:.0%} of a call.")
         if self.cold:
             found.append("Weights are more than caches hold: each program begins with empty ones.")
         if not self.told:
@@ -228,8 +228,9 @@ def merged(looked: Looked, stepwise: Sequence[bool] = (False, False)) -> Design:
     ours, baseline = looked.plans
     parts, border = ours.design.parts | baseline.design.parts, ours.design.border | baseline.design.border
     silent, (first, second) = (ours.silent, baseline.silent), stepwise
-    spared = looked.clocks[1] == "device"
-    return replace(ours.design, parts=parts, border=border, silent=silent, stepwise=(first, second), spared=spared)
+    spared, bare = looked.clocks[1] == "device", (first or looked.clocks[0] == "device", second)
+    found = replace(ours.design, parts=parts, border=border, silent=silent, stepwise=(first, second))
+    return replace(found, bare=bare, spared=spared)
 
 
 def _copied(chain: Chain) -> frozenset[str]:

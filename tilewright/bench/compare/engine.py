@@ -196,6 +196,7 @@ class Queued(Protocol):
     def device_time(self, calls: int, *, cold: bool) -> float:
         """Seconds that `calls` calls take the device, when all of a call's work is there before it begins.
 
+        Of a captured graph that is its replay, without copies in and out, which are a call's and not a layer's.
         `cold`: and when nothing of what a call reads is in the device's caches.
         """
         ...

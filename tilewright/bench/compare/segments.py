@@ -38,6 +38,7 @@ __all__ = ["Attribution", "SideFit", "attribute", "decided"]
 
 Floats = NDArray[np.float64]
 
+_SIDES = ("ours", "the baseline")
 _REJECTED = 0.01  # probability below which the residuals are not noise
 _SMALLEST_JOINT = 0.02  # of the pair's time: a smaller gain of two neighbours is left where it is
 _NOTHING = 0.005  # of the whole model: a layer whose upper bound is below and whose lower bound is 0 has no time of its own
@@ -88,6 +89,8 @@ class _Taken:
     fitted: Sample
     stepwise: bool
     """`Design.stepwise` of the side."""
+    bare: bool
+    """`Design.bare` of it."""
     draws_DV: Floats
     """Deviations of the fitted variants."""
     whole_s: float
@@ -95,9 +98,10 @@ class _Taken:
     """Its relative deviations, in the same draws."""
 
     @staticmethod
-    def of(side: str, taken: Sample, silent: frozenset[str], stepwise: bool, draws: int, seed: int) -> "_Taken":
-        drawn, whole, kept = taken.draws(draws, seed), taken.at("whole"), taken.fitted(silent)
-        return _Taken(side, taken.of(kept), stepwise, drawn[:, kept], float(taken.seconds_V[whole]), drawn[:, whole])
+    def of(number: int, taken: Sample, design: Design, draws: int, seed: int) -> "_Taken":
+        drawn, whole, kept = taken.draws(draws, seed), taken.at("whole"), taken.fitted(design.silent[number])
+        known = _SIDES[number], taken.of(kept), design.stepwise[number], design.bare[number]
+        return _Taken(*known, drawn[:, kept], float(taken.seconds_V[whole]), drawn[:, whole])
 
 
 @dataclass
@@ -139,7 +143,7 @@ class _Cut:
 
     def fit(self, one: _Taken) -> Fit:
         x_VP = columns(self.design, one.fitted.variants, self.joint[one.side])
-        if one.stepwise:
+        if one.bare:
             x_VP[:, 1:FIRST] = 0
         return fit(one.fitted, x_VP, self.design.dear)
 
@@ -324,15 +328,10 @@ def attribute(
     ValueError: no "whole", a variant that the design does not have, fewer than 3 runs of one.
     """
     taken, where = _located((runs_ours, runs_baseline), design)
-    for side, one in zip(("ours", "the baseline"), taken, strict=True):
+    for side, one in zip(_SIDES, taken, strict=True):
         if "whole" not in one.variants:
             raise ValueError(f"no run of the whole model on {side}; wanted runs of the variant 'whole'")
-    sides = [
-        _Taken.of(side, one, silent, stepwise, draws, seed + k)
-        for k, (side, one, silent, stepwise) in enumerate(
-            zip(("ours", "the baseline"), taken, design.silent, design.stepwise, strict=True)
-        )
-    ]
+    sides = [_Taken.of(k, one, design, draws, seed + k) for k, one in enumerate(taken)]
     cut = _Cut(design)
     _join_unknown(cut, sides)
     while any(_join_fused(cut, one) for one in sides) or _join_nothing(cut, sides, confidence):

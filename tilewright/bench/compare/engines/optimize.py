@@ -43,8 +43,10 @@ class Optimize:
             optimized(*inputs)
         said = optimized.report.as_dict()
         facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs), "optimize": said["facts"], "report": said}
-        kind = Ahead if self._settings.device.type == "cuda" else Called
-        return kind(lambda: optimized(*inputs), self._settings, facts)
+        captured = getattr(optimized, "captured", None)
+        if captured is None:
+            return Called(lambda: optimized(*inputs), self._settings, facts)
+        return Ahead(lambda: optimized(*inputs), self._settings, facts, alone=captured.replay)
 
     def build_variant(self, variant: Variant) -> Called:
         """A part of the model that `variant` was made from."""

@@ -53,21 +53,26 @@ class Called:
 
 
 class Ahead(Called):
-    """One whose host can be ahead of its GPU."""
+    """One whose host can be ahead of its GPU. `alone`: what the device is timed by, where that is not a whole call."""
 
-    _behind: Behind | None = None
+    def __init__(
+        self, call: Callable[[], Any], settings: Settings, facts: dict[str, Any], renew: Callable[[], None] = lambda: None,
+        *, alone: Callable[[], Any] | None = None,
+    ):  # fmt: skip
+        super().__init__(call, settings, facts, renew)
+        self._alone, self._behind = alone, None
 
     def device_time(self, calls: int, *, cold: bool) -> float:
         assert self._call is not None, "not after close"
         self._renew()
         with torch.inference_mode():
             if self._behind is None:
-                self._behind = Behind(self._call, self._settings)
+                self._behind = Behind(self._alone or self._call, self._settings)
             return self._behind.time(calls, cold=cold)
 
     def close(self) -> None:
         super().close()
-        self._behind = None
+        self._alone = self._behind = None
 
 
 class _Launched(Ahead):
