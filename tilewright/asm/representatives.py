@@ -86,7 +86,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "kv_cache_write": ({"T": 8},),
     "permute": (
         *({"M": 2048, "N": 2048}, {"M": 2048, "N": 2048, "dtype": torch.float32}),
-        *({"M": m, "N": n, "int8": int8} for m, n in ((2047, 2048), (2048, 2047)) for int8 in (False, True)),
+        *({"M": m, "N": n, "int8": int8} for m, n in ((2047, 2048), (2048, 2047), (2047, 2047)) for int8 in (False, True)),
     ),
     "rope": ({"T": 8},),
     "rope_kv_write": ({"T": 8},),
