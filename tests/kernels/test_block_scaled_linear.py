@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests import conformance
+from tilewright.asm.compile import record
 from tilewright.formats import quantize
 from tilewright.hw.device import device_named, device_of
 from tilewright.kernels.block_scaled_linear import block_scaled_linear, block_scaled_linear_op
@@ -20,6 +21,7 @@ DEVICE = device_of(0 if GPU else -1)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = [impl.name for impl in block_scaled_linear_op.impls]
 make: Any = block_scaled_linear_op.make
+needs_compiler = pytest.mark.skipif(DEVICE.kind == "interpret", reason="Triton's interpreter compiles nothing")
 
 
 def impl_for(name: str, *args: Any) -> Any:
@@ -140,6 +142,15 @@ def test_a_row_alone_is_the_row_in_a_batch(block_rows: int, activation: str) -> 
             args[0], args[2] = args[0][:m], args[2][:m]
             assert torch.equal(conformance.bits(block_scaled_linear(*args)), conformance.bits(want[:m]))
             args = list(make(Inputs(WHERE), M=rows[-1], N=256, K=300, block_rows=block_rows, activation=activation))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("split", "m", "programs"), [(1, 3200, 100), (1, 4096, 128), (1, 128, 16), (0, 3200, 132)])
+def test_as_few_programs_as_need_no_more_rounds(split: int, m: int, programs: int) -> None:
+    """Of an H100's 132: 400 tiles in four rounds are 100 a round, 512 are 128. Tiles that are shared want all of them."""
+    args = make(Inputs(), M=m, N=4096, K=512)
+    (binary,) = record(block_scaled_linear_op.impls[0], {"BLOCK_M": 128, "BLOCK_N": 256, "SPLIT_K": split}, args, 90)
+    assert binary.blocks == programs
 
 
 @pytest.mark.parametrize("m", [1, 64, 200, 2000])
