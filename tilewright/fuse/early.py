@@ -18,6 +18,7 @@ from tilewright.fuse import calls
 from tilewright.fuse.calls import Choice
 from tilewright.fuse.choose import Launch, launches_of, sets_of
 from tilewright.hw.device import device_of
+from tilewright.kernels.dependent import overlaps
 from tilewright.kernels.layer_norm import layer_norm_op
 from tilewright.kernels.matmul import linear_op
 from tilewright.kernels.matmul_gemv import GEMV
@@ -40,7 +41,7 @@ def start_early(fused: fx.GraphModule, inputs: list[Any]) -> int:
     """Write into a graph which products start early, and return how many do. `inputs`: flat examples, on a GPU."""
     found = dict[Node, Launch]()
     for launch in launches_of(fused, inputs):
-        if launch.op is linear_op and device_of(launch.args[0].get_device()).arch >= 90:
+        if launch.op is linear_op and overlaps(device_of(launch.args[0].get_device())):
             found |= dict.fromkeys(launch.nodes, launch)
     usual = dict[Node, Choice]()
     for node, launch in found.items():

@@ -24,10 +24,16 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from triton.language.target_info import cuda_capability_geq
 
 from tilewright.hw import env
+from tilewright.hw.device import Device
 
-__all__ = ["launch_options", "release", "waits"]
+__all__ = ["launch_options", "overlaps", "release", "waits"]
 
 _COMPILED = tl.constexpr(not env.interpreting())
+
+
+def overlaps(device: Device) -> bool:
+    """Whether the card has such launches."""
+    return device.kind == "cuda" and device.arch >= 90
 
 
 def waits(chained: bool, rows: int, cols: int) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from tilewright.hw.device import Device
-from tilewright.kernels.dependent import launch_options, release
+from tilewright.kernels.dependent import launch_options, overlaps, release
 from tilewright.kernels.matmul_align import aligned_base, class_count
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output, finish
 from tilewright.kernels.reduce import dot
@@ -56,19 +56,14 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 def _default(device: Device, problem: Problem) -> Config:
     block_n = 16 if problem.m_bucket <= 16 else 32
-    return {"BLOCK_N": block_n, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4, "PDL": _overlaps(device)}
-
-
-def _overlaps(device: Device) -> bool:
-    """Whether the second launch waits inside for the first (dependent.py)."""
-    return device.kind == "cuda" and device.arch >= 90
+    return {"BLOCK_N": block_n, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4, "PDL": overlaps(device)}
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     rows = max(16, problem.m_bucket)
     if (rows + c["BLOCK_N"]) * c["BLOCK_K"] * 2 * (c["num_stages"] - 1) > device.smem_bytes:
         return "more shared memory than the device has"
-    if c["PDL"] != _overlaps(device):
+    if c["PDL"] != overlaps(device):
         return "the two launches overlap on every card that can do it"
     if c["BLOCK_K"] == 256 and rows > 16:
         return "long steps are for few rows, where little else is on the way"

@@ -124,9 +124,7 @@ class Looked:
     clocks: Sequence[Clock] = ("call", "call")
     """What layers are timed by."""
     share: float = 0.0
-    """The device's share of a call of ours, where its layers are timed by the device."""
-    cold: bool = False
-    """Whether by the device's clock programs begin with empty caches."""
+    """The device's share of a call of ours, if that was asked."""
 
     def point(self) -> Point | None:
         """For the fairness card; None where there is nothing to say."""
@@ -134,9 +132,9 @@ class Looked:
         for pace, clock, side in zip(self.paces, self.clocks, ("ours", "the baseline"), strict=True):
             if clock != "call" and pace:
                 found.append(f"The host takes {pace:.0%} of a call of {side}: {_MEANT[clock]}.")
-        if self.share:
+        if self.clocks[0] == "device":
             found.append(f"On ours, whose host replays a graph, it is what that takes the device: {self.share:.0%} of a call.")
-        if self.cold:
+        if "device" in self.clocks and _outgrows_caches(self.plans[0].chain):
             found.append("Weights are more than caches hold: each program begins with empty ones.")
         if not self.told:
             found.append("The time was up before it was known whether calls hide layers: give it more.")
@@ -174,12 +172,11 @@ def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Call
         ballast[i] = _ballast(sides[i], planned, probes, until, progress)
         paces[i] = sides[i].pace() if ballast[i] is None else 0.0
         clocks[i] = _clock(paces[i], baseline=i == 1)
-    cold = "device" in clocks and _outgrows_caches(chain)
     if any(b is not None and not b.edit.times for b in ballast):
-        plans, paces, share, cold = [only_whole(planned) for _ in sides], [0.0 for _ in sides], 0.0, False
+        plans, paces = [only_whole(planned) for _ in sides], [0.0 for _ in sides]
         clocks = ["call" for _ in sides]
     else:
-        plain = {"call": planned}
+        plain, cold = {"call": planned}, _outgrows_caches(chain)
         for side, clock in zip(sides, clocks, strict=True):
             if clock != "call":
                 silent = (_copied(chain) if clock == "host" else frozenset()) | {"whole"}
@@ -187,7 +184,7 @@ def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Call
                 side.take(clock, cold=cold)
         plans = [plain[clock] if b is None else _plan(chain, b) for clock, b in zip(clocks, ballast, strict=True)]
     known = all(b is None or b.known for b in ballast)
-    return _settled(sides, Looked(plans, ballast, known, paces, clocks, share if share >= _MOSTLY else 0.0, cold))
+    return _settled(sides, Looked(plans, ballast, known, paces, clocks, share))
 
 
 def _outgrows_caches(chain: Chain) -> bool:

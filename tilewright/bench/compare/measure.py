@@ -61,7 +61,7 @@ _SETTLE_S = 3.0
 """Before a round counts, and before a verdict is looked at: clocks rise, and a side's first rounds were 10 % slower (H100, 8
 rounds in 1.5 s). At most a tenth of the time there is."""
 _MOST_AHEAD = 8
-"""Calls of a batch by the device's clock."""
+"""Calls of a batch by the device's clock: each waits for its host first, and says the same to 0.3 %."""
 _LONG_CALL_S = 5e-3
 """A call this long does not notice what it finds in the caches."""
 _NEEDED_SHARE, _SPARE_SHARE = 0.8, 0.5
@@ -196,11 +196,9 @@ class Contender:
 
     def choose_batches(self, batch_s: float) -> None:
         """Calls of a batch that takes about `batch_s`, for every variant."""
-        self.calls = {name: max(1, math.ceil(batch_s / max(one, 1e-7))) for name, one in self.call_s.items()}
-        if self.clock == "device":  # each waits for its host first, and says the same to 0.3 %
-            self.calls = {name: min(calls, _MOST_AHEAD) for name, calls in self.calls.items() if name != "whole"} | {
-                "whole": self.calls["whole"]
-            }
+        for name, one in self.call_s.items():
+            most = _MOST_AHEAD if self.clock == "device" and name != "whole" else math.inf
+            self.calls[name] = math.ceil(min(max(batch_s / max(one, 1e-7), 1), most))
 
     def turn(self, name: str, started: float) -> Run:
         """A batch of one variant."""
