@@ -200,6 +200,38 @@ def test_inputs_that_lie_otherwise_are_copied(start: int) -> None:
     assert seen[1] is whole
 
 
+class Sum(nn.Module):
+    """A convolution of one image beside another image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 16, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(self.conv(x) + y)
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (Sum(), [(2, 8, 6, 6), (2, 16, 6, 6)]),
+        (nn.MaxPool2d(3, 2, 1), [(2, 8, 6, 6)]),
+        (nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), [(2, 8, 6, 6)]),
+    ],
+    ids=["sum", "pool", "mean"],
+)
+def test_images_come_in_with_their_channels_last(model: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    """Whichever of its operands an image is: nothing is laid out anew in every call."""
+    inputs = [torch.randn(shape) for shape in shapes]
+    with torch.no_grad():
+        wanted = model.eval()(*inputs)
+    fused = tilewright.optimize(model, tuple(inputs), precision="fp32", report=False)
+    torch.testing.assert_close(fused(*inputs), wanted)
+    called = [node for node in fused.fused.graph.nodes if node.op == "call_function"]
+    assert [node.args[2] for node in called if node.target is calls.enter] == [True] * len(inputs)
+    assert not any(node.target is calls.as_dense for node in called)
+
+
 def test_other_calls_are_refused() -> None:
     done = tilewright.optimize(nn.Linear(4, 4), torch.randn(3, 4), "fp32", report=False, compiled=False)
     with pytest.raises(ValueError, match=r"input 0 is \[2, 4\]; it was optimised for \[3, 4\].*pad or split"):

@@ -4,6 +4,7 @@ Calls that are no anchor are emitted as they are, on tensors of the shapes they 
 they nearly always are). What depends on parameters alone is computed here, once.
 """
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from tilewright.fuse.check import FLOAT_NODE
 from tilewright.fuse.emit import EMIT, emit_gate, emit_merged
 from tilewright.fuse.moved_bias import move_biases
 from tilewright.fuse.naming import layer_name
-from tilewright.fuse.patterns import VIEWS, find_groups
+from tilewright.fuse.patterns import VIEWS, Group, find_groups
 from tilewright.fuse.report import LAUNCH, Report
 from tilewright.fuse.trace import Traced
 from tilewright.fuse.view_calls import PARTS, follow, parts_of
@@ -38,7 +39,19 @@ _RANDOM = ("rand", "bernoulli", "multinomial", "normal")
 def beside(conv: Anchor, x: Tensor) -> bool:
     """Whether filters stand side by side on an image of few channels (`emit`'s patches)."""
     weight = tensor_of(conv.weight)
-    return weight is not None and tuple(conv.options["stride"]) == tuple(weight.shape[2:]) and x.shape[1] <= 16
+    kernel = () if weight is None else tuple(weight.shape[2:])
+    return math.prod(kernel) > 1 and tuple(conv.options["stride"]) == kernel and x.shape[1] <= 16
+
+
+def _reads_channels(group: Group, node: Node, value: Tensor) -> bool:
+    """Whether a group reads an input of the model with its channels last."""
+    anchor = group.anchor
+    if anchor.kind == "conv":
+        if value.dim() != len(anchor.options["stride"]) + 2:
+            return False
+        # A patch is gathered from rows of pixels as the user has them.
+        return node is group.residual or (node is anchor.x and not beside(anchor, value))
+    return node is anchor.x and anchor.kind in ("max_pool", "global_mean")
 
 
 class Lowering(Buffers):
@@ -96,9 +109,7 @@ class Lowering(Buffers):
         new, value = self.graph.placeholder(node.name), tensor_of(node)
         if value is None:
             return new
-        convs = [g.anchor for g in self.groups if g.anchor.kind == "conv" and g.anchor.x is node]
-        # A patch is gathered from rows of pixels as the user has them; everything else reads channels.
-        last = any(value.dim() == len(conv.options["stride"]) + 2 and not beside(conv, value) for conv in convs)
+        last = any(_reads_channels(group, node, value) for group in self.groups)
         dtype = value.dtype if value.is_floating_point() else None
         return self.buffer(calls.enter, (new, dtype, last), channels_last(value.shape) if last else dense(value.shape), node)
 
