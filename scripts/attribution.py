@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.bench.compare.simulated import chain_design, judge, own_ways, runs_of, truth_of
 from tests.bench.compare.test_fake_engine import judged, measured
 from tilewright.bench.compare.segments import attribute
-from tilewright.bench.harness import write_json
+from tilewright.bench.harness import Results
 
 # layers, rounds, noise of a run, drift, share of disturbed runs, fused pair, a byte out over a byte in, error of each program
 CASES = [
@@ -96,15 +96,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs of the fake engine, a minute each")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/attribution.json"))
     options = parser.parse_args()
-    rows = []
+    results = Results(options.out, "times of layers found without opening an engine, against the known ones")
     for case in CASES:
-        rows.append(simulated(case, options.seeds))
-        print({name: round(x, 4) if isinstance(x, float) else x for name, x in rows[-1].items()}, flush=True)
+        row = results.keep([simulated(case, options.seeds)])[-1]
+        print({name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}, flush=True)
     if options.processes:
-        rows.append(process(options.processes))
-        print(rows[-1], flush=True)
-    what = "times of layers found without opening an engine, against the known ones"
-    write_json(options.out, what, rows)
+        print(results.keep([process(options.processes)])[-1], flush=True)
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main() -> None:
     import torch
 
     from tilewright.bench.engine import any_params
-    from tilewright.bench.harness import write_json
+    from tilewright.bench.harness import Results
     from tilewright.engine.config import EngineConfig
     from tilewright.engine.llm import load_engine
     from tilewright.engine.request import SamplingParams
@@ -72,8 +72,9 @@ def main() -> None:
     row |= {"requests": a.requests, "failed": failed}
     row["compiled_after_requests"] = sum(not event.from_disk for event in counter.compiled)
     print(json.dumps(row))
-    if a.out:
-        write_json(a.out, "start of a process to the first token", [row])
+    results = Results(a.out, "start of a process to the first token")
+    results.keep([row])
+    results.finish()
 
 
 if __name__ == "__main__":

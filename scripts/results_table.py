@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
 BEGIN = "<!-- results: written by scripts/results_table.py from benchmarks/results -->\n"
 END = "<!-- end of results -->\n"
 RESULTS_HEAD = """# What was measured
@@ -33,8 +34,12 @@ many blocks an SM holds. Written by scripts/results_table.py.
 
 
 def load(card: str, prefix: str) -> list[dict[str, Any]]:
-    """The result files of a card whose names begin so, in the order of their names."""
-    return [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results" / card).glob(f"{prefix}*.json"))]
+    """The result files of a card whose names begin so, in the order of their names. Raises SystemExit for half of a set."""
+    found = {path.name: json.loads(path.read_text()) for path in sorted((RESULTS / card).glob(f"{prefix}*.json"))}
+    for name, result in found.items():
+        if result.get("incomplete"):
+            raise SystemExit(f"{name} is incomplete: its run was cut short; measure its set again, or move it to studies/")
+    return list(found.values())
 
 
 def engine_table(card: str, warm: bool) -> str:
@@ -67,7 +72,7 @@ def ops_table(card: str) -> str:
 def against(card: str) -> dict[str, list[dict[str, Any]]]:
     """Results of `tilewright bench OP`: name of the file -> its rows that were compared with something, if there are any."""
     found = {}
-    for path in sorted((ROOT / "benchmarks/results" / card).glob("*.json")):
+    for path in sorted((RESULTS / card).glob("*.json")):
         rows = [row for row in json.loads(path.read_text()).get("rows", ()) if "their_us" in row]
         if rows:
             found[path.stem] = [row | dims_of(row["dims"]) for row in rows]

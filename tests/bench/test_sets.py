@@ -37,9 +37,11 @@ def test_the_next_aligned_shape(words: str) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_layers_are_measured_in_the_invariant_scope_where_asked_for(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randn", lambda *shape, **_: torch.ones(*shape))
-    monkeypatch.setattr(layers, "_measure", lambda *_: [{"invariant": scope().invariant}])
-    shapes = [(1, 8, 16), (64, 8, 16)]
-    assert list(layers.rows(["int8"], shapes, "none", lambda _: None, asked)) == [{"invariant": asked}] * 2
+    figures = {"format": "int8", "us": 2.0, "bf16_us": 3.0, "ratio": 1.5}
+    monkeypatch.setattr(layers, "_measure", lambda *_: [figures | {"invariant": scope().invariant}])
+    shapes, said = [(1, 8, 16), (64, 8, 16)], []
+    assert list(layers.rows(["int8"], shapes, "none", said.append, asked)) == [figures | {"invariant": asked}] * 2
+    assert said[1] == "  int8 2.0 us; bf16 3.0 us, ratio 1.5"
     assert not scope().invariant
 
 

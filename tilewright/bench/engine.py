@@ -17,7 +17,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,14 +73,13 @@ WORKLOADS = {
 
 def run_engine(
     shape: str, workloads: list[str], *, runs: int, config: EngineConfig, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """One row a workload and run: output tokens a second, wall time, steps, preemptions."""
+) -> Iterator[dict[str, Any]]:
+    """One row a workload and run, as they end: output tokens a second, wall time, steps, preemptions."""
     began = time.perf_counter()
     compiles = CompileCounter().start()
     engine = load_engine(SHAPES[shape], config, progress)
     compiles.mark_ready()
     ready_s = time.perf_counter() - began
-    rows = []
     for name in workloads:
         for run in range(runs):
             progress(f"{shape} {name} run {run}")
@@ -89,19 +88,17 @@ def run_engine(
                 "compiles_after_ready": compiles.after_ready,
                 "late_kernels": sorted({late.kernel for late in compiles.late}),
             }
-            rows.append(
-                {
-                    "shape": shape,
-                    "weights": config.quantize or config.dtype,
-                    "kv_cache": config.kv_cache or config.dtype,
-                    "workload": name,
-                    "run": run,
-                    "start_to_ready_s": round(ready_s, 2),
-                    **row,
-                }
-            )
+            progress(f"  {row['output_tok_per_s']} output tokens/s, {row['input_tok_per_s']} input, {row['seconds']} s")
+            yield {
+                "shape": shape,
+                "weights": config.quantize or config.dtype,
+                "kv_cache": config.kv_cache or config.dtype,
+                "workload": name,
+                "run": run,
+                "start_to_ready_s": round(ready_s, 2),
+                **row,
+            }
     compiles.stop()
-    return rows
 
 
 def _run(engine: Any, workload: Workload, *, seed: int, vocab: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from tilewright import __version__
 from tilewright.hw.device import device_of
 
-__all__ = ["environment", "interleaved_us", "write_json"]
+__all__ = ["Results", "environment", "interleaved_us"]
 
 _ROTATE_BYTES = 512 << 20
 
@@ -99,10 +99,41 @@ def interleaved_us(calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: 
     return [(statistics.median(t), (sorted(t)[int(0.9 * len(t))] - sorted(t)[int(0.1 * len(t))]) / 2) for t in times]
 
 
-def write_json(path: Path, what: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    """A result file: what was measured, where, and the rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"what": what, "environment": environment(), **more, "rows": rows}, indent=1) + "\n")
+class Results:
+    """A result file that is on the disk after every row: a run that is cut short leaves what it measured, marked "incomplete".
+
+    Each writing replaces the file, so that a reader finds the one before it or the new one, whole; an older file stands until
+    the first row is there. `finish` takes the mark away.
+    """
+
+    def __init__(self, path: Path | None, what: str) -> None:
+        """`path`: the file, whose folder is made; None keeps the rows in memory alone. Raises OSError."""
+        self.rows: list[dict[str, Any]] = []
+        self._path, self._what, self._environment = path, what, {}
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._environment = environment()
+
+    def keep(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Take the rows as they come, the file written after each; returns all there are. Raises OSError."""
+        for row in rows:
+            self.rows.append(row)
+            self.write()
+        return self.rows
+
+    def finish(self, **more: Any) -> None:
+        """Write what goes beside the rows, and no mark. Raises OSError."""
+        self.write(incomplete=False, **more)
+
+    def write(self, *, incomplete: bool = True, **more: Any) -> None:
+        """Write the rows as they are now. Raises OSError."""
+        if self._path is None:
+            return
+        mark = {"incomplete": True} if incomplete else {}
+        content = {"what": self._what, **mark, "environment": self._environment, **more, "rows": self.rows}
+        beside = self._path.with_name(self._path.name + ".part")
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(self._path)
 
 
 def _command() -> str:

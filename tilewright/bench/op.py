@@ -140,6 +140,11 @@ def _row(
     return row
 
 
+def _figures(row: dict[str, Any]) -> str:
+    theirs = f"; {row['against']} {row['their_us']} us, ratio {row['ratio']}" if "ratio" in row else ""
+    return f"{row['impl']} {row['us']} us, {row['tflop_per_s']} TFLOP/s, {row['tb_per_s']} TB/s{theirs}"
+
+
 def unit_of(args: Sequence[Any], units: Container[str] = UNITS_OF_ALL) -> str:
     """The arithmetic unit that counts for these arguments, bf16's where the card has no such unit or nothing is multiplied.
 
@@ -170,5 +175,7 @@ def rows(
     for words in shapes:
         say(f"{op.name} {' '.join(words)}")
         beside = aligned(words) if beside_aligned else words
-        yield measure(op, words, against, preferred, None if beside == list(words) else beside)
+        row = measure(op, words, against, preferred, None if beside == list(words) else beside)
+        say("  " + _figures(row))
+        yield row
         torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-_Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file.")]
+_Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file, after each row.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")]
 
 
@@ -73,13 +73,13 @@ def bench_ops(
     if wrong:
         raise typer.BadParameter(f"{', '.join(wrong)}: wanted some of {', '.join(known)}")
     _need_gpu("ops")
-    from tilewright.bench.harness import write_json
+    from tilewright.bench.harness import Results
 
-    rows = list(measure(set(names or []), say))
+    results = Results(out, "memory-bound operators against a device copy of the same bytes")
+    results.keep(measure(set(names or []), say))
     overhead = dispatch_overhead_us("cuda")
-    if out:
-        write_json(out, "memory-bound operators against a device copy of the same bytes", rows, dispatch_us=overhead)
-    _print(rows, as_json)
+    results.finish(dispatch_us=overhead)
+    _print(results.rows, as_json)
     say(f"dispatch of ops.rms_norm, host microseconds a call: {overhead}")
 
 
@@ -112,7 +112,7 @@ def bench_engine(
     if wrong:
         raise typer.BadParameter(f"workload is {', '.join(wrong)}; wanted some of {', '.join(WORKLOADS)}")
     _need_gpu("engine")
-    from tilewright.bench.harness import write_json
+    from tilewright.bench.harness import Results
 
     config = EngineConfig(
         dtype=dtype,
@@ -122,10 +122,10 @@ def bench_engine(
         quantize=quantize,
         kv_cache=kv_cache,
     )
-    rows = run_engine(shape, workload or ["W1", "B1"], runs=runs, config=config, progress=say)
-    if out:
-        write_json(out, f"engine, {shape}, random weights", rows)
-    _print(rows, as_json)
+    results = Results(out, f"engine, {shape}, random weights")
+    results.keep(run_engine(shape, workload or ["W1", "B1"], runs=runs, config=config, progress=say))
+    results.finish()
+    _print(results.rows, as_json)
 
 
 @bench.command("layers")
@@ -151,13 +151,12 @@ def bench_layers(
         texts = shapes.split(";") if shapes else [f"{m}x{n}x{k}" for m in ROWS for n, k in PROJECTIONS]
         wanted = [_three_sizes(text) for text in texts]
         _need_gpu("layers")
-        from tilewright.bench.harness import write_json
+        from tilewright.bench.harness import Results
 
-        table = list(rows(formats, wanted, activation, say, invariant))
+        results = Results(out, "quantised linear layers against F.linear in bf16" + (", invariant" if invariant else ""))
+        table = results.keep(rows(formats, wanted, activation, say, invariant))
         means = {name: geomean([row for row in table if row["format"] == name]) for name in formats}
-        if out:
-            what = "quantised linear layers against F.linear in bf16" + (", invariant" if invariant else "")
-            write_json(out, what, table, geomean_ratio=means)
+        results.finish(geomean_ratio=means)
         _print(table, as_json)
         say(f"geometric means of the ratios: {means} (above 1: ours is faster)")
 
@@ -202,17 +201,18 @@ def bench_op(
         if prefer is not None and prefer not in names:
             raise ValueError(f"{found.name} has no implementation {prefer!r}: {nearest(prefer, names)}")
         _need_gpu(op)
-        from tilewright.bench.harness import write_json
+        from tilewright.bench.harness import Results
 
-        table = list(rows(found, wanted, against, prefer, say, aligned))
+        results = Results(out, f"{found.name} against {against}")
+        table = results.keep(rows(found, wanted, against, prefer, say, aligned))
         if counters:
             from tilewright.bench.counters import counters_of
 
             for row, words in zip(table, wanted, strict=True):
                 row["counters"] = counters_of(found.name, words, prefer)
+                results.write()
         mean = geomean(table)
-        if out:
-            write_json(out, f"{found.name} against {against}", table, geomean_ratio=mean)
+        results.finish(geomean_ratio=mean)
         _print(table, as_json)
         if mean is not None:
             say(f"geometric mean of the ratios: {mean} (above 1: ours is faster)")
