@@ -200,16 +200,21 @@ EXAMPLES = (
 # ---- op
 
 
-# Keys up to which cuDNN is faster than sm90, by head dim and causal mask; 512 for others. H100, docs/log.md#attention: there
-# sm90 has 0.86 to 0.99 of cuDNN, for a tile begins and ends without products; above, 0.99 to 1.14.
-_VENDOR_UP_TO = {(256, False): 1024, (256, True): 8192}
+def _vendor_up_to(problem: Problem) -> int:
+    """Keys, a power of two as `max_k` is, up to which cuDNN was measured to be no slower than sm90 (docs/log.md#attention).
+
+    There sm90 has 0.89 to 1.01 of it, for a tile begins and ends without products; from the next power on 0.99 to 1.20.
+    """
+    if problem.head_dim == 256:
+        return 1024
+    # At 512 keys, as many queries: 32/8 heads of 128 have 1.10 full and 1.11 causal, 64 dims 1.045 full and 0.99 causal.
+    ahead = problem.heads > problem.kv_heads if problem.head_dim == 128 else problem.head_dim == 64 and not problem.causal
+    return 256 if problem.square and ahead else 512
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    """The vendor's library where it was measured to be faster than sm90."""
-    if device.arch != 90:
-        return None
-    return "vendor" if problem.max_k <= _VENDOR_UP_TO.get((problem.head_dim, problem.causal), 512) else None
+    """The vendor's library where it was measured to be no slower than sm90."""
+    return "vendor" if device.arch == 90 and problem.max_k <= _vendor_up_to(problem) else None
 
 
 attention_op = Op(
