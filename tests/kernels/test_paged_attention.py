@@ -253,10 +253,42 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "found"), [({"S": 16}, {64}), ({"S": 64}, {16, 64}), ({"S": 64, "cache": "int8"}, {64})], ids=str
+    ("dims", "found"),
+    [
+        ({"S": 16}, {64}),
+        ({"S": 32}, {16, 64}),
+        ({"S": 64}, {16, 64}),
+        ({"S": 256}, {16, 64}),
+        ({"S": 64, "cache": "int8"}, {64}),
+    ],
+    ids=str,
 )
 def test_boxes_no_larger_than_pages(dims: dict[str, Any], found: set[int]) -> None:
-    """Smaller ones fetch less behind a sequence's end: worth trying where a page is larger, and a box is rows of it."""
-    problem = paged_attention_op.problem(*paged_attention_op.make(Inputs("meta"), B=256, KV=300, **dims))
+    """Smaller ones fetch less behind a sequence's end: taken where a page is larger, and a box is rows of it."""
+    make: Any = paged_attention_op.make
+    problem = paged_attention_op.problem(*make(Inputs("meta"), B=256, KV=300, **dims))
     assert {config["BOX"] for config in SM90.space.configs(CARD_OF_ARCH[90], problem)} == found
-    assert SM90.space.default(CARD_OF_ARCH[90], problem)["BOX"] == 64
+    assert SM90.space.default(CARD_OF_ARCH[90], problem)["BOX"] == min(found)
+
+
+@pytest.mark.parametrize(
+    ("dims", "programs"),
+    [
+        ({"B": 1}, 1),
+        ({"B": 16}, 1),
+        ({"B": 32}, 1),
+        ({"B": 64}, 2),
+        ({"B": 256}, 2),
+        ({"B": 256, "G": 1}, 1),
+        ({"B": 64, "Q": 4}, 1),
+        ({"B": 1, "cache": "int8"}, 2),
+        ({"B": 64, "Q": 16, "cache": "int8"}, 1),
+        ({"B": 1, "D": 64}, 2),
+    ],
+    ids=str,
+)
+def test_programs_of_an_sm(dims: dict[str, Any], programs: int) -> None:
+    """Two where hardly a pair of a sequence and a head is shared, as they were measured to be faster on an H100."""
+    make: Any = paged_attention_op.make
+    problem = paged_attention_op.problem(*make(Inputs("meta"), KV=300, **dims))
+    assert SM90.space.default(CARD_OF_ARCH[90], problem)["PER_SM"] == programs
