@@ -106,6 +106,16 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def alone_table(card: str) -> str:
+    """Problems of `tilewright bench OP` that nothing was compared with."""
+    lines = ["| operator | problem | implementation | us | TB/s | TFLOP/s |", "|---|---|---|---|---|---|"]
+    for row in (row for result in load(card, "") for row in result.get("rows", ())):
+        if "against" in row and "their_us" not in row:
+            cells = [row[name] for name in ("op", "dims", "impl", "us", "tb_per_s", "tflop_per_s")]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def layers_table(card: str) -> str:
     """Quantised layers against F.linear in bf16: formats down, rows across; geometric mean over the projections, and lowest."""
     rows = [row for result in load(card, "layers") for row in result["rows"]]
@@ -163,6 +173,7 @@ def results(card: str) -> str:
     parts += ["## Operators against what they replace", comparison_table(card)]
     for name, rows in against(card).items():
         parts += [f"### {name}", rows_table(rows)]
+    parts += ["## Operators that PyTorch has no one call for", alone_table(card)]
     parts += ["## Commands", "\n".join(f"    {command}" for command in commands)]
     return RESULTS_HEAD + "\n\n".join(parts) + "\n"
 
