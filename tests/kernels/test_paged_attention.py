@@ -160,6 +160,32 @@ def test_hopper_rows_do_not_depend_on_their_batch(dim: int, window: int | None) 
         assert torch.equal(part, whole[a:b])
 
 
+@pytest.mark.skipif(DEVICE.kind != "cuda", reason="a CUDA graph is captured on a GPU alone")
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("format", ["", "int8"])
+@pytest.mark.parametrize("impl", ["stream", "sm90", "varlen", "varlen_sm90"])
+def test_a_captured_launch_follows_lengths_and_pages(impl: str, format: str, queries: int) -> None:
+    """Captured once and replayed with others of both: the bits of a launch of its own."""
+    example = _example("", ((queries, 700), (queries, 5), (queries, 64)), (8, 2), 128, 64, format=format)
+    args: list[Any] = list(example.make(Inputs(WHERE, seed=14)))
+    args = [torch.nan_to_num(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in args]
+    problem = paged_attention_op.problem(*args)
+    if reason := IMPLS[impl].refusal(DEVICE, problem):
+        pytest.skip(reason)
+    config = IMPLS[impl].space.default(DEVICE, problem)
+    before = IMPLS[impl].launch(config, *args).clone()  # compiled here: nothing may be while a graph is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = IMPLS[impl].launch(config, *args)
+    for lengths in ([9, 640, 0], [700, 700, 65], [queries, 64, 700]):
+        args[4].copy_(torch.tensor(lengths))
+        args[3].copy_(args[3].flip(0, 1))
+        graph.replay()
+        assert torch.equal(got, IMPLS[impl].launch(config, *args))
+        assert not torch.equal(got, before)
+        before = got.clone()
+
+
 @needs_triton
 @pytest.mark.parametrize("format", ["", "int8", "fp8"])
 def test_a_row_does_not_depend_on_its_batch(format: str) -> None:
