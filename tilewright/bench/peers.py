@@ -303,7 +303,8 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     ),
     # Limited by the tensor cores, by the cache's bytes, by latency; then what a prompt asks of the absorbed form.
     "mla_attention": (
-        *("B=64 KV=4096", "B=128 KV=4096", "B=128 KV=8192", "B=16 KV=8192", "B=1 KV=65536", "B=64 KV=4096 Q=2"),
+        *("B=64 KV=4096", "B=128 KV=4096", "B=128 KV=8192", "B=64 KV=4096 Q=2"),
+        *("B=16 KV=8192", "B=32 KV=2048", "B=1 KV=65536"),
         *("B=128 KV=4096 H=16", "B=128 KV=4096 H=64", "B=64 KV=20000 H=16 ragged=true", "B=1 KV=8192", "B=2 KV=2048 Q=1024"),
     ),
     "mla_rope_write": ("T=1", "T=128", "T=8192"),
