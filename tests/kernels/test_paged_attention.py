@@ -86,41 +86,47 @@ def test_few_queries(queries: int, window: int | None, sinks: bool, format: str)
 
 
 HOPPER = DEVICE.kind == "cuda" and DEVICE.arch == 90
+FLOATS = ((16, 1, 128, None), (64, 1, 128, None), (32, 1, 64, 50), (64, 5, 128, None), (128, 16, 64, 70))
+CODED = ((16, 1, 128, None), (16, 1, 64, 50), (32, 1, 64, None), (64, 5, 128, 70), (128, 16, 64, None))
+
+
+def by_config(cases: Any) -> list[Any]:
+    """Each case with the default config, and those of one query with the others: 120 kernels, some two minutes of compiling."""
+    return [(*case, "default") for case in cases] + [(*case, "others") for case in cases if case[1] == 1]
+
+
+def check_hopper(args: Any, configs: str) -> None:
+    problem = paged_attention_op.problem(*args)
+    default = SM90.space.default(DEVICE, problem)
+    others = (config for config in SM90.space.configs(DEVICE, problem) if config != default)
+    for config in [default] if configs == "default" else others:
+        conformance.check(paged_attention_op, SM90, config, args)
 
 
 @pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
-@pytest.mark.parametrize(
-    ("page_size", "queries", "dim", "window"), [(16, 1, 128, None), (32, 1, 64, 50), (64, 5, 128, None), (128, 16, 64, 70)]
-)
-def test_hopper(page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page_size", "queries", "dim", "window", "configs"), by_config(FLOATS))
+def test_hopper(
+    page_size: int, queries: int, dim: int, window: int | None, configs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """With fewer sequences than are counted one by one and with more; pages poisoned as in all examples."""
     monkeypatch.setattr(paged_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
     ends = [(queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1)]
     for lengths in (tuple(ends[-3:]), tuple(ends * 3)):
         example = _example("", lengths if queries > 1 else tuple((1, kv) for _, kv in lengths), (4, 1), dim, page_size, window)
-        args = example.make(Inputs(WHERE, seed=10))
-        problem = paged_attention_op.problem(*args)
-        for config in SM90.space.configs(DEVICE, problem) if queries == 1 else [SM90.space.default(DEVICE, problem)]:
-            conformance.check(paged_attention_op, SM90, config, args)
+        check_hopper(example.make(Inputs(WHERE, seed=10)), configs)
 
 
 @pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
 @pytest.mark.parametrize("format", ["int8", "fp8"])
-@pytest.mark.parametrize(
-    ("page_size", "queries", "dim", "window"),
-    [(16, 1, 128, None), (16, 1, 64, 50), (32, 1, 64, None), (64, 5, 128, 70), (128, 16, 64, None)],
-)
+@pytest.mark.parametrize(("page_size", "queries", "dim", "window", "configs"), by_config(CODED))
 def test_hopper_codes(
-    format: str, page_size: int, queries: int, dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    format: str, page_size: int, queries: int, dim: int, window: int | None, configs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """As the test before; the scales of what is not there are NaN."""
     monkeypatch.setattr(paged_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
     ends = ((queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1))
     lengths = ends if queries > 1 else tuple((1, kv) for _, kv in ends * 3)
-    args = _example("", lengths, (4, 1), dim, page_size, window, format=format).make(Inputs(WHERE, seed=13))
-    problem = paged_attention_op.problem(*args)
-    for config in SM90.space.configs(DEVICE, problem) if queries == 1 else [SM90.space.default(DEVICE, problem)]:
-        conformance.check(paged_attention_op, SM90, config, args)
+    check_hopper(_example("", lengths, (4, 1), dim, page_size, window, format=format).make(Inputs(WHERE, seed=13)), configs)
 
 
 EDGES = ((127, 127), (128, 128), (33, 130), (0, 20), (1, 129), (1, 1), (32, 128), (31, 257), (64, 64), (1, 300), (5, 0))
