@@ -34,7 +34,7 @@ H100 = Device(
 
 
 def problem(m: int, n: int, k: int) -> Problem:
-    return Problem(torch.bfloat16, m, n, k, "none", False, False, False, "k", "k", True)
+    return Problem(torch.bfloat16, m, n, k, "none", False, False, False, "k", "k", True, True)
 
 
 MEASURED = [problem(m, 512 * n, 512 * k) for m in (1, 16, 64, 256, 4096) for n in range(1, 11) for k in range(1, 11)]

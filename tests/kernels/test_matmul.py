@@ -172,7 +172,7 @@ def model_problems() -> list[Problem]:
     ]
     shapes += [(1, 8), (100, 300), (7, 28672)]
     return [
-        Problem(dtype, m, n, k, "none", False, True, False, "k", "k", True)
+        Problem(dtype, m, n, k, "none", False, True, False, "k", "k", True, True)
         for dtype in (torch.bfloat16, torch.float32)
         for m in buckets(1 << 16)
         for n, k in shapes
@@ -236,6 +236,18 @@ def test_rows_that_start_anywhere_are_not_for_cublas(m: int, n: int, k: int, act
     if name is not None:
         impl = next(impl for impl in linear_op.impls if impl.name == name)
         assert impl.refusal(CARD_OF_ARCH[90], problem) is None, "it would be somebody else's in silence"
+
+
+@pytest.mark.parametrize(("x_start", "w_start"), [(0, 0), (1, 0), (0, 1), (1, 8), (8, 1), (8, 8)])
+@pytest.mark.parametrize("w_gap", [0, 4, 8])
+def test_a_problem_says_which_operand_starts_anywhere(x_start: int, w_start: int, w_gap: int) -> None:
+    """Both at multiples of 16 bytes, and the weight alone; steps between its rows count as its start does."""
+    memory = torch.empty(1024, dtype=torch.bfloat16)
+    x = memory.as_strided((4, 16), (16, 1), x_start)
+    weight = memory.as_strided((8, 16), (16 + w_gap, 1), w_start)
+    given = linear_op.problem(x, weight, None, "none", None)
+    assert given.w_aligned == (w_start % 8 == 0 and w_gap % 8 == 0)
+    assert given.aligned == (given.w_aligned and x_start % 8 == 0)
 
 
 def test_what_the_copy_engine_does_not_take_goes_as_before() -> None:

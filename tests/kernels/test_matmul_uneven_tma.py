@@ -104,7 +104,7 @@ def test_a_row_repeated_and_x_alone_unaligned() -> None:
 
 
 def problem(m: int, n: int = 4095, k: int = 4095, **other: object) -> Problem:
-    given = Problem(torch.bfloat16, m, n, k, "none", False, False, False, "k", "k", False)
+    given = Problem(torch.bfloat16, m, n, k, "none", False, False, False, "k", "k", False, False)
     return given._replace(**other)
 
 

@@ -60,6 +60,8 @@ class Problem(NamedTuple):
     w_major: str
     aligned: bool
     """Whether x and the weight start, and step from row to row, at multiples of 16 bytes."""
+    w_aligned: bool
+    """Whether the weight does."""
 
     @property
     def gated(self) -> bool:
@@ -79,7 +81,9 @@ def problem_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
     k = shape[-1]
     x_dense = k == 1 or x_strides[-1] == 1
     w_dense = k == 1 or w_strides[-1] == 1
-    steps = x_strides[-2 if x_dense else -1] | w_strides[-2 if w_dense else -1]
+    size = x.dtype.itemsize
+    x_places = x.data_ptr() | x_strides[-2 if x_dense else -1] * size
+    w_places = weight.data_ptr() | w_strides[-2 if w_dense else -1] * size
     return Problem(
         x.dtype,
         min(next_pow2(shape[-2]), LARGEST_BUCKET),
@@ -91,7 +95,8 @@ def problem_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
         len(shape) == 3,
         "k" if x_dense else "m",
         "k" if w_dense else "n",
-        (x.data_ptr() | weight.data_ptr() | steps * x.dtype.itemsize) % 16 == 0,
+        (x_places | w_places) % 16 == 0,
+        w_places % 16 == 0,
     )
 
 
