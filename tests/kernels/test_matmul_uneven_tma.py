@@ -128,7 +128,7 @@ def test_refusals_have_reasons(arch: int, given: Problem, reason: str) -> None:
 
 @pytest.mark.parametrize("arch", [90, 100])
 def test_default_is_one_of_the_space_and_chosen_only_where_it_was_measured(arch: int) -> None:
-    card, large = CARD_OF_ARCH[arch], ((2049, 2049), (4099, 2053), (4095, 4095), (50257, 4095))
+    card, large = CARD_OF_ARCH[arch], ((2049, 2049), (4099, 2053), (4095, 4095), (4096, 4096), (50257, 4095))
     for m in buckets(1024):
         for n, k in ((1, 1), (9, 17), (1013, 1019), (2049, 2049), (4099, 2053), (4095, 4095), (4096, 4096), (50257, 4095)):
             given = problem(m, n, k)

@@ -195,15 +195,33 @@ would be taken otherwise: 32 x 4095 x 4095 20.0 (`uneven` 23.2), 64 rows 20.3 (3
 and 1009 x 1013 x 1019 15.2 (12.5). Below 256 rows no weight of less than 8.4e6 numbers was measured."""
 
 
+def _three_launches(problem: Problem) -> bool:
+    """Whether `uneven_tma` is the fastest: of weights that cannot be read as they lie, and of long rows of x (H100, us).
+
+    A weight that starts elsewhere `sm90` copies, whatever its K: 17 to 256 x 4096 x 4096 19.4 to 26.6 (`sm90` 39 to 41,
+    `uneven` 20.8 to 25.1 up to 64 rows), x 14336 51 to 72 (132 to 145; 58 to 76). x alone is a small copy: 4096 x 4096
+    loses with it (128 rows 21.6, `sm90` 20.0; 256 rows 25.5, 22.5), 4096 x 14336 gains, where parts of K fill the card
+    (17 rows 48.3, `uneven` 52.2; 64 rows 49.5, `sm90` 52.4; 128 rows alike; 256 rows 67.1, 75.2). Rows: docs/log.md.
+    """
+    if problem.m_bucket not in _TMA_ROWS or problem.n * problem.k < _TMA_WEIGHT:
+        return False
+    return problem.k % 8 != 0 or not problem.w_aligned or (not problem.aligned and problem.k > 2 * problem.n)
+
+
+def _in_place(problem: Problem) -> bool:
+    """Whether `uneven` is: few rows, the weight read where it lies. 64 rows x 4096 x 4096 with x alone elsewhere are not."""
+    if problem.aligned or problem.gated or problem.m_bucket > UNEVEN_ROWS:
+        return False
+    x_alone = problem.k % 8 == 0 and problem.w_aligned
+    return not (x_alone and problem.m_bucket == 64 and problem.n * problem.k >= _TMA_WEIGHT)  # 23.7 us, `sm90` 19.6
+
+
 def _first(device: Device, problem: Problem) -> str | None:
     """Where cuBLAS gives way to the Hopper kernel, and once the other way round; H100, ratios to cuBLAS.
 
     cuBLAS stores the product before an activation reads it again (not so ReLU and the tanh form of GELU behind a bias): from
     256 rows on gated products are 1.0 to 1.37 times as fast, with GELU 0.97 to 1.4. And rows that do not start at multiples
     of 16 bytes, the result's among them, cost it a factor: 1.5 with one row, 1.8 at 256, 3 to 8 above.
-
-    `uneven_tma` is for K that is no multiple of 8: where x alone starts elsewhere the others take less (256 x 4096 x 4096:
-    `sm90` 22.7 us, `uneven_tma` 31.9 with an older config).
     """
     if device.arch != 90:
         return None
@@ -212,10 +230,9 @@ def _first(device: Device, problem: Problem) -> str | None:
         return "gemv" if not problem.aligned and not problem.gated else None
     if problem.m_bucket == 16 and (problem.n, problem.k) in _CUBLAS_OF_16_ROWS:
         return "vendor"
-    large = problem.k % 8 and problem.m_bucket in _TMA_ROWS and problem.n * problem.k >= _TMA_WEIGHT
-    if large and UNEVEN_TMA.refuse(device, problem) is None:
+    if _three_launches(problem) and UNEVEN_TMA.refuse(device, problem) is None:
         return "uneven_tma"
-    if not problem.aligned and problem.m_bucket <= UNEVEN_ROWS and not problem.gated:
+    if _in_place(problem):
         return "uneven"
     if problem.m_bucket > 16 and uneven:
         return "sm90"

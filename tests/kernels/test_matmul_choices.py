@@ -1,0 +1,132 @@
+"""Which implementation a matrix product takes on an H100 where nothing was tuned: shapes, and what was measured of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import CARD_OF_ARCH
+from tilewright.kernels.matmul import linear_op
+from tilewright.op import Inputs
+
+STUDIES = Path(__file__).parents[2] / "benchmarks/results/h100/studies"
+
+# (rows, N, K, activation, the implementation that is asked first on an H100, None for the usual order)
+FIRST = (
+    (1, 4096, 4096, "none", None),
+    (1, 4096, 4095, "none", "gemv"),
+    (16, 4095, 4095, "none", "uneven"),
+    (16, 8192, 8192, "none", "vendor"),
+    (16, 5120, 8192, "none", None),
+    (64, 4096, 4096, "none", None),
+    (17, 4095, 4095, "none", "uneven_tma"),
+    (32, 4095, 4095, "none", "uneven_tma"),
+    (64, 4096, 4095, "none", "uneven_tma"),
+    (32, 2049, 2049, "none", "uneven_tma"),
+    (32, 1013, 1019, "none", "uneven"),
+    (64, 1999, 1999, "none", "uneven"),
+    (64, 4095, 4096, "none", "sm90"),
+    (127, 4099, 2053, "none", "uneven_tma"),
+    (129, 4096, 4095, "gelu", "uneven_tma"),
+    (256, 4095, 4095, "none", "uneven_tma"),
+    (256, 4096, 4095, "silu_mul", "sm90"),
+    (256, 2049, 2049, "none", "uneven_tma"),
+    (256, 1999, 1999, "none", "sm90"),
+    (257, 4095, 4095, "none", "sm90"),
+    (1009, 1013, 1019, "none", "sm90"),
+    (2048, 50257, 4096, "none", "sm90"),
+    (2048, 4096, 4096, "none", None),
+    (2048, 4096, 4096, "gelu", "sm90"),
+    (64, 4096, 4096, "silu_mul", None),
+    (64, 4104, 4096, "silu_mul", "sm90"),
+    (256, 4096, 4096, "silu_mul", "sm90"),
+)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "activation", "name"), FIRST)
+def test_rows_that_start_anywhere_are_not_for_cublas(m: int, n: int, k: int, activation: str, name: str | None) -> None:
+    x, weight = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), torch.empty(n, k, dtype=torch.bfloat16, device="meta")
+    problem = linear_op.problem(x, weight, None, activation, None)
+    assert linear_op.first(CARD_OF_ARCH[90], problem) == name
+    assert linear_op.first(CARD_OF_ARCH[80], problem) is None
+    if name is not None:
+        impl = next(impl for impl in linear_op.impls if impl.name == name)
+        assert impl.refusal(CARD_OF_ARCH[90], problem) is None, "it would be somebody else's in silence"
+
+
+@pytest.mark.parametrize(("x_start", "w_start"), [(0, 0), (1, 0), (0, 1), (1, 8), (8, 1), (8, 8)])
+@pytest.mark.parametrize("w_gap", [0, 4, 8])
+def test_a_problem_says_which_operand_starts_anywhere(x_start: int, w_start: int, w_gap: int) -> None:
+    """Both at multiples of 16 bytes, and the weight alone; steps between its rows count as its start does."""
+    memory = torch.empty(1024, dtype=torch.bfloat16)
+    x = memory.as_strided((4, 16), (16, 1), x_start)
+    weight = memory.as_strided((8, 16), (16 + w_gap, 1), w_start)
+    given = linear_op.problem(x, weight, None, "none", None)
+    assert given.w_aligned == (w_start % 8 == 0 and w_gap % 8 == 0)
+    assert given.aligned == (given.w_aligned and x_start % 8 == 0)
+
+
+def test_what_the_copy_engine_does_not_take_goes_as_before() -> None:
+    """Of 256 x 4095 x 4095: other numbers, batches, operands dense along another dimension, and x alone at an offset."""
+
+    def first(x: Tensor, weight: Tensor) -> str | None:
+        return linear_op.first(CARD_OF_ARCH[90], linear_op.problem(x, weight, None, "none", None))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, weight = empty(256, 4095), empty(4095, 4095)
+    assert first(x, weight) == "uneven_tma"
+    assert first(x.float(), weight.float()) == "sm90"
+    assert first(x[None], weight[None]) == "sm90"
+    assert first(empty(4095, 256).mT, weight) == "sm90"
+    assert first(x, empty(4095, 4095).mT) == "sm90"
+    assert first(empty(256, 4104)[:, :4095], empty(4095, 4104)[:, :4095]) == "sm90", "rows that start at 16 bytes; y's do not"
+
+
+OFFSET_WEIGHT = ("uneven_tma",) * 5
+OFFSET_X = {4096: ("uneven", "uneven", "sm90", "sm90", "sm90"), 14336: ("uneven_tma",) * 5}
+
+
+@pytest.mark.parametrize("k", [4096, 14336])
+@pytest.mark.parametrize("which", ["weight", "x", "both"])
+def test_what_one_operand_elsewhere_takes_is_what_was_fastest(which: str, k: int) -> None:
+    """17 to 256 x 4096 x K with memory that starts one element further (benchmarks/results/h100/studies/uneven-offsets.json).
+
+    Of `uneven_tma`, `sm90` and `uneven` the fastest, or within 2 % of it.
+    """
+    study = json.loads((STUDIES / "uneven-offsets.json").read_text())
+    took = []
+    for m in (17, 32, 64, 128, 256):
+        memory = torch.empty(4096 * k + 8, dtype=torch.bfloat16, device="meta")
+        x, weight = (memory[start:][: rows * k].view(rows, k) for start, rows in ((which != "weight", m), (which != "x", 4096)))
+        problem = linear_op.problem(x, weight, None, "none", None)
+        name = linear_op.choose(CARD_OF_ARCH[90], problem).impl.name
+        row = next(r for r in study["rows"] if (r["m"], r["k"], r["unaligned"]) == (m, k, which))
+        times = {name: row["us"][name] for name in ("uneven_tma", "sm90", "uneven") if name in row["us"]}
+        assert times[name] <= 1.02 * min(times.values()), (m, times)
+        took.append(name)
+    assert tuple(took) == (OFFSET_X[k] if which == "x" else OFFSET_WEIGHT)
+
+
+# (rows, N, K, activation, whether there is a residual, what runs on an H100 where nothing was measured); all with a bias
+UNTUNED = (
+    (1024, 768, 3072, "none", True, "sm90"),
+    (4096, 768, 3072, "none", True, "vendor"),
+    (1024, 768, 3072, "none", False, "vendor"),
+    (6304, 3072, 768, "gelu", False, "sm90"),
+    (6304, 3072, 768, "gelu_tanh", False, "vendor"),
+    (1024, 3072, 768, "relu", False, "vendor"),
+)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "activation", "residual", "name"), UNTUNED)
+def test_an_epilogue_that_cublas_launches_apart_is_not_for_cublas(
+    m: int, n: int, k: int, activation: str, residual: bool, name: str
+) -> None:
+    inputs = Inputs("meta")
+    x, weight, bias = (inputs.randn(*shape, dtype=torch.float16) for shape in ((m, k), (n, k), (n,)))
+    problem = linear_op.problem(x, weight, bias, activation, inputs.randn(m, n, dtype=torch.float16) if residual else None)
+    assert linear_op.choose(CARD_OF_ARCH[90], problem).impl.name == name
