@@ -115,6 +115,9 @@ def test_what_one_operand_elsewhere_takes_is_what_was_fastest(which: str, k: int
 UNTUNED = (
     (1024, 768, 3072, "none", True, "sm90"),
     (4096, 768, 3072, "none", True, "vendor"),
+    (6304, 768, 3072, "none", True, "vendor"),
+    (4096, 4096, 4096, "none", True, "sm90"),
+    (4096, 4096, 4096, "none", False, "vendor"),
     (1024, 768, 3072, "none", False, "vendor"),
     (6304, 3072, 768, "gelu", False, "sm90"),
     (6304, 3072, 768, "gelu_tanh", False, "vendor"),
@@ -130,3 +133,39 @@ def test_an_epilogue_that_cublas_launches_apart_is_not_for_cublas(
     x, weight, bias = (inputs.randn(*shape, dtype=torch.float16) for shape in ((m, k), (n, k), (n,)))
     problem = linear_op.problem(x, weight, bias, activation, inputs.randn(m, n, dtype=torch.float16) if residual else None)
     assert linear_op.choose(CARD_OF_ARCH[90], problem).impl.name == name
+
+
+# (rows, N, K, what runs of a product with a residual alone): rows that tiles share evenly among 132 SMs, and others
+WITH_RESIDUAL = (
+    (64, 4096, 4096, "vendor"),
+    (128, 4096, 4096, "vendor"),
+    (128, 4096, 14336, "sm90"),
+    (256, 4096, 4096, "sm90"),
+    (512, 4096, 14336, "sm90"),
+    (256, 5120, 8192, "vendor"),
+    (256, 5120, 25600, "vendor"),
+    (512, 5120, 25600, "vendor"),
+    (4096, 5120, 25600, "sm90"),
+    (2048, 8192, 28672, "sm90"),
+    (2048, 1024, 3072, "vendor"),
+    (4096, 0, 4096, "vendor"),
+)
+
+
+def with_residual(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> str:
+    x, weight, residual = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
+    return linear_op.choose(CARD_OF_ARCH[90], linear_op.problem(x, weight, None, "none", residual)).impl.name
+
+
+@pytest.mark.parametrize(("m", "n", "k", "name"), WITH_RESIDUAL)
+def test_a_residual_is_added_by_sm90_where_its_tiles_are_even(m: int, n: int, k: int, name: str) -> None:
+    assert with_residual(m, n, k) == name
+    assert with_residual(m, n, k, torch.float32) != "sm90"
+
+
+def test_what_was_measured_with_a_residual_is_what_runs() -> None:
+    """Not more than 2 % behind the other one, and never behind cuBLAS."""
+    rows = json.loads((STUDIES / "residual.json").read_text())["rows"]
+    for row in rows:
+        times, took = row["us"], with_residual(row["m"], row["n"], row["k"])
+        assert times[took] <= min(1.02 * min(times.values()), times["vendor"]), row

@@ -45,7 +45,7 @@ from tilewright.kernels.matmul_uneven import MOST_ROWS as UNEVEN_ROWS
 from tilewright.kernels.matmul_uneven import UNEVEN
 from tilewright.kernels.matmul_uneven_tma import UNEVEN_TMA
 from tilewright.kernels.matmul_vendor import VENDOR
-from tilewright.kernels.shapes import rows_ready
+from tilewright.kernels.shapes import ceil_div, rows_ready
 from tilewright.kernels.work import library_activates
 from tilewright.op import Example, Inputs, Op
 
@@ -183,8 +183,29 @@ _CUBLAS_OF_16_ROWS = frozenset({(8192, 8192), (10240, 5120)})
 
 
 _SHORT_FLOPS = 5e9
-"""Of products with a residual: up to here `sm90`, which has it in its registers by then, beats cuBLAS, which loads it in turn
-or adds it by a kernel of its own: 9 to 17 % at 197 and 1024 rows, N 768, K 768 and 3072; 256 rows 9 and -4 %."""
+_EVEN = 0.9
+
+
+def _adds_first(device: Device, problem: Problem) -> bool:
+    """Whether `sm90` is before cuBLAS with a residual, which it has in its registers by then; cuBLAS copies it first (addmm) or
+    adds it by a kernel of its own, 2 to 5 us at 64 to 1024 x 4096. H100, ratios to cuBLAS (studies/residual.json,
+    linear-epilogue.json).
+
+    Short products: 1.09 to 1.17 at 197 and 1024 rows, N 768, K 768 and 3072; 256 rows 1.09 and 0.96. Others where the tiles of
+    `sm90` leave few SMs without one in the last round: 256, 1024 and 4096 rows x 4096 x 4096 1.03 to 1.12, 1024 and 4096 x
+    14336 1.03 and 1.06, 128 x 14336 1.09 (512 and 2048 x 14336 0.96 and 0.99 with the kernel before this one, whose product
+    alone was at 0.92, now 1.00; not timed since). Where they do not: 256 and 512 x 5120 x 25600 0.86 and 0.91, 6304 x 768 x
+    3072 0.81.
+    """
+    if problem.dtype.itemsize != 2:
+        return False
+    if problem.m_bucket >= 256 and 2.0 * problem.m_bucket * problem.n * problem.k <= _SHORT_FLOPS:
+        return True
+    if problem.n < 2048 or problem.m_bucket < 128 or (problem.m_bucket == 128 and problem.n * problem.k < 4e7):
+        return False
+    config = SM90.space.default(device, problem)
+    tiles = ceil_div(problem.m_bucket, config["BLOCK_M"]) * ceil_div(problem.n, config["BLOCK_N"])
+    return tiles >= _EVEN * ceil_div(tiles, device.sms) * device.sms
 
 
 _TMA_ROWS = range(32, 257)
@@ -236,11 +257,10 @@ def _first(device: Device, problem: Problem) -> str | None:
         return "uneven"
     if problem.m_bucket > 16 and uneven:
         return "sm90"
+    if problem.activation == "none" and not problem.batched:
+        return "sm90" if problem.residual and _adds_first(device, problem) else None
     if problem.m_bucket < 256 or problem.batched:
         return None
-    if problem.activation == "none":
-        flops = 2.0 * problem.m_bucket * problem.n * problem.k
-        return "sm90" if problem.residual and flops <= _SHORT_FLOPS and problem.dtype.itemsize == 2 else None
     return "vendor" if library_activates(problem.dtype, problem.activation, problem.bias, problem.batched) else "sm90"
 
 
