@@ -30,7 +30,7 @@ from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SM90", "evened", "launch_sm90", "shares"]
+__all__ = ["SM90", "launch_sm90", "shares"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -197,7 +197,7 @@ def shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, in
     return programs, waves, share, parts
 
 
-def evened(tiles: int, sms: int) -> int:
+def _evened(tiles: int, sms: int) -> int:
     """As few programs as need no more rounds than one an SM: 128 of 132 for 512 tiles. They have more of the power and of L2.
 
     H100, products of codes in several rounds, 22 shapes: 0.994 to 1.034 times as fast, 1.011 on average; 15 of 16 bits: 0.998.
@@ -347,7 +347,7 @@ def launch_sm90(
     y_box, y_stride = [rows, _epilogue_n(cols, y.element_size())], y.stride(0)
     y_desc = _descriptor(y, y_box) if y_stride * y.element_size() % 16 == 0 and not ready.classes else None
     tiles = ready.tiles_m * triton.cdiv(ready.width * halves, block_n)
-    sms = evened(tiles, device.sms) if x.element_size() == 1 and config["SPLIT_K"] == 1 else device.sms
+    sms = _evened(tiles, device.sms) if x.element_size() == 1 and config["SPLIT_K"] == 1 else device.sms
     programs, waves, share, parts = shares(tiles, ready.steps, sms, config["SPLIT_K"])
     stream = config["SPLIT_K"] != 1
     scratch = counters = None
