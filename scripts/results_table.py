@@ -118,7 +118,8 @@ def alone_table(card: str) -> str:
 
 def layers_table(card: str) -> str:
     """Quantised layers against F.linear in bf16: formats down, rows across; geometric mean over the projections, and lowest."""
-    rows = [row for result in load(card, "layers") for row in result["rows"]]
+    newest_first = sorted(load(card, "layers"), key=lambda result: result["environment"]["date"], reverse=True)
+    rows = [row for result in newest_first for row in result["rows"]]
     sizes = rows_of(rows)
     lines = [f"| layer | {' | '.join(f'{m} rows' for m in sizes)} |", "|---|" + "---|" * len(sizes)]
     for name in dict.fromkeys(row["format"] for row in rows):
