@@ -19,7 +19,7 @@ from tilewright.kernels.matmul import EXAMPLES, linear_op
 from tilewright.kernels.matmul_common import LARGEST_BUCKET, Problem, buckets
 from tilewright.kernels.matmul_tile import INVARIANT, TRITON
 from tilewright.kernels.matmul_vendor import VENDOR
-from tilewright.op import Impl, Inputs, invariant
+from tilewright.op import Impl, Inputs, invariant, prefer
 from tilewright.ops.linear import LINEAR_OPS
 
 GPU = torch.cuda.is_available()
@@ -230,6 +230,7 @@ FAST: dict[tuple[int, int, int], set[tuple[int, int, str, int]]] = {
     (128, 8192, 8192): {(64, 128, "n", 1), (128, 64, "m", 1)},
     (128, 5120, 8192): {(64, 128, "n", 1), (64, 128, "n", 0)},
     (256, 8192, 28672): {(128, 128, "m", 1), (128, 128, "m", 0)},
+    (256, 5120, 25600): {(128, 256, "m", 0), (256, 128, "m", 0)},
     (512, 4096, 14336): {(128, 128, "m", 1), (128, 128, "m", 0)},
     (1024, 6144, 4096): {(128, 128, "tiles", 1)},
     (4096, 4096, 4096): {(128, 256, "m", 1), (128, 256, "m", 0)},
@@ -294,3 +295,14 @@ def test_sm90_adds_parts_in_one_order(split: int) -> None:
         conformance.check(linear_op, IMPLS["sm90"], config, args)
         first = IMPLS["sm90"].launch(config, *args)
         assert all(torch.equal(first, IMPLS["sm90"].launch(config, *args)) for _ in range(20))
+    with prefer("sm90"):
+        choice = linear_op.choose(CARD_OF_ARCH[90], linear_op.problem(*args))
+    assert choice.source in ("exact", "default"), "the model has no better one"
+
+
+def test_tiles_are_not_shared_by_more_programs_than_there_are_sms() -> None:
+    args = arguments(Inputs("meta"), 256, 5120, 25600, torch.bfloat16, bias=False, residual=False)
+    problem, space = linear_op.problem(*args), IMPLS["sm90"].space
+    shared = {(c["BLOCK_M"], c["BLOCK_N"], c["SPLIT_K"]) for c in space.configs(CARD_OF_ARCH[90], problem) if c["SPLIT_K"] != 1}
+    assert {(128, 256, 2), (128, 256, 0), (128, 128, 0)} <= shared
+    assert not {(128, 256, 4), (128, 128, 2), (64, 64, 4)} & shared

@@ -196,19 +196,20 @@ def sm90_work(
     split, config = config["SPLIT_K"], {**config, "BLOCK_K": 64}
     tiles, whole, *_ = _tiles(config, 1, x, weight, activation, residual)
     waves, left = tiles // device.sms, tiles % device.sms
-    # 0 shares the tiles that are left after the full waves: as if all tiles were so much shorter.
+    # 0 shares the tiles that are left after the full waves: as if all tiles were so much shorter. Without a wave those are all.
     shared = np.where(split == 0, np.clip(device.sms // np.maximum(left, 1), 1, 4), split)
     _, steps, flops, l2, dram = _tiles(config, shared, x, weight, activation, residual)
     shorter = np.where(left > 0, (waves + 1 / shared) / (waves + 1), 1.0)
     copied = sum(2 * t.nbytes for t in (x, weight) if max(t.stride()[-2:]) * t.element_size() % 16)
     part = config["BLOCK_M"] * config["BLOCK_N"] * 4
+    some = (split == 0) & (waves > 0)
     return Work(
-        blocks=np.where(split == 0, tiles, tiles * shared),
+        blocks=np.where(some, tiles, tiles * shared),
         flops=flops,
         unit=_unit(x.dtype),
         dram_bytes=dram + copied,
         l2_bytes=l2 + copied,
-        steps=np.where(split == 0, shorter * whole, steps),
+        steps=np.where(some, shorter * whole, steps),
         depth=4,
         vector=1024,
         end_bytes=np.where(shared > 1, part * shared, 0),
