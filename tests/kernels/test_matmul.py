@@ -306,3 +306,13 @@ def test_tiles_are_not_shared_by_more_programs_than_there_are_sms() -> None:
     shared = {(c["BLOCK_M"], c["BLOCK_N"], c["SPLIT_K"]) for c in space.configs(CARD_OF_ARCH[90], problem) if c["SPLIT_K"] != 1}
     assert {(128, 256, 2), (128, 256, 0), (128, 128, 0)} <= shared
     assert not {(128, 256, 4), (128, 128, 2), (64, 64, 4)} & shared
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(("m", "n"), [(64, 10752), (16, 11008), (64, 4225), (512, 4097), (256, 5120)])
+def test_a_shared_default_is_one_of_the_space(m: int, n: int, aligned: bool) -> None:
+    """Less than a wave of tiles and a long K: not twice as high as x, and columns behind the last whole tile are none."""
+    problem = Problem(torch.bfloat16, m, n, 28672, "none", False, False, False, "k", "k", aligned, aligned)
+    space = IMPLS["sm90"].space
+    config = space.default(CARD_OF_ARCH[90], problem)
+    assert space.refusal(CARD_OF_ARCH[90], problem, config) is None, config

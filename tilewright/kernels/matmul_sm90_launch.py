@@ -82,12 +82,11 @@ def _default(device: Device, problem: Problem) -> Config:
     by_class = not problem.aligned and problem.x_major == "k" and problem.m_bucket >= 2048
     for tile in _TILES + _BETWEEN:
         block_m, block_n, consumers = tile
-        if _shape_refusal(problem, *tile):
+        if _shape_refusal(problem, *tile) or _too_high(problem, block_m):
             continue
         if by_class and consumers != "m":
             continue
-        n = problem.n - (_left_over(problem.n, block_n) if not problem.aligned and not problem.gated else 0)
-        tiles = -(-problem.m_bucket // block_m) * -(-n // block_n)
+        tiles = _tiles(problem, block_m, block_n)
         if tile in _BETWEEN and tiles > device.sms:
             continue  # in one wave they win 10 to 15 % (docs/log.md), in several they lose
         waves, left = divmod(tiles, device.sms)
@@ -114,6 +113,16 @@ def _default(device: Device, problem: Problem) -> Config:
 def _left_over(size: int, block: int) -> int:
     """Rows or columns behind the last whole tile, where they are few enough to be computed without one."""
     return size % block if size > block and size % block <= MOST_LEFT_OVER else 0
+
+
+def _tiles(problem: Problem, block_m: int, block_n: int) -> int:
+    """Tiles of the bucket's rows, without the columns that need none."""
+    n = problem.n - (_left_over(problem.n, block_n) if not problem.aligned and not problem.gated else 0)
+    return -(-problem.m_bucket // block_m) * -(-n // block_n)
+
+
+def _too_high(problem: Problem, block_m: int) -> bool:
+    return block_m > 64 and block_m >= 2 * problem.m_bucket
 
 
 def _consumer_tile(c: Config) -> tuple[int, int]:
@@ -166,11 +175,10 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return reason
     if c["SPLIT_K"] != 1 and (consumers == "tiles" or (block_m, block_n, consumers) in _BETWEEN):
         return "consumers that take turns, or have a tile between others, do not share tiles with other programs"
-    tiles = -(-problem.m_bucket // block_m) * -(-problem.n // block_n)
-    if c["SPLIT_K"] > 1 and c["SPLIT_K"] * tiles > device.sms:
+    if c["SPLIT_K"] > 1 and c["SPLIT_K"] * _tiles(problem, block_m, block_n) > device.sms:
         # Of 3,152 such configs measured at 338 problems on an H100 one came within 2 % of the best.
         return "tiles are shared where there are fewer than SMs, and not by more programs than those"
-    if block_m > 64 and block_m >= 2 * problem.m_bucket:
+    if _too_high(problem, block_m):
         return "BLOCK_M is twice as high as x"
     if c["UNALIGNED"] == "classes" and (problem.aligned or problem.x_major != "k" or consumers != "m"):
         return "nothing to read by classes of rows: x is aligned or not dense along K, or its tiles are shared"
