@@ -71,8 +71,12 @@ def check_long(op: Op, impl: Impl, args: Args) -> None:
     """`conformance.check`, or where the sum is known to be coarser, that it is no coarser than that; twice the same bits."""
     config = impl.space.default(DEVICE, op.problem(*args))
     sums = SUMS.get((op.name, impl.name, args[0].dtype == E4M3), 0.0) if GPU else 0.0
+    if not sums:
+        conformance.check(op, impl, config, args)
+        return
     wanted = conformance.oracle(op, args)[0]
-    got, again = (conformance.outputs(op, impl, config, args)[0] for _ in range(2))
+    with conformance.Poisoned():
+        got, again = (conformance.outputs(op, impl, config, args)[0] for _ in range(2))
     limit = conformance.limits(op, impl, got.dtype)[1]
     if sums <= limit:
         conformance.check(op, impl, config, args)
