@@ -35,11 +35,16 @@ many blocks an SM holds. Written by scripts/results_table.py.
 
 def load(card: str, prefix: str) -> list[dict[str, Any]]:
     """The result files of a card whose names begin so, in the order of their names. Raises SystemExit for half of a set."""
-    found = {path.name: json.loads(path.read_text()) for path in sorted((RESULTS / card).glob(f"{prefix}*.json"))}
+    return list(by_name(card, prefix).values())
+
+
+def by_name(card: str, prefix: str) -> dict[str, dict[str, Any]]:
+    """The same, each with its file's name without the end. Raises SystemExit for half of a set."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted((RESULTS / card).glob(f"{prefix}*.json"))}
     for name, result in found.items():
         if result.get("incomplete"):
-            raise SystemExit(f"{name} is incomplete: its run was cut short; measure its set again, or move it to studies/")
-    return list(found.values())
+            raise SystemExit(f"{name}.json is incomplete: its run was cut short; measure its set again, or move it to studies/")
+    return found
 
 
 def engine_table(card: str, warm: bool) -> str:
@@ -72,10 +77,10 @@ def ops_table(card: str) -> str:
 def against(card: str) -> dict[str, list[dict[str, Any]]]:
     """Results of `tilewright bench OP`: name of the file -> its rows that were compared with something, if there are any."""
     found = {}
-    for path in sorted((RESULTS / card).glob("*.json")):
-        rows = [row for row in json.loads(path.read_text()).get("rows", ()) if "their_us" in row]
+    for name, result in by_name(card, "").items():
+        rows = [row for row in result.get("rows", ()) if "their_us" in row]
         if rows:
-            found[path.stem] = [row | dims_of(row["dims"]) for row in rows]
+            found[name] = [row | dims_of(row["dims"]) for row in rows]
     return found
 
 
@@ -117,14 +122,14 @@ def alone_table(card: str) -> str:
 
 
 def layers_table(card: str) -> str:
-    """Quantised layers against F.linear in bf16: formats down, rows across; geometric mean over the projections, and lowest."""
+    """Quantised layers against F.linear in bf16: formats down, rows across; mean over projections, lowest, how many."""
     newest_first = sorted(load(card, "layers"), key=lambda result: result["environment"]["date"], reverse=True)
     rows = [row for result in newest_first for row in result["rows"]]
     sizes = rows_of(rows)
     lines = [f"| layer | {' | '.join(f'{m} rows' for m in sizes)} |", "|---|" + "---|" * len(sizes)]
     for name in dict.fromkeys(row["format"] for row in rows):
         groups = [[row for row in rows if row["format"] == name and row["M"] == m] for m in sizes]
-        cells = [f"{geomean(g):.2f} ({min(r['ratio'] for r in g):.2f})" if g else "" for g in groups]
+        cells = [f"{geomean(g):.2f} ({min(r['ratio'] for r in g):.2f}; {len(g)})" if g else "" for g in groups]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -153,7 +158,7 @@ def machine(card: str) -> str:
 
 LAYERS = (
     "Quantised linear layers, quantising of the activation included, against `F.linear` in bf16 (above 1 is faster);\n"
-    "geometric mean over the projections and in brackets the lowest:"
+    "geometric mean over the projections that were measured, in brackets the lowest and how many they are:"
 )
 
 

@@ -101,6 +101,8 @@ def test_no_table_is_made_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Results(tmp_path / "h100" / "softmax.json", "a set").keep(ROWS)
     with pytest.raises(SystemExit, match=r"softmax\.json is incomplete"):
         table.load("h100", "")
+    with pytest.raises(SystemExit, match=r"softmax\.json is incomplete"):
+        table.against("h100")
 
 
 @pytest.mark.parametrize("peer", [True, False])
