@@ -82,7 +82,7 @@ def _default(device: Device, problem: Problem) -> Config:
     # Two programs win there too, by up to 1.6 %, where a program has pairs of a sequence and a head of its own: with fewer
     # pairs than programs there are more parts to combine, and 16 x 2000 takes 4 % longer.
     own = problem.queries == 1 and problem.batch * problem.kv_heads > 2 * device.sms
-    # Boxes of 16 tokens fetch 304 for 300, a page of 64 fetches 320: 4 % of 256 x 300, and between 0 and 1 % elsewhere.
+    # Boxes of 16 tokens fetch 304 for 300, a page of 64 fetches 320: 4 % of 256 x 300, and -0.1 to 1.4 % elsewhere.
     box = 16 if problem.page_size > 16 else _ROWS
     return {"PER_SM": 1 if few and not own else 2, "STAGES": 2 if few else 4, "LONGER": 6, "BOX": box}
 
