@@ -114,3 +114,21 @@ def test_progress_says_the_figures(peer: bool, monkeypatch: pytest.MonkeyPatch) 
     list(op.rows(linear_op, [["M=1"]], "torch", None, said.append))
     figures = "  sm90 12.5 us, 600.1 TFLOP/s, 0.25 TB/s" + ("; torch 13.0 us, ratio 1.04" if peer else "")
     assert said == ["linear M=1", figures]
+
+
+def test_what_cannot_be_replaced_is_written_at_the_end(tmp_path: Path) -> None:
+    """A pipe gets the whole once; a link stays one, and the file behind it is replaced."""
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link.json", tmp_path / "file.json"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        results = Results(pipe, "it")
+        results.keep(ROWS)
+        results.finish()
+        told, _ = reader.communicate(timeout=60)
+    assert json.loads(told)["rows"] == ROWS
+    link.symlink_to(file)
+    results = Results(link, "it")
+    results.keep(ROWS[:1])
+    results.finish()
+    assert link.is_symlink()
+    assert json.loads(file.read_text())["rows"] == ROWS[:1]

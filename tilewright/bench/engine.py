@@ -77,28 +77,30 @@ def run_engine(
     """One row a workload and run, as they end: output tokens a second, wall time, steps, preemptions."""
     began = time.perf_counter()
     compiles = CompileCounter().start()
-    engine = load_engine(SHAPES[shape], config, progress)
-    compiles.mark_ready()
-    ready_s = time.perf_counter() - began
-    for name in workloads:
-        for run in range(runs):
-            progress(f"{shape} {name} run {run}")
-            row = _run(engine, WORKLOADS[name], seed=run, vocab=SHAPES[shape].vocab_size)
-            row |= {
-                "compiles_after_ready": compiles.after_ready,
-                "late_kernels": sorted({late.kernel for late in compiles.late}),
-            }
-            progress(f"  {row['output_tok_per_s']} output tokens/s, {row['input_tok_per_s']} input, {row['seconds']} s")
-            yield {
-                "shape": shape,
-                "weights": config.quantize or config.dtype,
-                "kv_cache": config.kv_cache or config.dtype,
-                "workload": name,
-                "run": run,
-                "start_to_ready_s": round(ready_s, 2),
-                **row,
-            }
-    compiles.stop()
+    try:
+        engine = load_engine(SHAPES[shape], config, progress)
+        compiles.mark_ready()
+        ready_s = time.perf_counter() - began
+        for name in workloads:
+            for run in range(runs):
+                progress(f"{shape} {name} run {run}")
+                row = _run(engine, WORKLOADS[name], seed=run, vocab=SHAPES[shape].vocab_size)
+                row |= {
+                    "compiles_after_ready": compiles.after_ready,
+                    "late_kernels": sorted({late.kernel for late in compiles.late}),
+                }
+                progress(f"  {row['output_tok_per_s']} output tokens/s, {row['input_tok_per_s']} input, {row['seconds']} s")
+                yield {
+                    "shape": shape,
+                    "weights": config.quantize or config.dtype,
+                    "kv_cache": config.kv_cache or config.dtype,
+                    "workload": name,
+                    "run": run,
+                    "start_to_ready_s": round(ready_s, 2),
+                    **row,
+                }
+    finally:
+        compiles.stop()
 
 
 def _run(engine: Any, workload: Workload, *, seed: int, vocab: int) -> dict[str, Any]:

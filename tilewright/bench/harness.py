@@ -131,9 +131,14 @@ class Results:
             return
         mark = {"incomplete": True} if incomplete else {}
         content = {"what": self._what, **mark, "environment": self._environment, **more, "rows": self.rows}
-        beside = self._path.with_name(self._path.name + ".part")
-        beside.write_text(json.dumps(content, indent=1) + "\n")
-        beside.replace(self._path)
+        path, text = self._path.resolve(), json.dumps(content, indent=1) + "\n"
+        if path.exists() and not path.is_file():  # a pipe, a terminal: what is written there stays, so it gets the whole alone
+            if not incomplete:
+                path.write_text(text)
+            return
+        beside = path.with_name(path.name + ".part")
+        beside.write_text(text)
+        beside.replace(path)
 
 
 def _command() -> str:

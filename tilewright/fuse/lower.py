@@ -51,7 +51,7 @@ def _reads_channels(group: Group, node: Node, value: Tensor) -> bool:
             return False
         # A patch is gathered from rows of pixels as the user has them.
         return node is group.residual or (node is anchor.x and not beside(anchor, value))
-    return node is anchor.x and anchor.kind in ("max_pool", "global_mean")
+    return node is anchor.x and anchor.kind in ("max_pool", "global_mean") and value.dim() == 4
 
 
 class Lowering(Buffers):
