@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT, load_tiles, take
+from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT, deal_tiles, load_tiles, take
 from tilewright.kernels.hopper import block_barrier, clear_end, store_box, viewed
 
 __all__ = ["attend", "attention_sm90_kernel", "barriers"]
@@ -359,7 +359,7 @@ def attention_sm90_kernel(
     q_bars = (barriers(Q_BUFS * CONSUMERS, 1), barriers(Q_BUFS * CONSUMERS, 1))
     k_bars = (barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v_bars = (barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    bars = q_bars + k_bars + v_bars + (barriers(2, 1), barriers(2, CONSUMERS))
+    bars = q_bars + k_bars + v_bars + (barriers(2, 1), barriers(2, CONSUMERS + 1), barriers(1, 1))
     q_tails = q_bufs
     k_tails = k_bufs
     if TAIL:
@@ -375,12 +375,14 @@ def attention_sm90_kernel(
         gl.warp_specialize([
             (attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
             (attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
-            (load_tiles, (descs, bufs, bars, counter_ptr, slots_ptr, where, GROUP, strides, CONSUMERS, RIGHT, LEFT)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (load_tiles, (descs, bufs, bars, slots_ptr, where, GROUP, strides, CONSUMERS)),
+            (deal_tiles, (bars, counter_ptr, slots_ptr, where, CONSUMERS * ROWS, BLOCK_N, RIGHT, LEFT)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
             (attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
             (attend, (bufs, bars, out, slots_ptr, where, scale, 2, CONSUMERS, RIGHT, LEFT, OVERLAP, SHARE_Q, TAIL, 1)),
-            (load_tiles, (descs, bufs, bars, counter_ptr, slots_ptr, where, GROUP, strides, CONSUMERS, RIGHT, LEFT)),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+            (load_tiles, (descs, bufs, bars, slots_ptr, where, GROUP, strides, CONSUMERS)),
+            (deal_tiles, (bars, counter_ptr, slots_ptr, where, CONSUMERS * ROWS, BLOCK_N, RIGHT, LEFT)),
+        ], [4, 4, 1, 1], [160, 160, 32, 32])  # fmt: skip

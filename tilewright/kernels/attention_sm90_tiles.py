@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewright.kernels.hopper import hand_out, load_box, next_tile
+from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile
 
-__all__ = ["ROWS", "SLOT", "load_tiles", "take"]
+__all__ = ["ROWS", "SLOT", "deal_tiles", "load_tiles", "take"]
 
 
 ROWS = gl.constexpr(64)  # of a consumer: what the tensor cores take at once
@@ -122,8 +122,7 @@ def _fetch(descs, cols, bufs, bars, key, it):
 
 @gluon.jit
 def load_tiles(
-    descs, bufs, bars, counter_ptr, slots_ptr, where, GROUP, head_strides,
-    CONSUMERS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    descs, bufs, bars, slots_ptr, where, GROUP, head_strides, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     q_desc, _, _, q_tail_desc, _ = descs
     q_bufs, k_bufs, _, _, q_tails, _ = bufs
@@ -134,9 +133,7 @@ def load_tiles(
     total = where[0][0] * where[0][1]
     it = 0
     n = 0
-    tile = gl.program_id(0)
-    place = _tile_of(tile, where, CONSUMERS * ROWS, N, RIGHT, LEFT)
-    hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT)
+    tile, place = take(n, slots_ptr, tile_full, tile_empty)
     while tile < total:
         row, head, q_start, _q_len, k_start, _k_len, last, count, _whole, _cut = place
         slot = n % Q_BUFS * CONSUMERS
@@ -148,15 +145,32 @@ def load_tiles(
             _load(q_desc, q_tail_desc, first, head * q_head_stride, full, q_bufs.index(slot + wg), q_tails.index(slot + wg))
         key = k_start + last * N
         cols = (head // GROUP * k_head_stride, head // GROUP * v_head_stride)
-        _fetch(descs, cols, bufs, bars, key, it)
-        if count > 1:
-            _fetch(descs, cols, bufs, bars, key - N, it + 1)
-        # A ticket is a trip to L2. Now, while the next blocks' stages are taken; the consumers ask at the end of this tile.
-        n += 1
-        after = next_tile(counter_ptr, total)
-        place = _tile_of(gl.minimum(after, total - 1), where, CONSUMERS * ROWS, N, RIGHT, LEFT)
-        hand_out(after, place, n, slots_ptr, tile_full, tile_empty, SLOT)
-        for j in range(2, count):
+        early = gl.maximum(count - BEHIND, 0)
+        for j in range(early):
+            _fetch(descs, cols, bufs, bars, key - j * N, it + j)
+        mbarrier.arrive(bars[8].index(0))
+        for j in range(early, count):
             _fetch(descs, cols, bufs, bars, key - j * N, it + j)
         it += count
-        tile = after
+        n += 1
+        tile, place = take(n, slots_ptr, tile_full, tile_empty)
+
+
+# ---- the warp that deals
+
+
+@gluon.jit
+def deal_tiles(
+    bars, counter_ptr, slots_ptr, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr
+):  # fmt: skip
+    tile_full, tile_empty, asked = bars[6], bars[7], bars[8]
+    total = where[0][0] * where[0][1]
+    n = 0
+    tile = gl.program_id(0)
+    hand_out(tile, _tile_of(tile, where, BLOCK_M, N, RIGHT, LEFT), n, slots_ptr, tile_full, tile_empty, SLOT)
+    while tile < total:
+        mbarrier.wait(asked.index(0), n & 1)
+        n += 1
+        tile = next_tile(counter_ptr, total)
+        place = _tile_of(gl.minimum(tile, total - 1), where, BLOCK_M, N, RIGHT, LEFT)
+        hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT)

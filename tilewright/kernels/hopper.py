@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-__all__ = ["block_barrier", "clear_end", "hand_out", "load_box", "next_tile", "store_box", "viewed"]
+__all__ = ["BEHIND", "block_barrier", "clear_end", "hand_out", "load_box", "next_tile", "store_box", "viewed"]
 
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -47,6 +47,14 @@ def clear_end(buf, rows, ACROSS: gl.constexpr):
 
 
 # ---- tiles by ticket
+#
+# A warp of its own draws tickets and hands tiles out, to the warp that fetches and to those that multiply, through two slots
+# guarded by barriers. It is asked when all but BEHIND of a tile's blocks are under way: a ticket is a trip to L2, and finding
+# its tile takes divisions, so that the warp that fetches would come late for the next block. A ticket that is drawn as a tile
+# begins would reserve the next one for as long as this one takes, while other SMs are idle: by a simulation of tiles under a
+# diagonal 4 to 18 % of the time, and 0 to 3 if it is drawn at the end.
+
+BEHIND = gl.constexpr(2)
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.attention_sm90 import attend, barriers
-from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT
+from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT, take
 from tilewright.kernels.hopper import hand_out, load_box, next_tile
 from tilewright.kernels.paged_sm90_ranges import PANEL, boxes_joined, page_rows
 
@@ -30,6 +30,7 @@ __all__ = ["paged_varlen_sm90_kernel"]
 
 
 CONSUMERS = gl.constexpr(2)
+BEHIND = gl.constexpr(4)  # blocks of a tile left to fetch when the next one is asked for: finding it takes several trips to L2
 Q_BUFS = gl.constexpr(2)  # the next tile's queries come under the end of this one
 
 
@@ -108,9 +109,8 @@ def _fetch(
 
 @gluon.jit
 def _load(
-    descs, boxes, bars, counter_ptr, slots_ptr, grid, lengths, left, table_ptr, table_row_stride,
+    descs, boxes, bars, slots_ptr, grid, table_ptr, table_row_stride,
     G: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr,
 ):  # fmt: skip
     q_desc, q_boxes = descs[0], boxes[0]
     q_full, q_empty, tile_full, tile_empty = bars[0], bars[1], bars[6], bars[7]
@@ -118,8 +118,7 @@ def _load(
     total = grid[0] * grid[1]
     it = 0
     n = 0
-    ticket, place = _next(gl.program_id(0), counter_ptr, grid, lengths, left, PACK, N, LEFT)
-    hand_out(ticket, place, n, slots_ptr, tile_full, tile_empty, SLOT)
+    ticket, place = take(n, slots_ptr, tile_full, tile_empty)
     while ticket < total:
         row, unit, q_start, _q_len, b, k_len, last, count, _whole, _cut = place
         slot = n % Q_BUFS * CONSUMERS
@@ -131,16 +130,29 @@ def _load(
                 load_box(q_desc, place_of, q_full.index(slot + wg), q_boxes.index((slot + wg) * PANELS + panel))
         g = unit // (GROUP // PACK)
         row_ptr = table_ptr + b.to(gl.int64) * table_row_stride
-        _fetch(descs, boxes, bars, row_ptr, last * N, k_len, g, it, G, S, N, STAGES)
-        if count > 1:
-            _fetch(descs, boxes, bars, row_ptr, (last - 1) * N, k_len, g, it + 1, G, S, N, STAGES)
-        # A ticket is a trip to L2. Now, while the next blocks' stages are taken; the consumers ask at the end of this tile.
+        early = gl.maximum(count - BEHIND, 0)
+        for j in range(early):
+            _fetch(descs, boxes, bars, row_ptr, (last - j) * N, k_len, g, it + j, G, S, N, STAGES)
+        mbarrier.arrive(bars[8].index(0))
+        for j in range(early, count):
+            _fetch(descs, boxes, bars, row_ptr, (last - j) * N, k_len, g, it + j, G, S, N, STAGES)
+        it += count
+        n += 1
+        ticket, place = take(n, slots_ptr, tile_full, tile_empty)
+
+
+@gluon.jit
+def _deal(bars, counter_ptr, slots_ptr, grid, lengths, left, PACK: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr):
+    tile_full, tile_empty, asked = bars[6], bars[7], bars[8]
+    total = grid[0] * grid[1]
+    n = 0
+    ticket, place = _next(gl.program_id(0), counter_ptr, grid, lengths, left, PACK, N, LEFT)
+    hand_out(ticket, place, n, slots_ptr, tile_full, tile_empty, SLOT)
+    while ticket < total:
+        mbarrier.wait(asked.index(0), n & 1)
         n += 1
         ticket, place = _next(next_tile(counter_ptr, total), counter_ptr, grid, lengths, left, PACK, N, LEFT)
         hand_out(ticket, place, n, slots_ptr, tile_full, tile_empty, SLOT)
-        for j in range(2, count):
-            _fetch(descs, boxes, bars, row_ptr, (last - j) * N, k_len, g, it + j, G, S, N, STAGES)
-        it += count
 
 
 @gluon.jit(do_not_specialize=["tiles", "units", "batch", "tokens", "room", "left", "table_row_stride"])
@@ -169,7 +181,7 @@ def paged_varlen_sm90_kernel(
     q_bars = (barriers(Q_COUNT, 1), barriers(Q_COUNT, 1))
     k_bars = (barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     v_bars = (barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    bars = q_bars + k_bars + v_bars + (barriers(2, 1), barriers(2, CONSUMERS))
+    bars = q_bars + k_bars + v_bars + (barriers(2, 1), barriers(2, CONSUMERS + 1), barriers(1, 1))
     q_bufs = boxes_joined(q_boxes, Q_COUNT, ROWS, D)
     k_bufs = boxes_joined(k_boxes, STAGES, BLOCK_N, D)
     v_bufs = boxes_joined(v_boxes, STAGES, BLOCK_N, D)
@@ -184,8 +196,6 @@ def paged_varlen_sm90_kernel(
     gl.warp_specialize([
         (attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, True, LEFT, OVERLAP, False, 0, PACK)),
         (attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, True, LEFT, OVERLAP, False, 0, PACK)),
-        (_load, (
-            descs, boxes, bars, counter_ptr, slots_ptr, grid, lengths, left, table_ptr, table_row_stride,
-            G, S, GROUP, PACK, BLOCK_N, STAGES, LEFT,
-        )),
-    ], [4, 1], [232, 48])  # fmt: skip
+        (_load, (descs, boxes, bars, slots_ptr, grid, table_ptr, table_row_stride, G, S, GROUP, PACK, BLOCK_N, STAGES)),
+        (_deal, (bars, counter_ptr, slots_ptr, grid, lengths, left, PACK, BLOCK_N, LEFT)),
+    ], [4, 1, 1], [232, 48, 48])  # fmt: skip

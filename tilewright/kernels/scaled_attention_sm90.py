@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.hopper import block_barrier, store_box
-from tilewright.kernels.scaled_attention_sm90_tiles import CONSUMERS, KEYS, ROWS, SLOT, load_tiles, take
+from tilewright.kernels.scaled_attention_sm90_tiles import CONSUMERS, KEYS, ROWS, SLOT, deal_tiles, load_tiles, take
 
 __all__ = ["scaled_attention_sm90_kernel"]
 
@@ -378,7 +378,7 @@ def scaled_attention_sm90_kernel(
     raw_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D], q_desc.layout)
     raw_bars = (_barriers(CONSUMERS, 1), _barriers(CONSUMERS, 1))
     ring_bars = (_barriers(STAGES, 1), _barriers(STAGES, CONSUMERS))
-    bars = raw_bars + ring_bars + (_barriers(2, 1), _barriers(2, CONSUMERS))
+    bars = raw_bars + ring_bars + (_barriers(2, 1), _barriers(2, CONSUMERS + 1), _barriers(1, 1))
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs, raw_bufs)
     descs = (q_desc, k_desc, v_desc, o_desc)
     out = (o_desc, out_ptr, H)
@@ -389,5 +389,6 @@ def scaled_attention_sm90_kernel(
         (_attend, (bufs, bars, out, slots_ptr, where, scales, scale, padded_k, SHARED, 0, CAUSAL)),
         (_attend, (bufs, bars, out, slots_ptr, where, scales, scale, padded_k, SHARED, 1, CAUSAL)),
         (_attend, (bufs, bars, out, slots_ptr, where, scales, scale, padded_k, SHARED, 2, CAUSAL)),
-        (load_tiles, (descs, bufs, bars, counter_ptr, slots_ptr, where, H, SHARED, q_head_stride, padded_k, CAUSAL)),
-    ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+        (load_tiles, (descs, bufs, bars, slots_ptr, where, H, SHARED, q_head_stride, padded_k)),
+        (deal_tiles, (bars, counter_ptr, slots_ptr, where, CAUSAL)),
+    ], [4, 4, 1, 1], [160, 160, 32, 32])  # fmt: skip

@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewright.kernels.hopper import hand_out, load_box, next_tile
+from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile
 
-__all__ = ["CONSUMERS", "KEYS", "ROWS", "SLOT", "load_tiles", "take"]
+__all__ = ["CONSUMERS", "KEYS", "ROWS", "SLOT", "deal_tiles", "load_tiles", "take"]
 
 
 CONSUMERS = gl.constexpr(3)
@@ -80,20 +80,16 @@ def _fetch(descs, group, start, u, last, bufs, full, empty, it):
 
 
 @gluon.jit
-def load_tiles(
-    descs, bufs, bars, counter_ptr, slots_ptr, where, H, SHARED, q_head_stride, padded_k, CAUSAL: gl.constexpr
-):  # fmt: skip
+def load_tiles(descs, bufs, bars, slots_ptr, where, H, SHARED, q_head_stride, padded_k):
     """SHARED: query heads that share a head of keys."""
     q_desc = descs[0]
     raw_bufs = bufs[4]
     D: gl.constexpr = raw_bufs.shape[2]
-    raw_full, raw_empty, full, empty, tile_full, tile_empty = bars
+    raw_full, raw_empty, full, empty, tile_full, tile_empty, asked = bars
     total = where[0] * where[1]
     it = 0
     n = 0
-    tile = gl.program_id(0)
-    place = _tile_of(tile, where, CAUSAL)
-    hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT)
+    tile, place = take(n, slots_ptr, tile_full, tile_empty)
     while tile < total:
         row, head, last = place
         first = head // H * where[3] + row
@@ -103,14 +99,30 @@ def load_tiles(
             load_box(q_desc, [first + wg * ROWS, head % H * q_head_stride], raw_full.index(wg), raw_bufs.index(wg))
         group = head // SHARED
         start = group * padded_k
-        _fetch(descs, group, start, 0, last, bufs, full, empty, it)
-        _fetch(descs, group, start, 1, last, bufs, full, empty, it + 1)
-        # A ticket is a trip to L2. Now, while the next blocks' stages are taken; the consumers ask at the end of this tile.
-        n += 1
-        after = next_tile(counter_ptr, total)
-        place = _tile_of(gl.minimum(after, total - 1), where, CAUSAL)
-        hand_out(after, place, n, slots_ptr, tile_full, tile_empty, SLOT)
-        for u in range(2, last + 2):
+        early = gl.maximum(last + 2 - BEHIND, 0)
+        for u in range(early):
+            _fetch(descs, group, start, u, last, bufs, full, empty, it + u)
+        mbarrier.arrive(asked.index(0))
+        for u in range(early, last + 2):
             _fetch(descs, group, start, u, last, bufs, full, empty, it + u)
         it += last + 2
-        tile = after
+        n += 1
+        tile, place = take(n, slots_ptr, tile_full, tile_empty)
+
+
+# ---- the warp that deals
+
+
+@gluon.jit
+def deal_tiles(bars, counter_ptr, slots_ptr, where, CAUSAL: gl.constexpr):
+    tile_full, tile_empty, asked = bars[4], bars[5], bars[6]
+    total = where[0] * where[1]
+    n = 0
+    tile = gl.program_id(0)
+    hand_out(tile, _tile_of(tile, where, CAUSAL), n, slots_ptr, tile_full, tile_empty, SLOT)
+    while tile < total:
+        mbarrier.wait(asked.index(0), n & 1)
+        n += 1
+        tile = next_tile(counter_ptr, total)
+        place = _tile_of(gl.minimum(tile, total - 1), where, CAUSAL)
+        hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT)
