@@ -87,6 +87,29 @@ def test_backward_at_tile_edges(dim: int, value_dim: int, config: Any, mask: dic
             assert usual <= rms, f"{lengths}: RMS error {usual:.3g} of the RMS, limit {rms:.3g}"
 
 
+def _in_any_order(*args: Any, **options: Any) -> Any:
+    return attention_backward._example(*args, deterministic=False, **options)
+
+
+STAYING = [param for param in configs(attention_backward_op, _in_any_order, SQUARE) if param.values[2]["SETS"]]
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "config"), STAYING)
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "left": 63, "sinks": True}], ids=str)
+def test_backward_of_programs_that_stay(dim: int, value_dim: int, config: Any, mask: dict[str, Any]) -> None:
+    """Several tiles a program: what has an order has the bits of a program a tile; dq, which has none, its error."""
+    op, impl = attention_backward_op, attention_backward_op.impls[0]
+    for lengths, count, heads in (((193, 257), 40, (4, 2)), ((129, 128), 9, (2, 2)), ((65, 63), 1, (2, 1))):
+        args = _in_any_order("", (lengths,) * count, heads, dim, value_dim=value_dim, **mask).make(Inputs("cuda", seed=5))
+        with Poisoned():
+            want, got = (conformance.outputs(op, impl, each, args) for each in ({**config, "SETS": 0}, config))
+        for w, g in zip(want[1:], got[1:], strict=True):
+            assert torch.equal(w, g), f"{lengths}: other bits"
+        exact = conformance.oracle(op, args)[0]
+        _, usual = errors(got[0], exact)
+        assert usual <= conformance.limits(op, impl, got[0].dtype)[1], f"{lengths}: RMS error {usual:.3g} of the RMS"
+
+
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": 100})
 
 

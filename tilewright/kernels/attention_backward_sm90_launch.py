@@ -21,7 +21,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention_backward_common import Gradients, Problem, empty_gradients, gradient_of_sinks
 from tilewright.kernels.attention_backward_sm90 import attention_backward_sm90_kernel
+from tilewright.kernels.attention_backward_sm90_work import SLOT
 from tilewright.kernels.attention_common import LOG2_E, lacks
+from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
@@ -59,16 +61,28 @@ def _keys(head_dim: int) -> int:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # H100, docs/log.md#attention-backward: at 64 dims scores ahead gain 6 % over higher blocks, but not where sequences are
-    # short. A third stage makes no difference that two runs agree on.
-    ahead = problem.head_dim == 64 and problem.max_k > 512
-    return {"BLOCK_M": 128 if problem.head_dim == 64 and not ahead else 64, "STAGES": 2, "AHEAD": int(ahead)}
+    # H100, docs/log.md#attention-backward. A third stage makes no difference that two runs agree on.
+    sets = 2 if problem.head_dim == 64 else 1
+    if problem.head_dim == 128:
+        # What programs that stay save is a tile's beginning and end, the less the longer it takes, and idle SMs at a diagonal.
+        steps = problem.heads // problem.kv_heads * (problem.max_q // _ROWS)
+        sets = 2 if steps <= (64 if problem.causal else 16) else 1 if problem.causal and steps <= 256 else 0
+    return {
+        "BLOCK_M": 64,
+        "STAGES": 2,
+        "AHEAD": int(problem.head_dim == 64),
+        "SETS": 0 if problem.deterministic else sets,
+    }
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     # Operands that stay, those that go by, and the scores' gradients, twice.
-    keys = _keys(problem.head_dim)
-    smem = 2 * 2 * keys * problem.head_dim + c["STAGES"] * c["BLOCK_M"] * (4 * problem.head_dim + 8) + 4 * keys * c["BLOCK_M"]
+    keys, sets = _keys(problem.head_dim), max(c["SETS"], 1)
+    smem = (
+        sets * 2 * 2 * keys * problem.head_dim
+        + c["STAGES"] * c["BLOCK_M"] * (4 * problem.head_dim + 8)
+        + 4 * keys * c["BLOCK_M"]
+    )
     if keys == _ROWS:
         smem += 4 * keys * c["BLOCK_M"]  # the weights as well
     if smem + 1024 > device.smem_bytes:
@@ -76,13 +90,20 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     # Of a thread: dk, dv, scores and their gradients.
     if min(problem.head_dim, 128) + c["BLOCK_M"] > 192:
         return "more accumulators than the registers hold"
-    if c["AHEAD"] and problem.head_dim + c["BLOCK_M"] > 128:
+    if c["AHEAD"] and (problem.head_dim != 64 or c["BLOCK_M"] == 128):
         return "no registers for scores that are ahead"
+    if c["SETS"] and problem.deterministic:
+        return "programs that stay keep no order of additions"
     return None
 
 
-SPACE = Space(default=_default, axes={"BLOCK_M": (64, 128), "STAGES": (2, 3), "AHEAD": (0, 1)}, refusal=_config_refusal)
-"""AHEAD: the next block's scores in flight under this one's last products."""
+SPACE = Space(
+    default=_default,
+    axes={"BLOCK_M": (64, 128), "STAGES": (2, 3), "AHEAD": (0, 1), "SETS": (0, 1, 2)},
+    refusal=_config_refusal,
+)
+"""AHEAD: the next block's scores in flight under this one's last products. SETS: of buffers for keys and values, of programs
+that stay, one an SM; 0: a program for each block of keys."""
 
 # ---- kernels before and after
 
@@ -147,6 +168,16 @@ def _line_descriptor(t: Tensor, box: int) -> TensorDescriptor:
     return TensorDescriptor(t, [t.shape[0]], [1], [box], gl.NVMMASharedLayout.get_default_for([box], gl.float32))
 
 
+def _section(card: Device, head_dim: int, causal: bool, key_blocks: int, heads: int, config: Config) -> int:
+    """Key/value heads that go together, of so many of all sequences."""
+    # Without a diagonal all blocks are as long, and at 128 dims the fewer heads are under way the better.
+    if not causal and head_dim == 128 and config["SETS"] != 1:
+        return 1
+    # About a tile for each SM. Evenly, for what is left over makes a round of its own: by a simulation up to 10 % with 8 heads.
+    section = max(1, min(card.sms // key_blocks, heads))
+    return -(-heads // -(-heads // section))
+
+
 def _launch(
     config: Config, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None,
     cu_k: Tensor | None, max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,
@@ -161,6 +192,8 @@ def _launch(
     blocks, key_blocks = -(-max_q // rows), -(-max_k // keys)
     programs = batch * heads * blocks
     bounds = torch.empty((2, programs * rows), dtype=torch.float32, device=q.device)
+    card = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    section = _section(card, d, causal, key_blocks, batch * groups, config)
     sums = torch.zeros(programs * rows * d, dtype=torch.float32, device=q.device)
     columns = 128 if d == 256 else 64 if rows * d >= 8192 else 32  # of a part of dq
     parts = rows * d // (64 * columns)
@@ -169,19 +202,18 @@ def _launch(
         do, out, lse, bounds, blocks, max_q, batch * max_q, heads, 1 / scale, *do.stride()[:3], *out.stride()[:3],
         D=d, BLOCK_M=rows,
     )  # fmt: skip
-    # Without a diagonal all blocks are as long, and the fewer heads are under way the better.
-    section = 1
-    if causal:
-        card = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
-        of_a_head = 8 * max_q * d * (heads // groups)  # q and do in 16 bits, dq in 32
-        section = max(1, min(card.l2_bytes // 2 // of_a_head, batch * groups))
-    attention_backward_sm90_kernel[(key_blocks * groups * batch,)](
+    tiles, sets = key_blocks * groups * batch, config["SETS"]
+    staying = min(tiles, card.sms) if sets else tiles
+    counter = tickets(q.device, 1) if sets else None
+    slots = torch.empty(2 * SLOT.value * staying, dtype=torch.int32, device=q.device) if sets else None
+    dk_desc, dv_desc = (_descriptor(t, _ROWS) if sets == 2 else None for t in (dk, dv))
+    attention_backward_sm90_kernel[(staying,)](
         _descriptor(q, rows), _descriptor(do, rows), _descriptor(k, _ROWS), _descriptor(v, _ROWS),
-        _line_descriptor(bounds[0], rows), _line_descriptor(bounds[1], rows), sums, dk, dv, order,
-        key_blocks, section, groups, heads // groups, max_q, max_k, left or 0,
-        q.stride(2), do.stride(2), k.stride(2), v.stride(2), scale, scale * LOG2_E,
-        KEYS=keys, BLOCK_M=rows, D=d, STAGES=config["STAGES"], CAUSAL=causal, LEFT=left is not None,
-        AHEAD=bool(config["AHEAD"]), num_warps=4,
+        _line_descriptor(bounds[0], rows), _line_descriptor(bounds[1], rows), dk_desc, dv_desc, sums, dk, dv, order,
+        counter, slots, tiles, key_blocks, section, groups, heads // groups,
+        max_q, max_k, left or 0, q.stride(2), do.stride(2), k.stride(2), v.stride(2), scale, scale * LOG2_E,
+        KEYS=keys, BLOCK_M=rows, D=d, STAGES=config["STAGES"], CAUSAL=causal, LEFT=left is not None, SETS=sets,
+        AHEAD=bool(config["AHEAD"]), FRESH=sets > 0 or d == 256, num_warps=4,
     )  # fmt: skip
     _round_kernel[(programs,)](sums, dq, blocks, max_q, heads, scale, D=d, BLOCK_M=rows, PARTS=parts, N=columns)
     if sinks is not None:
