@@ -12,7 +12,7 @@ from tilewright.hw.device import device_named, device_of
 from tilewright.kernels.mla import EXAMPLES, mla_attention_op
 from tilewright.kernels.mla_common import Problem
 from tilewright.kernels.mla_sm90_launch import SM90
-from tilewright.kernels.mla_tile import INVARIANT, SPACE, TRITON
+from tilewright.kernels.mla_tile import INVARIANT, SPACE, TRITON, combine_splits
 from tilewright.kernels.mla_write import EXAMPLES as WRITES
 from tilewright.op import Inputs
 
@@ -45,6 +45,23 @@ def test_invariant_rows_do_not_depend_on_the_batch() -> None:
             alone = (q[start:end], cache, table[b : b + 1], lens[b : b + 1], torch.tensor([0, count], dtype=torch.int32))
             got = INVARIANT.launch(config, *alone, count, rank, scale)
             assert torch.equal(got, whole[start:end]), (b, start)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("splits", [2, 4, 5, 17, 64])
+@pytest.mark.parametrize("rank", [512, 80])
+def test_parts_are_averaged_by_their_sums(splits: int, rank: int) -> None:
+    """Against float64; a row whose first range had no keys, and one without any: what such ranges left is not read."""
+    x = Inputs(seed=3)
+    part, lse = x.randn(1, 3, splits, rank, dtype=torch.float32), 4 * x.randn(1, 3, splits, dtype=torch.float32)
+    for nothing in ((0, 1, 0), (0, 2)):
+        part[nothing], lse[nothing] = torch.nan, -torch.inf
+    got = torch.full((1, 3, rank), torch.nan)
+    combine_splits(part, lse, got)
+    weights = torch.exp2(lse.double())
+    want = (weights[..., None] * torch.nan_to_num(part).double()).sum(2) / weights.sum(2, keepdim=True)
+    assert (got[:, :2] - want[:, :2]).abs().max() < 1e-5
+    assert not got[:, 2].any()
 
 
 def problem(**changes: Any) -> Problem:

@@ -26,7 +26,6 @@ __all__ = ["INVARIANT", "TRITON", "combine_splits", "split_count"]
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 64
-_COMBINE = {"num_warps": 2}
 
 # ---- kernels
 
@@ -119,23 +118,27 @@ def _mla_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(part_ptr, lse_ptr, o_ptr, splits, R: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr):
-    """One row of the result, [R], from what `splits` ranges of its keys gave."""
+def _combine_kernel(
+    part_ptr, lse_ptr, o_ptr, splits, R: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """BLOCK_R numbers of a row of the result, [R], from what `splits` ranges of its keys gave, PARTS of them at once."""
     row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, BLOCK_R)
+    dims = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     i = tl.arange(0, MOST)
     lse = tl.load(lse_ptr + row * splits + i, mask=i < splits, other=float("-inf"))
     top = tl.max(lse, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(lse - top), 0)
-    acc = tl.zeros([BLOCK_R], tl.float32)
-    for k in tl.range(splits, num_stages=4):
-        one = tl.load(lse_ptr + row * splits + k)
+    acc = tl.zeros([PARTS, BLOCK_R], tl.float32)
+    for k in tl.range(0, splits, PARTS, num_stages=4):
+        at = k + tl.arange(0, PARTS)
+        some = tl.load(lse_ptr + row * splits + at, mask=at < splits, other=float("-inf"))
         # A range without keys left nothing to read.
-        held = (dims < R) & (tl.zeros([BLOCK_R], tl.float32) + one > float("-inf"))
-        acc += tl.load(part_ptr + (row * splits + k) * R + dims, mask=held, other=0.0) * tl.exp2(one - top)
-    acc /= tl.where(total == 0.0, 1.0, total)
-    tl.store(o_ptr + row * R + dims, acc.to(o_ptr.dtype.element_ty), mask=dims < R)
+        held = (some > float("-inf"))[:, None] & (dims < R)[None, :]
+        part = tl.load(part_ptr + (row * splits + at)[:, None] * R + dims[None, :], mask=held, other=0.0)
+        acc += part * tl.exp2(some - top)[:, None]
+    out = tl.sum(acc, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(o_ptr + row * R + dims, out.to(o_ptr.dtype.element_ty), mask=dims < R)
 
 
 # ---- launchers
@@ -148,7 +151,12 @@ def combine_splits(part: Tensor, lse: Tensor, o: Tensor) -> None:
     """
     tokens, heads, splits = lse.shape
     rank = o.shape[2]
-    _combine_kernel[(tokens * heads,)](part, lse, o, splits, R=rank, MOST=_MOST_SPLITS, BLOCK_R=next_pow2(rank), **_COMBINE)
+    # One part after the other is a chain of reads that wait for L2: of 64 it is 10.5 us on an H100, where this is 6.6.
+    parts, columns, warps = (1, 512, 2) if splits <= 4 else (8, 128, 4)
+    columns = min(columns, next_pow2(rank))
+    _combine_kernel[(tokens * heads, triton.cdiv(rank, columns))](
+        part, lse, o, splits, R=rank, MOST=_MOST_SPLITS, PARTS=parts, BLOCK_R=columns, num_warps=warps
+    )
 
 
 def _launch(
