@@ -16,7 +16,8 @@ class _Plain:
     minimum, maximum = staticmethod(min), staticmethod(max)
 
 
-keys_of = FunctionType(sm90_work.keys_of.fn.__code__, {"gl": _Plain})
+_KERNEL: Any = sm90_work.keys_of
+keys_of = FunctionType(_KERNEL.fn.__code__, {"gl": _Plain})
 
 # (sequences, queries, keys, key/value heads, keys of a tile, section)
 DEALT = (
