@@ -1,13 +1,12 @@
-"""Which keys a program of `attention_backward_sm90_kernel` has, and the warps beside those that multiply: they fetch and store.
+"""Which keys a program of `attention_backward_sm90_kernel` has, and the warps beside those that multiply: deal, fetch, store.
 
 Tiles of a launch are blocks of keys of one key/value head. Either a program has one, or there is a program an SM, which begins
 with its own number and then draws tickets from a counter, for under a mask tiles differ in length. The warp that draws hands
-the number, and what it found out of the tile, to the other groups through two slots guarded by barriers.
+the number, and what it found out of the tile, to the others (hopper.py).
 
 What a program that stays gains is that nothing waits between its tiles: with two sets of buffers for keys and values the next
 tile's are fetched while this one is computed, and a set holds the tile's dk and dv in the end, which a warp of its own stores.
 With one set (256 dims) the next keys are fetched while dk and dv go out from registers.
-
 """
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false

@@ -11,8 +11,8 @@ attention.py has the formulae of the incremental softmax; here the blocks of key
 the tensor cores, and where D is 64 as much by exponentials: each has 2 D multiply-adds, and an SM does 16 exponentials or 2048
 multiply-adds a cycle. Hence the schedule of FlashAttention-3 (Shah et al., 2024):
 
-    producer    one warp: hands out tiles (an atomic counter: tiles differ in length), and has the copy engine (TMA) fetch Q
-                once a tile, and blocks of K and V as far ahead as there are stages
+    dealer      one warp: hands out tiles (an atomic counter: tiles differ in length)
+    producer    one warp: has the copy engine (TMA) fetch Q once a tile, and blocks of K and V as far ahead as there are stages
     consumers   two or three warpgroups of 64 query rows each. With OVERLAP one issues Q K^T of the next block, then P V of this
                 one, and computes the softmax of the next while P V runs. P never leaves the registers: it is the first operand
                 of its product. The next tile's first scores are computed while this one's result is stored. Letting the

@@ -1,9 +1,9 @@
-"""Which tile a program of `attention_sm90_kernel` computes, which keys its rows see, and the warp that fetches them.
+"""Which tile a program of `attention_sm90_kernel` computes, which keys its rows see, and the warps that deal and fetch.
 
 Tiles of a launch are numbered: the heads in sections that keep the SMs busy, inside of a section the longest tiles first. What
 is left over when heads are dealt into sections goes first, so that a launch ends with the short tiles of a whole section.
 A program begins with its own number and then draws tickets from a counter, for tiles differ in length; the warp that draws
-hands the number, and what it found out of the tile, to the groups that multiply, through two slots guarded by barriers.
+hands the number, and what it found out of the tile, to the others (hopper.py).
 """
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false

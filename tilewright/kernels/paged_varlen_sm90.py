@@ -6,7 +6,7 @@ its heads. And keys and values come from pages: the producer, one warp, reads th
 fetch a block of keys box by box, each of one page.
 
 Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on, at least ceil(its queries / BLOCK_Q) of them; what is too many is
-passed over. A program draws its tiles from a counter, the last ones, which see the most keys, first.
+passed over. A warp of each program draws its tiles from a counter, the last ones, which see the most keys, first.
 
 Limited by the tensor cores, where a sequence brings many queries. The host side is paged_varlen_sm90_launch.py, which refuses
 what does not fit.

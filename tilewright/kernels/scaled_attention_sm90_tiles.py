@@ -1,4 +1,4 @@
-"""Which tile a program of `scaled_attention_sm90_kernel` computes, and the warp that fetches what it needs.
+"""Which tile a program of `scaled_attention_sm90_kernel` computes, and the warps that deal, and fetch what it needs.
 
 Tiles are numbered as in attention_sm90_tiles.py: heads in sections that keep the SMs busy, in a section the longest first. A
 program begins with its own number and then draws tickets, for tiles differ in length. A unit of the ring is what a consumer
