@@ -168,8 +168,25 @@ def test_peers_that_there_cannot_be() -> None:
         peer("paged_attention", attention(Inputs(), B=1, KV=8, H=2, G=1, D=16, window=4))
     with pytest.raises(NoPeer, match="causal mask"):
         peer("paged_attention", attention(Inputs(), B=1, KV=8, Q=2, H=2, G=1, D=16))
+    with pytest.raises(NoPeer, match="one length"):
+        peer("paged_attention", attention(Inputs(), B=3, KV=400, Q=2, H=2, G=1, D=16, ragged=True))
     with pytest.raises(NoPeer, match="no one call"):
         peer("sample", ())
+
+
+def test_the_peer_of_ragged_decoding_reads_as_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths of 2, 201 and 400 are SDPA's three of 201."""
+    make: Any = find_op("paged_attention").make
+    call = peer("paged_attention", make(Inputs(seed=2), B=3, KV=400, H=2, G=1, D=16, ragged=True))
+    given: list[tuple[int, ...]] = []
+
+    def attend(*tensors: torch.Tensor, **_: Any) -> torch.Tensor:
+        given.extend(tuple(t.shape) for t in tensors)
+        return tensors[0]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    call()
+    assert given == [(3, 2, 1, 16), (3, 1, 201, 16), (3, 1, 201, 16)]
 
 
 def test_geomean() -> None:

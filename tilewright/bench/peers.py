@@ -160,6 +160,7 @@ def _paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, cu_q: Tensor,
     max_q: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
 ) -> Call:  # fmt: skip
+    """SDPA over keys and values without pages; where lengths differ, over as many sequences of their mean length."""
     if window is not None:
         raise NoPeer("paged_attention: SDPA has no sliding window without a mask tensor")
     if sinks is not None:
@@ -167,8 +168,13 @@ def _paged_attention(
     if k_scale is not None or v_scale is not None:
         raise NoPeer("paged_attention: SDPA takes no codes of 8 bits")
     batch, length = lens.shape[0], int(lens[0])
-    if bool((lens != length).any()) or q.shape[0] != batch * max_q:
-        raise NoPeer("paged_attention: SDPA takes sequences of one length only")
+    if bool((lens != length).any()):
+        # SDPA has sequences of one length only: it is given as many of the mean length, which no call of a server could.
+        if max_q > 1:
+            raise NoPeer("paged_attention: SDPA takes sequences of one length only")
+        length = round(int(lens.sum()) / batch)
+    if q.shape[0] != batch * max_q:
+        raise NoPeer("paged_attention: SDPA takes as many queries of each sequence only")
     if max_q not in (1, length):
         raise NoPeer("paged_attention: SDPA's causal mask is for queries that begin with the sequence")
     k, v = (cache[table.long()].transpose(2, 3).flatten(1, 2).transpose(1, 2)[:, :, :length] for cache in (k_cache, v_cache))
