@@ -67,6 +67,7 @@ SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D"
         ("linear", ["M=1", "N=2", "K=3", "layout=xx"], "wanted nt, nn or tn"),
         ("softmax", ["M=1000000", "N=1000000"], "GiB of arguments, wanted at most"),
         ("paged_attention", ["B=1", "KV=4", "Q=9"], "1 <= Q <= KV"),
+        ("paged_attention", ["B=1", "KV=4", "chunk=9"], "chunk 9 and KV 4"),
     ],
 )
 def test_misspelled(op: str, words: list[str], message: str) -> None:
@@ -168,6 +169,8 @@ def test_peers_that_there_cannot_be() -> None:
         peer("paged_attention", attention(Inputs(), B=1, KV=8, H=2, G=1, D=16, window=4))
     with pytest.raises(NoPeer, match="causal mask"):
         peer("paged_attention", attention(Inputs(), B=1, KV=8, Q=2, H=2, G=1, D=16))
+    with pytest.raises(NoPeer, match="as many queries"):
+        peer("paged_attention", attention(Inputs(), B=3, KV=8, H=2, G=1, D=16, chunk=4))
     with pytest.raises(NoPeer, match="one length"):
         peer("paged_attention", attention(Inputs(), B=3, KV=400, Q=2, H=2, G=1, D=16, ragged=True))
     with pytest.raises(NoPeer, match="no one call"):

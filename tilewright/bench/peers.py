@@ -320,6 +320,8 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         *("B=1 KV=131072", "B=64 KV=1000", "B=256 KV=300", "B=64 KV=20000 ragged=true", "B=64 KV=4096 Q=4"),
         *(f"B=64 KV=4096 S={page}{codes}" for page in (16, 64) for codes in ("", " cache=int8", " cache=fp8")),
         *("B=1 KV=2048 Q=2048", "B=8 KV=2048 Q=2048"),
+        # A prompt's chunk and decoding rows: in one launch, and each alone.
+        *("B=64 KV=4096 chunk=2048", "B=1 KV=4096 chunk=2048", "B=63 KV=4096"),
     ),
     "permute": (
         *("M=8192 N=8192", "M=4096 N=131072", "M=8192 N=4097", "M=4000 N=12000 B=4"),

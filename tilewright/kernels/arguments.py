@@ -312,33 +312,37 @@ def attention_arguments(
     window: int | None = None,
     cache: str = "none",
     ragged: bool = False,
+    chunk: int | None = None,
     sinks: bool = False,
     dtype: torch.dtype = _BF16,
 ) -> Args:
     """B sequences of KV tokens in scattered pages; the last Q of each are the queries (1: decode).
 
     cache: "int8" or "fp8" for codes with a scale for each token and head. ragged: lengths from KV / 200 to KV in equal steps.
+    chunk: so many queries of the last sequence instead of Q, as a prompt's chunk beside others that decode.
 
     Raises:
         ValueError: more queries than tokens, or an unknown cache.
     """
-    if not 1 <= Q <= KV:
+    last = Q if chunk is None else chunk
+    if not 1 <= min(Q, last) <= max(Q, last) <= KV:
         raise ValueError(
-            f"paged_attention: Q is {Q} and KV {KV}, wanted 1 <= Q <= KV: queries are the last tokens of a sequence"
+            f"paged_attention: Q is {Q}, chunk {chunk} and KV {KV}, wanted 1 <= Q <= KV, and chunk too: "
+            "queries are the last tokens of a sequence"
         )
     least = max(Q, KV // 200) if ragged else KV
     lengths = [least + (KV - least) * i // max(B - 1, 1) for i in range(B)] if ragged else [KV] * B
     per = -(-KV // S)
     table = inputs.permutation(B * per).to(torch.int32).view(B, per)
-    q = inputs.randn(B * Q, H, D, dtype=dtype)
+    q = inputs.randn((B - 1) * Q + last, H, D, dtype=dtype)
     lens = inputs.tensor(lengths, torch.int32)
-    cu_q = inputs.tensor([i * Q for i in range(B + 1)], torch.int32)
+    cu_q = inputs.tensor([*(i * Q for i in range(B)), (B - 1) * Q + last], torch.int32)
     if cache == "none":
         caches, scales = _caches(inputs, B * per, G, S, D, dtype), (None, None)
     else:
         k_cache, v_cache, *scales = _coded_caches(inputs, B * per, G, S, D, cache)
         caches = k_cache, v_cache
-    return q, *caches, table, lens, cu_q, Q, D**-0.5, window, *scales, inputs.randn(H) if sinks else None
+    return q, *caches, table, lens, cu_q, max(Q, last), D**-0.5, window, *scales, inputs.randn(H) if sinks else None
 
 
 def dense_attention_arguments(

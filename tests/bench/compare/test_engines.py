@@ -85,7 +85,8 @@ def test_an_engine_answers_as_the_module_does(text: str, precision: str, limit: 
         assert float((got[0] - wanted[0]).norm() / wanted[0].norm()) < limit
         assert got[1].dtype == torch.int64
         assert torch.equal(got[1], wanted[1])
-        few, many = (min(first.time(calls) for _ in range(5)) for calls in (1, 50))
+        # In turns, and often: on a busy machine threads that wait for each other may lose milliseconds in each of some calls.
+        few, many = (min(times) for times in zip(*((first.time(1), first.time(50)) for _ in range(20)), strict=True))
         assert 0 < few < many
         assert first.facts["inputs"][0].endswith("[2,4]")
         if second is not first:
