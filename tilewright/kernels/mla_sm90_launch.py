@@ -25,6 +25,7 @@ _RANK, _ROTATED = 512, 64
 _SPLITS = (1, 2, 4, 8, 16, 32, 64)
 # What a program does besides its tiles, and combining, in tiles: barriers, Q, the pipeline's filling, the result.
 _OVERHEAD_TILES = 4
+_COMBINED_TILES = 0.1  # a range more to combine, of a tile: 64 of 16 tiles are better than 32 of 32, 32 of 4 than 64 of 2
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -40,14 +41,15 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    """As many ranges of keys as end soonest: a program an SM, waves of programs, tiles of a program."""
+    """As many ranges of keys as end soonest: a program an SM, waves of programs, tiles of a program, combining."""
     if not problem.queries:
         return {"SPLITS": 1}
     programs = problem.batch * -(-problem.heads // _ROWS)
     tiles = max(1, problem.keys // _ROWS)
 
     def duration(splits: int) -> float:
-        return -(-programs * splits // max(device.sms, 1)) * (tiles / splits + _OVERHEAD_TILES)
+        waves = -(-programs * splits // max(device.sms, 1))
+        return waves * (tiles / splits + _OVERHEAD_TILES) + (splits > 1) * splits * _COMBINED_TILES
 
     return {"SPLITS": min((splits for splits in _SPLITS if splits <= tiles), key=duration)}
 
