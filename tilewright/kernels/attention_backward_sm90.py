@@ -45,6 +45,7 @@ from tilewright.kernels.attention_backward_sm90_steps import (
     weigh,
 )
 from tilewright.kernels.attention_backward_sm90_work import (
+    PLACE,
     ROWS,
     SLOT,
     deal_tiles,
@@ -52,8 +53,8 @@ from tilewright.kernels.attention_backward_sm90_work import (
     load_one,
     load_tiles,
     store_tiles,
-    take,
 )
+from tilewright.kernels.hopper import take
 
 __all__ = ["attention_backward_sm90_kernel"]
 
@@ -65,7 +66,6 @@ __all__ = ["attention_backward_sm90_kernel"]
 def _gradients(
     bufs, bars, results, shape, scale, scale_log2, place, it, n,
     wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
-    FRESH: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 64 of 128 keys of the n-th tile, from the it-th block of queries on; how many blocks there were then."""
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, _p_bufs, _lse_bufs, delta_bufs = bufs
@@ -91,7 +91,8 @@ def _gradients(
         for j in range(first, last):
             stage = it % STAGES
             side = it & 1
-            kv = unknown(kv, FRESH)
+            if SETS > 0:
+                kv = unknown(kv)
             own = kv * PARTS + wg
             if AHEAD:
                 mbarrier.wait(do_full.index(stage), it // STAGES & 1)
@@ -127,12 +128,11 @@ def _gradients(
 @gluon.jit
 def _gradients_wide(
     bufs, bars, results, shape, scale, scale_log2, place, it, n,
-    wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
-    FRESH: gl.constexpr,
+    wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, SETS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's half of the dims for 64 keys. Weights are computed by halves of the queries, and shared."""
-    q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, p_bufs, _lse_bufs, delta_bufs = bufs
-    kv_full, _q_full, q_empty, do_full, do_empty, ds_full = bars[:6]
+    q_bufs, do_bufs, k_bufs, _v_bufs, ds_bufs, p_bufs, _lse_bufs, _delta_bufs = bufs
+    kv_full, _q_full, q_empty, _do_full, do_empty, ds_full = bars[:6]
     STAGES: gl.constexpr = q_bufs.shape[0]
     M: gl.constexpr = q_bufs.shape[2]
     D: gl.constexpr = q_bufs.shape[3]
@@ -146,35 +146,21 @@ def _gradients_wide(
     dk = gl.zeros([ROWS, COLS], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, COLS], gl.float32, D_LAYOUT)
     mbarrier.wait(kv_full.index(0), phase)
-    end = it + shape[3] * (last - first)
-    if AHEAD:
-        s = scores_ahead(bufs, bars, it, end, zero, wg * HALF, HALF)
-        s = warpgroup_mma_wait(0, deps=(s,))
     for member in range(shape[3]):
         for j in range(first, last):
             stage = it % STAGES
             side = it & 1
-            zero = unknown(zero, FRESH)
-            if AHEAD:
-                mbarrier.wait(do_full.index(stage), it // STAGES & 1)
-                dp = begin_with(delta_bufs.index(stage).slice(wg * HALF, HALF))
-                dp = scores(flat(v_bufs.index(zero)), flat(do_bufs.index(stage)).slice(wg * HALF, HALF), dp)
-            else:
-                s, dp = first_products(bufs, bars, it, zero, wg * HALF, HALF)
+            zero = unknown(zero)
+            s, dp = first_products(bufs, bars, it, zero, wg * HALF, HALF)
             p, dp = weigh(s, dp, key, j * M + wg * HALF, shape, scale_log2, kv_full.index(0), phase, CAUSAL, LEFT)
             p_bufs.index(side).slice(wg * HALF, HALF, dim=1).store(p.to(p_bufs.dtype))
             ds_bufs.index(side).slice(wg * HALF, HALF, dim=1).store((p * dp).to(ds_bufs.dtype))
             share(ds_full.index(side))
-            if AHEAD:
-                s = scores_ahead(bufs, bars, it + 1, end, zero, wg * HALF, HALF)
             mbarrier.wait(ds_full.index(side), it >> 1 & 1)
             dv = warpgroup_mma(p_bufs.index(side), columns_of(do_bufs.index(stage), wg, COLS), dv, is_async=True)
             dq = part_of_dq(ds_bufs, side, k_bufs, zero, wg, COLS)
             dk = warpgroup_mma(ds_bufs.index(side), columns_of(q_bufs.index(stage), wg, COLS), dk, is_async=True)
-            if AHEAD:
-                dv, dq, s = warpgroup_mma_wait(1, deps=(dv, dq, s))
-            else:
-                dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+            dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
             mbarrier.arrive(do_empty.index(stage))
             add(results, place, member, j, dq, shape, wg, KEYS, M, CAUSAL)
             dk = warpgroup_mma_wait(0, deps=(dk,))
@@ -188,7 +174,6 @@ def _gradients_wide(
 def _multiply(
     bufs, bars, work,
     wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
-    FRESH: gl.constexpr,
 ):  # fmt: skip
     """The tiles of a program, by one of its two warpgroups."""
     results, shape, scale, scale_log2, total, slots_ptr = work
@@ -198,29 +183,28 @@ def _multiply(
     n = 0
     if SETS == 0:
         place = keys_of(gl.program_id(0), gl.num_programs(0), shape, KEYS, M, CAUSAL, LEFT, results[3])
-        _tile(bufs, bars, results, numbers, place, it, n, wg, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH)
+        _tile(bufs, bars, results, numbers, place, it, n, wg, KEYS, CAUSAL, LEFT, AHEAD, SETS)
     else:
-        tile, place = take(n, slots_ptr, bars[8])
+        tile, place = take(n, slots_ptr, bars[8][0], bars[8][1], SLOT, PLACE)
         while tile < total:
-            it = _tile(bufs, bars, results, numbers, place, it, n, wg, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH)
+            it = _tile(bufs, bars, results, numbers, place, it, n, wg, KEYS, CAUSAL, LEFT, AHEAD, SETS)
             n += 1
-            tile, place = take(n, slots_ptr, bars[8])
+            tile, place = take(n, slots_ptr, bars[8][0], bars[8][1], SLOT, PLACE)
 
 
 @gluon.jit
 def _tile(
     bufs, bars, results, numbers, place, it, n,
     wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
-    FRESH: gl.constexpr,
 ):  # fmt: skip
     shape, scale, scale_log2 = numbers
     if KEYS == ROWS:
         it = _gradients_wide(
-            bufs, bars, results, shape, scale, scale_log2, place, it, n, wg, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH
+            bufs, bars, results, shape, scale, scale_log2, place, it, n, wg, KEYS, CAUSAL, LEFT, SETS
         )  # fmt: skip
     else:
         it = _gradients(
-            bufs, bars, results, shape, scale, scale_log2, place, it, n, wg, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH
+            bufs, bars, results, shape, scale, scale_log2, place, it, n, wg, KEYS, CAUSAL, LEFT, AHEAD, SETS
         )  # fmt: skip
     return it
 
@@ -264,7 +248,6 @@ def attention_backward_sm90_kernel(
     q_head_stride, do_head_stride, k_head_stride, v_head_stride,
     scale, scale_log2, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
-    FRESH: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=4; the others bring their own warps. SETS 0: on `tiles` programs, else on at most as many as there
     are SMs, which stay and take tiles in turn, with so many sets of buffers for keys and values; no order of additions then.
@@ -294,21 +277,21 @@ def attention_backward_sm90_kernel(
     work = (results, shape, scale, scale_log2, tiles, slots_ptr)
     if SETS == 0:
         gl.warp_specialize([
-            (_multiply, (bufs, bars, work, 0, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH)),
-            (_multiply, (bufs, bars, work, 1, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH)),
+            (_multiply, (bufs, bars, work, 0, KEYS, CAUSAL, LEFT, AHEAD, SETS)),
+            (_multiply, (bufs, bars, work, 1, KEYS, CAUSAL, LEFT, AHEAD, SETS)),
             (load_one, (descs, bufs, bars, shape, strides, order_ptr, KEYS, CAUSAL, LEFT)),
         ], [4, 1], [240, 24])  # fmt: skip
     elif SETS == 1:
         gl.warp_specialize([
-            (_multiply, (bufs, bars, work, 0, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH)),
-            (_multiply, (bufs, bars, work, 1, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH)),
+            (_multiply, (bufs, bars, work, 0, KEYS, CAUSAL, LEFT, AHEAD, SETS)),
+            (_multiply, (bufs, bars, work, 1, KEYS, CAUSAL, LEFT, AHEAD, SETS)),
             (load_tiles, (descs, bufs, bars, shape, tiles, slots_ptr, strides, KEYS, SETS)),
             (deal_tiles, (bars, shape, tiles, counter_ptr, slots_ptr, KEYS, BLOCK_M, CAUSAL, LEFT)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (bufs, bars, work, 0, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH)),
-            (_multiply, (bufs, bars, work, 1, KEYS, CAUSAL, LEFT, AHEAD, SETS, FRESH)),
+            (_multiply, (bufs, bars, work, 0, KEYS, CAUSAL, LEFT, AHEAD, SETS)),
+            (_multiply, (bufs, bars, work, 1, KEYS, CAUSAL, LEFT, AHEAD, SETS)),
             (load_tiles, (descs, bufs, bars, shape, tiles, slots_ptr, strides, KEYS, SETS)),
             (deal_tiles, (bars, shape, tiles, counter_ptr, slots_ptr, KEYS, BLOCK_M, CAUSAL, LEFT)),
             (store_tiles, (dk_desc, dv_desc, bufs, bars, tiles, slots_ptr, KEYS, SETS)),

@@ -213,7 +213,7 @@ def _launch(
         counter, slots, tiles, key_blocks, section, groups, heads // groups,
         max_q, max_k, left or 0, q.stride(2), do.stride(2), k.stride(2), v.stride(2), scale, scale * LOG2_E,
         KEYS=keys, BLOCK_M=rows, D=d, STAGES=config["STAGES"], CAUSAL=causal, LEFT=left is not None, SETS=sets,
-        AHEAD=bool(config["AHEAD"]), FRESH=sets > 0 or d == 256, num_warps=4,
+        AHEAD=bool(config["AHEAD"]), num_warps=4,
     )  # fmt: skip
     _round_kernel[(programs,)](sums, dq, blocks, max_q, heads, scale, D=d, BLOCK_M=rows, PARTS=parts, N=columns)
     if sinks is not None:

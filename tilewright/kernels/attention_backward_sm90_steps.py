@@ -110,16 +110,13 @@ def add(results, place, member, j, dq, shape, wg: gl.constexpr, KEYS: gl.constex
 
 
 @gluon.jit
-def unknown(number, FRESH: gl.constexpr):
-    """The number. With FRESH the compiler does not know it, and so computes addresses of operands where they are used.
+def unknown(number):
+    """The number, which the compiler does not know any more, and so computes addresses of operands where they are used.
 
     Else it does so before the loop, and has no registers for them: at 256 dims 75 moves to the uniform ones and 17 loads of
     what it had spilled were in it, of 500 instructions.
     """
-    if FRESH:
-        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        return number
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -15,21 +15,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewright.kernels.hopper import BEHIND, block_barrier, hand_out, load_box, next_tile, store_box
+from tilewright.kernels.hopper import BEHIND, block_barrier, hand_out, load_box, next_tile, store_box, take
 
-__all__ = ["ROWS", "SLOT", "deal_tiles", "keys_of", "load_one", "load_tiles", "store_tiles", "take", "turn"]
+__all__ = ["PLACE", "ROWS", "SLOT", "deal_tiles", "keys_of", "load_one", "load_tiles", "store_tiles", "turn"]
 
 
 ROWS = gl.constexpr(64)  # of a product: what the tensor cores take at once
-SLOT = gl.constexpr(8)  # numbers that describe a tile, with room to a power of two
+SLOT = gl.constexpr(8)  # from one tile's numbers to the next one's
+PLACE = gl.constexpr(5)  # numbers that describe a tile
 
 
 @gluon.jit
 def keys_of(tile, tiles, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, order_ptr):
     """(block of keys, key/value head, sequence, first block of queries that sees the keys, one past the last) of a tile.
 
-    Heads go in sections whose queries fit L2 together; inside of one the longest blocks come first under a diagonal, but where
-    additions keep an order: nobody may wait for a program that begins later.
+    Heads go in sections; inside of one the longest blocks come first under a diagonal, but where additions keep an order:
+    nobody may wait for a program that begins later.
     """
     key_blocks, section, KV_H, _GROUP, max_q, max_k, left = shape
     before = tile // (section * key_blocks) * section
@@ -64,22 +65,6 @@ def turn(block, j, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.conste
         return last - block
     else:
         return block
-
-
-@gluon.jit
-def take(n, slots_ptr, tile_bars):
-    """(tile, what `keys_of` says of it): the n-th of this program."""
-    tile_full, tile_empty, _asked = tile_bars
-    mbarrier.wait(tile_full.index(n & 1), n >> 1 & 1)
-    ptr = slots_ptr + (n & 1) * SLOT
-    tile = gl.load(ptr, volatile=True)
-    block = gl.load(ptr + 1, volatile=True)
-    kv_head = gl.load(ptr + 2, volatile=True)
-    b = gl.load(ptr + 3, volatile=True)
-    first = gl.load(ptr + 4, volatile=True)
-    last = gl.load(ptr + 5, volatile=True)
-    mbarrier.arrive(tile_empty.index(n & 1))
-    return tile, (block, kv_head, b, first, last)
 
 
 # ---- the producer
@@ -151,7 +136,7 @@ def load_tiles(descs, bufs, bars, shape, total, slots_ptr, head_strides, KEYS: g
     blocks = gl.cdiv(shape[4], M)
     it = 0
     n = 0
-    tile, place = take(n, slots_ptr, bars[8])
+    tile, place = take(n, slots_ptr, bars[8][0], bars[8][1], SLOT, PLACE)
     while tile < total:
         _, kv_head, b, first, last = place
         count = last - first
@@ -175,7 +160,7 @@ def load_tiles(descs, bufs, bars, shape, total, slots_ptr, head_strides, KEYS: g
             _load_queries(descs, bufs, bars, b, head + step // count, heads, j, blocks, head_strides, it + step)
         it += steps
         n += 1
-        tile, place = take(n, slots_ptr, bars[8])
+        tile, place = take(n, slots_ptr, bars[8][0], bars[8][1], SLOT, PLACE)
 
 
 # ---- the warp that deals
@@ -208,7 +193,7 @@ def store_tiles(dk_desc, dv_desc, bufs, bars, total, slots_ptr, KEYS: gl.constex
     D: gl.constexpr = k_bufs.shape[3]
     kv_empty, out_full = bars[6], bars[7][1]
     n = 0
-    tile, place = take(n, slots_ptr, bars[8])
+    tile, place = take(n, slots_ptr, bars[8][0], bars[8][1], SLOT, PLACE)
     while tile < total:
         block, kv_head, b, _first, _last = place
         kv = n % SETS
@@ -221,4 +206,4 @@ def store_tiles(dk_desc, dv_desc, bufs, bars, total, slots_ptr, KEYS: gl.constex
         block_barrier()
         mbarrier.arrive(kv_empty.index(kv))
         n += 1
-        tile, place = take(n, slots_ptr, bars[8])
+        tile, place = take(n, slots_ptr, bars[8][0], bars[8][1], SLOT, PLACE)

@@ -37,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT, deal_tiles, load_tiles, take
-from tilewright.kernels.hopper import block_barrier, clear_end, store_box, viewed
+from tilewright.kernels.attention_sm90_tiles import PLACE, ROWS, SLOT, deal_tiles, load_tiles
+from tilewright.kernels.hopper import block_barrier, clear_end, store_box, take, viewed
 
 __all__ = ["attend", "attention_sm90_kernel", "barriers"]
 
@@ -281,7 +281,7 @@ def attend(
     total = where[0][0] * where[0][1]
     it = 0
     n = 0
-    tile, place = take(n, slots_ptr, tile_full, tile_empty)
+    tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
     s = _first_scores(bufs, bars, it, n, tile, total, wg, CONSUMERS, TAIL)
     s = warpgroup_mma_wait(0, deps=(s,))
     while tile < total:
@@ -304,7 +304,7 @@ def attend(
             mbarrier.arrive(q_empty.index(slot))
         o = _weigh(o, p, v_bufs, v_full, it - 1)
         n += 1
-        tile, place = take(n, slots_ptr, tile_full, tile_empty)
+        tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
         o, p = warpgroup_mma_wait(0, deps=(o, p))
         mbarrier.arrive(v_empty.index((it - 1) % STAGES))
         if SHARE_Q:

@@ -12,13 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile
+from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile, take
 
-__all__ = ["ROWS", "SLOT", "deal_tiles", "load_tiles", "take"]
+__all__ = ["PLACE", "ROWS", "SLOT", "deal_tiles", "load_tiles"]
 
 
 ROWS = gl.constexpr(64)  # of a consumer: what the tensor cores take at once
-SLOT = gl.constexpr(16)  # numbers that describe a tile, with room to a power of two
+SLOT = gl.constexpr(16)  # from one tile's numbers to the next one's
+PLACE = gl.constexpr(10)  # numbers that describe a tile
 
 
 @gluon.jit
@@ -70,26 +71,6 @@ def _tile_of(tile, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.cons
     return row, head % H, q_start, q_len, k_start, k_len, last, count, whole, cut
 
 
-@gluon.jit
-def take(n, slots_ptr, tile_full, tile_empty):
-    """(tile, what `_tile_of` says of it): the n-th of this program."""
-    mbarrier.wait(tile_full.index(n & 1), n >> 1 & 1)
-    ptr = slots_ptr + (n & 1) * SLOT
-    tile = gl.load(ptr, volatile=True)
-    row = gl.load(ptr + 1, volatile=True)
-    head = gl.load(ptr + 2, volatile=True)
-    q_start = gl.load(ptr + 3, volatile=True)
-    q_len = gl.load(ptr + 4, volatile=True)
-    k_start = gl.load(ptr + 5, volatile=True)
-    k_len = gl.load(ptr + 6, volatile=True)
-    last = gl.load(ptr + 7, volatile=True)
-    count = gl.load(ptr + 8, volatile=True)
-    whole = gl.load(ptr + 9, volatile=True)
-    cut = gl.load(ptr + 10, volatile=True)
-    mbarrier.arrive(tile_empty.index(n & 1))
-    return tile, (row, head, q_start, q_len, k_start, k_len, last, count, whole, cut)
-
-
 # ---- the producer
 
 
@@ -133,7 +114,7 @@ def load_tiles(
     total = where[0][0] * where[0][1]
     it = 0
     n = 0
-    tile, place = take(n, slots_ptr, tile_full, tile_empty)
+    tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
     while tile < total:
         row, head, q_start, _q_len, k_start, _k_len, last, count, _whole, _cut = place
         slot = n % Q_BUFS * CONSUMERS
@@ -153,7 +134,7 @@ def load_tiles(
             _fetch(descs, cols, bufs, bars, key - j * N, it + j)
         it += count
         n += 1
-        tile, place = take(n, slots_ptr, tile_full, tile_empty)
+        tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
 
 
 # ---- the warp that deals

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-__all__ = ["BEHIND", "block_barrier", "clear_end", "hand_out", "load_box", "next_tile", "store_box", "viewed"]
+__all__ = ["BEHIND", "block_barrier", "clear_end", "hand_out", "load_box", "next_tile", "store_box", "take", "viewed"]
 
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -78,3 +78,16 @@ def hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT: gl.constexp
     for i in gl.static_range(len(place)):
         gl.store(ptr + 1 + i, place[i])
     mbarrier.arrive(tile_full.index(n & 1))
+
+
+@gluon.jit
+def take(n, slots_ptr, tile_full, tile_empty, SLOT: gl.constexpr, COUNT: gl.constexpr):
+    """(tile, the COUNT numbers that describe it): the n-th of this program, as `hand_out` told it."""
+    mbarrier.wait(tile_full.index(n & 1), n >> 1 & 1)
+    ptr = slots_ptr + (n & 1) * SLOT
+    tile = gl.load(ptr, volatile=True)
+    place = ()
+    for i in gl.static_range(COUNT):
+        place += (gl.load(ptr + 1 + i, volatile=True),)
+    mbarrier.arrive(tile_empty.index(n & 1))
+    return tile, place

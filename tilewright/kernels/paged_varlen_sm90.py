@@ -22,8 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.attention_sm90 import attend, barriers
-from tilewright.kernels.attention_sm90_tiles import ROWS, SLOT, take
-from tilewright.kernels.hopper import hand_out, load_box, next_tile
+from tilewright.kernels.attention_sm90_tiles import PLACE, ROWS, SLOT
+from tilewright.kernels.hopper import hand_out, load_box, next_tile, take
 from tilewright.kernels.paged_sm90_ranges import PANEL, boxes_joined, page_rows
 
 __all__ = ["paged_varlen_sm90_kernel"]
@@ -118,7 +118,7 @@ def _load(
     total = grid[0] * grid[1]
     it = 0
     n = 0
-    ticket, place = take(n, slots_ptr, tile_full, tile_empty)
+    ticket, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
     while ticket < total:
         row, unit, q_start, _q_len, b, k_len, last, count, _whole, _cut = place
         slot = n % Q_BUFS * CONSUMERS
@@ -138,7 +138,7 @@ def _load(
             _fetch(descs, boxes, bars, row_ptr, (last - j) * N, k_len, g, it + j, G, S, N, STAGES)
         it += count
         n += 1
-        ticket, place = take(n, slots_ptr, tile_full, tile_empty)
+        ticket, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
 
 
 @gluon.jit

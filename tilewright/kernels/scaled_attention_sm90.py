@@ -38,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, store_box
-from tilewright.kernels.scaled_attention_sm90_tiles import CONSUMERS, KEYS, ROWS, SLOT, deal_tiles, load_tiles, take
+from tilewright.kernels.hopper import block_barrier, store_box, take
+from tilewright.kernels.scaled_attention_sm90_tiles import CONSUMERS, KEYS, PLACE, ROWS, SLOT, deal_tiles, load_tiles
 
 __all__ = ["scaled_attention_sm90_kernel"]
 
@@ -313,7 +313,7 @@ def _attend(
     blocks, heads, _section, queries, keys = where
     total = blocks * heads
     n = 0
-    tile, place = take(n, slots_ptr, tile_full, tile_empty)
+    tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
     first = _first_scores(bufs, bars, n, 0, place, wg, scale_ptrs, scale, padded_k, where, SHARED, CAUSAL)
     it, own_last, whole, factor, k_scale, v_scale, k_scale_ptr, v_scale_ptr = first
     s = _product(q_bufs.index(wg), k_bufs.index(it % STAGES))
@@ -334,7 +334,7 @@ def _attend(
         it += own_last + 1
         s, o, m, l, _k_scale, of_result = state
         n += 1
-        tile, place = take(n, slots_ptr, tile_full, tile_empty)
+        tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
         if tile < total:
             first = _first_scores(bufs, bars, n, it, place, wg, scale_ptrs, scale, padded_k, where, SHARED, CAUSAL)
             it, own_last, whole, factor, k_scale, v_scale, k_scale_ptr, v_scale_ptr = first

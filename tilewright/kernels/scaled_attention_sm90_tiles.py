@@ -12,15 +12,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile
+from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile, take
 
-__all__ = ["CONSUMERS", "KEYS", "ROWS", "SLOT", "deal_tiles", "load_tiles", "take"]
+__all__ = ["CONSUMERS", "KEYS", "PLACE", "ROWS", "SLOT", "deal_tiles", "load_tiles"]
 
 
 CONSUMERS = gl.constexpr(3)
 ROWS = gl.constexpr(64)  # query rows of a consumer
 KEYS = gl.constexpr(128)  # keys of a block, and of a scale
-SLOT = gl.constexpr(4)  # numbers that describe a tile
+SLOT = gl.constexpr(4)  # from one tile's numbers to the next one's
+PLACE = gl.constexpr(3)  # numbers that describe a tile
 
 
 @gluon.jit
@@ -41,19 +42,6 @@ def _tile_of(tile, where, CAUSAL: gl.constexpr):
         seen = gl.minimum(keys, row + keys - queries + CONSUMERS * ROWS)
     # A tile that sees no key goes through one block, all masked: its result is zero by the same formulae.
     return row, first + within % width, gl.maximum(gl.cdiv(gl.maximum(seen, 0), KEYS) - 1, 0)
-
-
-@gluon.jit
-def take(n, slots_ptr, tile_full, tile_empty):
-    """(tile, what `_tile_of` says of it): the n-th of this program."""
-    mbarrier.wait(tile_full.index(n & 1), n >> 1 & 1)
-    ptr = slots_ptr + (n & 1) * SLOT
-    tile = gl.load(ptr, volatile=True)
-    row = gl.load(ptr + 1, volatile=True)
-    head = gl.load(ptr + 2, volatile=True)
-    last = gl.load(ptr + 3, volatile=True)
-    mbarrier.arrive(tile_empty.index(n & 1))
-    return tile, (row, head, last)
 
 
 # ---- the producer
@@ -89,7 +77,7 @@ def load_tiles(descs, bufs, bars, slots_ptr, where, H, SHARED, q_head_stride, pa
     total = where[0] * where[1]
     it = 0
     n = 0
-    tile, place = take(n, slots_ptr, tile_full, tile_empty)
+    tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
     while tile < total:
         row, head, last = place
         first = head // H * where[3] + row
@@ -107,7 +95,7 @@ def load_tiles(descs, bufs, bars, slots_ptr, where, H, SHARED, q_head_stride, pa
             _fetch(descs, group, start, u, last, bufs, full, empty, it + u)
         it += last + 2
         n += 1
-        tile, place = take(n, slots_ptr, tile_full, tile_empty)
+        tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
 
 
 # ---- the warp that deals
