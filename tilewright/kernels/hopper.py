@@ -52,7 +52,7 @@ def clear_end(buf, rows, ACROSS: gl.constexpr):
 # guarded by barriers. It is asked when all but BEHIND of a tile's blocks are under way: a ticket is a trip to L2, and finding
 # its tile takes divisions, so that the warp that fetches would come late for the next block. A ticket that is drawn as a tile
 # begins would reserve the next one for as long as this one takes, while other SMs are idle: by a simulation of tiles under a
-# diagonal 4 to 18 % of the time, and 0 to 3 if it is drawn at the end.
+# diagonal (scripts/tickets.py) 3 to 18 % of the time, and 0 to 3 if it is drawn at the end.
 
 BEHIND = gl.constexpr(2)
 
