@@ -11,6 +11,7 @@ from tilewright.formats import dequantize, pack_int4, quantize, unpack_int4
 from tilewright.hw.device import device_of
 from tilewright.kernels.mixed_layout import prepare, restore
 from tilewright.kernels.mixed_linear import mixed_linear, mixed_linear_op
+from tilewright.kernels.mixed_registers_launch import shares
 from tilewright.op import Inputs, prefer
 
 GPU = torch.cuda.is_available()
@@ -122,6 +123,38 @@ def test_every_config_matches_the_definition(dimensions: dict[str, Any]) -> None
         if impl.refusal(DEVICE, problem) is None:
             for config in impl.space.configs(DEVICE, problem):
                 conformance.check(mixed_linear_op, impl, config, args)
+
+
+SHARED = ((320, 200, 132, 256), (64, 112, 132, 256), (80, 64, 132, 256), (32, 32, 264, 16), (40, 200, 396, 16), (3, 1, 132, 64))
+
+
+@pytest.mark.parametrize("split_k", [1, 0, 2, 3])
+@pytest.mark.parametrize(("tiles", "steps", "programs", "block_m"), SHARED, ids=str)
+def test_shares_are_the_whole_product(tiles: int, steps: int, programs: int, block_m: int, split_k: int) -> None:
+    """Every step of every tile is in one share, and no tile has more shares than there is room for."""
+    count, waves, share, parts = shares(tiles, steps, programs, block_m, split_k)
+    assert count <= programs
+    if split_k == 1:
+        assert (count, waves, parts) == (min(tiles, programs), 0, 1)
+        return
+    left = tiles - waves * count
+    assert left < programs
+    assert not waves or count == programs
+    assert count * share >= left * steps
+    for tile in range(left):
+        first, last = tile * steps // share, ((tile + 1) * steps - 1) // share
+        assert last - first + 1 <= parts
+        assert last < count
+    if split_k > 1 and steps > 1:
+        even = -(-(split_k - 1) * steps // share)
+        assert even * share - (split_k - 1) * steps < even, "a share ends with its tiles, but for what steps do not divide"
+
+
+def test_shares_in_step() -> None:
+    """2048 x 5120 x 25600: two programs a tile, both halves of K the same for all tiles; shares of any length are 85 steps."""
+    assert shares(320, 200, 132, 256, 0)[1:3] == (2, 85)
+    assert shares(320, 200, 132, 256, 2)[1:] == (2, 100, 2)
+    assert shares(80, 200, 132, 256, 3)[1:] == (0, 134, 3)
 
 
 X, S = torch.ones(2, 128, dtype=BF16), torch.ones(4)

@@ -114,6 +114,15 @@ def _block_numbers(ptr, weights, F, step, K, stride, other, BLOCK_ROWS: gl.const
     return made
 
 
+@gluon.jit
+def _stage_numbers(
+    scales_ptr, zeros_ptr, weights, N, step, K, stride, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr,
+):  # fmt: skip
+    """(scales, zero points) of a stage, as `_block_numbers` has them."""
+    scales = _block_numbers(scales_ptr, weights, N, step, K, stride, 0.0, BLOCK_ROWS, BLOCK_COLS)
+    return scales, _block_numbers(zeros_ptr, weights, N, step, K, stride, 8, BLOCK_ROWS, BLOCK_COLS)
+
+
 # ---- the end of a tile
 
 
@@ -206,7 +215,7 @@ def _scaled(w, scale, layout: gl.constexpr):
 def _sum_steps(
     x_bufs, code_bufs, full, empty, scales_ptr, zeros_ptr, weights, N, K, scales_stride, passed, first, end,
     FORMAT: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
-    STAGES: gl.constexpr, ON_SUMS: gl.constexpr,
+    STAGES: gl.constexpr, ON_SUMS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The product over the steps of a piece, 128 columns each; gives the stages back as it goes."""
     GROUPS: gl.constexpr = 128 // BLOCK_COLS if BLOCK_COLS else 1
@@ -220,9 +229,11 @@ def _sum_steps(
     phase = passed // STAGES & 1
     acc = gl.zeros([128, BLOCK_M], gl.float32, ACC)
     part = gl.zeros([128, BLOCK_M], gl.float32, ACC)
-    scales = _block_numbers(scales_ptr, weights, N, first, K, scales_stride, 0.0, BLOCK_ROWS, BLOCK_COLS)
-    zeros = _block_numbers(zeros_ptr, weights, N, first, K, scales_stride, 8, BLOCK_ROWS, BLOCK_COLS)
+    ahead = _stage_numbers(scales_ptr, zeros_ptr, weights, N, first, K, scales_stride, BLOCK_ROWS, BLOCK_COLS)
     for step in range(first, end):
+        scales, zeros = ahead
+        if AHEAD:
+            ahead = _stage_numbers(scales_ptr, zeros_ptr, weights, N, step + 1, K, scales_stride, BLOCK_ROWS, BLOCK_COLS)
         for h in gl.static_range(2):
             if h % SPAN == 0:
                 mbarrier.wait(full.index(stage), phase)
@@ -249,8 +260,8 @@ def _sum_steps(
                 if stage == STAGES:
                     stage = 0
                     phase ^= 1
-        scales = _block_numbers(scales_ptr, weights, N, step + 1, K, scales_stride, 0.0, BLOCK_ROWS, BLOCK_COLS)
-        zeros = _block_numbers(zeros_ptr, weights, N, step + 1, K, scales_stride, 8, BLOCK_ROWS, BLOCK_COLS)
+        if not AHEAD:
+            ahead = _stage_numbers(scales_ptr, zeros_ptr, weights, N, step + 1, K, scales_stride, BLOCK_ROWS, BLOCK_COLS)
     if not ON_SUMS:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(_before(stage, STAGES)))
@@ -269,7 +280,7 @@ def _multiply_tiles(
     M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, scales_stride, residual_stride,
     FORMAT: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr,
     SPAN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr, ON_SUMS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    AHEAD: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     at = gl.arange(0, 128, layout=gl.SliceLayout(1, _sums(BLOCK_M)))
     passed = 0  # stages used up before this piece
@@ -282,7 +293,7 @@ def _multiply_tiles(
             weights = at // 64 * F + first_col + at % 64
         acc = _sum_steps(
             x_bufs, code_bufs, full, empty, scales_ptr, zeros_ptr, weights, F * HALVES, K, scales_stride, passed, first, end,
-            FORMAT, BLOCK_ROWS, BLOCK_COLS, BLOCK_M, SPAN, STAGES, ON_SUMS,
+            FORMAT, BLOCK_ROWS, BLOCK_COLS, BLOCK_M, SPAN, STAGES, ON_SUMS, AHEAD,
         )  # fmt: skip
         passed += (end - first) * (2 // SPAN)
         blocks = _blocks_of_rows(acc, BLOCK_M // 16 if BLOCK_M > 16 else 1)
@@ -322,12 +333,13 @@ def mixed_registers_kernel(
     M, F, K, steps, waves, share, PARTS, scales_stride, residual_stride,
     FORMAT: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr,
     SPAN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr, ON_SUMS: gl.constexpr,
-    ACTIVATION: gl.constexpr, CODE_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, ACTIVATION: gl.constexpr, CODE_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=8 on at most as many programs as run at once: with STREAM they wait for each other.
 
     w_desc: boxes of 64 bytes of a row's codes, int4 as words of 32 bits and others as pairs. parts and tickets: with STREAM.
     SPAN: a stage holds so many times 64 columns, 2 for int4.
+    AHEAD: the next step's scales and zero points are asked for where a step begins, not where it ends.
     """
     BOXES: gl.constexpr = 1 if FORMAT == "int4" else SPAN
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SPAN] + x_desc.block_type.shape, x_desc.layout)
@@ -344,7 +356,8 @@ def mixed_registers_kernel(
         (_multiply_tiles, (
             x_bufs, code_bufs, full, empty, y_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, scales_stride, residual_stride,
-            FORMAT, BLOCK_ROWS, BLOCK_COLS, HALVES, BLOCK_M, SPAN, STAGES, GROUP_M, STREAM, ON_SUMS, ACTIVATION,
+            FORMAT, BLOCK_ROWS, BLOCK_COLS, HALVES, BLOCK_M, SPAN, STAGES, GROUP_M, STREAM, ON_SUMS, AHEAD,
+            ACTIVATION,
         )),
         (_load_tiles, (
             x_desc, w_desc, x_bufs, code_boxes, full, empty, F, tiles_m, tiles_n, steps, waves, share,

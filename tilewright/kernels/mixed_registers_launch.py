@@ -23,11 +23,11 @@ from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
-__all__ = ["MIXED_REGISTERS"]
+__all__ = ["MIXED_REGISTERS", "shares"]
 
 _BLOCK_N = 128
 _BLOCK_K = 128
-_REGISTERS = {1: 168, 2: 80}  # of a thread, for twelve warps a program; the consumers take the producer's
+_REGISTERS = {1: 168, 2: 80, 3: 56}  # of a thread, for twelve warps a program; the consumers take the producer's
 _ON_SUMS = 64  # rows of x up to which a group's scale multiplies sums; above, the weight's elements are fewer
 
 
@@ -73,13 +73,14 @@ def _default(device: Device, problem: MixedProblem) -> Config:
     steps, tiles = -(-problem.k // _BLOCK_K), -(-problem.m_bucket // block_m) * -(-problem.n // _BLOCK_N)
     # 8-bit codes take their time in HBM; int4's is what lies between two steps of a program.
     per_sm = 2 if problem.format == "int4" and block_m <= 16 else 1
-    _, waves, share, parts = _shares(tiles, steps, device.sms * per_sm, block_m, 0)
+    _, waves, share, parts = shares(tiles, steps, device.sms * per_sm, block_m, 0)
     step = max(900, block_m * 8.4)
     # Whoever adds parts has them from L2, some 40 bytes a cycle.
     cut = (waves * steps + share) * step + (2000 + parts * block_m * 13 if parts > 1 else 0)
     whole = -(-tiles // (device.sms * per_sm)) * steps * step
     # Tiles that are not the highest were only ever seen to win by being cut.
-    return {"BLOCK_M": block_m, "SPLIT_K": int(block_m == 256 and whole < 1.05 * cut), "PER_SM": per_sm}
+    split = int(block_m == 256 and whole < 1.05 * cut)
+    return {"BLOCK_M": block_m, "SPLIT_K": split, "PER_SM": per_sm, "AHEAD": 0}
 
 
 def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | None:
@@ -88,26 +89,39 @@ def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | N
         return "BLOCK_M is twice as high as x"
     if block_m < min(m, 128):
         return "codes are converted for each tile of x anew: low tiles are for few rows"
-    if c["PER_SM"] == 2 and block_m > 16:
-        return "more sums and stages than two programs have room for on an SM"
+    if block_m > {1: 256, 2: 32 if problem.block_cols else 64, 3: 16}[c["PER_SM"]]:
+        return "more sums and stages than several programs have room for on an SM"
+    if c["AHEAD"] and not problem.block_cols:
+        return "rows have no scales to fetch ahead"
     return None
 
 
 SPACE = Space(
     default=_default,
-    axes={"BLOCK_M": (8, 16, 32, 64, 128, 256), "SPLIT_K": (1, 0), "PER_SM": (1, 2)},
+    axes={
+        "BLOCK_M": (8, 16, 32, 64, 128, 256),
+        "SPLIT_K": (1, 0, 2, 3),
+        "PER_SM": (1, 2, 3),
+        "AHEAD": (0, 1),
+    },
     refusal=_config_refusal,
 )
-"""SPLIT_K: 1 none; 0 cuts the tiles that are left when no more fill the card along K. PER_SM: programs an SM."""
+"""SPLIT_K: 1 none; others cut the tiles that are left when no more fill the card along K: 0 into one share a program, 2 and
+3 into a whole number of shares for each tile, or for each two. PER_SM: programs an SM. AHEAD: mixed_registers.py.
+"""
 
 
-def _shares(tiles: int, steps: int, programs: int, block_m: int, split_k: int) -> tuple[int, int, int, int]:
+def shares(tiles: int, steps: int, programs: int, block_m: int, split_k: int) -> tuple[int, int, int, int]:
     """(programs, whole tiles a program, steps in its share of the tiles left, most programs that share a tile)."""
     if split_k == 1:
         return min(tiles, programs), 0, 0, 1
     waves, left = divmod(tiles, programs)
     # One program adds the parts of a tile, which takes long if they are many and large.
     share = max(2, -(-left * steps // programs), -(-steps * block_m // 1024))
+    if split_k:
+        # Programs in step along K read the same columns of x, which L2 then has; of shares of any length each has its own.
+        whole = (split_k - 1) * steps
+        share = max(share, -(-whole // max(1, whole // share)))
     parts = max(((t * steps + steps - 1) // share - t * steps // share + 1 for t in range(left)), default=1)
     return programs if waves else -(-left * steps // share), waves, share, parts
 
@@ -140,7 +154,7 @@ def _launch(
     box = [_BLOCK_N // (1 + gated), 64 // units.itemsize]
     block_m = config["BLOCK_M"]
     steps, tiles = triton.cdiv(k, _BLOCK_K), triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK_N)
-    programs, waves, share, parts = _shares(tiles, steps, device.sms * config["PER_SM"], block_m, config["SPLIT_K"])
+    programs, waves, share, parts = shares(tiles, steps, device.sms * config["PER_SM"], block_m, config["SPLIT_K"])
     stream = config["SPLIT_K"] != 1
     scratch = counters = None
     if stream:
@@ -152,7 +166,7 @@ def _launch(
         m, y.shape[1], k, steps, waves, share, parts - 1, scales.stride(0), 0 if residual is None else residual.stride(0),
         FORMAT=format, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, HALVES=1 + gated, BLOCK_M=block_m,
         SPAN=_span(config, format), STAGES=_ring(device, config, format), GROUP_M=8, STREAM=stream,
-        ON_SUMS=bool(block_cols) and block_m <= _ON_SUMS,
+        ON_SUMS=bool(block_cols) and block_m <= _ON_SUMS, AHEAD=config["AHEAD"],
         ACTIVATION=function, CODE_LAYOUT=_layout([_BLOCK_N, box[1]], units.dtype), num_warps=8,
         maxnreg=_REGISTERS[config["PER_SM"]],
     )  # fmt: skip
