@@ -10,6 +10,7 @@ from torch import Tensor
 from tests import conformance
 from tilewright.hw.device import device_of
 from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
+from tilewright.kernels.cast_linear import cast_linear_op
 from tilewright.kernels.matmul import linear_op
 from tilewright.kernels.mixed_linear import mixed_linear_op
 from tilewright.kernels.mx_linear import mx_linear_op
@@ -19,7 +20,7 @@ from tilewright.op import Impl, Inputs, Op
 GPU = torch.cuda.is_available()
 DEVICE = device_of(0 if GPU else -1)
 WHERE = "cuda" if GPU else "cpu"
-BF16, INT8, E4M3, E8M0 = torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu
+BF16, INT8, E4M3, E5M2, E8M0 = torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 Args = tuple[Any, ...]
 
 pytestmark = pytest.mark.skipif(not DEVICE.runs_triton, reason="no GPU here: kernels are checked in the TRITON_INTERPRET=1 run")
@@ -31,6 +32,9 @@ LONG: dict[str, tuple[Op, dict[str, Any]]] = {
     "rows of float32": (linear_op, {"M": 5, "N": 8, "K": 65536, "dtype": torch.float32}),
     "int8": (scaled_linear_op, {"M": 24, "N": 16, "K": 65536, "dtype": INT8}),
     "fp8": (scaled_linear_op, {"M": 24, "N": 16, "K": 65536, "dtype": E4M3}),
+    "fp8, a span and two steps": (scaled_linear_op, {"M": 24, "N": 16, "K": 1024 + 144, "dtype": E4M3}),
+    "e5m2 of three spans": (scaled_linear_op, {"M": 9, "N": 16, "K": 2048 + 16, "dtype": E5M2}),
+    "fp8 to float32": (cast_linear_op, {"M": 24, "N": 16, "K": 16384, "dtype": E4M3, "out": torch.float32}),
     "fp8 blocks": (block_scaled_linear_op, {"M": 24, "N": 16, "K": 65536}),
     "mxfp8": (mx_linear_op, {"M": 24, "N": 16, "K": 65536}),
     "int8 weight": (mixed_linear_op, {"M": 9, "N": 16, "K": 65536, "format": "int8"}),
@@ -38,6 +42,7 @@ LONG: dict[str, tuple[Op, dict[str, Any]]] = {
 }
 if GPU:  # a minute in the interpreter
     LONG["rows that start anywhere"] = (linear_op, {"M": 18, "N": 8, "K": 65540})
+    LONG["fp8, tiles"] = (scaled_linear_op, {"M": 136, "N": 264, "K": 28672, "dtype": E4M3})
 
 
 def takers(op: Op, args: Args) -> Iterator[Impl]:
@@ -61,6 +66,28 @@ def check_all(op: Op, args: Args) -> None:
 @pytest.mark.parametrize(("op", "dimensions"), LONG.values(), ids=list(LONG))
 def test_long_sums_match_the_definition(op: Op, dimensions: dict[str, Any]) -> None:
     check_all(op, op.make(Inputs(WHERE, seed=3), **dimensions))
+
+
+# Halves of a tile by rows or by columns, whole and in shares that are shorter and longer than a span; three boxes of the
+# weight; as small as can be.
+SPANS = [
+    *((128, 128, "m", split) for split in (1, 0, 2, 4)),
+    *((64, 128, "n", split) for split in (1, 2, 4)),
+    (128, 192, "m", 1),
+    (64, 32, "n", 1),
+]
+
+
+@pytest.mark.skipif(not GPU or DEVICE.arch != 90, reason="a kernel for Hopper, which the interpreter cannot run")
+@pytest.mark.parametrize("k", [1024, 1024 + 16, 4096, 8192 + 128, 28672])
+@pytest.mark.parametrize("choices", SPANS, ids=str)
+def test_spans_of_float8_match_in_every_kind_of_tile(choices: tuple[int, int, str, int], k: int) -> None:
+    """Programs have more than one tile, or a share of one; of millions of numbers one in a million is the furthest off."""
+    sm90 = next(impl for impl in scaled_linear_op.impls if impl.name == "sm90")
+    config = dict(zip(("BLOCK_M", "BLOCK_N", "CONSUMERS", "SPLIT_K", "UNALIGNED"), (*choices, "copy"), strict=True))
+    m, n = (264, 520) if choices[3] > 1 else (2056, 2056)
+    args = scaled_linear_op.make(Inputs(WHERE, seed=5, here=True), M=m, N=n, K=k, dtype=E4M3)
+    conformance.check(scaled_linear_op, sm90, config, args)
 
 
 @pytest.mark.parametrize("signs", [(-128, -128), (-128, 127), (127, 127)], ids=str)

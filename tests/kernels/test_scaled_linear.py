@@ -8,6 +8,7 @@ import torch
 from tests import conformance
 from tilewright import ops
 from tilewright.asm.compile import record
+from tilewright.asm.facts import facts
 from tilewright.hw import env
 from tilewright.hw.device import device_named, device_of
 from tilewright.kernels.dependent import waits
@@ -78,6 +79,26 @@ def test_tiles_between_others_where_they_fill_the_card_in_one_wave(m: int, n: in
     sixteen = next(impl.space for impl in linear_op.impls if impl.name == "sm90")
     wide: Any = linear_op.make
     assert sixteen.default(card, linear_op.problem(*wide(Inputs("meta"), M=m, N=n, K=2 * k)))["BLOCK_N"] not in (32, 96)
+
+
+@pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")
+@pytest.mark.parametrize(("dtype", "k", "long"), [(E4M3, 8192, False), (E4M3, 8208, True), (INT8, 65536, False)], ids=str)
+def test_long_sums_of_float8_alone_are_made_of_spans(dtype: torch.dtype, k: int, long: bool) -> None:
+    """Hopper's wait in memory, without a register spilled; the portable kernel's take half of a tile's registers."""
+    card = device_named("h100")
+    args = make(Inputs("meta"), M=4096, N=8192, K=k, dtype=dtype)
+    problem = scaled_linear_op.problem(*args)
+    sm90, triton = (next(impl for impl in scaled_linear_op.impls if impl.name == name) for name in ("sm90", "triton"))
+    config = sm90.space.default(card, problem)
+    binary = record(sm90, config, args, 90)[0]
+    found = facts(binary)
+    assert config["BLOCK_M"] * config["BLOCK_N"] == 128 * 256
+    assert (found.spill_bytes, found.wgmma_serialised) == (0, False)
+    # Two consumers' sums of 64x256, 16 bytes a thread and instruction.
+    assert (found.stores.get(16, 0), found.loads.get(16, 0)) == ((64, 64) if long else (0, 0))
+    tile = triton.space.default(card, problem)
+    assert tile["BLOCK_M"] * tile["BLOCK_N"] // (32 * tile["num_warps"]) == (64 if long else 128)
+    assert (triton.space.refusal(card, problem, {**tile, "BLOCK_N": 256, "num_stages": 3}) is not None) == long
 
 
 @pytest.mark.parametrize(

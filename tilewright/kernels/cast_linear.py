@@ -29,12 +29,12 @@ from tilewright.formats import FORMATS
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_products import cast_linear_arguments
-from tilewright.kernels.coded_product import FLOAT8, check_operands
+from tilewright.kernels.coded_product import FLOAT8, check_operands, float8_span
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_sm90_launch import launch_sm90
 from tilewright.kernels.quantize import padded_width
-from tilewright.kernels.scaled_linear import LONGEST, finished, refuse_sm90, scaled_kernel
+from tilewright.kernels.scaled_linear import LONGEST, finished, halved, refuse_sm90, scaled_kernel
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -117,9 +117,8 @@ def _refuse_sm90(device: Device, problem: CastProblem) -> str | None:
 
 
 def _sixteen(problem: CastProblem) -> Problem:
-    """The 16-bit product that takes as long: an instruction holds twice as much of K of 8 bits."""
-    k = problem.product.k
-    return problem.product._replace(dtype=torch.bfloat16, k=k if problem.product.dtype.itemsize == 2 else -(-k // 2))
+    """The product of 16 bits that takes as long."""
+    return problem.product if problem.product.dtype.itemsize == 2 else halved(problem.product)
 
 
 _TILES = ((128, 256, "m"), (128, 128, "tiles"), (128, 128, "m"), (64, 256, "n"), (64, 128, "n"))
@@ -205,7 +204,7 @@ def _launch_triton(
     scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
         x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0),
         0 if residual is None else residual.stride(0), y_scale, y.stride(0), ACTIVATION=function, GATED=gated, GROUP_M=8,
-        BLOCK_K=128 // x.element_size(), **config,
+        BLOCK_K=128 // x.element_size(), SPAN=float8_span(x.dtype, k), **config,
     )  # fmt: skip
     return y
 

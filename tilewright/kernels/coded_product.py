@@ -12,9 +12,19 @@ from torch import Tensor
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.matmul_common import ACTIVATIONS
 
-__all__ = ["FLOAT8", "check_operands", "check_product", "empty_product", "product_cost"]
+__all__ = ["FLOAT8", "check_operands", "check_product", "empty_product", "float8_span", "product_cost"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+_SPAN = 256
+
+
+def float8_span(dtype: torch.dtype, k: int) -> int:
+    """Of how many of K products the tensor cores make one sum before float32 goes on, a multiple of 128; 0: of all.
+
+    sm_90 keeps some 14 bits of a sum of float8 products, too few for 28,672 of them (docs/log.md, sums of 65,536 terms).
+    """
+    return _SPAN if dtype in FLOAT8 and k > _SPAN else 0
 
 
 def product_cost(

@@ -3,7 +3,7 @@
     y = activation((x @ weight^T) * x_scales * w_scales + bias) + residual
 
 bf16 or fp16 without scales, x and weight each dense along either of their dimensions; int8 or float8, both dense along K, with
-scales. The host side is in matmul_sm90_launch.py, what follows the product in matmul_sm90_end.py.
+scales. The host side is in matmul_sm90_launch.py, a consumer's sums in matmul_sm90_sums.py, what follows in matmul_sm90_end.py.
 
 A persistent block an SM, of twelve warps in three groups that talk through barriers in shared memory:
 
@@ -37,17 +37,12 @@ and last window hold beyond its row belongs to the neighbours and is set to zero
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from tilewright.kernels.hopper import load_box, viewed
-from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part, residual_blocks
+from tilewright.kernels.matmul_sm90_end import add_parts, finish_tile, leave_part, residual_blocks
+from tilewright.kernels.matmul_sm90_sums import sum_piece
 
 __all__ = [
     "load_tiles",
@@ -189,88 +184,6 @@ def load_tiles(
 
 
 @gluon.jit
-def _clear_outside(buf, k, K):
-    """Zero what a window of x that starts at column k holds of other rows."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    cols = k + gl.expand_dims(gl.arange(0, buf.shape[1], layout=gl.SliceLayout(0, layout)), 0)
-    x = buf.load(layout)
-    buf.store(gl.where((cols >= 0) & (cols < K), x, 0.0).to(x.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """The stage before. Not a variable of the loop: Gluon does not carry a name that starts as another's alias."""
-    return gl.where(stage == 0, STAGES, stage) - 1
-
-
-@gluon.jit
-def _waited(pendings: gl.constexpr, accs):
-    """The tuple, when no more than so many products are in flight."""
-    if len(accs) == 1:
-        return (warpgroup_mma_wait(pendings, deps=accs),)
-    else:
-        return warpgroup_mma_wait(pendings, deps=accs)
-
-
-@gluon.jit
-def _sum_steps(
-    x_bufs, w_bufs, full, empty, turns, stage, phase, first, end, shift, K,
-    wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr,
-    ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
-):  # fmt: skip
-    """One consumer's product over the steps of a piece, a tuple of [ROWS, COLS]; gives the stages back as it goes."""
-    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
-    N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
-    OWN: gl.constexpr = 1 if CONSUMERS == "n" else N_BOXES  # boxes of the weight that this consumer multiplies by
-    # An instruction takes 32 bytes of K. Triton knows those of int8 up to 224 columns.
-    INTEGERS: gl.constexpr = x_bufs.dtype == gl.int8
-    N: gl.constexpr = 128 if INTEGERS and COLS > 128 else COLS
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 256 // x_bufs.dtype.primitive_bitwidth]
-    )
-    accs = ()
-    for _ in gl.static_range(OWN):
-        accs += (gl.zeros([ROWS, COLS], gl.int32 if INTEGERS else gl.float32, layout),)
-    for step in range(first, end):
-        mbarrier.wait(full.index(stage), phase)
-        x = x_bufs.index(stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
-        if CLASSES:
-            k = step * BLOCK_K - shift
-            if (k < 0) | (k + BLOCK_K > K):
-                _clear_outside(x, k, K)
-        if X_MAJOR != "k":
-            x = x.permute((1, 0))
-        started = ()
-        for b in gl.static_range(OWN):
-            w = w_bufs.index(stage * N_BOXES + (wg if CONSUMERS == "n" else b))
-            if W_MAJOR == "k":
-                w = w.permute((1, 0))
-            started += (warpgroup_mma(x, w, accs[b], use_acc=step > first, is_async=True),)
-        # One step's products stay in flight. Those before are over: the producer may overwrite what they read.
-        accs = _waited(OWN, started)
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > first)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    if CONSUMERS == "tiles":
-        mbarrier.arrive(turns.index(1 - wg))
-    accs = _waited(0, accs)
-    mbarrier.arrive(empty.index(_before(stage, STAGES)))
-    return accs
-
-
-@gluon.jit
-def _all_blocks(accs, COUNT: gl.constexpr):
-    """COUNT blocks of columns of each sum."""
-    blocks = ()
-    for b in gl.static_range(len(accs)):
-        blocks += column_blocks(accs[b], COUNT)
-    return blocks
-
-
-@gluon.jit
 def _with_parts(
     blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg: gl.constexpr, ELEMENTS: gl.constexpr
 ):  # fmt: skip
@@ -294,7 +207,8 @@ def multiply_tiles(
     M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr = False,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    PDL: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
@@ -329,12 +243,11 @@ def multiply_tiles(
         if TURNS == 2:
             # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
-        accs = _sum_steps(
-            x_bufs, w_bufs, full, empty, turns, passed % STAGES, passed // STAGES & 1, first, end, shift, K,
-            wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES,
+        blocks = sum_piece(
+            x_bufs, w_bufs, full, empty, turns, passed, first, end, shift, K, wg, CONSUMERS, X_MAJOR, W_MAJOR,
+            ROWS, COLS, BLOCK_K, STAGES, CLASSES, COLS // tile_bufs.shape[2], SPAN,
         )  # fmt: skip
         passed += (end - first) * TURNS
-        blocks = _all_blocks(accs, COLS // tile_bufs.shape[2])
         if STREAM:
             if end - first < steps:
                 left = tile - waves * gl.num_programs(0)
@@ -359,7 +272,7 @@ def sm90_kernel(
     parts_ptr, tickets_ptr, M, F, K, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
     CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
+    EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr, SPAN: gl.constexpr,
     STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
@@ -367,7 +280,7 @@ def sm90_kernel(
     x_low_desc, lead, x_stride: with CLASSES, x as a matrix of every CLASSES-th row for the classes which have a row less than
     the first ones; elements from the descriptors' base to x; elements from row to row. y_desc is None when y, whose rows are
     y_stride apart, is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a program,
-    then steps of K a program, and the most programs that add to what another one has of a tile.
+    then steps of K a program, and the most programs that add to a tile. SPAN: matmul_sm90_sums.py.
     """
     dtype: gl.constexpr = x_desc.dtype
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
@@ -399,14 +312,14 @@ def sm90_kernel(
             y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
             0, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-            STREAM, CLASSES, ACTIVATION, VECTOR, PDL,
+            STREAM, CLASSES, ACTIVATION, VECTOR, PDL, SPAN,
         )),
         (multiply_tiles, (
             x_bufs, w_bufs, tile_bufs, full, empty, turns,
             y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
             1, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-            STREAM, CLASSES, ACTIVATION, VECTOR, PDL,
+            STREAM, CLASSES, ACTIVATION, VECTOR, PDL, SPAN,
         )),
         (load_tiles, (
             x_desc, x_low_desc, w_desc, x_bufs, w_boxes, full, empty,

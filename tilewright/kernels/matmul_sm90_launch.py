@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.coded_product import float8_span
 from tilewright.kernels.dependent import launch_options
 from tilewright.kernels.matmul_align import MOST_LEFT_OVER, Border, align, aligned_base, class_count, is_aligned
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, empty_output
@@ -166,6 +167,8 @@ def _shape_refusal(problem: Problem, block_m: int, block_n: int, consumers: str)
         return "a tile four times as long as wide asks L2 for more than a squarer one of its size"
     if rows * cols > 64 * 256:
         return "more accumulators than the registers hold"
+    if rows * cols > 64 * 192 and float8_span(problem.dtype, 2 * problem.k):  # `scaled_linear` halves K
+        return "long sums of float8 are made of spans: their sum needs as many registers as a span's"
     if problem.gated and cols < 2 * _EPILOGUE_N:
         return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
     return None
@@ -357,7 +360,7 @@ def launch_sm90(
     width, halves = y.shape[1], 1 + gated
     # Meta tensors: compiled for a card that is not here.
     device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
-    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], BLOCK_K_BYTES // x.element_size()
     rows, cols = _consumer_tile(config)
     stages, buffers = _ring(device, config)
     ready = _operands(config, y, x, weight, bias, activation, residual, rows, cols // (3 if cols % 3 == 0 else 1))
@@ -378,10 +381,10 @@ def launch_sm90(
         ready.m, ready.width, x.shape[1], ready.steps, waves, share, parts - 1, ready.lead, x.stride(0),
         residual_stride, y_stride,
         CONSUMERS=config["CONSUMERS"], X_MAJOR=ready.x_major, W_MAJOR=ready.w_major, HALVES=halves,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K_BYTES // x.element_size(), STAGES=stages, GROUP_M=8,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, GROUP_M=8,
         EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
         TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, _DTYPES[y.dtype]),
-        STREAM=stream, CLASSES=ready.classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
+        SPAN=float8_span(x.dtype, x.shape[1]) // block_k, STREAM=stream, CLASSES=ready.classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
         num_warps=4, **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
     )  # fmt: skip
     return y
