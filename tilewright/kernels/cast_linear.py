@@ -29,7 +29,7 @@ from tilewright.formats import FORMATS
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_products import cast_linear_arguments
-from tilewright.kernels.coded_product import FLOAT8, check_operands, float8_span
+from tilewright.kernels.coded_product import FLOAT8, check_operands
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_sm90_launch import launch_sm90
@@ -204,7 +204,7 @@ def _launch_triton(
     scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
         x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0),
         0 if residual is None else residual.stride(0), y_scale, y.stride(0), ACTIVATION=function, GATED=gated, GROUP_M=8,
-        BLOCK_K=128 // x.element_size(), SPAN=float8_span(x.dtype, k), **config,
+        BLOCK_K=128 // x.element_size(), **config,
     )  # fmt: skip
     return y
 

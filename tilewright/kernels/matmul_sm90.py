@@ -135,6 +135,7 @@ def load_tiles(
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     BOX_M: gl.constexpr = BLOCK_M // M_BOXES
     BOX_N: gl.constexpr = BLOCK_N // (N_BOXES * HALVES)
+    X_BOX: gl.constexpr = x_desc.block_type.shape[0] * x_desc.block_type.shape[1]  # of few rows no higher than those
     if PDL:
         gdc_wait()
     stage = 0
@@ -153,7 +154,7 @@ def load_tiles(
         for step in range(first, end):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8)
+            mbarrier.expect(bar, (M_BOXES * X_BOX + BLOCK_N * BLOCK_K) * x_desc.dtype.primitive_bitwidth // 8)
             k = step * BLOCK_K
             for b in gl.static_range(M_BOXES):
                 buf = x_bufs.index(stage * M_BOXES + b)
@@ -163,7 +164,7 @@ def load_tiles(
                     else:
                         load_box(x_low_desc, [m + b * BOX_M, start - shift + k], bar, buf)
                 elif X_MAJOR == "k":
-                    load_box(x_desc, [m + b * BOX_M, k], bar, buf)
+                    load_box(x_desc, [m + b * BOX_M, k], bar, buf.slice(0, x_desc.block_type.shape[0]))
                 else:
                     load_box(x_desc, [k, m + b * BOX_M], bar, buf)
             for b in gl.static_range(N_BOXES):
@@ -287,7 +288,8 @@ def sm90_kernel(
     N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 3 if BLOCK_N % 3 == 0 else 1
     ROWS: gl.constexpr = BLOCK_M // M_BOXES
     COLS: gl.constexpr = BLOCK_N // N_BOXES
-    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * M_BOXES] + x_desc.block_type.shape, x_desc.layout)
+    x_shape: gl.constexpr = [ROWS, BLOCK_K] if X_MAJOR == "k" else [BLOCK_K, ROWS]
+    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * M_BOXES] + x_shape, x_desc.layout)
     w_boxes = gl.allocate_shared_memory(dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
     w_bufs = w_boxes
     if HALVES == 2:

@@ -88,13 +88,15 @@ def _default(device: Device, problem: Problem) -> Config:
         if by_class and consumers != "m":
             continue
         tiles = _tiles(problem, block_m, block_n)
-        if tile in _BETWEEN and tiles > device.sms:
+        many = _tiles(problem, 128, 128) > 35 * device.sms
+        if tile in _BETWEEN and tiles > device.sms and not (many and _in_spans(problem)):
             continue  # in one wave they win 10 to 15 % (docs/log.md), in several they lose
         waves, left = divmod(tiles, device.sms)
         turns = consumers == "tiles"
         # A column of x and of the weight: their product, or their way from L2; as measured, not as promised.
         product = block_m * block_n * (1.02 if turns else 1.2) / 2048
         whole = problem.k * max(product, (block_m + block_n) * 2 / 50)
+        whole *= _eight_bits(problem, tile, many)
         per_number = 0.17 * (problem.activation != "none") + 0.055 * problem.residual
         end = 1800 + block_m * block_n * per_number / (1 + problem.gated)
         # Consumers that take turns at tiles hide the end of all but the last one.
@@ -122,6 +124,24 @@ def _tiles(problem: Problem, block_m: int, block_n: int) -> int:
     """Tiles of the bucket's rows, without the columns that need none."""
     n = problem.n - (_left_over(problem.n, block_n) if not problem.aligned and not problem.gated else 0)
     return -(-problem.m_bucket // block_m) * -(-n // block_n)
+
+
+def _eight_bits(problem: Problem, tile: tuple[int, int, str], many: bool) -> float:
+    """How much longer products of codes take by a tile than the estimate says; many: rounds of tiles of 128x128.
+
+    int8 (47 products on an H100, docs/log.md): turns at tiles of 128x128 hide what ends a tile, 3 to 9 % up to K = 8192, as
+    long as the weight is not read from memory again for every 1024 rows of many; 256 rows a tile read it half as often.
+    """
+    if problem.dtype == torch.int8 and tile[2] == "tiles":
+        return 1 if many or problem.k > 4096 else 0.92
+    if problem.dtype == torch.int8 and tile[0] == 256:
+        return 0.985
+    return 1.06 if tile[1] == 192 and many else 1
+
+
+def _in_spans(problem: Problem) -> bool:
+    """Whether its sums are made of spans; `scaled_linear` halves K."""
+    return float8_span(problem.dtype, 2 * problem.k) > 0
 
 
 def _too_high(problem: Problem, block_m: int) -> bool:
@@ -153,10 +173,12 @@ def _shape_refusal(problem: Problem, block_m: int, block_n: int, consumers: str)
         if (block_m, block_n, consumers) not in _BETWEEN:
             return "of the tiles between others these are the ones that fit the groups of warps"
         most = _MOST_BETWEEN[problem.dtype.itemsize]
-        if problem.gated or problem.m_bucket > most:
+        if problem.gated or (problem.m_bucket > most and not _in_spans(problem)):
             return f"tiles between others are for up to {most} rows, without a gate"
         if problem.dtype.itemsize > 1 and (block_n != 192 or not problem.aligned or problem.w_major != "k"):
             return "of the tiles between others 16 bits gain by 128x192, of operands that are read as they are"
+        if block_n == 96 and _in_spans(problem):
+            return "sums in spans gain by other tiles: 2 to 9 % of 128x96 by 128x128"
     if consumers == "tiles" and (block_m, block_n) != (128, 128):
         return "consumers take turns at tiles of 128x128: smaller ones end too soon, larger ones fill the registers"
     if consumers == "m" and rows < 64:
@@ -167,7 +189,7 @@ def _shape_refusal(problem: Problem, block_m: int, block_n: int, consumers: str)
         return "a tile four times as long as wide asks L2 for more than a squarer one of its size"
     if rows * cols > 64 * 256:
         return "more accumulators than the registers hold"
-    if rows * cols > 64 * 192 and float8_span(problem.dtype, 2 * problem.k):  # `scaled_linear` halves K
+    if rows * cols > 64 * 192 and _in_spans(problem):
         return "long sums of float8 are made of spans: their sum needs as many registers as a span's"
     if problem.gated and cols < 2 * _EPILOGUE_N:
         return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
@@ -256,6 +278,14 @@ def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, Ten
     return classes, lead, descriptor(m // classes + 1, longer - 1) if longer else low, low
 
 
+def _box_rows(rows: int, m: int) -> int:
+    """Rows of a box of x that has m: the copy engine takes its time for rows that are not there.
+
+    The rest of the tile's rows multiply what lies in shared memory, and nobody stores what comes of it.
+    """
+    return min(rows, max(8, triton.next_power_of_2(m)))
+
+
 class _Operands(NamedTuple):
     """x and the weight as the kernel takes them."""
 
@@ -312,7 +342,7 @@ def _operands(
         x_matrix = x_matrix if x_made is None else x_made
         w_matrix = w_matrix if w_made is None else w_made
         w_major = w_major if not turn_w else "n" if by_class else "k"
-    x_box = [rows, block_k] if x_major == "k" else [block_k, rows]
+    x_box = [rows if by_class else _box_rows(rows, m), block_k] if x_major == "k" else [block_k, rows]
     w_box = [cols // halves, block_k] if w_major == "k" else [block_k, cols // halves]
     w_desc, block_m = _descriptor(w_matrix, w_box), config["BLOCK_M"]
     if not by_class:
@@ -384,7 +414,8 @@ def launch_sm90(
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, GROUP_M=8,
         EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
         TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, _DTYPES[y.dtype]),
-        SPAN=float8_span(x.dtype, x.shape[1]) // block_k, STREAM=stream, CLASSES=ready.classes, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
+        SPAN=float8_span(x.dtype, x.shape[1]) // block_k, STREAM=stream, CLASSES=ready.classes, ACTIVATION=function,
+        VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
         num_warps=4, **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
     )  # fmt: skip
     return y
