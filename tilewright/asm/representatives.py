@@ -127,6 +127,8 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"M": 512, "N": 4096, "K": 4096, "format": "int8"},  # what has no room for int4
         {"M": 64, "N": 4096, "K": 4096, "group": 128, "zeros": True},
         {"M": 32, "N": 4096, "K": 4096, "group": 128, "zeros": True},
+        {"M": 16, "N": 4096, "K": 4096, "format": "int8"},  # whole tiles, and three programs an SM
+        {"M": 64, "N": 4096, "K": 4096, "format": "int8"},
     ),
     "linear": (
         {"M": 512, "N": 4096, "K": 4096},

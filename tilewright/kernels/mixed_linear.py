@@ -224,9 +224,9 @@ INVARIANT = Impl(
 def _first(device: Device, problem: MixedProblem) -> str | None:
     """Few rows: skinny has no parts of tiles to add. Many: on some cards the weight is written out once, not once a tile.
 
-    H100, speed over cuBLAS in bf16: one row of int4 skinny 2.0 to 2.9, registers 1.6 to 2.5, 8 rows 1.6 to 1.7 and 1.7 to 2.5;
-    2048 rows of int8 dequantized 0.82 to 0.85, registers 0.92 to 0.95, of int4 0.79 to 0.86 and 0.77 to 0.88; 4096 rows of int4
-    0.91 to 0.99 and 0.84 to 0.87.
+    H100, speed over cuBLAS in bf16, best configs: 4 rows of int4 skinny 2.1 to 3.1, registers 1.7 to 3.0, 8 rows 1.6 to 1.7 and
+    1.7 to 2.5; 16 rows of int8 1.5 to 1.9 and 1.4 to 1.9; 2048 rows of int8 dequantized 0.84 to 0.86, registers 0.94 to 0.98,
+    of int4 0.84 to 0.87 and 0.87 to 0.95; 4096 rows of int4 0.91 to 0.99 and, without AHEAD, 0.84 to 0.87.
     """
     m, int4 = problem.m_bucket, problem.format == "int4"
     if device.arch == 90:

@@ -32,7 +32,7 @@ from tilewright.kernels.shapes import next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["MIXED_SKINNY"]
+__all__ = ["MIXED_SKINNY", "x_depth"]
 
 _MAX_M = 32
 
@@ -62,34 +62,53 @@ def _chunk(format: str) -> int:
 
 
 def _default(device: Device, problem: MixedProblem) -> Config:
-    # H100, 4096 to 57344 rows of the weight: the number of programs decides; many rows of x want taller tiles to share them.
-    int4, per_sm = problem.format == "int4", problem.n / device.sms
-    if problem.m_bucket <= 8:
-        return _config(16, 8 if per_sm <= (32 if int4 else 48) else 4, 1 if problem.zeros and per_sm > 128 else 2)
-    if problem.m_bucket == 16:
-        if per_sm > 64:
-            return _config(32, 4, 1 if int4 else 2)
-        if int4 and (per_sm > 48 or (per_sm <= 32 and problem.k > 8192)):
-            return _config(32, 4 if per_sm > 48 else 8, 2)
-        return _config(16, 8 if not int4 and per_sm <= 32 else 4, 2)
-    if per_sm > (48 if int4 else 64):
-        return _config(32, 4, 1)
-    return _config(16, 4, 1 if int4 else 2)
+    """From the timings of an H100, 4096 to 57344 rows of the weight, 4096 to 28672 columns (studies/mixed-linear-choices.json).
+
+    Few programs want more warps each. Many share x, which they have from L1: tiles are taller where x is more bytes than codes.
+    """
+    rows, per_sm, long = problem.m_bucket, problem.n / device.sms, problem.k > 8192
+    if problem.format != "int4":
+        if rows <= 16:
+            return _config(16, 8, 2) if per_sm <= 40 else _config(32 if rows == 16 and per_sm > 128 else 16, 4, 2)
+        return _config(32, 4, 1) if per_sm > 64 else _config(16, 4, 2)
+    # Not timed: four scales and zero points a chunk leave few registers.
+    short = problem.block_cols == 32
+    if rows <= 8:
+        tall = rows > 2 and per_sm > 128 and not short
+        return _config(16, 8, 2) if per_sm <= 32 and long else _config(32 if tall else 16, 4, 2)
+    if rows == 16 and not short:
+        if per_sm > 128:
+            return _config(64, 4, 1)
+        if 32 < per_sm <= 64 and problem.k >= 8192:
+            return _config(64, 8, 1)  # a tile an SM, nearly
+        return _config(32, 8, 1) if per_sm <= 32 and long else _config(32, 4, 2)
+    return _config(32 if rows == 16 or per_sm > 48 else 16, 4, 1)
 
 
 def _config(block_n: int, slices: int, depth: int) -> Config:
-    return {"BLOCK_N": block_n, "SLICES": slices, "DEPTH": depth, "X_DEPTH": min(depth, 2)}
+    return {"BLOCK_N": block_n, "SLICES": slices, "DEPTH": depth}
+
+
+def x_depth(format: str, rows: int, depth: int) -> int:
+    """How far ahead x is fetched, in chunks: 16 rows of one are as many bytes as int4 codes of 64 rows of the weight."""
+    return 1 if format == "int4" and rows >= 16 else min(depth, 2)
 
 
 def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | None:
-    tiles = c["BLOCK_N"] // 16 * max(1, problem.m_bucket // 8)
-    held = c["DEPTH"] * c["BLOCK_N"] // 2 + c["X_DEPTH"] * max(8, problem.m_bucket) * (2 if problem.format == "int4" else 1)
-    if c["X_DEPTH"] > c["DEPTH"]:
-        return "x is not fetched further ahead than the codes"
+    rows, int4, depth = problem.m_bucket, problem.format == "int4", c["DEPTH"]
+    tiles = c["BLOCK_N"] // 16 * max(1, rows // 8)
+    held = depth * c["BLOCK_N"] // 2 + x_depth(problem.format, rows, depth) * max(8, rows) * (2 if int4 else 1)
     if tiles > 8:
         return "more accumulators than registers beside the operands"
     if held + 8 * tiles >= 160:
         return "more operands under way than the registers hold"
+    if problem.block_cols == 32 and rows >= 16 and depth * c["BLOCK_N"] > 32:
+        return "more scales of groups under way than the registers hold"
+    # What no product timed on an H100 wanted by more than 1 %.
+    if c["BLOCK_N"] == 64 and not (int4 and rows >= 16):
+        return "the highest tiles are for rows of x that are more bytes than int4's codes"
+    if depth == 4 and (rows > 8 or (c["BLOCK_N"], c["SLICES"]) != (16, 4)):
+        return "codes four chunks ahead are for few warps with few sums"
     if c["SLICES"] > 4 and (c["SLICES"] - 4) * _chunk(problem.format) >= problem.k:
         return "more warps than chunks of K"
     return None
@@ -97,7 +116,7 @@ def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | N
 
 SPACE = Space(
     default=_default,
-    axes={"BLOCK_N": (16, 32, 64), "SLICES": (4, 8), "DEPTH": (1, 2, 4), "X_DEPTH": (1, 2)},
+    axes={"BLOCK_N": (16, 32, 64), "SLICES": (4, 8), "DEPTH": (1, 2, 4)},
     refusal=_config_refusal,
 )
 
@@ -363,13 +382,14 @@ def _launch(
     y = empty_result(x, codes, activation)
     if y.numel():
         (m, k), n, format = x.shape, codes.shape[0], FORMATS[codes.dtype]
+        block_m = max(8, next_pow2(m))
         mixed_skinny_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
             x.view(torch.int32), codes.view(torch.int32), scales, zeros, bias, residual, y, m, n, k,
             x.stride(0) // 8, codes.stride(0) // 16, scales.stride(0),
             0 if residual is None else residual.stride(0), FORMAT=format, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
             ACTIVATION=function, GATED=gated, EVEN=k % (config["SLICES"] * _chunk(format)) == 0 and n % config["BLOCK_N"] == 0,
-            BLOCK_M=max(8, next_pow2(m)), BLOCK_N=config["BLOCK_N"], DEPTH=config["DEPTH"], X_DEPTH=config["X_DEPTH"],
-            num_warps=config["SLICES"],
+            BLOCK_M=block_m, BLOCK_N=config["BLOCK_N"], DEPTH=config["DEPTH"],
+            X_DEPTH=x_depth(format, block_m, config["DEPTH"]), num_warps=config["SLICES"],
         )  # fmt: skip
     return y
 
