@@ -172,33 +172,13 @@ def _sum_spans(
         middle = gl.minimum((2 * pair + 1) * SPAN - EARLIER, steps - 1)
         end = gl.where(pair == pairs - 1, steps, (2 * pair + 2) * SPAN - EARLIER)
         even, totals = _sum_span(
-            x_bufs,
-            w_bufs,
-            full,
-            empty,
-            passed + start,
-            middle - start,
-            even if BOTH else odd,
-            odd,
-            totals,
-            wg,
-            CONSUMERS,
-            STAGES,
-        )
+            x_bufs, w_bufs, full, empty, passed + start, middle - start, even if BOTH else odd, odd, totals,
+            wg, CONSUMERS, STAGES,
+        )  # fmt: skip
         odd, totals = _sum_span(
-            x_bufs,
-            w_bufs,
-            full,
-            empty,
-            passed + middle,
-            end - middle,
-            odd if BOTH else even,
-            even,
-            totals,
-            wg,
-            CONSUMERS,
-            STAGES,
-        )
+            x_bufs, w_bufs, full, empty, passed + middle, end - middle, odd if BOTH else even, even, totals,
+            wg, CONSUMERS, STAGES,
+        )  # fmt: skip
         start = end
     sums = ()
     for b in gl.static_range(OWN):
