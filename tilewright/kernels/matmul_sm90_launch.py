@@ -283,7 +283,7 @@ def _box_rows(rows: int, m: int) -> int:
 
     The rest of the tile's rows multiply what lies in shared memory, and nobody stores what comes of it.
     """
-    return min(rows, max(8, triton.next_power_of_2(m)))
+    return min(rows, 1 << max(3, (m - 1).bit_length()))
 
 
 class _Operands(NamedTuple):
