@@ -283,14 +283,13 @@ def sm90_kernel(
     y_stride apart, is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a program,
     then steps of K a program, and the most programs that add to a tile. SPAN: matmul_sm90_sums.py.
     """
-    dtype: gl.constexpr = x_desc.dtype
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
     N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 3 if BLOCK_N % 3 == 0 else 1
     ROWS: gl.constexpr = BLOCK_M // M_BOXES
     COLS: gl.constexpr = BLOCK_N // N_BOXES
-    x_shape: gl.constexpr = [ROWS, BLOCK_K] if X_MAJOR == "k" else [BLOCK_K, ROWS]
-    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * M_BOXES] + x_shape, x_desc.layout)
-    w_boxes = gl.allocate_shared_memory(dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
+    x_rows: gl.constexpr = ROWS if X_MAJOR == "k" else BLOCK_K
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * M_BOXES, x_rows, BLOCK_K + ROWS - x_rows], x_desc.layout)
+    w_boxes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
     w_bufs = w_boxes
     if HALVES == 2:
         w_rows: gl.constexpr = COLS if W_MAJOR == "k" else BLOCK_K
