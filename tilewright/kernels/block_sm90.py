@@ -10,7 +10,8 @@ Every 128 columns of K are a product of its own on the tensor cores, which then 
 sum in registers, in float32: an operation for each 128 products, of which an SM does 128 in the time in which its tensor cores
 do 4096. So both must run at once. A consumer goes through its tile in parts of 64 rows and PART_N columns. Its sums take up to
 128 registers a thread. Beside them two parts of 64x64 fit, so that one is added up while the tensor cores work on the next
-(OVERLAP), or one of 64x128, which the other consumer's products cover. A part goes into the registers of one that is done with
+("parts"), or one of 64x128, which the other consumer's products cover. Beside sums of 64 registers there is room for two such
+parts, the products of two steps, which take turns ("steps", "pairs"). A part goes into the registers of one that is done with
 (`room`): were it free to take others, ptxas would begin more parts than it has registers for, and spill. x multiplied from
 registers, which asks less of shared memory, was 2 % slower.
 """
@@ -92,7 +93,7 @@ def _sum_blocks(
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
     STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """One consumer's sum over the steps of a piece, a tuple of [64, PART_N] blocks, row by row."""
+    """One consumer's sum over the steps of a piece, a tuple of [64, PART_N] blocks, row by row; OVERLAP "parts" or ""."""
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
     C_PARTS: gl.constexpr = COLS // PART_N
@@ -118,16 +119,16 @@ def _sum_blocks(
         x = x_bufs.index(stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
         w = w_bufs.index(stage * N_BOXES + (wg if CONSUMERS == "n" else 0))
         for p in gl.static_range(COUNT):
-            started = _start_part(x, w, room if OVERLAP else part, p, C_PARTS)
+            started = _start_part(x, w, room if OVERLAP == "parts" else part, p, C_PARTS)
             acc = accs[(p + COUNT - 1) % COUNT]
-            if OVERLAP:
+            if OVERLAP == "parts":
                 acc += part * gl.expand_dims(part_scales, 1)
                 room = part
             # The sum before is named so that the compiler does not put its additions off until after this wait.
             part, acc = warpgroup_mma_wait(0, deps=(started, acc))
             accs = _replaced(accs, (p + COUNT - 1) % COUNT, acc)
             part_scales = scales[p // C_PARTS * BLOCKS + p % C_PARTS * BLOCKS // C_PARTS]
-            if not OVERLAP:
+            if OVERLAP != "parts":
                 accs = _replaced(accs, p, accs[p] + part * gl.expand_dims(part_scales, 1))
         mbarrier.arrive(empty.index(stage))
         scales = _products(next_rows, next_blocks)
@@ -135,9 +136,126 @@ def _sum_blocks(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if OVERLAP:
+    if OVERLAP == "parts":
         accs = _replaced(accs, COUNT - 1, accs[COUNT - 1] + part * gl.expand_dims(part_scales, 1))
     return accs
+
+
+@gluon.jit
+def _added(accs, part, scales):
+    """The sums, neighbouring blocks of columns, with a part as wide as all of them added: scales [64] for each."""
+    parts = column_blocks(part, len(accs))
+    added = ()
+    for b in gl.static_range(len(accs)):
+        added += (accs[b] + parts[b] * gl.expand_dims(scales[b], 1),)
+    return added
+
+
+@gluon.jit
+def _waited(part, accs):
+    """A part under way, over, and the sums: named in the wait, what is added to them is not put off until after it."""
+    named = warpgroup_mma_wait(0, deps=(part,) + accs)
+    sums = ()
+    for b in gl.static_range(len(accs)):
+        sums += (named[b + 1],)
+    return named[0], sums
+
+
+@gluon.jit
+def _start_step(x_bufs, w_bufs, full, filled, room, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Begin a step's product in the registers of `room`; filled: how many stages were filled before its own."""
+    stage = filled % STAGES
+    mbarrier.wait(full.index(stage), filled // STAGES & 1)
+    x = x_bufs.index(stage * (x_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "m" else 0))
+    w = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "n" else 0))
+    return warpgroup_mma(x, w.permute((1, 0)), room, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step_scales(at, step, end, COUNT: gl.constexpr, COLS: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr):
+    """The scales of 64 rows and of a consumer's columns for a step before `end`, or for the last; not multiplied yet.
+
+    at: the pointers to the scales of x and of the weight, the first row and column, M, F, and the scales' strides.
+    """
+    x_scale_ptr, w_scale_ptr, first_row, first_col, M, F, x_m_stride, x_k_stride, w_n_stride, w_k_stride = at
+    step = gl.minimum(step, end - 1)
+    rows = _row_scales(x_scale_ptr, first_row, step, M, x_m_stride, x_k_stride, 1, layout)
+    return rows, _block_scales(w_scale_ptr, first_col, step, F, w_n_stride, w_k_stride, COUNT, COLS, HALVES)
+
+
+@gluon.jit
+def _sum_turns(
+    x_bufs, w_bufs, full, empty, filled, first, end, at,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
+    PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """As _sum_blocks, for 64 rows: one step's product is added while the tensor cores form another's, in registers of its own.
+
+    filled: how many stages were filled before; at: as _step_scales takes it. Two steps a turn of the loop: neither product
+    changes its registers. None is under way from one turn to the next: ptxas would take an addition of the other for one of it,
+    and put a wait after every product.
+    """
+    whole: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART_N, 32])
+    even = gl.zeros([64, COLS], gl.float32, whole)
+    odd = gl.zeros([64, COLS], gl.float32, whole)
+    accs = ()
+    odd_scales = ()
+    for _ in gl.static_range(COUNT):
+        accs += (gl.zeros([64, PART_N], gl.float32, layout),)
+        odd_scales += (gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)),)
+    start = first + (end - first) % 2
+    if start > first:
+        rows, blocks = _step_scales(at, first, end, COUNT, COLS, HALVES, layout)
+        odd, accs = _waited(_start_step(x_bufs, w_bufs, full, filled, odd, wg, CONSUMERS, STAGES), accs)
+        odd_scales = _products(rows, blocks)
+        mbarrier.arrive(empty.index(filled % STAGES))
+        filled += 1
+    even_rows, even_blocks = _step_scales(at, start, end, COUNT, COLS, HALVES, layout)
+    odd_rows, odd_blocks = _step_scales(at, start + 1, end, COUNT, COLS, HALVES, layout)
+    for step in range(start, end, 2):
+        # Multiplied a turn after they were read: ptxas would multiply them at once, and hold up the products of this turn.
+        even_scales = _products(even_rows, even_blocks)
+        next_scales = _products(odd_rows, odd_blocks)
+        even_rows, even_blocks = _step_scales(at, step + 2, end, COUNT, COLS, HALVES, layout)
+        odd_rows, odd_blocks = _step_scales(at, step + 3, end, COUNT, COLS, HALVES, layout)
+        started = _start_step(x_bufs, w_bufs, full, filled, even, wg, CONSUMERS, STAGES)
+        accs = _added(accs, odd, odd_scales)
+        if OVERLAP == "pairs":
+            next_started = _start_step(x_bufs, w_bufs, full, filled + 1, odd, wg, CONSUMERS, STAGES)
+            even = warpgroup_mma_wait(1, deps=(started,))
+            mbarrier.arrive(empty.index(filled % STAGES))
+        else:
+            even, accs = _waited(started, accs)
+            mbarrier.arrive(empty.index(filled % STAGES))
+            next_started = _start_step(x_bufs, w_bufs, full, filled + 1, odd, wg, CONSUMERS, STAGES)
+        accs = _added(accs, even, even_scales)
+        odd, accs = _waited(next_started, accs)
+        mbarrier.arrive(empty.index((filled + 1) % STAGES))
+        odd_scales = next_scales
+        filled += 2
+    return _added(accs, odd, odd_scales)
+
+
+@gluon.jit
+def _sum_piece(
+    x_bufs, w_bufs, full, empty, passed, first, end, first_row, first_col, M, F,
+    x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
+    STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """One consumer's sum over the steps of a piece, in whichever way; passed: how many stages were filled before."""
+    if OVERLAP == "steps" or OVERLAP == "pairs":
+        at = (x_scale_ptr, w_scale_ptr, first_row, first_col, M, F, x_m_stride, x_k_stride, w_n_stride, w_k_stride)
+        return _sum_turns(
+            x_bufs, w_bufs, full, empty, passed, first, end, at, wg, CONSUMERS, HALVES, COLS, STAGES, PART_N, OVERLAP, COUNT
+        )
+    else:
+        return _sum_blocks(
+            x_bufs, w_bufs, full, empty, passed % STAGES, passed // STAGES & 1, first, end, first_row, first_col, M, F,
+            x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
+            wg, CONSUMERS, HALVES, ROWS, COLS, STAGES, PART_N, OVERLAP, COUNT,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -166,10 +284,8 @@ def multiply_tiles(
         row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
         first_row = row * BLOCK_M + M_BOX * ROWS
         first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
-        stage = passed % STAGES
-        phase = passed // STAGES & 1
-        accs = _sum_blocks(
-            x_bufs, w_bufs, full, empty, stage, phase, first, end, first_row, first_col, M, F,
+        accs = _sum_piece(
+            x_bufs, w_bufs, full, empty, passed, first, end, first_row, first_col, M, F,
             x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
             wg, CONSUMERS, HALVES, ROWS, COLS, STAGES, PART_N, OVERLAP, COUNT,
         )  # fmt: skip
@@ -214,8 +330,10 @@ def block_sm90_kernel(
     """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
 
     y_desc is None when y is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a
-    program, then steps of K a program, and the most programs that add to what another one has of a tile. OVERLAP: for an even
-    number of parts a consumer.
+    program, then steps of K a program, and the most programs that add to what another one has of a tile.
+
+    OVERLAP: what is added while the tensor cores work on the next. "parts": of an even number a consumer; "steps": of a tile of
+    64 x 128 a consumer; "pairs": of these too, the second of two begun before the first is over; "": nothing.
     """
     BLOCK_K: gl.constexpr = 128
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1

@@ -71,7 +71,7 @@ def best_config(device: Device, problem: BlockProblem, splits: tuple[int, ...]) 
     for (block_m, block_n), (_, step_us) in _TILES.items():
         waves, left = divmod(-(-problem.m_bucket // block_m) * -(-problem.n // block_n), device.sms)
         for split in splits:
-            config = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split}
+            config = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split, "TURNS": 0}
             parts = 1 if split == 1 else min(4, steps, device.sms // max(left, 1))
             if _config_refusal(device, problem, config) or (split != 1 and parts < 2):
                 continue
@@ -88,6 +88,8 @@ def _config_refusal(device: Device, problem: BlockProblem, c: Config) -> str | N
         return "another shape of its size asks L2 for less, or fits the registers"
     if problem.gated and c["BLOCK_M"] == 64:
         return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
+    if c["TURNS"] and _consumer_tile(c) != (64, 128):
+        return "a consumer's registers hold its sum and two parts of its size for 64 x 128 alone"
     if c["SPLIT_K"] != 1 and c["BLOCK_M"] == 256:
         return "programs share tiles of 64 rows a consumer"
     if c["BLOCK_M"] > (128 if problem.gated else 64) and c["BLOCK_M"] >= 2 * problem.m_bucket:
@@ -97,10 +99,14 @@ def _config_refusal(device: Device, problem: BlockProblem, c: Config) -> str | N
 
 SPACE = Space(
     default=lambda device, problem: best_config(device, problem, (1, 0)),
-    axes={"BLOCK_M": (64, 128, 256), "BLOCK_N": (128, 256), "SPLIT_K": (1, 0)},
+    axes={"BLOCK_M": (64, 128, 256), "BLOCK_N": (128, 256), "SPLIT_K": (1, 0), "TURNS": (0, 1, 2)},
     refusal=_config_refusal,
 )
-"""SPLIT_K 0: the tiles that are left when no more fill the card are shared along K by up to four programs each."""
+"""SPLIT_K 0: the tiles that are left when no more fill the card are shared along K by up to four programs each.
+
+TURNS 1 and 2: a consumer has registers for two steps' products beside its sum, and adds one while the tensor cores form the
+other. With 2 every second step begins before the product of the one before is over.
+"""
 
 # ---- launcher
 
@@ -149,7 +155,7 @@ def launch_block_sm90(
     rows, cols = _consumer_tile(config)
     stages, buffers = _ring(device, config)
     part_n = min(_TILES[block_m, block_n][0], cols // halves)
-    count = rows // 64 * cols // part_n
+    parts = "parts" if part_n == 64 and rows // 64 * cols // part_n % 2 == 0 else ""
     y_box = [64, _EPILOGUE_N]
     tiles, steps = triton.cdiv(m, block_m) * triton.cdiv(width * halves, block_n), triton.cdiv(k, _BLOCK_K)
     stream = config["SPLIT_K"] != 1
@@ -166,7 +172,7 @@ def launch_block_sm90(
         m, width, steps, waves, share, most - 1, *x_scales.stride(), *w_scales.stride(),
         0 if residual is None else residual.stride(0),
         CONSUMERS=_consumers(config), HALVES=halves, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, GROUP_M=8,
-        PART_N=part_n, OVERLAP=part_n == 64 and count % 2 == 0, EPILOGUE_N=_EPILOGUE_N, EPILOGUE_BUFS=buffers,
+        PART_N=part_n, OVERLAP=(parts, "steps", "pairs")[config["TURNS"]], EPILOGUE_N=_EPILOGUE_N, EPILOGUE_BUFS=buffers,
         TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
         STREAM=stream, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0), num_warps=4,
         **launch_options(pdl),
