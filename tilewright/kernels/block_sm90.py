@@ -339,7 +339,7 @@ def block_sm90_kernel(
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
     N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 1
     COLS: gl.constexpr = BLOCK_N // N_BOXES
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * M_BOXES] + x_desc.block_type.shape, x_desc.layout)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * M_BOXES, BLOCK_M // M_BOXES, BLOCK_K], x_desc.layout)
     w_boxes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
     w_bufs = w_boxes
     if HALVES == 2:

@@ -12,7 +12,7 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.block_sm90 import block_sm90_kernel
 from tilewright.kernels.dependent import launch_options
 from tilewright.kernels.matmul_common import ACTIVATIONS
-from tilewright.kernels.matmul_sm90_launch import shares
+from tilewright.kernels.matmul_sm90_launch import box_rows, shares
 from tilewright.kernels.workspace import tickets
 from tilewright.op import scope
 from tilewright.tune.space import Config, Space
@@ -167,7 +167,7 @@ def launch_block_sm90(
         scratch = torch.empty(max(1, left * (most - 1) * block_m * block_n), dtype=torch.float32, device=x.device)
         counters = tickets(x.device, left * 2)
     block_sm90_kernel[(programs,)](
-        _descriptor(x, [rows, _BLOCK_K]), _descriptor(weight, [cols // halves, _BLOCK_K]),
+        _descriptor(x, [box_rows(rows, m), _BLOCK_K]), _descriptor(weight, [cols // halves, _BLOCK_K]),
         _descriptor(y, y_box) if width % 8 == 0 else None, y, x_scales, w_scales, bias, residual, scratch, counters,
         m, width, steps, waves, share, most - 1, *x_scales.stride(), *w_scales.stride(),
         0 if residual is None else residual.stride(0),

@@ -31,7 +31,7 @@ from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SM90", "launch_sm90", "shares"]
+__all__ = ["SM90", "box_rows", "launch_sm90", "shares"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -278,7 +278,7 @@ def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, Ten
     return classes, lead, descriptor(m // classes + 1, longer - 1) if longer else low, low
 
 
-def _box_rows(rows: int, m: int) -> int:
+def box_rows(rows: int, m: int) -> int:
     """Rows of a box of x that has m: the copy engine takes its time for rows that are not there.
 
     The rest of the tile's rows multiply what lies in shared memory, and nobody stores what comes of it.
@@ -342,7 +342,7 @@ def _operands(
         x_matrix = x_matrix if x_made is None else x_made
         w_matrix = w_matrix if w_made is None else w_made
         w_major = w_major if not turn_w else "n" if by_class else "k"
-    x_box = [rows if by_class else _box_rows(rows, m), block_k] if x_major == "k" else [block_k, rows]
+    x_box = [rows if by_class else box_rows(rows, m), block_k] if x_major == "k" else [block_k, rows]
     w_box = [cols // halves, block_k] if w_major == "k" else [block_k, cols // halves]
     w_desc, block_m = _descriptor(w_matrix, w_box), config["BLOCK_M"]
     if not by_class:
