@@ -11,7 +11,7 @@ sum in registers, in float32: an operation for each 128 products, of which an SM
 do 4096. So both must run at once. A consumer goes through its tile in parts of 64 rows and PART_N columns. Its sums take up to
 128 registers a thread. Beside them two parts of 64x64 fit, so that one is added up while the tensor cores work on the next
 ("parts"), or one of 64x128, which the other consumer's products cover. Beside sums of 64 registers there is room for two such
-parts, the products of two steps, which take turns ("steps", "pairs"). A part goes into the registers of one that is done with
+parts, the products of two steps, which take turns ("steps"). A part goes into the registers of one that is done with
 (`room`): were it free to take others, ptxas would begin more parts than it has registers for, and spill. x multiplied from
 registers, which asks less of shared memory, was 2 % slower.
 """
@@ -187,7 +187,7 @@ def _step_scales(at, step, end, COUNT: gl.constexpr, COLS: gl.constexpr, HALVES:
 def _sum_turns(
     x_bufs, w_bufs, full, empty, filled, first, end, at,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
-    PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
+    PART_N: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """As _sum_blocks, for 64 rows: one step's product is added while the tensor cores form another's, in registers of its own.
 
@@ -221,14 +221,9 @@ def _sum_turns(
         odd_rows, odd_blocks = _step_scales(at, step + 3, end, COUNT, COLS, HALVES, layout)
         started = _start_step(x_bufs, w_bufs, full, filled, even, wg, CONSUMERS, STAGES)
         accs = _added(accs, odd, odd_scales)
-        if OVERLAP == "pairs":
-            next_started = _start_step(x_bufs, w_bufs, full, filled + 1, odd, wg, CONSUMERS, STAGES)
-            even = warpgroup_mma_wait(1, deps=(started,))
-            mbarrier.arrive(empty.index(filled % STAGES))
-        else:
-            even, accs = _waited(started, accs)
-            mbarrier.arrive(empty.index(filled % STAGES))
-            next_started = _start_step(x_bufs, w_bufs, full, filled + 1, odd, wg, CONSUMERS, STAGES)
+        next_started = _start_step(x_bufs, w_bufs, full, filled + 1, odd, wg, CONSUMERS, STAGES)
+        even = warpgroup_mma_wait(1, deps=(started,))
+        mbarrier.arrive(empty.index(filled % STAGES))
         accs = _added(accs, even, even_scales)
         odd, accs = _waited(next_started, accs)
         mbarrier.arrive(empty.index((filled + 1) % STAGES))
@@ -245,10 +240,10 @@ def _sum_piece(
     STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """One consumer's sum over the steps of a piece, in whichever way; passed: how many stages were filled before."""
-    if OVERLAP == "steps" or OVERLAP == "pairs":
+    if OVERLAP == "steps":
         at = (x_scale_ptr, w_scale_ptr, first_row, first_col, M, F, x_m_stride, x_k_stride, w_n_stride, w_k_stride)
         return _sum_turns(
-            x_bufs, w_bufs, full, empty, passed, first, end, at, wg, CONSUMERS, HALVES, COLS, STAGES, PART_N, OVERLAP, COUNT
+            x_bufs, w_bufs, full, empty, passed, first, end, at, wg, CONSUMERS, HALVES, COLS, STAGES, PART_N, COUNT
         )
     else:
         return _sum_blocks(
@@ -333,7 +328,7 @@ def block_sm90_kernel(
     program, then steps of K a program, and the most programs that add to what another one has of a tile.
 
     OVERLAP: what is added while the tensor cores work on the next. "parts": of an even number a consumer; "steps": of a tile of
-    64 x 128 a consumer; "pairs": of these too, the second of two begun before the first is over; "": nothing.
+    64 x 128 a consumer; "": nothing.
     """
     BLOCK_K: gl.constexpr = 128
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1

@@ -47,7 +47,7 @@ _BLOCK_K = 128
 _EPILOGUE_N = 64
 
 # BLOCK_M, BLOCK_N -> (PART_N, microseconds for 128 columns of K on an H100)
-_TILES = {(128, 256): (64, 0.76), (256, 128): (128, 0.79), (128, 128): (128, 0.464), (64, 128): (64, 0.4)}
+_TILES = {(128, 256): (64, 0.76), (256, 128): (128, 0.79), (128, 128): (128, 0.385), (64, 128): (64, 0.4)}
 
 
 def _consumers(c: Config) -> str:
@@ -63,7 +63,7 @@ def _consumer_tile(c: Config) -> tuple[int, int]:
 def best_config(device: Device, problem: BlockProblem, splits: tuple[int, ...]) -> Config:
     """The tile, and one of `splits`, with the least estimated time: waves of tiles, or the weight's way from memory.
 
-    The constants, in microseconds, fit 15 problems measured on an H100 (docs/log.md).
+    The constants, in microseconds, fit 15 problems measured on an H100 and 33 of 2048 rows and more (docs/log.md).
     """
     best, best_us = {}, float("inf")
     steps = -(-problem.k // _BLOCK_K)
@@ -71,12 +71,12 @@ def best_config(device: Device, problem: BlockProblem, splits: tuple[int, ...]) 
     for (block_m, block_n), (_, step_us) in _TILES.items():
         waves, left = divmod(-(-problem.m_bucket // block_m) * -(-problem.n // block_n), device.sms)
         for split in splits:
-            config = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split, "TURNS": 0}
+            config = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split}
             parts = 1 if split == 1 else min(4, steps, device.sms // max(left, 1))
             if _config_refusal(device, problem, config) or (split != 1 and parts < 2):
                 continue
             last_us = steps / parts * step_us + 6 if left else 0
-            sharing_us = 4 + 3 * (parts - 1) * block_m * block_n / 32768 if parts > 1 else 0
+            sharing_us = 4 + 0.03 * steps + 3 * (parts - 1) * block_m * block_n / 32768 if parts > 1 else 0
             us = max(waves * (steps * step_us + 2) + last_us + sharing_us, weight_us)
             if us < best_us:
                 best, best_us = config, us
@@ -88,8 +88,6 @@ def _config_refusal(device: Device, problem: BlockProblem, c: Config) -> str | N
         return "another shape of its size asks L2 for less, or fits the registers"
     if problem.gated and c["BLOCK_M"] == 64:
         return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
-    if c["TURNS"] and _consumer_tile(c) != (64, 128):
-        return "a consumer's registers hold its sum and two parts of its size for 64 x 128 alone"
     if c["SPLIT_K"] != 1 and c["BLOCK_M"] == 256:
         return "programs share tiles of 64 rows a consumer"
     if c["BLOCK_M"] > (128 if problem.gated else 64) and c["BLOCK_M"] >= 2 * problem.m_bucket:
@@ -99,14 +97,10 @@ def _config_refusal(device: Device, problem: BlockProblem, c: Config) -> str | N
 
 SPACE = Space(
     default=lambda device, problem: best_config(device, problem, (1, 0)),
-    axes={"BLOCK_M": (64, 128, 256), "BLOCK_N": (128, 256), "SPLIT_K": (1, 0), "TURNS": (0, 1, 2)},
+    axes={"BLOCK_M": (64, 128, 256), "BLOCK_N": (128, 256), "SPLIT_K": (1, 0)},
     refusal=_config_refusal,
 )
-"""SPLIT_K 0: the tiles that are left when no more fill the card are shared along K by up to four programs each.
-
-TURNS 1 and 2: a consumer has registers for two steps' products beside its sum, and adds one while the tensor cores form the
-other. With 2 every second step begins before the product of the one before is over.
-"""
+"""SPLIT_K 0: the tiles that are left when no more fill the card are shared along K by up to four programs each."""
 
 # ---- launcher
 
@@ -155,7 +149,8 @@ def launch_block_sm90(
     rows, cols = _consumer_tile(config)
     stages, buffers = _ring(device, config)
     part_n = min(_TILES[block_m, block_n][0], cols // halves)
-    parts = "parts" if part_n == 64 and rows // 64 * cols // part_n % 2 == 0 else ""
+    # Of 64 x 128 a consumer has registers for the products of two steps beside its sum, whatever parts it is added in.
+    overlap = "steps" if rows * cols == 64 * 128 else "parts" if part_n == 64 and rows // 64 * cols // part_n % 2 == 0 else ""
     y_box = [64, _EPILOGUE_N]
     tiles, steps = triton.cdiv(m, block_m) * triton.cdiv(width * halves, block_n), triton.cdiv(k, _BLOCK_K)
     stream = config["SPLIT_K"] != 1
@@ -172,7 +167,7 @@ def launch_block_sm90(
         m, width, steps, waves, share, most - 1, *x_scales.stride(), *w_scales.stride(),
         0 if residual is None else residual.stride(0),
         CONSUMERS=_consumers(config), HALVES=halves, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, GROUP_M=8,
-        PART_N=part_n, OVERLAP=(parts, "steps", "pairs")[config["TURNS"]], EPILOGUE_N=_EPILOGUE_N, EPILOGUE_BUFS=buffers,
+        PART_N=part_n, OVERLAP=overlap, EPILOGUE_N=_EPILOGUE_N, EPILOGUE_BUFS=buffers,
         TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
         STREAM=stream, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0), num_warps=4,
         **launch_options(pdl),
