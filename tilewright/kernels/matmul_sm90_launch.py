@@ -73,10 +73,10 @@ def _config(tile: tuple[int, int, str], split_k: int, unaligned: str) -> Config:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    """The tile with the least estimated time: waves of tiles, each as long as its products or its operands' way from L2.
+    """The tile with the least estimated time.
 
-    The constants, in cycles, fit 326 measured problems on an H100 (docs/log.md). Beside the best config measured the choice
-    costs 0.8 % of plain products of 16 bits, 1.6 % of those with an epilogue, 1.8 to 2.1 % of 8 bits.
+    The constants of `_cycles` fit some 340 measured problems on an H100 (docs/log.md). Beside the best config measured the
+    choice costs 0.7 % of plain products of 16 bits, 1.5 % of those with an epilogue, 0.2 to 0.8 % of int8.
     """
     best, best_split, best_cycles = _TILES[0], 1, float("inf")
     # Many rows are read by classes, whose tiles are never shared by columns or in turns: 5 to 10 % faster than copies.
@@ -87,32 +87,66 @@ def _default(device: Device, problem: Problem) -> Config:
             continue
         if by_class and consumers != "m":
             continue
-        tiles = _tiles(problem, block_m, block_n)
         many = _tiles(problem, 128, 128) > 35 * device.sms
-        if tile in _BETWEEN and tiles > device.sms and not (many and _in_spans(problem)):
+        if tile in _BETWEEN and _tiles(problem, block_m, block_n) > device.sms and not (many and _in_spans(problem)):
             continue  # in one wave they win 10 to 15 % (docs/log.md), in several they lose
-        waves, left = divmod(tiles, device.sms)
-        turns = consumers == "tiles"
-        # A column of x and of the weight: their product, or their way from L2; as measured, not as promised.
-        product = block_m * block_n * (1.02 if turns else 1.2) / 2048
-        whole = problem.k * max(product, (block_m + block_n) * 2 / 50)
-        whole *= _eight_bits(problem, tile, many)
-        per_number = 0.17 * (problem.activation != "none") + 0.055 * problem.residual
-        end = 1800 + block_m * block_n * per_number / (1 + problem.gated)
-        # Consumers that take turns at tiles hide the end of all but the last one.
-        ways = {1: (waves + (left > 0)) * (whole + (360 if turns else end)) + (end if turns else 0)}
-        if tile in _TILES and not turns and 2 * left <= device.sms and problem.k >= (4096 if waves else 16384):
-            parts = min(4, device.sms // max(left, 1))
-            # Less than a wave is shared by twos; by threes 256 x 5120 x 25600 in 128x256 (132 us, by twos 147), of 16 bits.
-            threes = parts == 3 and block_m * block_n == 32768 and problem.dtype.itemsize == 2
-            parts = parts if waves or threes else 2
-            ways[0 if waves or threes else 2] = waves * (whole + end) + whole / parts + (11000 if waves else 22000)
-        if tile in _BETWEEN and problem.dtype.itemsize == 2:
-            ways[1] *= 0.95  # 160 tiles of 128 columns, K 8192, a fifth of them shared: 6 and 11 % slower (products-left.json)
-        for split, cycles in ways.items():
+        for split, cycles in _cycles(device, problem, tile, by_class).items():
             if cycles < best_cycles:
                 best, best_split, best_cycles = tile, split, cycles
     return _config(best, best_split, "classes" if by_class else "copy")
+
+
+def _cycles(device: Device, problem: Problem, tile: tuple[int, int, str], by_class: bool) -> dict[int, float]:
+    """SPLIT_K -> estimated cycles: waves of tiles, each as long as its products or its operands' way from L2, and its end."""
+    block_m, block_n, consumers = tile
+    turns, codes = (
+        consumers == "tiles",
+        problem.dtype == torch.int8,
+    )  # float8 is summed otherwise, and has what fitted it before
+    tiles, numbers = _tiles(problem, block_m, block_n), block_m * block_n
+    waves, left = divmod(tiles, device.sms)
+    rounds = waves + (left > 0)
+    # A column of x and of the weight: their product, or their way from L2; as measured, not as promised. Of codes fewer
+    # programs ask L2 at once (`_evened`).
+    product = numbers * (1.02 if turns else 1.2) / 2048
+    way = (block_m + block_n) * 2 / (52 if codes else 50)
+    # Less of it is shared in L2 by programs that are no longer in step: int8 in turns 1430 T up to 32 rounds, 1170 from 48 on.
+    way *= (1.1 if rounds > 36 else 1.0) if turns else (1.03 if waves >= 4 else 1.0)
+    whole = problem.k * max(product, way)
+    if block_n == 192 and tiles > device.sms:
+        whole *= 1.092  # sums in spans
+    if numbers == 32768:
+        whole *= _beside(problem, tile, by_class)
+    # Column scales are loaded for a consumer's columns, once for all of its rows.
+    rows = block_m // (1 + (consumers == "m"))
+    per_number = 0.21 * (problem.activation != "none") + 0.06 * problem.residual + codes * 10 / rows
+    # The end of the last tile in turns is one consumer's. Those of all others are hidden.
+    end = 1800 + (1 + turns) * numbers * per_number / (1 + problem.gated)
+    ways = {1: rounds * (whole + (360 if turns else end)) + (end if turns else 0)}
+    if tile in _TILES and not turns and 2 * left <= device.sms and problem.k >= (4096 if waves else 16384):
+        parts = min(4, device.sms // max(left, 1))
+        # Less than a wave is shared by twos; by threes 256 x 5120 x 25600 in 128x256 (132 us, by twos 147), of 16 bits.
+        threes = parts == 3 and numbers == 32768 and problem.dtype.itemsize == 2
+        parts = parts if waves or threes else 2
+        # The program that ends a tile reads the others' parts one after the other: 128 KB in 4200 cycles.
+        shared = (9600 + 4200 * (parts - 1) * numbers / 32768) if waves else 22000
+        crowd = min(1.02, device.sms / _evened(tiles, device.sms)) if codes else 1.0
+        ways[0 if waves or threes else 2] = crowd * (waves * (whole + end) + whole / parts) + shared
+    if tile in _BETWEEN and problem.dtype.itemsize == 2:
+        ways[1] *= 0.95  # 160 tiles of 128 columns, K 8192, a fifth of them shared: 6 and 11 % slower (products-left.json)
+    return ways
+
+
+def _beside(problem: Problem, tile: tuple[int, int, str], by_class: bool) -> float:
+    """What tells the two largest tiles apart, which take as long by their products and bytes.
+
+    The copy engine takes its time for rows of the weight that are not there: 4096 x 1800 x 4096, bf16, takes 102 us in 128x256,
+    of whose columns 12 % are outside of y, 90 in 256x128 (6 %). Else 256x128 is 1 % slower in 16 bits, by classes 8 %.
+    """
+    n = _whole_columns(problem, tile[1])
+    columns = -(-n // tile[1]) * tile[1]
+    slower = tile[0] == 256 and problem.dtype != torch.int8
+    return (1 + 0.1 * (columns - n) / columns) * (1 + slower * (0.08 if by_class else 0.003))
 
 
 def _left_over(size: int, block: int) -> int:
@@ -122,21 +156,12 @@ def _left_over(size: int, block: int) -> int:
 
 def _tiles(problem: Problem, block_m: int, block_n: int) -> int:
     """Tiles of the bucket's rows, without the columns that need none."""
-    n = problem.n - (_left_over(problem.n, block_n) if not problem.aligned and not problem.gated else 0)
-    return -(-problem.m_bucket // block_m) * -(-n // block_n)
+    return -(-problem.m_bucket // block_m) * -(-_whole_columns(problem, block_n) // block_n)
 
 
-def _eight_bits(problem: Problem, tile: tuple[int, int, str], many: bool) -> float:
-    """How much longer products of codes take by a tile than the estimate says; many: rounds of tiles of 128x128.
-
-    int8 (47 products on an H100, docs/log.md): turns at tiles of 128x128 hide what ends a tile, 3 to 9 % up to K = 8192, as
-    long as the weight is not read from memory again for every 1024 rows of many; 256 rows a tile read it half as often.
-    """
-    if problem.dtype == torch.int8 and tile[2] == "tiles":
-        return 1 if many or problem.k > 4096 else 0.92
-    if problem.dtype == torch.int8 and tile[0] == 256:
-        return 0.985
-    return 1.06 if tile[1] == 192 and many else 1
+def _whole_columns(problem: Problem, block_n: int) -> int:
+    """N without the columns that are computed beside the tiles."""
+    return problem.n - (_left_over(problem.n, block_n) if not problem.aligned and not problem.gated else 0)
 
 
 def _in_spans(problem: Problem) -> bool:
