@@ -99,10 +99,7 @@ def _default(device: Device, problem: Problem) -> Config:
 def _cycles(device: Device, problem: Problem, tile: tuple[int, int, str], by_class: bool) -> dict[int, float]:
     """SPLIT_K -> estimated cycles: waves of tiles, each as long as its products or its operands' way from L2, and its end."""
     block_m, block_n, consumers = tile
-    turns, codes = (
-        consumers == "tiles",
-        problem.dtype == torch.int8,
-    )  # float8 is summed otherwise, and has what fitted it before
+    turns, codes = consumers == "tiles", problem.dtype == torch.int8  # float8 has the constants that fitted it before
     tiles, numbers = _tiles(problem, block_m, block_n), block_m * block_n
     waves, left = divmod(tiles, device.sms)
     rounds = waves + (left > 0)
