@@ -54,7 +54,7 @@ def _default(device: Device, problem: Problem) -> Config:
     block_n = 4 if problem.n >= 8 * device.sms else 2
     widest = (8192 if block_n == 2 else 2048) // problem.dtype.itemsize
     block_k = min(max(256, next_pow2(problem.k)), widest)
-    if problem.k % block_k and problem.k % (block_k // 2) == 0:
+    if block_k > 256 and problem.k % block_k and problem.k % (block_k // 2) == 0:
         block_k //= 2
     # Four 16-byte loads a thread or more.
     warps = max(1, min(4, block_k * problem.dtype.itemsize // 512, block_n * block_k * problem.dtype.itemsize // 2048))

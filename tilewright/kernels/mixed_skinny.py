@@ -69,7 +69,8 @@ def _default(device: Device, problem: MixedProblem) -> Config:
     rows, per_sm, long = problem.m_bucket, problem.n / device.sms, problem.k > 8192
     if problem.format != "int4":
         if rows <= 16:
-            return _config(16, 8, 2) if per_sm <= 40 else _config(32 if rows == 16 and per_sm > 128 else 16, 4, 2)
+            few = per_sm <= 40 and problem.k > 4 * _chunk(problem.format)
+            return _config(16, 8, 2) if few else _config(32 if rows == 16 and per_sm > 128 else 16, 4, 2)
         return _config(32, 4, 1) if per_sm > 64 else _config(16, 4, 2)
     # Not timed: four scales and zero points a chunk leave few registers.
     short = problem.block_cols == 32

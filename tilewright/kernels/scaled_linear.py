@@ -4,10 +4,11 @@
     row of x (a token) and each row of the weight (an output channel) -> [M, N] of `dtype`, bf16 or fp16
 
 int8 is summed exactly, in int32; K is at most 131,072, where that is sure not to overflow. float8 is summed by the tensor cores
-no further than 256 products (`sm90`) or 128, then in float32: on sm_90 they keep about 14 bits of a sum. So it is as exact as
-float32 sums, but for 0.005 of the RMS at the furthest of millions. The epilogue is float32, with one rounding at the end;
-activations are those of `linear`. Rows start at multiples of 16 bytes, as the quantisers lay them out. With K = 0 the product
-is zero. Limited by bytes up to some hundred rows, then by the tensor cores: twice the rate of 16 bits, for half of the bytes.
+no further than 256 products (`sm90`; the last span up to 384) or 128, then in float32: on sm_90 they keep about 14 bits of a
+sum. So it is as exact as float32 sums, but for 0.005 of the RMS at the furthest of millions. The epilogue is float32, with one
+rounding at the end; activations are those of `linear`. Rows start at multiples of 16 bytes, as the quantisers lay them out.
+With K = 0 the product is zero. Limited by bytes up to some hundred rows, then by the tensor cores: twice the rate of 16 bits,
+for half of the bytes.
 
     sm90       Hopper: the Gluon kernel of `linear` with other numbers
     triton     from sm_80 on for int8, from sm_89 on for float8
@@ -153,7 +154,8 @@ def _refuse_triton(device: Device, problem: Problem) -> str | None:
 
 def _default_triton(device: Device, problem: Problem) -> Config:
     most = _most_accumulators(device, problem)
-    tiles = tuple(t for t in _TILES if _fits(device, t[0], t[1], t[2], t[4]) and t[0] * t[1] <= 32 * t[3] * most)
+    fitting = (t for t in _TILES if _fits(device, t[0], t[1], t[2], t[4]) and t[0] <= max(64, problem.m_bucket))
+    tiles = tuple(t for t in fitting if t[0] * t[1] <= 32 * t[3] * most)
     block_m, block_n, block_k, warps, stages = best_tile(tiles, (1,), device.sms, halved(problem))[:5]
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
 
