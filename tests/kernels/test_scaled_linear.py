@@ -108,7 +108,7 @@ def test_sums_of_float8_alone_are_made_of_spans(dtype: torch.dtype, k: int, span
 @pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")
 @pytest.mark.parametrize(("m", "rows"), [(1, 8), (16, 16), (17, 32), (33, 64)])
 def test_boxes_of_x_are_no_higher_than_x(m: int, rows: int) -> None:
-    """The copy engine takes its time for rows that are not there: 63 of 64 made products last 1.2 to 2.4 times as long."""
+    """The copy engine takes its time for rows that are not there: 63 of 64 made products last 1.02 to 2.4 times as long."""
     sm90 = next(impl for impl in scaled_linear_op.impls if impl.name == "sm90")
     config = {
         "BLOCK_M": 64,

@@ -63,7 +63,7 @@ def _consumer_tile(c: Config) -> tuple[int, int]:
 def best_config(device: Device, problem: BlockProblem, splits: tuple[int, ...]) -> Config:
     """The tile, and one of `splits`, with the least estimated time: waves of tiles, or the weight's way from memory.
 
-    The constants, in microseconds, fit 15 problems measured on an H100 and 33 of 2048 rows and more (docs/log.md).
+    The constants, in microseconds, fit 15 problems measured on an H100 and 32 of 2048 rows and more (docs/log.md).
     """
     best, best_us = {}, float("inf")
     steps = -(-problem.k // _BLOCK_K)

@@ -23,7 +23,7 @@ def float8_span(dtype: torch.dtype, k: int) -> int:
     """Of how many of K products the tensor cores make one sum before float32 goes on, a multiple of 128; 0: of all.
 
     sm_90 keeps some 14 bits of a sum of float8 products. Of 25 million sums of 4,096 the furthest off is 0.022 of the RMS, in
-    spans of 1,024 0.015, of 256 0.005, and 0.0036 of that is the rounding to bf16 (docs/log.md, sums of 65,536 terms).
+    spans of 1,024 0.015, of 256 0.005, and 0.0036 of that is the rounding to bf16 (docs/log.md, sums of float8).
     """
     return _SPAN if dtype in FLOAT8 and k > _SPAN else 0
 

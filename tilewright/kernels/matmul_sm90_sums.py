@@ -3,7 +3,7 @@
 The tensor cores of sm_90 keep some 14 bits of a sum of float8 products; what is lost of it grows with the number of terms.
 With SPAN a sum of so many steps ends in float32 and is added to a total in registers. Where these hold three times what a
 consumer sums, up to 64 x 128 numbers, two sums take turns: while the tensor cores form one, the other is added, which costs
-nothing every two steps (6 to 9 % every step). Sums of 64 x 192 are three boxes, each added just before its next one begins.
+nothing every two steps (6 % every step). Sums of 64 x 192 are three boxes, each added just before its next one begins.
 """
 # Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
