@@ -198,6 +198,8 @@ def sum_piece(
     SPAN: 0, or of how many steps one sum is made; then x and the weight are dense along K, and consumers share a tile.
     """
     if SPAN:
+        gl.static_assert(CONSUMERS != "tiles", "consumers that take turns at tiles would wait for each other for ever")
+        gl.static_assert(X_MAJOR == "k" and W_MAJOR == "k" and not CLASSES, "codes are dense along K")
         if end - first > SPAN:
             accs = _sum_spans(x_bufs, w_bufs, full, empty, passed, end - first, wg, CONSUMERS, ROWS, COLS, STAGES, SPAN)
         else:
