@@ -64,31 +64,45 @@ def _zeros(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OWN: gl.
 
 
 @gluon.jit
+def _own_rows(x_bufs, stage, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """What one consumer multiplies of a stage of x."""
+    return x_bufs.index(stage * (x_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "m" else 0))
+
+
+@gluon.jit
+def _start_products(
+    x, w_bufs, stage, accs, use_acc, wg: gl.constexpr, CONSUMERS: gl.constexpr, W_MAJOR: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Begin the products of x with one consumer's boxes of a stage of the weight, a sum in the registers of accs for each."""
+    started = ()
+    for b in gl.static_range(len(accs)):
+        w = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "n" else b))
+        if W_MAJOR == "k":
+            w = w.permute((1, 0))
+        started += (warpgroup_mma(x, w, accs[b], use_acc=use_acc, is_async=True),)
+    return started
+
+
+@gluon.jit
 def _sum_steps(
     x_bufs, w_bufs, full, empty, turns, stage, phase, first, end, shift, K,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
 ):  # fmt: skip
     """One consumer's product over the steps [first, end), a tuple of [ROWS, COLS]; gives the stages back as it goes."""
-    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
-    N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
-    OWN: gl.constexpr = 1 if CONSUMERS == "n" else N_BOXES  # boxes of the weight that this consumer multiplies by
+    # Boxes of the weight that this consumer multiplies by.
+    OWN: gl.constexpr = 1 if CONSUMERS == "n" else w_bufs.shape[0] // STAGES
     accs = _zeros(x_bufs.dtype, ROWS, COLS, OWN)
     for step in range(first, end):
         mbarrier.wait(full.index(stage), phase)
-        x = x_bufs.index(stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
+        x = _own_rows(x_bufs, stage, wg, CONSUMERS, STAGES)
         if CLASSES:
             k = step * BLOCK_K - shift
             if (k < 0) | (k + BLOCK_K > K):
                 _clear_outside(x, k, K)
         if X_MAJOR != "k":
             x = x.permute((1, 0))
-        started = ()
-        for b in gl.static_range(OWN):
-            w = w_bufs.index(stage * N_BOXES + (wg if CONSUMERS == "n" else b))
-            if W_MAJOR == "k":
-                w = w.permute((1, 0))
-            started += (warpgroup_mma(x, w, accs[b], use_acc=step > first, is_async=True),)
+        started = _start_products(x, w_bufs, stage, accs, step > first, wg, CONSUMERS, W_MAJOR, STAGES)
         # One step's products stay in flight. Those before are over: the producer may overwrite what they read.
         accs = _waited(OWN, started)
         mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > first)
@@ -104,19 +118,6 @@ def _sum_steps(
 
 
 @gluon.jit
-def _start_products(
-    x_bufs, w_bufs, stage, accs, USE_ACC: gl.constexpr, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Begin what one consumer multiplies of a stage, in the registers of accs."""
-    x = x_bufs.index(stage * (x_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "m" else 0))
-    started = ()
-    for b in gl.static_range(len(accs)):
-        w = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "n" else b))
-        started += (warpgroup_mma(x, w.permute((1, 0)), accs[b], use_acc=USE_ACC, is_async=True),)
-    return started
-
-
-@gluon.jit
 def _sum_span(
     x_bufs, w_bufs, full, empty, filled, steps, room, before, totals,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
@@ -129,7 +130,8 @@ def _sum_span(
     added = ()
     for b in gl.static_range(OWN):
         added += (totals[b] + before[b],)
-    started = _start_products(x_bufs, w_bufs, stage, room, False, wg, CONSUMERS, STAGES)
+    x = _own_rows(x_bufs, stage, wg, CONSUMERS, STAGES)
+    started = _start_products(x, w_bufs, stage, room, False, wg, CONSUMERS, "k", STAGES)
     # Named in the wait, the additions are not put off until after it.
     waited = warpgroup_mma_wait(OWN, deps=started + added)
     accs = ()
@@ -143,7 +145,8 @@ def _sum_span(
             stage = 0
             phase ^= 1
         mbarrier.wait(full.index(stage), phase)
-        accs = _waited(OWN, _start_products(x_bufs, w_bufs, stage, accs, True, wg, CONSUMERS, STAGES))
+        x = _own_rows(x_bufs, stage, wg, CONSUMERS, STAGES)
+        accs = _waited(OWN, _start_products(x, w_bufs, stage, accs, True, wg, CONSUMERS, "k", STAGES))
         mbarrier.arrive(empty.index(_before(stage, STAGES)))
     accs = _waited(0, accs)
     mbarrier.arrive(empty.index(stage))
