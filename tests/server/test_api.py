@@ -1,7 +1,6 @@
 """The endpoints over HTTP, around an engine that says the alphabet."""
 
 import json
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -306,15 +305,26 @@ def test_ignored_fields_are_named_in_a_header(client: httpx.Client) -> None:
     assert "x-tilewright-ignored" not in client.post("/v1/completions", json={"prompt": "a"}).headers
 
 
-def test_the_live_view_of_a_large_pool_is_bounded_and_rarely_made() -> None:
+def test_the_live_view_of_a_large_pool_is_bounded_and_rarely_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map that takes 10 ms of the processor is made again after a second, not before."""
     engine = fake_engine(pages=100_000)
-    calls = []
     page_map = engine.scheduler.page_map
-    engine.scheduler.page_map = lambda n: calls.append(n) or page_map(n)  # type: ignore[method-assign,func-returns-value]
-    view = LiveView(engine)
-    for _ in range(3):
+    now = SimpleNamespace(wall_s=100.0, thread_s=0.0)
+    monkeypatch.setattr(
+        "tilewright.server.live.time",
+        SimpleNamespace(perf_counter=lambda: now.wall_s, thread_time=lambda: now.thread_s),
+    )
+
+    def ten_milliseconds(per_cell: int) -> list[tuple[str | int, int]]:
+        now.thread_s += 0.01
+        return page_map(per_cell)
+
+    monkeypatch.setattr(engine.scheduler, "page_map", ten_milliseconds)
+    view, made = LiveView(engine), []
+    for _ in range(10):
         pages = json.loads(view.snapshot())["pages"]
-        time.sleep(0.11)
+        made.append(round(now.thread_s / 0.01))
+        now.wall_s += 0.3
     assert pages["per_cell"] == 49
     assert sum(count for _, _, count in pages["runs"]) == 2041
-    assert len(calls) == 1, "a map that costs 10 ms is not made again within a second"
+    assert made == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
