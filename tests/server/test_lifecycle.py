@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -66,13 +67,13 @@ def test_a_client_that_goes_away_frees_its_pages_within_a_step(stream: bool, bod
 
 
 def test_a_client_that_goes_away_while_it_waits_leaves_the_queue() -> None:
-    engine = fake_engine(delay_s=0.02, max_seqs=1)
+    engine = fake_engine(delay_s=0.04, max_seqs=1)
     with running(engine) as server:
-        with raw_post(server, stream=True, max_tokens=60):
+        with raw_post(server, stream=True, max_tokens=100):  # four seconds
             until(lambda: engine.stats().running == 1)
             with raw_post(server):
                 until(lambda: engine.stats().waiting == 1)
-            assert until(lambda: engine.stats().waiting == 0) < 0.2
+            until(lambda: engine.stats().waiting == 0)
             assert engine.stats().running == 1, "the other one goes on"
         server.until_idle()
 
@@ -245,10 +246,12 @@ def test_answers_are_not_delayed_by_the_network_stack() -> None:
     """Without TCP_NODELAY every answer takes 40 ms: its head and its body are two writes."""
     with running() as server, httpx.Client(base_url=server.url) as client:
         client.get("/health")
-        start_s = time.perf_counter()
-        for _ in range(10):
+        times = []
+        for _ in range(20):
+            start_s = time.perf_counter()
             client.get("/health")
-        assert time.perf_counter() - start_s < 0.3
+            times.append(time.perf_counter() - start_s)
+        assert statistics.median(times) < 0.03, "a machine that halts now and then delays one, not half of them"
 
 
 def test_threads_end_with_their_server() -> None:
