@@ -125,6 +125,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"M": 8, "N": 4096, "K": 4096, "group": 128, "zeros": True},  # taller tiles
         {"M": 512, "N": 4096, "K": 4096, "group": 128, "zeros": True},
         {"M": 512, "N": 4096, "K": 4096, "format": "int8"},  # what has no room for int4
+        {"M": 4096, "N": 8192, "K": 8192, "group": 128, "zeros": True},  # the weight written out under the products
         {"M": 64, "N": 4096, "K": 4096, "group": 128, "zeros": True},
         {"M": 32, "N": 4096, "K": 4096, "group": 128, "zeros": True},
         {"M": 16, "N": 4096, "K": 4096, "format": "int8"},  # whole tiles, and three programs an SM

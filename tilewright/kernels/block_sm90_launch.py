@@ -12,7 +12,8 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.block_sm90 import block_sm90_kernel
 from tilewright.kernels.dependent import launch_options
 from tilewright.kernels.matmul_common import ACTIVATIONS
-from tilewright.kernels.matmul_sm90_launch import box_rows, shares
+from tilewright.kernels.matmul_sm90_launch import box_rows
+from tilewright.kernels.matmul_sm90_space import shares
 from tilewright.kernels.workspace import tickets
 from tilewright.op import scope
 from tilewright.tune.space import Config, Space
@@ -154,7 +155,7 @@ def launch_block_sm90(
     y_box = [64, _EPILOGUE_N]
     tiles, steps = triton.cdiv(m, block_m) * triton.cdiv(width * halves, block_n), triton.cdiv(k, _BLOCK_K)
     stream = config["SPLIT_K"] != 1
-    # Not `_evened` as other products of codes: H100, 128 programs for 132 are 0.978 to 1.009 times as fast, 0.992 on average.
+    # Not `evened` as other products of codes: H100, 128 programs for 132 are 0.978 to 1.009 times as fast, 0.992 on average.
     programs, waves, share, most = shares(tiles, steps, device.sms, config["SPLIT_K"])
     scratch = counters = None
     if stream:

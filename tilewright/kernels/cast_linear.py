@@ -31,8 +31,8 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_products import cast_linear_arguments
 from tilewright.kernels.coded_product import FLOAT8, check_operands
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, problem_of
-from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_sm90_launch import launch_sm90
+from tilewright.kernels.matmul_sm90_space import SPACE as SM90_SPACE
 from tilewright.kernels.quantize import padded_width
 from tilewright.kernels.scaled_linear import LONGEST, finished, halved, refuse_sm90, scaled_kernel
 from tilewright.op import Example, Impl, Op

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.conv_common import Problem
 from tilewright.kernels.conv_sm90 import VIEWS_REACH_ON, conv_sm90_kernel
-from tilewright.kernels.matmul_sm90_launch import shares
+from tilewright.kernels.matmul_sm90_space import shares
 from tilewright.kernels.prepared import Prepared
 from tilewright.kernels.shapes import next_pow2
 from tilewright.kernels.workspace import tickets

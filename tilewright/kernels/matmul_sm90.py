@@ -43,6 +43,7 @@ from triton.language.extra.cuda import gdc_wait
 from tilewright.kernels.hopper import load_box, viewed
 from tilewright.kernels.matmul_sm90_end import add_parts, finish_tile, leave_part, residual_blocks
 from tilewright.kernels.matmul_sm90_sums import sum_piece
+from tilewright.kernels.row_items_sm90 import await_rows
 
 __all__ = [
     "load_tiles",
@@ -131,6 +132,7 @@ def load_tiles(
     X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr, N_BOXES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     STREAM: gl.constexpr, CLASSES: gl.constexpr, PDL: gl.constexpr = False,
+    counters_ptr=None,
 ):  # fmt: skip
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     BOX_M: gl.constexpr = BLOCK_M // M_BOXES
@@ -151,6 +153,9 @@ def load_tiles(
             kind, m, is_longer = _class_of(row, M, BLOCK_M, CLASSES)
             start = lead + kind * x_stride
             shift = start % 8
+        if counters_ptr is not None:  # of rows of the weight that this launch makes
+            gl.static_assert(HALVES == 1, "gate and up rows would be made one after the other, and are wanted together")
+            await_rows(counters_ptr, col * BLOCK_N, F, BLOCK_N)
         for step in range(first, end):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -209,7 +214,7 @@ def multiply_tiles(
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
-    PDL: gl.constexpr, SPAN: gl.constexpr,
+    PDL: gl.constexpr, SPAN: gl.constexpr, NARROW: gl.constexpr = False,
 ):  # fmt: skip
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
@@ -246,7 +251,7 @@ def multiply_tiles(
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
         blocks = sum_piece(
             x_bufs, w_bufs, full, empty, turns, passed, first, end, shift, K, wg, CONSUMERS, X_MAJOR, W_MAJOR,
-            ROWS, COLS, BLOCK_K, STAGES, CLASSES, COLS // tile_bufs.shape[2], SPAN,
+            ROWS, COLS, BLOCK_K, STAGES, CLASSES, COLS // tile_bufs.shape[2], SPAN, NARROW,
         )  # fmt: skip
         passed += (end - first) * TURNS
         if STREAM:

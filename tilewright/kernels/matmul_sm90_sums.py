@@ -49,11 +49,11 @@ def _waited(pendings: gl.constexpr, accs):
 
 
 @gluon.jit
-def _zeros(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OWN: gl.constexpr):
+def _zeros(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OWN: gl.constexpr, NARROW: gl.constexpr = False):
     """OWN sums of nothing, of operands of `dtype`."""
     # An instruction takes 32 bytes of K. Triton knows those of int8 up to 224 columns.
     INTEGERS: gl.constexpr = dtype == gl.int8
-    N: gl.constexpr = 128 if INTEGERS and COLS > 128 else COLS
+    N: gl.constexpr = 128 if (INTEGERS or NARROW) and COLS > 128 else COLS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 256 // dtype.primitive_bitwidth]
     )
@@ -88,11 +88,12 @@ def _sum_steps(
     x_bufs, w_bufs, full, empty, turns, stage, phase, first, end, shift, K,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
+    NARROW: gl.constexpr,
 ):  # fmt: skip
     """One consumer's product over the steps [first, end), a tuple of [ROWS, COLS]; gives the stages back as it goes."""
     # Boxes of the weight that this consumer multiplies by.
     OWN: gl.constexpr = 1 if CONSUMERS == "n" else w_bufs.shape[0] // STAGES
-    accs = _zeros(x_bufs.dtype, ROWS, COLS, OWN)
+    accs = _zeros(x_bufs.dtype, ROWS, COLS, OWN, NARROW)
     for step in range(first, end):
         mbarrier.wait(full.index(stage), phase)
         x = _own_rows(x_bufs, stage, wg, CONSUMERS, STAGES)
@@ -194,11 +195,12 @@ def sum_piece(
     x_bufs, w_bufs, full, empty, turns, passed, first, end, shift, K,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
-    COUNT: gl.constexpr, SPAN: gl.constexpr,
+    COUNT: gl.constexpr, SPAN: gl.constexpr, NARROW: gl.constexpr = False,
 ):  # fmt: skip
     """One consumer's product over the steps [first, end) of a piece, as COUNT blocks of columns of each box, in float32.
 
-    SPAN: 0, or of how many steps one sum is made; then x and the weight are dense along K, and consumers share a tile.
+    SPAN: 0, or of how many steps one sum is made; then x and the weight are dense along K, and consumers share a tile. NARROW:
+    instructions of 128 columns at most; of 256 they take more registers than a thread of 512 is launched with.
     """
     if SPAN:
         gl.static_assert(CONSUMERS != "tiles", "consumers that take turns at tiles would wait for each other for ever")
@@ -208,12 +210,12 @@ def sum_piece(
         else:
             accs = _sum_steps(
                 x_bufs, w_bufs, full, empty, turns, passed % STAGES, passed // STAGES & 1, first, end, shift, K,
-                wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES,
+                wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES, NARROW,
             )  # fmt: skip
     else:
         accs = _sum_steps(
             x_bufs, w_bufs, full, empty, turns, passed % STAGES, passed // STAGES & 1, first, end, shift, K,
-            wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES,
+            wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES, NARROW,
         )  # fmt: skip
     blocks = ()
     for b in gl.static_range(len(accs)):

@@ -16,6 +16,7 @@ float32, with one rounding at the end; activations are those of `linear`. The im
     registers     Hopper, any rows: codes become wgmma's register operand, the product is transposed. Scales multiply sums, but
                   from 65 rows on those of groups multiply the weight, which is then rounded to x's dtype
     dequantized   512 rows and more: W is written out in x's dtype, rounded once, and multiplied by `linear`
+    sm90          Hopper, int4, more than 1024 rows: the same in one launch; some warps write W under the products of others
     triton        any shape, any alignment, from sm_80 on; scales of int4's groups of 32 and 64 multiply the weight
     invariant     `triton` with one config for all: a row's bits do not depend on its batch
 
@@ -49,6 +50,7 @@ from tilewright.kernels.mixed_dequantized import DEQUANTIZED
 from tilewright.kernels.mixed_layout import CHUNK, unpack
 from tilewright.kernels.mixed_registers_launch import MIXED_REGISTERS
 from tilewright.kernels.mixed_skinny import MIXED_SKINNY
+from tilewright.kernels.mixed_sm90_launch import MIXED_SM90, tiles_of
 from tilewright.kernels.reduce import dot
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
@@ -222,16 +224,19 @@ INVARIANT = Impl(
 
 
 def _first(device: Device, problem: MixedProblem) -> str | None:
-    """Few rows: skinny has no parts of tiles to add. Many: on some cards the weight is written out once, not once a tile.
+    """Few rows: skinny has no parts of tiles to add. Many: the weight is written out once, not once a tile.
 
     H100, speed over cuBLAS in bf16, best configs: 4 rows of int4 skinny 2.1 to 3.1, registers 1.7 to 3.0, 8 rows 1.6 to 1.7 and
-    1.7 to 2.5; 16 rows of int8 1.5 to 1.9 and 1.4 to 1.9; 2048 rows of int8 dequantized 0.84 to 0.86, registers 0.94 to 0.98,
-    of int4 0.84 to 0.87 and 0.87 to 0.95; 4096 rows of int4 0.91 to 0.99 and, without AHEAD, 0.84 to 0.87.
+    1.7 to 2.5; 16 rows of int8 1.5 to 1.9 and 1.4 to 1.9; 2048 rows of int8 dequantized 0.84 to 0.86, registers 0.94 to 0.98;
+    of int4, means of 12 projections: 1024 rows registers 0.884, sm90 0.748, 2048 rows 0.892 and 0.911 (256 tiles 0.887 and
+    0.838, 512 and more 0.895 and 0.941), 4096 rows 0.897 and 0.965, dequantized 0.928, 8192 rows dequantized 0.966, sm90 0.983.
     """
     m, int4 = problem.m_bucket, problem.format == "int4"
-    if device.arch == 90:
-        return "dequantized" if int4 and m > 2048 else "registers" if m > (4 if int4 else 16) else None
-    return "dequantized" if m >= (2048 if problem.block_cols else 4096) else None
+    if device.arch != 90:
+        return "dequantized" if m >= (2048 if problem.block_cols else 4096) else None
+    if int4 and m > 1024 and MIXED_SM90.refusal(device, problem) is None and tiles_of(problem) > 3 * device.sms:
+        return "sm90"
+    return "dequantized" if int4 and m > 2048 else "registers" if m > (4 if int4 else 16) else None
 
 
 mixed_linear_op = Op(
@@ -243,7 +248,7 @@ mixed_linear_op = Op(
     make=mixed_linear_arguments,
     first=_first,
     rows_in_problem=True,
-    impls=(MIXED_SKINNY, MIXED_REGISTERS, DEQUANTIZED, TRITON, INVARIANT),
+    impls=(MIXED_SKINNY, MIXED_REGISTERS, DEQUANTIZED, MIXED_SM90, TRITON, INVARIANT),
 )
 
 

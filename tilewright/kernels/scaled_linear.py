@@ -29,8 +29,8 @@ from tilewright.kernels.arguments import scaled_linear_arguments
 from tilewright.kernels.coded_product import FLOAT8, check_product, empty_product, product_cost
 from tilewright.kernels.dependent import waits
 from tilewright.kernels.matmul_common import ACTIVATIONS, Problem, finish, problem_of, weight_rows
-from tilewright.kernels.matmul_sm90_launch import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_sm90_launch import launch_sm90
+from tilewright.kernels.matmul_sm90_space import SPACE as SM90_SPACE
 from tilewright.kernels.matmul_tile import best_tile, grouped
 from tilewright.kernels.reduce import dot
 from tilewright.op import Example, Impl, Op
