@@ -64,6 +64,25 @@ def test_parts_are_averaged_by_their_sums(splits: int, rank: int) -> None:
     assert not got[:, 2].any()
 
 
+@INTERPRETED
+@pytest.mark.parametrize("splits", [2, 64])
+def test_parts_of_16_bits(splits: int) -> None:
+    """The same of float16 with a scale for each half, woven; a part's numbers may be larger than float16's."""
+    x = Inputs(seed=4)
+    part, lse = x.randn(1, 3, splits, 512, dtype=torch.float32) * 1e6, 4 * x.randn(1, 3, splits, dtype=torch.float32)
+    part[0, 1, 0], lse[0, 1, 0] = torch.nan, -torch.inf
+    halves = part.unflatten(-1, (2, 256))
+    scales = halves.abs().amax(-1)
+    stored = (halves / scales[..., None]).to(torch.float16)
+    woven = stored.unflatten(-1, (16, 2, 4, 2)).transpose(-3, -2).reshape(part.shape).contiguous()
+    got = torch.full((1, 3, 512), torch.nan)
+    combine_splits(woven, lse, got, scales)
+    weights = torch.exp2(lse.double())
+    exact = torch.nan_to_num((stored.double() * scales[..., None]).view(part.shape))
+    want = (weights[..., None] * exact).sum(2) / weights.sum(2, keepdim=True)
+    assert (got - want).abs().max() < 1e-5 * 1e6
+
+
 def problem(**changes: Any) -> Problem:
     sizes = {"dtype": torch.bfloat16, "heads": 128, "rank": 512, "rotated": 64, "page_size": 64}
     return Problem(**{**sizes, "batch": 8, "queries": 1, "keys": 4096, **changes})

@@ -121,18 +121,41 @@ def _hand_over(e, alpha, bufs, bars, j, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _store(o, out, row, live, first: gl.constexpr, SPLIT: gl.constexpr):
-    """Columns first .. first + 256 of the program's rows, rounded, or in float32 as a part."""
+def _woven(x):
+    """x [ROWS, HALF] with columns 2 j + l and 8 + 2 j + l of every 16 beside each other, which one thread has: 8 bytes."""
+    apart = x.reshape([ROWS, HALF // 16, 2, 4, 2])
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [0, 128], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[ROWS, HALF],
+    )  # fmt: skip
+    return gl.convert_layout(apart.permute([0, 1, 3, 2, 4]).reshape([ROWS, HALF]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _store(o, share, out, row, live, half: gl.constexpr, SPLIT: gl.constexpr):
+    """Half of the program's rows, times share: rounded, or as a part.
+
+    A part is in float16, divided by the largest number of its row: half of the bytes to write and read again, and nothing is
+    lost beside the result's own rounding.
+    """
     layout: gl.constexpr = o.type.layout
-    o_ptr, part_ptr = out[0], out[1]
-    rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
-    cols = first + gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
     if SPLIT:
-        places = ((row + rows).to(gl.int64) * gl.num_programs(1) + gl.program_id(1)) * (2 * HALF)
-        gl.store(part_ptr + places + cols, o, mask=rows < live)
+        size = gl.abs(o)
+        most = gl.maximum(gl.max(gl.where(size < float("inf"), size, 0.0), 1), 1e-30)
+        part = _woven((o * gl.expand_dims(1.0 / most, 1)).to(gl.float16))
+        place: gl.constexpr = part.type.layout
+        rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, place)), 1)
+        cols = half * HALF + gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, place)), 0)
+        at = (row + rows).to(gl.int64) * gl.num_programs(1) + gl.program_id(1)
+        gl.store(out[1] + at * (2 * HALF) + cols, part, mask=rows < live)
+        line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        at = (row + line).to(gl.int64) * gl.num_programs(1) + gl.program_id(1)
+        gl.store(out[2] + at * 2 + half, most * share, mask=line < live)
     else:
+        rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
+        cols = half * HALF + gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
         places = (row + rows).to(gl.int64) * (2 * HALF)
-        gl.store(o_ptr + places + cols, o.to(o_ptr.dtype.element_ty), mask=rows < live)
+        gl.store(out[0] + places + cols, (o * gl.expand_dims(share, 1)).to(out[0].dtype.element_ty), mask=rows < live)
 
 
 @gluon.jit
@@ -180,11 +203,11 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
     bufs[5].store(share)
     block_barrier()
     mbarrier.arrive(bars[3])
-    _store(_scaled_rows(o, share), out, row, live, 0, SPLIT)
+    _store(o, gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), out, row, live, 0, SPLIT)
     if SPLIT:
         rows = gl.arange(0, ROWS, layout=m.type.layout)
         lse = gl.where(l == 0.0, float("-inf"), m * scale + gl.log2(l))
-        gl.store(out[2] + (row + rows).to(gl.int64) * gl.num_programs(1) + gl.program_id(1), lse, mask=rows < live)
+        gl.store(out[3] + (row + rows).to(gl.int64) * gl.num_programs(1) + gl.program_id(1), lse, mask=rows < live)
 
 
 @gluon.jit
@@ -210,7 +233,7 @@ def _second(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
         mbarrier.arrive(p_empty)
         mbarrier.arrive(empty[1].index(stage))
     mbarrier.wait(p_full, count & 1)
-    _store(o * gl.expand_dims(alpha_buf.load(ROW_LAYOUT), 1), out, row, live, HALF, SPLIT)
+    _store(o, alpha_buf.load(ROW_LAYOUT), out, row, live, 1, SPLIT)
 
 
 # ---- kernel
@@ -262,8 +285,8 @@ def _tiles_of(token, batch, room, cu_q_ptr, kv_lens_ptr, ONE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["batch", "heads", "room", "table_row_stride"])
 def mla_sm90_kernel(
-    q_wide_desc, q_turned_desc, k_wide_desc, k_turned_desc, o_ptr, part_ptr, lse_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
-    batch, heads, room, table_row_stride, scale, S: gl.constexpr, ONE: gl.constexpr, SPLIT: gl.constexpr,
+    q_wide_desc, q_turned_desc, k_wide_desc, k_turned_desc, o_ptr, part_ptr, scale_ptr, lse_ptr, table_ptr, kv_lens_ptr,
+    cu_q_ptr, batch, heads, room, table_row_stride, scale, S: gl.constexpr, ONE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=4 on (tokens x blocks of 64 heads, ranges) programs; the other groups bring their own warps.
 
@@ -291,7 +314,7 @@ def mla_sm90_kernel(
     b, where = _tiles_of(token, batch, room, cu_q_ptr, kv_lens_ptr, ONE)
     row = token * heads + first_head
     live = heads - first_head
-    out = (o_ptr, part_ptr, lse_ptr)
+    out = (o_ptr, part_ptr, scale_ptr, lse_ptr)
     table_ptr += b.to(gl.int64) * table_row_stride
     descs = (q_wide_desc, q_turned_desc, k_wide_desc, k_turned_desc)
     gl.warp_specialize([

@@ -26,6 +26,7 @@ __all__ = ["INVARIANT", "TRITON", "combine_splits", "split_count"]
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 64
+_NUMBERS = 2048  # of a tile of parts: 64 a thread
 
 # ---- kernels
 
@@ -117,46 +118,57 @@ def _mla_kernel(
         tl.store(lse_ptr + parts, m + tl.log2(tl.where(l == 0.0, 1.0, l)), mask=live)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _combine_kernel(
-    part_ptr, lse_ptr, o_ptr, splits, R: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr
+    part_ptr, scale_ptr, lse_ptr, o_ptr, rows, splits,
+    R: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R numbers of a row of the result, [R], from what `splits` ranges of its keys gave, PARTS of them at once."""
-    row = tl.program_id(0).to(tl.int64)
+    """BLOCK_R numbers of ROWS rows of the result, [R], from what `splits` ranges of their keys gave, MOST or fewer.
+
+    With scales a part's two halves are multiples of them, in the order of columns that mla_sm90.py leaves.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
     dims = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     i = tl.arange(0, MOST)
-    lse = tl.load(lse_ptr + row * splits + i, mask=i < splits, other=float("-inf"))
-    top = tl.max(lse, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - top), 0)
-    acc = tl.zeros([PARTS, BLOCK_R], tl.float32)
-    for k in tl.range(0, splits, PARTS, num_stages=4):
-        at = k + tl.arange(0, PARTS)
-        some = tl.load(lse_ptr + row * splits + at, mask=at < splits, other=float("-inf"))
-        # A range without keys left nothing to read.
-        held = (some > float("-inf"))[:, None] & (dims < R)[None, :]
-        part = tl.load(part_ptr + (row * splits + at)[:, None] * R + dims[None, :], mask=held, other=0.0)
-        acc += part * tl.exp2(some - top)[:, None]
-    out = tl.sum(acc, 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(o_ptr + row * R + dims, out.to(o_ptr.dtype.element_ty), mask=dims < R)
+    at = row[:, None] * splits + i[None, :]
+    mask = live[:, None] & (i < splits)[None, :]
+    lse = tl.load(lse_ptr + at, mask=mask, other=float("-inf"))
+    # Asked for before it is known whether a range had keys. One without may have left anything, which is not looked at.
+    part = tl.load(part_ptr + at[:, :, None] * R + dims[None, None, :], mask=mask[:, :, None] & (dims < R)[None, None, :])
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + at * 2 + tl.program_id(1) * BLOCK_R // (R // 2), mask=mask, other=0.0)
+    top = tl.max(lse, 1)
+    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    total = tl.sum(weight, 1)
+    parts = tl.where((lse > float("-inf"))[:, :, None], part.to(tl.float32) * (weight * scale)[:, :, None], 0.0)
+    out = tl.sum(parts, 1) / tl.where(total == 0.0, 1.0, total)[:, None]
+    if scale_ptr is not None:
+        woven = tl.reshape(out, [ROWS, BLOCK_R // 16, 4, 2, 2])
+        out = tl.reshape(tl.permute(woven, [0, 1, 3, 2, 4]), [ROWS, BLOCK_R])
+    to = row[:, None] * R + dims[None, :]
+    tl.store(o_ptr + to, out.to(o_ptr.dtype.element_ty), mask=live[:, None] & (dims < R)[None, :])
 
 
 # ---- launchers
 
 
-def combine_splits(part: Tensor, lse: Tensor, o: Tensor) -> None:
-    """o [T, H, R] from part [T, H, SPLITS, R] float32, normalised averages, and lse [T, H, SPLITS] float32, base 2.
+def combine_splits(part: Tensor, lse: Tensor, o: Tensor, scales: Tensor | None = None) -> None:
+    """o [T, H, R] from part [T, H, SPLITS, R], normalised averages in float32, and lse [T, H, SPLITS] float32, base 2.
 
-    A range whose lse is -inf had no keys; its part is not read.
+    With scales, float32 [T, H, SPLITS, 2], a part's halves of R are float16 and multiples of them, and of every 16 columns the
+    one of i, j, l (of 2, 4, 2; 8 i + 2 j + l in o) stands at 4 j + 2 i + l. A range whose lse is -inf had no keys; its part is
+    not looked at.
     """
     tokens, heads, splits = lse.shape
     rank = o.shape[2]
-    # One part after the other is a chain of reads that wait for L2: of 64 it is 10.5 us on an H100, where this is 6.6.
-    parts, columns, options = (1, 512, {"num_warps": 2}) if splits <= 4 else (8, 128, {"num_warps": 4})
-    columns = min(columns, next_pow2(rank))
-    _combine_kernel[(tokens * heads, triton.cdiv(rank, columns))](
-        part, lse, o, splits, R=rank, MOST=_MOST_SPLITS, PARTS=parts, BLOCK_R=columns, **options
-    )
+    # One tile, asked for at once, and a warp alone with it: nobody waits but for its own numbers (docs/log.md).
+    most, columns = next_pow2(splits), min(64, next_pow2(rank))
+    rows = max(1, _NUMBERS // (most * columns))
+    _combine_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(rank, columns))](
+        part, scales, lse, o, tokens * heads, splits, R=rank, MOST=most, ROWS=rows, BLOCK_R=columns, num_warps=1,
+    )  # fmt: skip
 
 
 def _launch(
