@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, clear_end, load_box
+from tilewright.kernels.hopper import block_barrier, clear_end, load_box, viewed
 from tilewright.kernels.paged_sm90_ranges import (
     PANEL,
     ROWS,
@@ -76,12 +76,11 @@ def _fetch(desc, bufs, full, empty, rows, j, BOXES: gl.constexpr, PANELS: gl.con
 def _load(
     descs, bufs, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, table_row_stride,
     G: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    BOXES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+    BOXES: gl.constexpr, END_BOXES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    k_desc, v_desc = descs
-    k_bufs, v_bufs = bufs
+    k_desc, v_desc, k_end_desc, v_end_desc = descs
+    k_bufs, v_bufs, k_end_bufs, v_end_bufs = bufs
     k_full, v_full, k_empty, v_empty = bars
-    STEP: gl.constexpr = ROWS // BOXES
     j = at * 0
     while at < stop:
         g, first, count, kv_len, _q_len, _pair_at, tiles = stretch(
@@ -91,9 +90,14 @@ def _load(
         for i in range(count):
             key = first + i * ROWS
             # The pages are read before the wait for free memory.
-            rows = page_rows(row_ptr, key, kv_len, g, G, S, STEP, BOXES)
-            _fetch(k_desc, k_bufs, k_full, k_empty, rows, j, BOXES, PANELS, STAGES)
-            _fetch(v_desc, v_bufs, v_full, v_empty, rows, j, BOXES, PANELS, STAGES)
+            if (END_BOXES > BOXES) & (key + ROWS > kv_len):
+                end_rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // END_BOXES, END_BOXES)
+                _fetch(k_end_desc, k_end_bufs, k_full, k_empty, end_rows, j, END_BOXES, PANELS, STAGES)
+                _fetch(v_end_desc, v_end_bufs, v_full, v_empty, end_rows, j, END_BOXES, PANELS, STAGES)
+            else:
+                rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // BOXES, BOXES)
+                _fetch(k_desc, k_bufs, k_full, k_empty, rows, j, BOXES, PANELS, STAGES)
+                _fetch(v_desc, v_bufs, v_full, v_empty, rows, j, BOXES, PANELS, STAGES)
             j += 1
         at += count
         if at == (before + tiles) * G:
@@ -252,7 +256,7 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "table_row_stride"])
 def paged_sm90_kernel(
-    k_desc, v_desc, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
+    k_desc, v_desc, k_end_desc, v_end_desc, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
     batch, tokens, room, window, q_row_stride, table_row_stride, scale,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
@@ -260,12 +264,14 @@ def paged_sm90_kernel(
 ):  # fmt: skip
     """Launch with num_warps=4, the consumer's; the producer brings its own warp.
 
-    k_desc, v_desc: of the caches as [P * G * S, D], in boxes of min(S, 64) rows or fewer by 64. scale: times log2(e). N: a
-    power of two of at least 8 that QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
+    k_desc, v_desc: of the caches as [P * G * S, D], in boxes of min(S, 64) rows by 64; k_end_desc, v_end_desc: the same, or in
+    boxes of fewer rows for the last tiles of sequences. scale: times log2(e). N: a power of two of at least 8 that
+    QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
     """
     dtype: gl.constexpr = k_desc.dtype
     PANELS: gl.constexpr = D // PANEL
     BOXES: gl.constexpr = ROWS // k_desc.block_type.shape[0]
+    END_BOXES: gl.constexpr = ROWS // k_end_desc.block_type.shape[0]
     NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES * PANELS * BOXES, ROWS // BOXES, PANEL], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES * PANELS * BOXES, ROWS // BOXES, PANEL], v_desc.layout)
@@ -277,8 +283,10 @@ def paged_sm90_kernel(
     bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
     at, stop, b, before, share = range_of(kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, LONGER)
     tiles = (boxes_joined(k_bufs, STAGES, ROWS, D), boxes_joined(v_bufs, STAGES, ROWS, D))
-    descs = (k_desc, v_desc)
-    bufs = (k_bufs, v_bufs)
+    descs = (k_desc, v_desc, k_end_desc, v_end_desc)
+    end_shape: gl.constexpr = [STAGES * PANELS * END_BOXES, ROWS // END_BOXES, PANEL]
+    end_layout: gl.constexpr = k_end_desc.layout
+    bufs = (k_bufs, v_bufs, viewed(k_bufs, dtype, end_shape, end_layout), viewed(v_bufs, dtype, end_shape, end_layout))
     gl.warp_specialize([
         (_attend, (
             tiles, own, bars, at, stop, b, before, share, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, kv_lens_ptr, cu_q_ptr,
@@ -287,6 +295,6 @@ def paged_sm90_kernel(
         )),
         (_load, (
             descs, bufs, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, table_row_stride,
-            G, S, QUERIES, HAS_WINDOW, BOXES, PANELS, STAGES,
+            G, S, QUERIES, HAS_WINDOW, BOXES, END_BOXES, PANELS, STAGES,
         )),
     ], [1], [56])  # fmt: skip

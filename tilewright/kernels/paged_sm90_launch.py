@@ -82,8 +82,8 @@ def _default(device: Device, problem: Problem) -> Config:
     # Two programs win there too, by up to 1.6 %, where a program has pairs of a sequence and a head of its own: with fewer
     # pairs than programs there are more parts to combine, and 16 x 2000 takes 4 % longer.
     own = problem.queries == 1 and problem.batch * problem.kv_heads > 2 * device.sms
-    # Boxes of 16 tokens fetch 304 for 300, a page of 64 fetches 320: 4 % of 256 x 300, and -0.1 to 1.4 % elsewhere.
-    box = 16 if problem.page_size > 16 else _ROWS
+    # Of 310 tokens boxes of 8 fetch 312, of 16, or a page of 64, 320.
+    box = 8 if problem.page_size > 8 else _ROWS
     return {"PER_SM": 1 if few and not own else 2, "STAGES": 2 if few else 4, "LONGER": 6, "BOX": box}
 
 
@@ -127,7 +127,8 @@ def _launch(
         "num_warps": 4, "maxnreg": 256 // config["PER_SM"],
     }  # fmt: skip
     if k_scale is None:
-        descriptors = (boxes(t.view(-1, dim), [min(page_size, config["BOX"]), _PANEL]) for t in (k_cache, v_cache))
+        heights = (min(page_size, _ROWS), min(page_size, config["BOX"]))
+        descriptors = [boxes(t.view(-1, dim), [high, _PANEL]) for high in heights for t in (k_cache, v_cache)]
         paged_sm90_kernel[(grid,)](*descriptors, *out, *lengths, *strides, **constants)
     else:
         format = "int8" if k_cache.dtype == torch.int8 else "e4m3"
@@ -144,8 +145,10 @@ def _work(device: Device, config: Config, *args: Any) -> Work:
 
 
 SPACE = Space(
-    default=_default, axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6), "BOX": (16, 64)}, refusal=_config_refusal
+    default=_default,
+    axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6), "BOX": (8, 16, 64)},
+    refusal=_config_refusal,
 )
-"""BOX: tokens of a page that are fetched at once. What lies behind a sequence's last token is fetched to the end of its box."""
+"""BOX: tokens that are fetched at once in a sequence's last tile, up to the box with its last token; elsewhere it is a page."""
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=_work)
