@@ -6,6 +6,7 @@ flatter it: the sets together are larger than any L2. Figures that are compared 
 
 import json
 import platform
+import random
 import shlex
 import statistics
 import subprocess
@@ -82,20 +83,22 @@ def sets_for(call_bytes: int) -> int:
 def interleaved_us(calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int = 20) -> list[tuple[float, float]]:
     """(median, spread) in microseconds of each call, measured in turns. `call(i)` runs on argument set i of `sets`.
 
+    Each round has an order of its own, the same in every run: at the power limit a call's clock depends on what ran before it.
     Spread is half the distance between the 10th and the 90th percentile.
     """
     repeats = max(1, 16 // sets)
     graphs = [_graph(call, sets, repeats) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
+    order = random.Random(0)
     for turn in range(rounds + 2):
-        for graph, found in zip(graphs, times, strict=True):
+        for i in order.sample(range(len(graphs)), len(graphs)):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            graph.replay()
+            graphs[i].replay()
             end.record()
             end.synchronize()
             if turn >= 2:
-                found.append(start.elapsed_time(end) * 1e3 / (sets * repeats))
+                times[i].append(start.elapsed_time(end) * 1e3 / (sets * repeats))
     return [(statistics.median(t), (sorted(t)[int(0.9 * len(t))] - sorted(t)[int(0.1 * len(t))]) / 2) for t in times]
 
 

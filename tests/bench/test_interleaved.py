@@ -1,0 +1,58 @@
+"""What `interleaved_us` does with times: a clock and graphs that are not a card's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright.bench import harness
+
+US_OF_CALL = (3.0, 50.0, 7.0)
+
+
+class FakeCard:
+    """Graphs that take their call's time; the clock is theirs alone."""
+
+    def __init__(self) -> None:
+        self.now_us, self.replayed = 0.0, []
+
+    def graph(self, call: Callable[[int], Any], sets: int, repeats: int) -> Any:
+        card, number = self, call(0)
+
+        class Graph:
+            def replay(self) -> None:
+                card.replayed.append(number)
+                card.now_us += US_OF_CALL[number] * sets * repeats
+
+        return Graph()
+
+    def event(self, enable_timing: bool) -> Any:
+        card = self
+
+        class Event:
+            at_us = 0.0
+
+            def record(self) -> None:
+                self.at_us = card.now_us
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, end: Any) -> float:
+                return (end.at_us - self.at_us) / 1e3
+
+        return Event()
+
+
+def test_each_call_has_its_own_time_in_rounds_of_many_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = FakeCard()
+    monkeypatch.setattr(harness, "_graph", card.graph)
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    calls = [lambda i, number=number: number for number in range(len(US_OF_CALL))]
+    times = harness.interleaved_us(calls, sets=2, rounds=30)
+    assert [us for us, _ in times] == pytest.approx(US_OF_CALL)
+    assert [spread for _, spread in times] == pytest.approx([0, 0, 0], abs=1e-9)
+    rounds = [tuple(card.replayed[i : i + 3]) for i in range(0, len(card.replayed), 3)]
+    assert len(rounds) == 32
+    assert all(sorted(one) == [0, 1, 2] for one in rounds)
+    assert len(set(rounds)) == 6, "every order comes up"
