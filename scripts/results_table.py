@@ -191,8 +191,8 @@ def support_table() -> str:
     lines = [f"| operator | implementation | {' | '.join(archs)} |", "|---|---|" + "---|" * len(archs)]
     for certificate in certificates:
         # A library's implementation launches no kernel of ours: it has refusals and nothing else.
-        impls = dict.fromkeys(name.partition("/")[0] for name, case in certificate["cases"].items() if "refused" not in case)
-        for impl in impls:
+        compiled = [name for name, case in certificate["cases"].items() if "refused" not in case] + list(certificate["configs"])
+        for impl in dict.fromkeys(name.partition("/")[0] for name in compiled):
             cells = [support_cell(certificate, impl, arch) for arch in archs]
             lines.append(f"| {certificate['op']} | {impl} | {' | '.join(cells)} |")
     versions = sorted({certificate["triton"] for certificate in certificates})
