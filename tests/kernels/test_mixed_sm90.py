@@ -43,9 +43,8 @@ def test_the_bits_of_a_weight_written_before(
     shape: tuple[int, int, int, int, dict[str, Any]], dtype: torch.dtype, zeros: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, n, k, group, tile = shape
-    args = make(
-        Inputs("cuda", m, here=True), M=m, N=n, K=k, group=group, zeros=zeros, dtype=dtype, bias=True, activation="gelu"
-    )
+    more = {"zeros": zeros, "dtype": dtype, "bias": True, "activation": "gelu", "residual": m % 2 == 0}
+    args = make(Inputs("cuda", m, here=True), M=m, N=n, K=k, group=group, **more)
     if reason := MIXED_SM90.refusal(DEVICE, mixed_linear_op.problem(*args)) or MIXED_SM90.space.refusal(
         DEVICE, mixed_linear_op.problem(*args), tile
     ):
