@@ -197,12 +197,13 @@ def pieces(config: Config, device: Device, y: Tensor, tiles: int, steps: int, co
     """The work of `tiles` of so many steps, of codes or of 16 bits, on the device of y."""
     sms = evened(tiles, device.sms) if coded and config["SPLIT_K"] == 1 else device.sms
     programs, waves, share, parts = shares(tiles, steps, sms, config["SPLIT_K"])
-    left, scratch = 0, None
+    others, scratch = 0, None
     if config["SPLIT_K"] != 1:
         left, part = tiles - waves * programs, config["BLOCK_M"] * config["BLOCK_N"]
         scratch = torch.empty(max(1, left * (parts - 1) * part), dtype=torch.float32, device=y.device)
-    counters = tickets(y.device, left * 2 + more) if scratch is not None or more else None
-    return Pieces(programs, waves, share, parts, scratch, counters, left * 2)
+        others = -(-left * 2 // 4) * 4  # at 16 bytes: a kernel is compiled for where its pointers start
+    counters = tickets(y.device, others + more) if scratch is not None or more else None
+    return Pieces(programs, waves, share, parts, scratch, counters, others)
 
 
 def launch_sm90(

@@ -200,7 +200,7 @@ def sum_piece(
     """One consumer's product over the steps [first, end) of a piece, as COUNT blocks of columns of each box, in float32.
 
     SPAN: 0, or of how many steps one sum is made; then x and the weight are dense along K, and consumers share a tile. NARROW:
-    instructions of 128 columns at most; of 256 they take more registers than a thread of 512 is launched with.
+    instructions of 128 columns at most; of 256 they take more registers than programs of 512 threads are launched with.
     """
     if SPAN:
         gl.static_assert(CONSUMERS != "tiles", "consumers that take turns at tiles would wait for each other for ever")

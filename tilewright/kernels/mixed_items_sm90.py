@@ -2,7 +2,7 @@
 
 W = (code - zero) * scale in float32, rounded once, bit by bit what mixed_dequantized.py writes. Codes are in the order of
 mixed_layout.py: of a chunk of 128, word 4 t + c holds columns 32 c + 8 i + 2 t + j. A thread loads the words of one t, widens
-them in registers, and four threads exchange t for i by shuffles: then each has 8 neighbouring columns.
+them in registers, and four threads exchange t for i through shared memory: then each has 8 neighbouring columns.
 """
 # Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -34,7 +34,7 @@ def _eights(cols: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _in_order(x, COLS: gl.constexpr):
-    """[ITEM, COLS / 32, c, 2 i + j], of COLS / 32 as many times t, as [ITEM, COLS] in the order of columns."""
+    """[ITEM, COLS / 32, c, 2 i + j], the second 4 * chunk + t, as [ITEM, COLS] in the order of columns."""
     apart = x.reshape([ITEM, COLS // 128, 4, 4, 4, 2])
     layout: gl.constexpr = _eights(COLS)
     return gl.convert_layout(apart.permute([0, 1, 3, 4, 2, 5]).reshape([ITEM, COLS]), layout)
@@ -60,7 +60,7 @@ def write_item(
     like = gl.zeros([1], w_ptr.dtype.element_ty, gl.BlockedLayout([1], [32], [4], [0]))
     words_ptrs = words_ptr + row.to(gl.int64) * words_stride + line * 4 + c
     for k in range(0, K, COLS):
-        here = (row < N) & (line // 4 * 128 < K - k) & (c < 4)  # chunks are whole in memory
+        here = (row < N) & (line // 4 * 128 < K - k) & (c < 4)  # chunks are whole in memory; c gives the mask its shape
         words = gl.load(words_ptrs + k // 8, mask=here, other=0)
         x = _in_order(widen(words, minus(gl.zeros_like(words), like), "int4", like), COLS)
         rows = item * ITEM + gl.arange(0, ITEM, layout=gl.SliceLayout(1, x.type.layout))

@@ -3,7 +3,8 @@
 W = (code - zero) * scale is rounded to x's dtype once, as `dequantized` does, by the launch that multiplies by it. The
 workspace is as large as that weight.
 
-Refuses: other codes than int4 in groups of 64 or 128, gated activations, x or codes in rows that do not start at 16 bytes.
+Refuses: 1024 rows and fewer, other codes than int4 in groups of 64 or 128 columns of a row, gated activations, x or codes in
+rows that do not start at 16 bytes.
 """
 
 import torch
@@ -25,10 +26,11 @@ from tilewright.tune.space import Config, Space
 __all__ = ["MIXED_SM90", "tiles_of"]
 
 _LEAST_ROWS = 1024
-# The one large tile that leaves shared memory for the order of codes: 12 KB beside the ring.
+# The one large tile whose ring leaves shared memory for what puts codes in order.
 _TILE: Config = {"BLOCK_M": 128, "BLOCK_N": 256, "CONSUMERS": "m"}
 _BLOCK_K = BLOCK_K_BYTES // 2
 _COLS = 2048  # of an item at once
+_K_VECTOR = 64  # divides K, as groups do: how wide the kernel may read
 _REGISTERS = (208, 24, 72)
 
 
@@ -37,11 +39,11 @@ def _refuse(device: Device, problem: MixedProblem) -> str | None:
         return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype.itemsize != 2 or problem.format != "int4":
         return f"is for int4 and 16 bits, not {problem.format} and {problem.dtype}"
-    if problem.block_cols not in (64, 128):
-        return "takes groups of 64 or 128 columns"
+    if problem.block_rows != 1 or problem.block_cols not in (64, 128):
+        return "takes groups of 64 or 128 columns of a row"
     if problem.gated:
         return "makes rows in their order: gate and up halves would be wanted together"
-    if not problem.aligned or problem.k % 8:
+    if not problem.aligned or problem.k % _K_VECTOR:
         return "needs rows of x, of codes and of the weight in 16 bits that start at multiples of 16 bytes"
     if problem.m_bucket <= _LEAST_ROWS:
         return f"is for more than {_LEAST_ROWS} rows: writing the weight would cost more than the product"
@@ -90,7 +92,7 @@ def _launch(
         EPILOGUE_N=y_box[1], TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, DTYPES[y.dtype]),
         STREAM=config["SPLIT_K"] != 1, ACTIVATION=ACTIVATIONS[activation][0],
         VECTOR=next(v for v in (8, 4, 2, 1) if n % v == 0), GROUP=block_cols, COLS=_COLS,
-        K_VECTOR=next(v for v in (64, 32, 16, 8) if k % v == 0), REGISTERS=_REGISTERS, num_warps=4,
+        K_VECTOR=_K_VECTOR, REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip
     return y
 

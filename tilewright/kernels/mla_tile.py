@@ -26,7 +26,7 @@ __all__ = ["INVARIANT", "TRITON", "combine_splits", "split_count"]
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 64
-_NUMBERS = 2048  # of a tile of parts: 64 a thread
+_NUMBERS = 2048  # of a tile of parts: 64 a thread, of 64 ranges 128
 
 # ---- kernels
 

@@ -83,8 +83,7 @@ def _default(device: Device, problem: Problem) -> Config:
     # pairs than programs there are more parts to combine, and 16 x 2000 takes 4 % longer.
     own = problem.queries == 1 and problem.batch * problem.kv_heads > 2 * device.sms
     # Of 310 tokens boxes of 8 fetch 312, of 16, or a page of 64, 320.
-    box = 8 if problem.page_size > 8 else _ROWS
-    return {"PER_SM": 1 if few and not own else 2, "STAGES": 2 if few else 4, "LONGER": 6, "BOX": box}
+    return {"PER_SM": 1 if few and not own else 2, "STAGES": 2 if few else 4, "LONGER": 6, "BOX": 8}
 
 
 def boxes(t: Tensor, box: list[int]) -> TensorDescriptor:
@@ -149,6 +148,7 @@ SPACE = Space(
     axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6), "BOX": (8, 16, 64)},
     refusal=_config_refusal,
 )
-"""BOX: tokens that are fetched at once in a sequence's last tile, up to the box with its last token; elsewhere it is a page."""
+"""BOX: tokens that are fetched at once in a sequence's last tile, up to the box with its last token; elsewhere it is a page, or
+64 tokens of one."""
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=_work)

@@ -13,6 +13,8 @@ from torch import Tensor
 __all__ = ["own_tickets", "tickets"]
 
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
+_OUTGROWN: list[Tensor] = []
+"""A graph that was captured with them may still be replayed."""
 _OWN: list[Tensor] = []
 """Of the graph that is being captured; the innermost last."""
 
@@ -43,6 +45,8 @@ def tickets(device: torch.device, count: int) -> Tensor:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     held = _TICKETS.get((device, stream))
     if held is None or held.numel() < count:
+        if held is not None:
+            _OUTGROWN.append(held)
         held = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
         if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             _TICKETS[device, stream] = held
