@@ -121,9 +121,13 @@ def alone_table(card: str) -> str:
     return "\n".join(lines)
 
 
-def layers_table(card: str) -> str:
-    """Quantised layers against F.linear in bf16: formats down, rows across; mean over projections, lowest, how many."""
-    newest_first = sorted(load(card, "layers"), key=lambda result: result["environment"]["date"], reverse=True)
+def layers_table(card: str, settled: bool = False) -> str:
+    """Quantised layers against F.linear in bf16: formats down, rows across; mean over projections, lowest, how many.
+
+    `settled`: those that ran until the clock had settled before they were timed, instead of those in short turns.
+    """
+    wanted = [result for result in load(card, "layers") if bool(result.get("settle_s")) == settled]
+    newest_first = sorted(wanted, key=lambda result: result["environment"]["date"], reverse=True)
     rows = [row for result in newest_first for row in result["rows"]]
     sizes = rows_of(rows)
     lines = [f"| layer | {' | '.join(f'{m} rows' for m in sizes)} |", "|---|" + "---|" * len(sizes)]
@@ -131,6 +135,18 @@ def layers_table(card: str) -> str:
         groups = [[row for row in rows if row["format"] == name and row["M"] == m] for m in sizes]
         cells = [f"{geomean(g):.2f} ({min(r['ratio'] for r in g):.2f}; {len(g)})" if g else "" for g in groups]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def attention_table(card: str) -> str:
+    """Attention in 8 bits against ours in 16: problems down, the diagonal across."""
+    rows = [row for result in load(card, "attention-8bit") for row in result["rows"]]
+    cells = {(row["format"], row["dims"]): f"{row['us'] / 1e3:.2f} ({row['ratio']:.2f})" for row in rows}
+    problems = dict.fromkeys((row["format"], row["dims"].rpartition(" causal=")[0]) for row in rows)
+    lines = ["| format | problem | causal: ms (times as fast) | full |", "|---|---|---|---|"]
+    for name, dims in problems:
+        causal, full = (cells.get((name, f"{dims} causal={masked}"), "") for masked in ("true", "false"))
+        lines.append(f"| {name} | {dims} | {causal} | {full} |")
     return "\n".join(lines)
 
 
@@ -160,13 +176,19 @@ LAYERS = (
     "Quantised linear layers, quantising of the activation included, against `F.linear` in bf16 (above 1 is faster);\n"
     "geometric mean over the projections that were measured, in brackets the lowest and how many they are:"
 )
+SETTLED = (
+    "The same, each call alone for half a second before it is timed (`--settle 0.5`): long products run at the card's power\n"
+    "limit, and in the turns of milliseconds above they all have one clock."
+)
+ATTENTION = "Attention in 8 bits, quantising included, over ours in bf16; each call alone for half a second first:"
 
 
 def summary(card: str) -> str:
     """README's part."""
     parts = [machine(card), "The engine, warm:", engine_table(card, warm=True)]
     parts += ["Operators against what they replace, above 1 is faster:", comparison_table(card)]
-    parts += [LAYERS, layers_table(card), "Each row, and the commands: [docs/results.md](docs/results.md)."]
+    parts += [LAYERS, layers_table(card), SETTLED, layers_table(card, settled=True), ATTENTION, attention_table(card)]
+    parts += ["Each row, and the commands: [docs/results.md](docs/results.md)."]
     return "\n\n".join(parts) + "\n\n"
 
 
@@ -176,6 +198,7 @@ def results(card: str) -> str:
     commands = sorted({e["command"] for e in environments if "command" in e})  # docs/regret.md has the study's own
     parts = [machine(card), "## The engine", engine_table(card, warm=False)]
     parts += ["## Operators limited by bytes", ops_table(card), "## Quantised layers", LAYERS, layers_table(card)]
+    parts += [SETTLED, layers_table(card, settled=True), "## Attention in 8 bits", ATTENTION, attention_table(card)]
     parts += ["## Operators against what they replace", comparison_table(card)]
     for name, rows in against(card).items():
         parts += [f"### {name}", rows_table(rows)]

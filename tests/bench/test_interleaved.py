@@ -1,5 +1,6 @@
 """What `interleaved_us` does with times: a clock and graphs that are not a card's."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,3 +57,31 @@ def test_each_call_has_its_own_time_in_rounds_of_many_orders(monkeypatch: pytest
     assert len(rounds) == 32
     assert all(sorted(one) == [0, 1, 2] for one in rounds)
     assert len(set(rounds)) == 6, "every order comes up"
+
+
+class HotCard(FakeCard):
+    """Draws what its calls do, on average over a tenth of a second, and a draw of 1 is half as much time again."""
+
+    heat = 0.0
+
+    def graph(self, call: Callable[[int], Any], sets: int, repeats: int) -> Any:
+        card, draw = self, call(0)
+
+        class Graph:
+            def replay(self) -> None:
+                us = 1000.0 * (1 + card.heat / 2) * sets * repeats
+                card.heat = draw + (card.heat - draw) * math.exp(-us / 1e5)
+                card.now_us += us
+
+        return Graph()
+
+
+def test_each_call_has_the_clock_that_it_would_have_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = HotCard()
+    monkeypatch.setattr(harness, "_graph", card.graph)
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    calls: list[Callable[[int], Any]] = [lambda i: 1.0, lambda i: 0.0]
+    (hot, _), (cool, _) = harness.interleaved_us(calls, sets=2, rounds=20)
+    assert hot / cool < 1.3, "in turns of 16 ms they share one clock"
+    (hot, _), (cool, _) = harness.interleaved_us(calls, sets=2, rounds=3, settle=0.5)
+    assert (hot, cool) == pytest.approx((1500.0, 1000.0), rel=0.01)

@@ -64,6 +64,15 @@ def test_the_bits_of_a_weight_written_before(
 
 
 @on_hopper
+@pytest.mark.parametrize("steps", [65, 66])
+@pytest.mark.parametrize("group", [16, 32])
+def test_tiles_that_are_left_are_shared(group: int, steps: int) -> None:
+    """A round of 132 tiles, then 44 in shares of 22 steps: which those are the order says, so bits are not those of SM90."""
+    args = make(Inputs("cuda", group, here=True), M=2048, N=2600, K=64 * steps, group=64, zeros=True, bias=True)
+    conformance.check(mixed_linear_op, MIXED_SM90, config(0, group), args)
+
+
+@on_hopper
 def test_replayed_and_on_several_streams() -> None:
     args = make(Inputs("cuda", 0, here=True), M=2048, N=10240, K=1024, group=128, zeros=True)
     tile = config(0, 32)

@@ -5,6 +5,7 @@ flatter it: the sets together are larger than any L2. Figures that are compared 
 """
 
 import json
+import math
 import platform
 import random
 import shlex
@@ -80,26 +81,45 @@ def sets_for(call_bytes: int) -> int:
     return max(2, min(64, -(-_ROTATE_BYTES // max(1, call_bytes))))
 
 
-def interleaved_us(calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int = 20) -> list[tuple[float, float]]:
+def interleaved_us(
+    calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int = 20, settle: float = 0.0
+) -> list[tuple[float, float]]:
     """(median, spread) in microseconds of each call, measured in turns. `call(i)` runs on argument set i of `sets`.
 
     Each round has an order of its own, the same in every run: at the power limit a call's clock depends on what ran before it.
     Spread is half the distance between the 10th and the 90th percentile.
+
+    Args:
+        rounds: turns of each call; where nothing settles two more come first, which are not counted.
+        settle: seconds that a call runs alone before it is timed, for a third as long, whenever its turn comes. A card at its
+            power limit lowers its clock over tenths of a second. Calls in turns of milliseconds have one clock, between those
+            that each would have: what draws less seems slower than it is, and what draws more faster.
     """
     repeats = max(1, 16 // sets)
     graphs = [_graph(call, sets, repeats) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     order = random.Random(0)
-    for turn in range(rounds + 2):
+    uncounted = 0 if settle else 2
+    for turn in range(rounds + uncounted):
         for i in order.sample(range(len(graphs)), len(graphs)):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graphs[i].replay()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                times[i].append(start.elapsed_time(end) * 1e3 / (sets * repeats))
+            lead = math.ceil(settle * 1e6 / _replays_us(graphs[i], 0, 1)) if settle else 0
+            us = _replays_us(graphs[i], lead, max(1, lead // 3))
+            if turn >= uncounted:
+                times[i].append(us / (sets * repeats))
     return [(statistics.median(t), (sorted(t)[int(0.9 * len(t))] - sorted(t)[int(0.1 * len(t))]) / 2) for t in times]
+
+
+def _replays_us(graph: torch.cuda.CUDAGraph, lead: int, timed: int) -> float:
+    """Microseconds of a replay: the mean of `timed`, after `lead` that nobody times, one behind the other."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(lead):
+        graph.replay()
+    start.record()
+    for _ in range(timed):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / timed
 
 
 class Results:

@@ -36,12 +36,13 @@ def rows(
     activation: str,
     say: Callable[[str], None],
     invariant: bool = False,
+    settle: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
     """A row for each (M, N, K) and each format; weights are made once for each (N, K).
 
     us: the layer. bf16_us: `F.linear`, with torch's activation. library_us: torch's own product of the format, its operands
     quantised already, where there is one. Ratios above 1: the layer is faster.
-    `invariant`: our layers as in that scope; the others do not know it.
+    `invariant`: our layers as in that scope; the others do not know it. `settle`: as in `harness.interleaved_us`.
     """
     for n, k in dict.fromkeys((n, k) for _, n, k in shapes):
         sets = max(2, min(8, sets_for(n * k)))
@@ -50,7 +51,7 @@ def rows(
         for m in [m for m, *size in shapes if size == [n, k]]:
             say(f"M={m} N={n} K={k}")
             with torch.inference_mode(), alike() if invariant else nullcontext():
-                found = _measure(m, weights, held, activation)
+                found = _measure(m, weights, held, activation, settle)
             for row in found:
                 say(f"  {row['format']} {row['us']} us; bf16 {row['bf16_us']} us, ratio {row['ratio']}")
                 yield row
@@ -58,7 +59,9 @@ def rows(
         torch.cuda.empty_cache()
 
 
-def _measure(m: int, weights: list[Tensor], held: dict[str, list[QuantizedWeight]], activation: str) -> list[dict[str, Any]]:
+def _measure(
+    m: int, weights: list[Tensor], held: dict[str, list[QuantizedWeight]], activation: str, settle: float
+) -> list[dict[str, Any]]:
     n, k = weights[0].shape
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     calls: dict[str, Callable[[int], Any]] = {"bf16": _float_layer(x, weights, activation)}
@@ -69,7 +72,8 @@ def _measure(m: int, weights: list[Tensor], held: dict[str, list[QuantizedWeight
         if library is not None:
             libraries[name], calls[f"library {name}"] = library
     long = 2 * m * n * k > 1e12
-    times = interleaved_us(list(calls.values()), sets=len(weights), rounds=5 if long else 15)
+    rounds = 3 if settle else 5 if long else 15
+    times = interleaved_us(list(calls.values()), sets=len(weights), rounds=rounds, settle=settle)
     us = {name: round(median, 2) for name, (median, _) in zip(calls, times, strict=True)}
     table = []
     for name in held:

@@ -60,8 +60,9 @@ def checked(op: Op, words: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(
-    op: Op, words: Sequence[str], against: str, preferred: str | None = None, beside: Sequence[str] | None = None
-) -> dict[str, Any]:
+    op: Op, words: Sequence[str], against: str, preferred: str | None = None, beside: Sequence[str] | None = None,
+    settle: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
     """One row: the op at these dimensions on the first GPU.
 
     Args:
@@ -69,6 +70,7 @@ def measure(
             "vendor" (the op's own implementation of that name) or "none".
         preferred: measure this implementation rather than the one that is chosen.
         beside: other dimensions, whose time the row gets too (`beside_us`), and the ratio to it.
+        settle: seconds, as in `harness.interleaved_us`.
     """
     dims = checked(op, words)
     assert op.make is not None
@@ -101,7 +103,8 @@ def measure(
         others = checked(op, beside)
         calls.append(run(preferred, [op.make(Inputs("cuda", seed=i, here=True), **others) for i in range(sets)]))
     with torch.inference_mode():
-        times = interleaved_us(calls, sets=sets, rounds=6 if cost.flops > 1e12 else 20)
+        rounds = 3 if settle else 6 if cost.flops > 1e12 else 20
+        times = interleaved_us(calls, sets=sets, rounds=rounds, settle=settle)
     row = _row(op, words, first, cost, times, opponent, preferred)
     if beside is not None:
         row |= {
@@ -170,12 +173,13 @@ def rows(
     preferred: str | None,
     say: Callable[[str], None],
     beside_aligned: bool = False,
+    settle: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
     """A row for each set of dimensions; `beside_aligned`: and the time of the next one whose rows start at 16 bytes."""
     for words in shapes:
         say(f"{op.name} {' '.join(words)}")
         beside = aligned(words) if beside_aligned else words
-        row = measure(op, words, against, preferred, None if beside == list(words) else beside)
+        row = measure(op, words, against, preferred, None if beside == list(words) else beside, settle)
         say("  " + _figures(row))
         yield row
         torch.cuda.empty_cache()

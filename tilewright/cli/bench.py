@@ -1,4 +1,4 @@
-"""`tilewright bench OP`, `bench ops` and `bench engine`."""
+"""`tilewright bench OP`, `bench ops`, `bench layers`, `bench attention-8bit` and `bench engine`."""
 
 import json
 import sys
@@ -29,6 +29,8 @@ app.add_typer(bench, name="bench")
 
 _Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file, after each row.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")]
+_SETTLE_HELP = "Seconds that a call runs alone before it is timed: at its power limit a card's clock takes 0.5 s to follow."
+_Settle = Annotated[float, typer.Option(min=0, max=10, help=_SETTLE_HELP)]
 
 
 def _need_gpu(what: str) -> None:
@@ -133,8 +135,12 @@ def bench_layers(
     context: typer.Context,
     formats: Annotated[list[str], typer.Argument(help="int8, fp8, fp8-block, mxfp8, int4, int8-weight; one or more.")],
     shapes: Annotated[str | None, typer.Option(help='"64x4096x4096;1x4096x4096": rows, outputs, inputs.')] = None,
+    counts: Annotated[
+        list[int] | None, typer.Option("--rows", min=1, max=1 << 20, help="The projections, with so many rows; any.")
+    ] = None,
     activation: Annotated[str, typer.Option(help="none, or silu_mul: gate and up projections in one.")] = "none",
     invariant: Annotated[bool, typer.Option("--invariant", help="The layers as inside `with invariant()`: its price.")] = False,
+    settle: _Settle = 0.0,
     out: _Out = None,
     as_json: _Json = False,
 ) -> None:
@@ -148,17 +154,48 @@ def bench_layers(
         from tilewright.bench.sets import PROJECTIONS, ROWS
 
         checked(formats, activation)
-        texts = shapes.split(";") if shapes else [f"{m}x{n}x{k}" for m in ROWS for n, k in PROJECTIONS]
-        wanted = [_three_sizes(text) for text in texts]
+        if shapes and counts:
+            raise ValueError("give one of --shapes and --rows")
+        usual = [(m, n, k) for m in counts or ROWS for n, k in PROJECTIONS]
+        wanted = [_three_sizes(text) for text in shapes.split(";")] if shapes else usual
         _need_gpu("layers")
         from tilewright.bench.harness import Results
 
         results = Results(out, "quantised linear layers against F.linear in bf16" + (", invariant" if invariant else ""))
-        table = results.keep(rows(formats, wanted, activation, say, invariant))
+        table = results.keep(rows(formats, wanted, activation, say, invariant, settle))
         means = {name: geomean([row for row in table if row["format"] == name]) for name in formats}
-        results.finish(geomean_ratio=means)
+        results.finish(geomean_ratio=means, settle_s=settle)
         _print(table, as_json)
         say(f"geometric means of the ratios: {means} (above 1: ours is faster)")
+
+
+@bench.command("attention-8bit")
+def bench_attention_8bit(
+    context: typer.Context,
+    formats: Annotated[list[str], typer.Argument(help="fp8, int8; one or both.")],
+    shapes: Annotated[str | None, typer.Option(help='"B=2 KV=8192 H=16 G=16 causal=true;B=1 KV=16384".')] = None,
+    settle: _Settle = 0.0,
+    out: _Out = None,
+    as_json: _Json = False,
+) -> None:
+    """Attention in 8 bits, quantising included, against ours in 16 bits. Default: 8192 to 32768 keys, head dim 128.
+
+    Example: tilewright bench attention-8bit fp8 --settle 0.5 --out attention-8bit.json
+    """
+    with plain_errors(context):
+        from tilewright.bench.attention_8bit import rows, shapes_of
+        from tilewright.bench.op import geomean
+
+        wanted = shapes_of(formats, shapes)
+        _need_gpu("attention-8bit")
+        from tilewright.bench.harness import Results
+
+        results = Results(out, "attention in 8 bits, quantiser included, against ops.attention in 16 bits")
+        table = results.keep(rows(formats, wanted, say, settle))
+        means = {name: geomean([row for row in table if row["format"] == name]) for name in formats}
+        results.finish(geomean_ratio=means, settle_s=settle)
+        _print(table, as_json)
+        say(f"geometric means of the ratios: {means} (above 1: 8 bits are faster)")
 
 
 def _three_sizes(text: str) -> tuple[int, int, int]:
@@ -180,6 +217,7 @@ def bench_op(
     prefer: Annotated[str | None, typer.Option(help="Measure this implementation, not the one that is chosen.")] = None,
     aligned: Annotated[bool, typer.Option("--aligned", help="Products: time the next aligned shape too.")] = False,
     counters: Annotated[bool, typer.Option("--counters", help="Add hardware counters by Nsight Compute.")] = False,
+    settle: _Settle = 0.0,
     out: _Out = None,
     as_json: _Json = False,
 ) -> None:
@@ -204,7 +242,7 @@ def bench_op(
         from tilewright.bench.harness import Results
 
         results = Results(out, f"{found.name} against {against}")
-        table = results.keep(rows(found, wanted, against, prefer, say, aligned))
+        table = results.keep(rows(found, wanted, against, prefer, say, aligned, settle))
         if counters:
             from tilewright.bench.counters import counters_of
 
@@ -212,7 +250,7 @@ def bench_op(
                 row["counters"] = counters_of(found.name, words, prefer)
                 results.write()
         mean = geomean(table)
-        results.finish(geomean_ratio=mean)
+        results.finish(geomean_ratio=mean, settle_s=settle)
         _print(table, as_json)
         if mean is not None:
             say(f"geometric mean of the ratios: {mean} (above 1: ours is faster)")

@@ -227,9 +227,10 @@ def _first(device: Device, problem: MixedProblem) -> str | None:
     """Few rows: skinny has no parts of tiles to add. Many: the weight is written out once, not once a tile.
 
     H100, speed over cuBLAS in bf16, best configs: 4 rows of int4 skinny 2.1 to 3.1, registers 1.7 to 3.0, 8 rows 1.6 to 1.7 and
-    1.7 to 2.5; 16 rows of int8 1.5 to 1.9 and 1.4 to 1.9; 2048 rows of int8 dequantized 0.84 to 0.86, registers 0.94 to 0.98;
-    of int4, means of 12 projections: 1024 rows registers 0.884, sm90 0.748, 2048 rows 0.892 and 0.911 (256 tiles 0.887 and
-    0.838, 512 and more 0.895 and 0.941), 4096 rows 0.897 and 0.965, dequantized 0.928, 8192 rows dequantized 0.966, sm90 0.983.
+    1.7 to 2.5; 16 rows of int8 1.5 to 1.9 and 1.4 to 1.9; 2048 rows of int8 dequantized 0.84 to 0.86, registers 0.94 to 0.98.
+    Of int4, means of 12 projections, dequantized, registers, sm90: 2048 rows 0.861, 0.898, 0.904 (up to three tiles an SM
+    sm90 has 0.860, beyond 0.937), 4096 rows 0.927, 0.900, 0.970, 8192 rows 0.967, 0.904, 0.992; 1024 rows, a run before,
+    registers 0.884, sm90 0.748.
     """
     m, int4 = problem.m_bucket, problem.format == "int4"
     if device.arch != 90:

@@ -38,7 +38,9 @@ def tickets(device: torch.device, count: int) -> Tensor:
     """At least `count` int32 counters, all zero between launches, one set a stream: launches there run in order.
 
     Where a CUDA graph is captured on a stream that has none yet, they are the graph's own, and each replay zeroes them first:
-    a call that ran once before on that stream saves this.
+    a call that ran once before on that stream saves this. Graphs that hold one stream's counters are replayed one after the
+    other: side by side they would count each other's programs, and wait for ever or give wrong sums. With `own_tickets`
+    each has its own.
     """
     if _OWN and _OWN[-1].device == device and _OWN[-1].numel() >= count and torch.cuda.is_current_stream_capturing():
         return _OWN[-1]

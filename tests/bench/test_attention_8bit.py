@@ -1,0 +1,56 @@
+"""What `bench attention-8bit` measures, and what it refuses."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright.bench import attention_8bit
+
+
+def test_shapes() -> None:
+    usual = attention_8bit.shapes_of(["fp8"], None)
+    assert len(usual) == 12
+    assert {dims["KV"] for _, dims in usual} == {8192, 16384, 32768}
+    assert attention_8bit.shapes_of(["int8"], "B=2,KV=64 causal=true; ") == [
+        ("B=2 KV=64 causal=true", {"B": 2, "KV": 64, "causal": True})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("formats", "shapes", "message"),
+    [
+        (["fp9"], None, "no format 'fp9'"),
+        (["fp8"], "B=2 KZ=3", "has no dimension 'KZ'"),
+        (["fp8"], "B=2", "KV is missing"),
+        (["fp8"], "B=2 KV=64 format=int8", "name it before the options"),
+    ],
+)
+def test_bad_input(formats: list[str], shapes: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention_8bit.shapes_of(formats, shapes)
+
+
+def test_the_quantiser_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[Any] = []
+
+    def timed(calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int, settle: float) -> list[tuple[float, float]]:
+        assert (sets, rounds, settle) == (1, 3, 0.5)
+        results.extend(call(0) for call in calls)
+        return [(300.0, 1.0), (200.0, 2.0), (150.0, 3.0)]
+
+    monkeypatch.setattr(attention_8bit, "interleaved_us", timed)
+    monkeypatch.setattr(
+        attention_8bit, "_operands", lambda **dims: [torch.randn(1, 32, 2, 32, dtype=torch.bfloat16) for _ in "qkv"]
+    )
+    said: list[str] = []
+    shapes = attention_8bit.shapes_of(["fp8", "int8"], "B=1 KV=32 H=2 G=2 D=32 causal=true")
+    rows = list(attention_8bit.rows(["fp8", "int8"], shapes, said.append, settle=0.5))
+    assert [(row["format"], row["us"], row["bf16_us"], row["ratio"]) for row in rows] == [
+        ("fp8", 200.0, 300.0, 1.5),
+        ("int8", 150.0, 300.0, 2.0),
+    ]
+    bf16, *coded = results
+    assert all(0 < float((one - bf16).abs().max()) < 0.5 for one in coded), "three ways of one attention"
+    assert "1.5" in said[1]
