@@ -113,7 +113,8 @@ def test_memory_formats() -> None:
     assert want.is_contiguous(memory_format=torch.channels_last)
     last = ops.conv2d(x.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last), padding=1)
     assert torch.equal(last, want)
-    assert torch.equal(ops.conv2d(x[0], weight, padding=1), want[:1][0])
+    # One image of two may have other last bits: the library on a CPU chooses its sums by the number of images.
+    assert torch.equal(ops.conv2d(x[0], weight, padding=1), ops.conv2d(x[:1], weight, padding=1)[0])
     assert ops.conv2d(x[:0], weight, padding=1).shape == (0, 8, 5, 6)
     assert ops.conv_transpose2d(x[:0], weight.transpose(0, 1).contiguous(), stride=2).shape == (0, 8, 11, 13)
 
