@@ -24,7 +24,9 @@ def test_shapes() -> None:
         (["fp9"], None, "no format 'fp9'"),
         (["fp8"], "B=2 KZ=3", "has no dimension 'KZ'"),
         (["fp8"], "B=2", "KV is missing"),
-        (["fp8"], "B=2 KV=64 format=int8", "name it before the options"),
+        (["fp8"], "B=2 KV=64 format=int8", "are no dimensions here"),
+        (["fp8"], "B=2 KV=64 dtype=fp16", "16 bits are bfloat16"),
+        (["fp8"], " ; ", "no shape"),
     ],
 )
 def test_bad_input(formats: list[str], shapes: str | None, message: str) -> None:
@@ -36,8 +38,8 @@ def test_the_quantiser_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Any] = []
 
     def timed(calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int, settle: float) -> list[tuple[float, float]]:
-        assert (sets, rounds, settle) == (1, 3, 0.5)
-        results.extend(call(0) for call in calls)
+        assert (sets, rounds, settle) == (64, 3, 0.5)
+        results.extend(call(sets - 1) for call in calls)
         return [(300.0, 1.0), (200.0, 2.0), (150.0, 3.0)]
 
     monkeypatch.setattr(attention_8bit, "interleaved_us", timed)

@@ -7,7 +7,7 @@ import torch
 
 from tilewright import ops
 from tilewright.bench.dims import nearest
-from tilewright.bench.harness import interleaved_us
+from tilewright.bench.harness import interleaved_us, sets_for
 from tilewright.bench.op import checked
 from tilewright.kernels.quantize_keys_values import FORMATS_OF_ATTENTION
 from tilewright.kernels.scaled_attention import scaled_attention_op
@@ -26,47 +26,49 @@ def shapes_of(formats: Sequence[str], shapes: str | None) -> list[tuple[str, dic
     """(words, dimensions) of `scaled_attention` but its format: from "B=2 KV=8192;B=1 KV=16384 causal=true", or the usual ones.
 
     Raises:
-        ValueError: there is no such format, or no such dimensions.
+        ValueError: there is no such format, or no such dimensions; a format or a dtype is among them, or there are none.
     """
     for name in formats:
         if name not in FORMATS_OF_ATTENTION:
             raise ValueError(f"no format {name!r}: {nearest(name, FORMATS_OF_ATTENTION)}")
     texts = [" ".join(text.replace(",", " ").split()) for text in shapes.split(";")] if shapes else _USUAL
     found = [(text, checked(scaled_attention_op, text.split())) for text in texts if text]
-    if any("format" in dims for _, dims in found):
-        raise ValueError("the format is no dimension here: name it before the options")
+    if any("format" in dims or "dtype" in dims for _, dims in found):
+        raise ValueError("format and dtype are no dimensions here: formats stand before the options, and 16 bits are bfloat16")
+    if not found:
+        raise ValueError(f'--shapes has no shape: {shapes!r}, wanted such as "B=2 KV=8192 H=16 G=16 causal=true"')
     return found
 
 
 def rows(
     formats: Sequence[str], shapes: Sequence[tuple[str, dict[str, Any]]], say: Callable[[str], None], settle: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    """A row for each shape and format. bf16_us: `ops.attention` in dtype. Ratios above 1: 8 bits are faster.
+    """A row for each shape and format. us: 8 bits, bf16_us: `ops.attention` in bfloat16, microseconds.
 
-    `settle`: as in `harness.interleaved_us`.
+    Ratios above 1: 8 bits are faster. `settle`: as in `harness.interleaved_us`.
     """
     for text, dims in shapes:
         say(text)
-        q, k, v = _operands(**dims)
+        first = _operands(**dims)
+        sets = sets_for(sum(t.numel() * t.element_size() for t in first))
+        operands = [first, *(_operands(**dims) for _ in range(1, sets))]
         causal = dims.get("causal", False)
 
-        def call(precision: str | None, q: Any = q, k: Any = k, v: Any = v, causal: bool = causal) -> Callable[[int], Any]:
-            return lambda i: ops.attention(q, k, v, causal=causal, precision=precision)
+        def call(precision: str | None, operands: Any = operands, causal: bool = causal) -> Callable[[int], Any]:
+            return lambda i: ops.attention(*operands[i], causal=causal, precision=precision)
 
         with torch.inference_mode():
-            times = interleaved_us([call(None), *map(call, formats)], sets=1, rounds=3 if settle else 20, settle=settle)
+            times = interleaved_us([call(None), *map(call, formats)], sets=sets, rounds=3 if settle else 20, settle=settle)
         bf16 = times[0][0]
         for name, (us, spread) in zip(formats, times[1:], strict=True):
             row = {"format": name, "dims": text, "us": round(us, 1), "spread_us": round(spread, 1)}
             row |= {"bf16_us": round(bf16, 1), "ratio": round(bf16 / us, 3)}
-            say(f"  {name} {row['us']} us; 16 bits {row['bf16_us']} us, ratio {row['ratio']}")
+            say(f"  {name} {row['us']} us; bf16 {row['bf16_us']} us, ratio {row['ratio']}")
             yield row
-        del q, k, v
+        del first, operands
         torch.cuda.empty_cache()
 
 
-def _operands(
-    B: int, KV: int, Q: int | None = None, H: int = 32, G: int = 8, D: int = 128, dtype: torch.dtype = torch.bfloat16, **_: Any
-) -> list[torch.Tensor]:
+def _operands(B: int, KV: int, Q: int | None = None, H: int = 32, G: int = 8, D: int = 128, **_: Any) -> list[torch.Tensor]:
     sizes = (B, KV if Q is None else Q, H, D), (B, KV, G, D), (B, KV, G, D)
-    return [torch.randn(size, device="cuda", dtype=dtype) for size in sizes]
+    return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]

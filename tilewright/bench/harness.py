@@ -91,19 +91,19 @@ def interleaved_us(
 
     Args:
         rounds: turns of each call; where nothing settles two more come first, which are not counted.
-        settle: seconds that a call runs alone before it is timed, for a third as long, whenever its turn comes. A card at its
-            power limit lowers its clock over tenths of a second. Calls in turns of milliseconds have one clock, between those
-            that each would have: what draws less seems slower than it is, and what draws more faster.
+        settle: seconds that a call runs alone before it is timed, for a third as long (one replay at least), whenever its turn
+            comes. At its power limit a card's clock follows a call over tenths of a second: in turns of milliseconds all calls
+            have one clock, that of their mixture.
     """
     repeats = max(1, 16 // sets)
     graphs = [_graph(call, sets, repeats) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     order = random.Random(0)
     uncounted = 0 if settle else 2
+    leads = [math.ceil(settle * 1e6 / _replays_us(graph, 1, 2)) if settle else 0 for graph in graphs]
     for turn in range(rounds + uncounted):
         for i in order.sample(range(len(graphs)), len(graphs)):
-            lead = math.ceil(settle * 1e6 / _replays_us(graphs[i], 0, 1)) if settle else 0
-            us = _replays_us(graphs[i], lead, max(1, lead // 3))
+            us = _replays_us(graphs[i], leads[i], max(1, leads[i] // 3))
             if turn >= uncounted:
                 times[i].append(us / (sets * repeats))
     return [(statistics.median(t), (sorted(t)[int(0.9 * len(t))] - sorted(t)[int(0.1 * len(t))]) / 2) for t in times]

@@ -40,8 +40,8 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each (M, N, K) and each format; weights are made once for each (N, K).
 
-    us: the layer. bf16_us: `F.linear`, with torch's activation. library_us: torch's own product of the format, its operands
-    quantised already, where there is one. Ratios above 1: the layer is faster.
+    us: the layer, in microseconds. bf16_us: `F.linear`, with torch's activation. library_us: torch's own product of the
+    format, its operands quantised already, where there is one. Ratios above 1: the layer is faster.
     `invariant`: our layers as in that scope; the others do not know it. `settle`: as in `harness.interleaved_us`.
     """
     for n, k in dict.fromkeys((n, k) for _, n, k in shapes):
@@ -75,10 +75,12 @@ def _measure(
     rounds = 3 if settle else 5 if long else 15
     times = interleaved_us(list(calls.values()), sets=len(weights), rounds=rounds, settle=settle)
     us = {name: round(median, 2) for name, (median, _) in zip(calls, times, strict=True)}
+    spread = {name: round(half, 2) for name, (_, half) in zip(calls, times, strict=True)}
     table = []
     for name in held:
         row = {"format": name, "M": m, "N": n, "K": k, "activation": activation}
-        row |= {"us": us[name], "bf16_us": us["bf16"], "ratio": round(us["bf16"] / us[name], 3)}
+        row |= {"us": us[name], "spread_us": spread[name], "bf16_us": us["bf16"], "bf16_spread_us": spread["bf16"]}
+        row["ratio"] = round(us["bf16"] / us[name], 3)
         if name in libraries:
             other = us[f"library {name}"]
             row |= {"library": libraries[name], "library_us": other, "library_ratio": round(other / us[name], 3)}

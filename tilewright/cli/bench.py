@@ -29,7 +29,9 @@ app.add_typer(bench, name="bench")
 
 _Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file, after each row.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")]
-_SETTLE_HELP = "Seconds that a call runs alone before it is timed: at its power limit a card's clock takes 0.5 s to follow."
+_SETTLE_HELP = (
+    "Seconds that a call runs alone before it is timed: at its power limit a card's clock takes 0.5 s and more to follow."
+)
 _Settle = Annotated[float, typer.Option(min=0, max=10, help=_SETTLE_HELP)]
 
 
