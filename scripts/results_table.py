@@ -80,7 +80,8 @@ def against(card: str) -> dict[str, list[dict[str, Any]]]:
     for name, result in by_name(card, "").items():
         rows = [row for row in result.get("rows", ()) if "their_us" in row]
         if rows:
-            found[name] = [row | dims_of(row["dims"]) for row in rows]
+            settled = f", each alone for {result['settle_s']} s first" if result.get("settle_s") else ""
+            found[name + settled] = [row | dims_of(row["dims"]) for row in rows]
     return found
 
 
@@ -139,14 +140,14 @@ def layers_table(card: str, settled: bool = False) -> str:
 
 
 def attention_table(card: str) -> str:
-    """Attention in 8 bits against ours in 16: problems down, the diagonal across."""
-    rows = [row for result in load(card, "attention-8bit") for row in result["rows"]]
-    cells = {(row["format"], row["dims"]): f"{row['us'] / 1e3:.2f} ({row['ratio']:.2f})" for row in rows}
-    problems = dict.fromkeys((row["format"], row["dims"].rpartition(" causal=")[0]) for row in rows)
-    lines = ["| format | problem | causal: ms (times as fast) | full |", "|---|---|---|---|"]
-    for name, dims in problems:
-        causal, full = (cells.get((name, f"{dims} causal={masked}"), "") for masked in ("true", "false"))
-        lines.append(f"| {name} | {dims} | {causal} | {full} |")
+    """Attention in 8 bits against ours in 16: problems down, the two ways of timing across."""
+    cells: dict[tuple[str, str], dict[bool, str]] = {}
+    for result in load(card, "attention-8bit"):
+        for row in result["rows"]:
+            ways = cells.setdefault((row["format"], row["dims"]), {})
+            ways[bool(result.get("settle_s"))] = f"{row['us'] / 1e3:.2f} ({row['ratio']:.2f})"
+    lines = ["| format | problem | in turns: ms (times as fast) | alone first |", "|---|---|---|---|"]
+    lines += [f"| {name} | {dims} | {ways.get(False, '')} | {ways.get(True, '')} |" for (name, dims), ways in cells.items()]
     return "\n".join(lines)
 
 
@@ -178,9 +179,12 @@ LAYERS = (
 )
 SETTLED = (
     "The same, each call alone for half a second before it is timed (`--settle 0.5`): long products run at the card's power\n"
-    "limit, and in the turns of milliseconds above they all have one clock."
+    "limit, and in the turns of milliseconds above all calls have one clock."
 )
-ATTENTION = "Attention in 8 bits, quantising included, over ours in bf16; each call alone for half a second first:"
+ATTENTION = (
+    "Attention in 8 bits, quantising included, and how many times as fast as ours in bf16 it is: in turns of milliseconds,\n"
+    "and each call alone for half a second before it is timed:"
+)
 
 
 def summary(card: str) -> str:

@@ -9,6 +9,7 @@ from tests import conformance
 from tilewright.hw.device import CARD_OF_ARCH, device_of
 from tilewright.kernels import mixed_dequantized
 from tilewright.kernels.matmul_sm90_launch import SM90, pieces
+from tilewright.kernels.matmul_sm90_space import shares
 from tilewright.kernels.mixed_linear import mixed_linear_op
 from tilewright.kernels.mixed_sm90_launch import MIXED_SM90
 from tilewright.kernels.row_items_sm90 import counters_of
@@ -68,6 +69,7 @@ def test_the_bits_of_a_weight_written_before(
 @pytest.mark.parametrize("group", [16, 32])
 def test_tiles_that_are_left_are_shared(group: int, steps: int) -> None:
     """A round of 132 tiles, then 44 in shares of 22 steps: which those are the order says, so bits are not those of SM90."""
+    assert shares(16 * 11, steps, 132, 0)[:3] == (132, 1, 22)
     args = make(Inputs("cuda", group, here=True), M=2048, N=2600, K=64 * steps, group=64, zeros=True, bias=True)
     conformance.check(mixed_linear_op, MIXED_SM90, config(0, group), args)
 
