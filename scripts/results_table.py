@@ -125,7 +125,7 @@ def alone_table(card: str) -> str:
 def layers_table(card: str, settled: bool = False) -> str:
     """Quantised layers against F.linear in bf16: formats down, rows across; mean over projections, lowest, how many.
 
-    `settled`: those that ran until the clock had settled before they were timed, instead of those in short turns.
+    `settled`: those that each ran alone before they were timed, instead of those in short turns.
     """
     wanted = [result for result in load(card, "layers") if bool(result.get("settle_s")) == settled]
     newest_first = sorted(wanted, key=lambda result: result["environment"]["date"], reverse=True)
@@ -198,8 +198,8 @@ def summary(card: str) -> str:
 
 def results(card: str) -> str:
     """docs/results.md."""
-    environments = [result["environment"] for result in load(card, "")]
-    commands = sorted({e["command"] for e in environments if "command" in e})  # docs/regret.md has the study's own
+    said = [result.get("repeat", result["environment"].get("command")) for result in load(card, "")]
+    commands = sorted({command for command in said if command})  # docs/regret.md has the study's own
     parts = [machine(card), "## The engine", engine_table(card, warm=False)]
     parts += ["## Operators limited by bytes", ops_table(card), "## Quantised layers", LAYERS, layers_table(card)]
     parts += [SETTLED, layers_table(card, settled=True), "## Attention in 8 bits", ATTENTION, attention_table(card)]

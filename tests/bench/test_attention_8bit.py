@@ -37,22 +37,21 @@ def test_bad_input(formats: list[str], shapes: str | None, message: str) -> None
 def test_the_quantiser_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Any] = []
 
-    def timed(calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int, settle: float) -> list[tuple[float, float]]:
-        assert (sets, rounds, settle) == (64, 3, 0.5)
+    def timed(calls: Sequence[Callable[[int], Any]], *, sets: int, settle: float) -> list[tuple[float, float]]:
+        assert (sets, settle) == (64, 0.5)
         results.extend(call(sets - 1) for call in calls)
         return [(300.0, 1.0), (200.0, 2.0), (150.0, 3.0)]
 
     monkeypatch.setattr(attention_8bit, "interleaved_us", timed)
-    monkeypatch.setattr(
-        attention_8bit, "_operands", lambda **dims: [torch.randn(1, 32, 2, 32, dtype=torch.bfloat16) for _ in "qkv"]
-    )
+    monkeypatch.setattr(attention_8bit, "_normal", lambda size: torch.randn(size, dtype=torch.bfloat16))
     said: list[str] = []
-    shapes = attention_8bit.shapes_of(["fp8", "int8"], "B=1 KV=32 H=2 G=2 D=32 causal=true")
+    shapes = attention_8bit.shapes_of(["fp8", "int8"], "B=1 KV=33 Q=5 H=2 G=1 D=32 causal=true")
     rows = list(attention_8bit.rows(["fp8", "int8"], shapes, said.append, settle=0.5))
     assert [(row["format"], row["us"], row["bf16_us"], row["ratio"]) for row in rows] == [
         ("fp8", 200.0, 300.0, 1.5),
         ("int8", 150.0, 300.0, 2.0),
     ]
     bf16, *coded = results
+    assert bf16.shape == (1, 5, 2, 32)
     assert all(0 < float((one - bf16).abs().max()) < 0.5 for one in coded), "three ways of one attention"
     assert "1.5" in said[1]

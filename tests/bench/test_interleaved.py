@@ -84,7 +84,7 @@ def test_each_call_has_the_clock_that_it_would_have_alone(monkeypatch: pytest.Mo
     (hot, _), (cool, _) = harness.interleaved_us(calls, sets=2, rounds=20)
     assert hot / cool < 1.3, "in turns of 16 ms they share one clock"
     before = card.now_us
-    (hot, _), (cool, _) = harness.interleaved_us(calls, sets=2, rounds=3, settle=0.5)
+    (hot, _), (cool, _) = harness.interleaved_us(calls, sets=2, settle=0.5)
     assert (hot, cool) == pytest.approx((1500.0, 1000.0), rel=0.01)
     turns = (card.now_us - before) / 1e6
     assert 3 * 2 * 0.5 * 4 / 3 < turns < 1.3 * 3 * 2 * 0.5 * 4 / 3, (

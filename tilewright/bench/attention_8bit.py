@@ -1,5 +1,6 @@
 """Attention in 8 bits, its quantiser included, against `ops.attention` of the same tensors in 16 bits."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from tilewright.bench.harness import interleaved_us, sets_for
 from tilewright.bench.op import checked
 from tilewright.kernels.quantize_keys_values import FORMATS_OF_ATTENTION
 from tilewright.kernels.scaled_attention import scaled_attention_op
+from tilewright.op import Inputs
 
 __all__ = ["rows", "shapes_of"]
 
@@ -49,26 +51,29 @@ def rows(
     """
     for text, dims in shapes:
         say(text)
-        first = _operands(**dims)
-        sets = sets_for(sum(t.numel() * t.element_size() for t in first))
-        operands = [first, *(_operands(**dims) for _ in range(1, sets))]
-        causal = dims.get("causal", False)
-
-        def call(precision: str | None, operands: Any = operands, causal: bool = causal) -> Callable[[int], Any]:
-            return lambda i: ops.attention(*operands[i], causal=causal, precision=precision)
-
-        with torch.inference_mode():
-            times = interleaved_us([call(None), *map(call, formats)], sets=sets, rounds=3 if settle else 20, settle=settle)
-        bf16 = times[0][0]
-        for name, (us, spread) in zip(formats, times[1:], strict=True):
+        (bf16, _), *coded = _measure(formats, dims, settle)
+        for name, (us, spread) in zip(formats, coded, strict=True):
             row = {"format": name, "dims": text, "us": round(us, 1), "spread_us": round(spread, 1)}
             row |= {"bf16_us": round(bf16, 1), "ratio": round(bf16 / us, 3)}
             say(f"  {name} {row['us']} us; bf16 {row['bf16_us']} us, ratio {row['ratio']}")
             yield row
-        del first, operands
         torch.cuda.empty_cache()
 
 
-def _operands(B: int, KV: int, Q: int | None = None, H: int = 32, G: int = 8, D: int = 128, **_: Any) -> list[torch.Tensor]:
-    sizes = (B, KV if Q is None else Q, H, D), (B, KV, G, D), (B, KV, G, D)
-    return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+def _measure(formats: Sequence[str], dims: dict[str, Any], settle: float) -> list[tuple[float, float]]:
+    """(microseconds, spread) of bfloat16 and of each format."""
+    assert scaled_attention_op.make is not None
+    q, k, _, _, _, keys, _, causal = scaled_attention_op.make(Inputs("meta"), **dims)
+    batch, kv_heads, _, dim = k.shape  # of codes: heads first, keys rounded up
+    sizes = (q.shape, (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim))
+    operands = [[_normal(size) for size in sizes] for _ in range(sets_for(2 * sum(math.prod(size) for size in sizes)))]
+
+    def call(precision: str | None) -> Callable[[int], Any]:
+        return lambda i: ops.attention(*operands[i], causal=causal, precision=precision)
+
+    with torch.inference_mode():
+        return interleaved_us([call(None), *map(call, formats)], sets=len(operands), settle=settle)
+
+
+def _normal(size: Sequence[int]) -> torch.Tensor:
+    return torch.randn(size, device="cuda", dtype=torch.bfloat16)

@@ -26,6 +26,7 @@ from tilewright.hw.device import device_of
 __all__ = ["Results", "environment", "interleaved_us"]
 
 _ROTATE_BYTES = 512 << 20
+_SETTLED_ROUNDS = 3
 
 
 def environment() -> dict[str, Any]:
@@ -90,7 +91,7 @@ def interleaved_us(
     Spread is half the distance between the 10th and the 90th percentile.
 
     Args:
-        rounds: turns of each call; where nothing settles two more come first, which are not counted.
+        rounds: turns of each call, after two that are not counted. With `settle` there are three, all counted.
         settle: seconds that a call runs alone before it is timed, for a third as long (one replay at least), whenever its turn
             comes. At its power limit a card's clock follows a call over tenths of a second: in turns of milliseconds all calls
             have one clock, that of their mixture.
@@ -99,9 +100,9 @@ def interleaved_us(
     graphs = [_graph(call, sets, repeats) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     order = random.Random(0)
-    uncounted = 0 if settle else 2
+    turns, uncounted = (_SETTLED_ROUNDS, 0) if settle else (rounds + 2, 2)
     leads = [math.ceil(settle * 1e6 / _replays_us(graph, 1, 2)) if settle else 0 for graph in graphs]
-    for turn in range(rounds + uncounted):
+    for turn in range(turns):
         for i in order.sample(range(len(graphs)), len(graphs)):
             us = _replays_us(graphs[i], leads[i], max(1, leads[i] // 3))
             if turn >= uncounted:

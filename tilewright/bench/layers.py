@@ -72,8 +72,7 @@ def _measure(
         if library is not None:
             libraries[name], calls[f"library {name}"] = library
     long = 2 * m * n * k > 1e12
-    rounds = 3 if settle else 5 if long else 15
-    times = interleaved_us(list(calls.values()), sets=len(weights), rounds=rounds, settle=settle)
+    times = interleaved_us(list(calls.values()), sets=len(weights), rounds=5 if long else 15, settle=settle)
     us = {name: round(median, 2) for name, (median, _) in zip(calls, times, strict=True)}
     spread = {name: round(half, 2) for name, (_, half) in zip(calls, times, strict=True)}
     table = []

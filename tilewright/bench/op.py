@@ -103,8 +103,7 @@ def measure(
         others = checked(op, beside)
         calls.append(run(preferred, [op.make(Inputs("cuda", seed=i, here=True), **others) for i in range(sets)]))
     with torch.inference_mode():
-        rounds = 3 if settle else 6 if cost.flops > 1e12 else 20
-        times = interleaved_us(calls, sets=sets, rounds=rounds, settle=settle)
+        times = interleaved_us(calls, sets=sets, rounds=6 if cost.flops > 1e12 else 20, settle=settle)
     row = _row(op, words, first, cost, times, opponent, preferred)
     if beside is not None:
         row |= {

@@ -3,12 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from tilewright.cli.root import app, plain_errors, say
+
+if TYPE_CHECKING:
+    from tilewright.bench.harness import Results
 
 __all__ = ["bench"]
 
@@ -152,7 +155,6 @@ def bench_layers(
     """
     with plain_errors(context):
         from tilewright.bench.layers import checked, rows
-        from tilewright.bench.op import geomean
         from tilewright.bench.sets import PROJECTIONS, ROWS
 
         checked(formats, activation)
@@ -164,11 +166,8 @@ def bench_layers(
         from tilewright.bench.harness import Results
 
         results = Results(out, "quantised linear layers against F.linear in bf16" + (", invariant" if invariant else ""))
-        table = results.keep(rows(formats, wanted, activation, say, invariant, settle))
-        means = {name: geomean([row for row in table if row["format"] == name]) for name in formats}
-        results.finish(geomean_ratio=means, settle_s=settle)
-        _print(table, as_json)
-        say(f"geometric means of the ratios: {means} (above 1: ours is faster)")
+        results.keep(rows(formats, wanted, activation, say, invariant, settle))
+        _finish(results, formats, settle, as_json)
 
 
 @bench.command("attention-8bit")
@@ -186,18 +185,24 @@ def bench_attention_8bit(
     """
     with plain_errors(context):
         from tilewright.bench.attention_8bit import rows, shapes_of
-        from tilewright.bench.op import geomean
 
         wanted = shapes_of(formats, shapes)
         _need_gpu("attention-8bit")
         from tilewright.bench.harness import Results
 
         results = Results(out, "attention in 8 bits, quantiser included, against ops.attention in 16 bits")
-        table = results.keep(rows(formats, wanted, say, settle))
-        means = {name: geomean([row for row in table if row["format"] == name]) for name in formats}
-        results.finish(geomean_ratio=means, settle_s=settle)
-        _print(table, as_json)
-        say(f"geometric means of the ratios: {means} (above 1: 8 bits are faster)")
+        results.keep(rows(formats, wanted, say, settle))
+        _finish(results, formats, settle, as_json)
+
+
+def _finish(results: "Results", formats: list[str], settle: float, as_json: bool) -> None:
+    """Write, print and sum up what was measured of 8 and 4 bits beside 16: a geometric mean for each format."""
+    from tilewright.bench.op import geomean
+
+    means = {name: geomean([row for row in results.rows if row["format"] == name]) for name in formats}
+    results.finish(geomean_ratio=means, settle_s=settle)
+    _print(results.rows, as_json)
+    say(f"geometric means of the ratios: {means} (above 1: faster than in 16 bits)")
 
 
 def _three_sizes(text: str) -> tuple[int, int, int]:
