@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from tests.engine.fake_runner import Fault, FakeRunner
+from tests.engine.fake_runner import FakeRunner, Fault
 from tests.engine.fake_runner import scheduler as make_scheduler
 from tests.simulation.checks import EOS, TOKENIZER, Ledger, check_answer
 from tests.simulation.loop import SimulatedExecutor, SimulatedLoop
@@ -50,8 +50,8 @@ class _Episode:
         self.failures = bool(scenario.faults)
         s = scenario
         self.scheduler = make_scheduler(
-            s.pages, s.page_size, max_seqs=s.max_seqs, budget=s.budget, chunk=s.chunk, waiting=s.max_waiting, cache=s.prefix_cache,
-            model_len=200,
+            s.pages, s.page_size, max_seqs=s.max_seqs, budget=s.budget, chunk=s.chunk, waiting=s.max_waiting,
+            cache=s.prefix_cache, model_len=200,
         )  # fmt: skip
         self.runner = FakeRunner(
             s.pages, s.page_size, vocab_size=VOCAB, asynchronous=s.asynchronous, faults=self._fault
@@ -139,8 +139,7 @@ class _Episode:
         try:
             end = await self._read(f"client-{number}", client, params, deltas)
         except QueueFull as error:
-            assert error.retry_after_s > 0, "retry at once is no advice"
-            end = "queue full"
+            end = "queue full" if error.retry_after_s > 0 else "told to retry at once"
         except RequestTooLong:
             end = "too long"
         except ValueError:
@@ -151,6 +150,7 @@ class _Episode:
             end = "stopped"
         finally:
             self.outcome.ends[end] += 1
+            assert end != "told to retry at once", "that is no advice"
             self._judge(number, client, params, deltas, complete=end == "done")
 
     async def _read(self, name: str, client: Client, params: SamplingParams, deltas: Any) -> str:
@@ -173,7 +173,8 @@ class _Episode:
                 mine = deltas.pop((name, index), [])
                 check_answer(prompt, params, index, mine, self.failures)
                 if complete:
-                    assert mine and mine[-1].finish_reason is not None, "a sample never came to its end"
+                    assert mine, "a sample got nothing"
+                    assert mine[-1].finish_reason is not None, "a sample never came to its end"
                 self.outcome.answers += complete
         assert not deltas, f"deltas of somebody else: {list(deltas)}"
 
