@@ -70,10 +70,10 @@ class _Episode:
         self.unheard.append(f"{context['message']}: {context.get('exception')!r}")
 
     def _fault(self, number: int) -> None:
-        if number in self.scenario.faults:
-            raise Fault("the device says no")
         if number == self.scenario.lethal:
             raise SystemError("a fault of the interpreter")
+        if number in self.scenario.faults:
+            raise Fault("the device says no")
 
     def _watch(self) -> None:
         """Every step of the engine is checked."""
