@@ -1,9 +1,9 @@
-"""`python -m tests.server.traffic --minutes 20`: mixed traffic against a real server whose cache is too small, every answer checked.
+"""`python -m tests.server.traffic --minutes 20`: mixed traffic against a real server with too small a cache, answers checked.
 
 Each request of a fixed list is first answered alone: that is its reference. Then many clients send them all at once, at random:
 waiting or streaming, or going away in the middle. An answer that comes to its end must be the reference's: its text, its finish
-reason, its tokens; with `--invariant` its log-probabilities, to the last bit. At the end no page is held, and the server's memory
-must not have grown. Only addresses of this machine are used, and the run ends by itself.
+reason, its tokens; with `--invariant` its log-probabilities, to the last bit. At the end no page is held, and the server's
+memory must not have grown. Only addresses of this machine are used, and the run ends by itself.
 
 Exit code 0: all of it held; 1: something did not, and the last lines say what.
 """
@@ -240,8 +240,10 @@ def main() -> int:
     given = parser.parse_args()
     options = ["--invariant"] if given.invariant else []
     summary = traffic(given.minutes * 60, clients=given.clients, seed=given.seed, options=options)
-    print(f"{summary.answers:,} answers in {summary.seconds:.0f} s, {summary.left:,} left early, {len(summary.wrong)} wrong, "
-          f"{summary.preemptions:,.0f} preemptions, {summary.pages_used:g} pages held at idle, {summary.mb_a_minute:+.3f} MB a minute")  # fmt: skip
+    print(
+        f"{summary.answers:,} answers in {summary.seconds:.0f} s, {summary.left:,} left early, {len(summary.wrong)} wrong; "
+        f"{summary.preemptions:,.0f} preemptions, {summary.pages_used:g} pages held at idle, {summary.mb_a_minute:+.3f} MB a minute"
+    )
     for line in summary.failures:
         print(line)
     return int(bool(summary.failures))
