@@ -242,7 +242,7 @@ def main() -> int:
     summary = traffic(given.minutes * 60, clients=given.clients, seed=given.seed, options=options)
     print(
         f"{summary.answers:,} answers in {summary.seconds:.0f} s, {summary.left:,} left early, {len(summary.wrong)} wrong; "
-        f"{summary.preemptions:,.0f} preemptions, {summary.pages_used:g} pages held at idle, {summary.mb_a_minute:+.3f} MB a minute"
+        f"{summary.preemptions:,.0f} preemptions, {summary.pages_used:g} pages held at idle, {summary.mb_a_minute:+.3f} MB/min"
     )
     for line in summary.failures:
         print(line)
