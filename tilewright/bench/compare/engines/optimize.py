@@ -43,6 +43,8 @@ class Optimize:
             optimized(*inputs)
         said = optimized.report.as_dict()
         facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs), "optimize": said["facts"], "report": said}
+        if self._precision == "int8" and not any(d["kind"] == "quantise" and d["taken"] for d in said["decisions"]):
+            facts["computes in"] = "fp16, for no product is faster in int8"
         captured = getattr(optimized, "captured", None)
         if captured is None:
             return Called(lambda: optimized(*inputs), self._settings, facts)
