@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined
 
 from tilewright.bench.compare.charts import charts
 from tilewright.bench.compare.claims import WORTH, table
-from tilewright.bench.compare.figures import amount, between, claim_line, headline, ratio, seconds, shown_alone, subline, sums
+from tilewright.bench.compare.figures import amount, between, headline, ratio, seconds, shown_alone, subline, sums
 from tilewright.bench.compare.markdown import markdown
 from tilewright.bench.compare.results import Comparison
 from tilewright.bench.compare.timeline import timeline
@@ -87,7 +87,6 @@ def html(comparison: Comparison) -> str:
         subline=subline(c),
         open_points=open_points,
         tiles=_tiles(c),
-        claims=[claim_line(claim) for claim in c.claims],
         tuning=_tuning(c.tuning),
         said=table(c),
         worth=WORTH,
