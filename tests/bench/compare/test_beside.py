@@ -13,7 +13,7 @@ from tilewright.bench.compare.results import Run
 from tilewright.bench.compare.watch import Watch
 from tilewright.hw import nvml, state
 
-CPU = Settings(device=torch.device("cpu"), threads=1)
+CPU, CUDA = (Settings(device=torch.device(name), threads=1) for name in ("cpu", "cuda"))
 
 
 class Named:
@@ -26,8 +26,8 @@ class Named:
         pass
 
 
-def contender(name: str, seconds: list[float] | None = None, **facts: Any) -> Contender:
-    side = Contender(name=name, engine=Named(**facts), settings=CPU)  # pyright: ignore[reportArgumentType]
+def contender(name: str, seconds: list[float] | None = None, settings: Settings = CUDA, **facts: Any) -> Contender:
+    side = Contender(name=name, engine=Named(**facts), settings=settings)  # pyright: ignore[reportArgumentType]
     side.runs = [Run(at=float(i), variant="whole", seconds=s) for i, s in enumerate(seconds or [])]
     return side
 
@@ -47,6 +47,11 @@ KINDS = [
 def test_the_equal_engine(ours: tuple[str, Any], baseline: tuple[str, Any], wanted: str | None) -> None:
     sides = [contender(str(i), precision=p, graph=g) for i, (p, g) in enumerate((ours, baseline))]
     assert equal_engine(*sides) == wanted
+
+
+def test_there_is_no_graph_on_a_processor() -> None:
+    sides = [contender(str(i), settings=CPU, precision="fp32", graph=g) for i, g in enumerate(("cuda graph", False))]
+    assert equal_engine(*sides) is None
 
 
 def test_claims_are_in_the_order_of_their_worth() -> None:

@@ -43,7 +43,7 @@ def equal_engine(ours: Contender, baseline: Contender) -> str | None:
     if _kind(baseline) == (precision, launch):
         return None
     option = precision.partition(" ")[0]
-    if option not in DTYPES:
+    if option not in DTYPES or (launch == "CUDA graph" and ours.settings.device.type != "cuda"):
         return None
     return f"{'graph' if launch == 'CUDA graph' else 'eager'}:{option}"
 
