@@ -82,6 +82,8 @@ class Side:
     runs: list[Run]
     counters: list[Counter] = field(default_factory=list)
     """In the engine's order; empty where it was not asked or does not tell."""
+    counters_exact: bool = False
+    """Whether they are the device's own records of every kernel, each known to be of one layer."""
     counters_note: str = ""
     """Why there are none, where it was asked."""
 
