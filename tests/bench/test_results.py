@@ -18,7 +18,7 @@ import tilewright.bench.layers
 import tilewright.bench.ops
 from tests.asm.test_scripts import script
 from tilewright.bench import op
-from tilewright.bench.harness import Results
+from tilewright.bench.results import Results
 from tilewright.cli import bench
 from tilewright.cli.root import app
 from tilewright.kernels.matmul import linear_op
@@ -64,7 +64,7 @@ def test_rows_are_kept_as_they_come(which: str, cut: type[BaseException] | None,
 KILLED = """
 import os, sys
 from pathlib import Path
-from tilewright.bench.harness import Results
+from tilewright.bench.results import Results
 
 def rows():
     yield {"us": 1.0}

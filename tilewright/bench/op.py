@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewright.bench.dims import nearest, parse_dims
 from tilewright.bench.harness import interleaved_us, sets_for
 from tilewright.bench.peers import NoPeer, default_shapes, inductor, peer
+from tilewright.bench.provenance import ran_by
 from tilewright.bench.sets import SETS, aligned
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import device_of
@@ -103,8 +104,9 @@ def measure(
         others = checked(op, beside)
         calls.append(run(preferred, [op.make(Inputs("cuda", seed=i, here=True), **others) for i in range(sets)]))
     with torch.inference_mode():
+        ran = ran_by(lambda: calls[0](0))
         times = interleaved_us(calls, sets=sets, rounds=6 if cost.flops > 1e12 else 20, settle=settle)
-    row = _row(op, words, first, cost, times, opponent, preferred)
+    row = _row(op, words, first, cost, times, opponent, preferred) | {"kernels": ran}
     if beside is not None:
         row |= {
             "beside": " ".join(beside),
