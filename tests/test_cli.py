@@ -85,6 +85,7 @@ OPTIONS = {
         "--resume",
         "--json",
     },
+    "bench all": {"--out", "--budget", "--only", "--dry-run"},
     "bench ops": {"--out", "--resume", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},

@@ -64,7 +64,7 @@ def test_a_copy_without_its_history_is_told_its_commit(
 def test_the_commit_of_the_command_line_reaches_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "_checked_out", lambda: Commit(None, None))
     monkeypatch.setitem(results._SESSION, "commit", None)
-    monkeypatch.setattr(bench, "_need_gpu", lambda _: None)
+    monkeypatch.setattr(bench, "need_gpu", lambda _: None)
     monkeypatch.setattr(op, "rows", lambda *_: iter([{"dims": "M=4 N=8", "us": 1.0}]))
     out = tmp_path / "softmax.json"
     done = CliRunner().invoke(app, ["bench", "--commit", f"{HASH}-dirty", "softmax", "M=4", "N=8", "--out", str(out)])
@@ -176,7 +176,7 @@ def test_only_what_is_missing_is_measured(tmp_path: Path, here: dict[str, Any], 
             measured.append(" ".join(words))
             yield {"op": found.name, "dims": " ".join(words), "us": 1.0, "ratio": 2.0}
 
-    monkeypatch.setattr(bench, "_need_gpu", lambda _: None)
+    monkeypatch.setattr(bench, "need_gpu", lambda _: None)
     monkeypatch.setattr(op, "rows", measure)
     words = ["bench", "softmax", "--shapes", "M=4,N=8;M=4,N=9;M=4,N=10", "--resume", "--out", str(tmp_path / "it.json")]
     assert CliRunner().invoke(app, words).exit_code != 0

@@ -47,7 +47,7 @@ def test_rows_are_kept_as_they_come(which: str, cut: type[BaseException] | None,
             raise cut("the time ran out")
         yield ROWS[1]
 
-    monkeypatch.setattr(bench, "_need_gpu", lambda _: None)
+    monkeypatch.setattr(bench, "need_gpu", lambda _: None)
     monkeypatch.setattr(where, name, rows)
     monkeypatch.setattr(tilewright.bench.ops, "dispatch_overhead_us", lambda _: {})
     done = CliRunner().invoke(app, ["bench", *words, "--out", str(path)])

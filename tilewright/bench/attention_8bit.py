@@ -11,6 +11,8 @@ from tilewright.bench.dims import nearest
 from tilewright.bench.harness import interleaved_us, sets_for
 from tilewright.bench.op import checked
 from tilewright.bench.provenance import Hashes, ran_by
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import device_of
 from tilewright.kernels.quantize_keys_values import FORMATS_OF_ATTENTION
 from tilewright.kernels.scaled_attention import scaled_attention_op
 from tilewright.op import Inputs
@@ -64,7 +66,9 @@ def rows(
 def _measure(formats: Sequence[str], dims: dict[str, Any], settle: float) -> tuple[list[tuple[float, float]], list[Hashes]]:
     """(microseconds, spread) of bfloat16 and of each format; and the kernels of each format beside those of bfloat16."""
     assert scaled_attention_op.make is not None
-    q, k, _, _, _, keys, _, causal = scaled_attention_op.make(Inputs("meta"), **dims)
+    made = scaled_attention_op.make(Inputs("meta"), **dims)
+    q, k, _, _, _, keys, _, causal = made
+    call_us = 1e6 * scaled_attention_op.cost(*made).flops / max(ceilings(device_of(0)).flops.values())
     batch, kv_heads, _, dim = k.shape  # of codes: heads first, keys rounded up
     sizes = (q.shape, (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim))
     operands = [[_normal(size) for size in sizes] for _ in range(sets_for(2 * sum(math.prod(size) for size in sizes)))]
@@ -75,7 +79,7 @@ def _measure(formats: Sequence[str], dims: dict[str, Any], settle: float) -> tup
     with torch.inference_mode():
         calls = [call(None), *map(call, formats)]
         base, *ran = (ran_by(lambda one=one: one(0)) for one in calls)
-        return interleaved_us(calls, sets=len(operands), settle=settle), [base | each for each in ran]
+        return interleaved_us(calls, sets=len(operands), settle=settle, call_us=call_us), [base | each for each in ran]
 
 
 def _normal(size: Sequence[int]) -> torch.Tensor:

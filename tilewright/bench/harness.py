@@ -16,6 +16,7 @@ __all__ = ["interleaved_us", "sets_for"]
 
 _ROTATE_BYTES = 512 << 20
 _SETTLED_ROUNDS = 3
+_TURN_US = 5000.0
 
 
 def _graph(call: Callable[[int], Any], sets: int, repeats: int) -> torch.cuda.CUDAGraph:
@@ -39,7 +40,7 @@ def sets_for(call_bytes: int) -> int:
 
 
 def interleaved_us(
-    calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int = 20, settle: float = 0.0
+    calls: Sequence[Callable[[int], Any]], *, sets: int, rounds: int = 20, settle: float = 0.0, call_us: float = 0.0
 ) -> list[tuple[float, float]]:
     """(median, spread) in microseconds of each call, measured in turns. `call(i)` runs on argument set i of `sets`.
 
@@ -51,8 +52,10 @@ def interleaved_us(
         settle: seconds that a call runs alone before it is timed, for a third as long (one replay at least), whenever its turn
             comes. At its power limit a card's clock follows a call over tenths of a second: in turns of milliseconds all calls
             have one clock, that of their mixture.
+        call_us: what a call takes at least. A turn is 16 calls, of long ones as many as last 5 ms, and each set once.
     """
-    repeats = max(1, 16 // sets)
+    calls_a_turn = min(16, math.ceil(_TURN_US / call_us)) if call_us else 16
+    repeats = max(1, calls_a_turn // sets)
     graphs = [_graph(call, sets, repeats) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     order = random.Random(0)

@@ -91,11 +91,12 @@ def package_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def environment(told: str | None = None) -> dict[str, Any]:
+def environment(told: str | None = None, *, card: bool = True) -> dict[str, Any]:
     """Code, card, versions, date and command, as a result file must name them.
 
     Args:
         told: as in `commit`, whose ValueError it raises.
+        card: name the first GPU and its driver. That opens the GPU, which takes some of its memory.
     """
     code = commit(told)
     facts: dict[str, Any] = {
@@ -110,7 +111,7 @@ def environment(told: str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         **{name: versions()[name] for name in ("triton", "ptxas")},
     }
-    if torch.cuda.is_available():
+    if card and torch.cuda.is_available():
         facts |= {"device": device_of(0).name, "cuda": torch.version.cuda, "driver": versions()["driver"]}
     return facts
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.bench.provenance import SAME, environment
 
-__all__ = ["Results", "joined", "parts", "rows_in", "strangers", "tell_commit"]
+__all__ = ["Results", "joined", "parts", "rows_in", "strangers", "tell_commit", "told_commit"]
 
 _IDENTITY = ("op", "format", "dims", "shape", "M", "N", "K", "activation", "weights", "kv_cache", "workload", "run")
 
@@ -26,6 +26,11 @@ def tell_commit(told: str | None) -> None:
     """The commit that files of this process name, as `provenance.commit` takes it. Raises its ValueError."""
     environment(told)
     _SESSION["commit"] = told
+
+
+def told_commit() -> str | None:
+    """What `tell_commit` was told."""
+    return _SESSION["commit"]
 
 
 class Results:

@@ -1,4 +1,4 @@
-"""`tilewright bench OP`, `bench ops`, `bench layers`, `bench attention-8bit` and `bench engine`."""
+"""`tilewright bench OP`, `bench ops`, `bench layers`, `bench attention-8bit` and `bench engine`; bench_all.py has `bench all`."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from tilewright.cli.root import app, plain_errors, say
 if TYPE_CHECKING:
     from tilewright.bench.results import Results
 
-__all__ = ["bench"]
+__all__ = ["bench", "need_gpu"]
 
 
 class _Bench(TyperGroup):
@@ -60,7 +60,8 @@ def bench_root(
             tell_commit(commit)
 
 
-def _need_gpu(what: str) -> None:
+def need_gpu(what: str) -> None:
+    """Exit with a sentence where there is no GPU for `tilewright bench <what>`."""
     from tilewright.hw.device import cuda_count
 
     if not cuda_count():
@@ -104,7 +105,7 @@ def bench_ops(
         wrong = [name for name in names or [] if name not in known]
         if wrong:
             raise typer.BadParameter(f"{', '.join(wrong)}: wanted some of {', '.join(known)}")
-        _need_gpu("ops")
+        need_gpu("ops")
         from tilewright.bench.results import Results
 
         results = Results(out, "memory-bound operators against a device copy of the same bytes", resume=resume)
@@ -148,7 +149,7 @@ def bench_engine(
         wrong = [name for name in workload or [] if name not in WORKLOADS]
         if wrong:
             raise typer.BadParameter(f"workload is {', '.join(wrong)}; wanted some of {', '.join(WORKLOADS)}")
-        _need_gpu("engine")
+        need_gpu("engine")
         from tilewright.bench.results import Results
 
         config = EngineConfig(
@@ -196,7 +197,7 @@ def bench_layers(
             raise ValueError("give one of --shapes and --rows")
         usual = [(m, n, k) for m in counts or ROWS for n, k in PROJECTIONS]
         wanted = [_three_sizes(text) for text in shapes.split(";")] if shapes else usual
-        _need_gpu("layers")
+        need_gpu("layers")
         from tilewright.bench.results import Results
 
         what = "quantised linear layers against F.linear in bf16" + (", invariant" if invariant else "")
@@ -225,7 +226,7 @@ def bench_attention_8bit(
         from tilewright.bench.attention_8bit import rows, shapes_of
 
         wanted = shapes_of(formats, shapes)
-        _need_gpu("attention-8bit")
+        need_gpu("attention-8bit")
         from tilewright.bench.results import Results
 
         results = Results(out, "attention in 8 bits, quantiser included, against ops.attention in 16 bits", resume=resume)
@@ -286,7 +287,7 @@ def bench_op(
         names = [impl.name for impl in found.impls]
         if prefer is not None and prefer not in names:
             raise ValueError(f"{found.name} has no implementation {prefer!r}: {nearest(prefer, names)}")
-        _need_gpu(op)
+        need_gpu(op)
         from tilewright.bench.results import Results
 
         results = Results(out, f"{found.name} against {against}", resume=resume)
