@@ -1,4 +1,4 @@
-"""`tilewright bench OP`, `bench ops`, `bench layers`, `bench attention-8bit` and `bench engine`; bench_all.py has `bench all`."""
+"""`tilewright bench OP`, `bench ops`, `bench layers`, `bench attention-8bit` and `bench engine`. `bench all`: bench_all.py."""
 
 import json
 import sys
