@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import tilewright.bench.engine
 import tilewright.bench.layers
 import tilewright.bench.ops
-from tests.asm.test_scripts import script
 from tilewright.bench import op
 from tilewright.bench.results import Results
 from tilewright.cli import bench
@@ -93,16 +92,6 @@ def test_an_older_file_stands_until_there_is_a_row(tmp_path: Path) -> None:
     left = json.loads(path.read_text())
     assert list(left) == ["what", "environment", "mean", "rows"]
     assert left["rows"] == ROWS
-
-
-def test_no_table_is_made_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = script("results_table")
-    monkeypatch.setattr(table, "RESULTS", tmp_path)
-    Results(tmp_path / "h100" / "softmax.json", "a set").keep(ROWS)
-    with pytest.raises(SystemExit, match=r"softmax\.json is incomplete"):
-        table.load("h100", "")
-    with pytest.raises(SystemExit, match=r"softmax\.json is incomplete"):
-        table.against("h100")
 
 
 @pytest.mark.parametrize("peer", [True, False])
