@@ -271,8 +271,7 @@ def commands(of: ResultSet) -> list[str]:
     for name, content in sorted((of.results | of.programs).items()):
         command = content.get("repeat", content["environment"].get("command"))
         if command:
-            words = [word for word in shlex.split(command) if word != "--resume"]
-            command = re.sub(r"--commit \S+ ", "", shlex.join(words))
+            command = shlex.join(word for word in shlex.split(command) if word != "--resume")
             found.append(re.sub(r"(--out|--report) \S+", rf"\1 benchmarks/results/{of.name}/{name}.json", command))
     return sorted(set(found))
 

@@ -77,9 +77,9 @@ def test_all_fits_into_25_minutes_and_groups_have_names_of_their_own() -> None:
     assert all(group.first_s < 240 for group in GROUPS), "what does not fit into a chunk of nine minutes would never be begun"
 
 
-def test_the_commit_is_handed_on(tmp_path: Path) -> None:
-    words = command_of(BY_NAME["conv"], tmp_path, "0" * 40)
-    assert words[3:] == ["bench", "--commit", "0" * 40, "conv", "--out", str(tmp_path / "conv.json"), "--resume"]
+def test_where_the_files_go(tmp_path: Path) -> None:
+    words = command_of(BY_NAME["conv"], tmp_path)
+    assert words[3:] == ["bench", "conv", "--out", str(tmp_path / "conv.json"), "--resume"]
     assert command_of(BY_NAME["compare-resnet50-32-eager"], tmp_path)[-2:] == [
         "--report",
         f"{tmp_path}/compare-resnet50-32-eager.json",
@@ -111,7 +111,7 @@ def group(name: str, rows: int, row_s: float = 0.0, how: str = "", start_s: floa
     return Group(name=name, words=("bench", str(rows), str(row_s), how), rows=rows, start_s=start_s, row_s=row_s)
 
 
-def fake(group: Group, folder: Path, commit: str | None) -> list[str]:
+def fake(group: Group, folder: Path) -> list[str]:
     _, *words = group.words
     path, here = str(folder / f"{group.name}.json"), json.dumps(environment(card=False))
     return [sys.executable, "-m", "tests.bench.fake_group", path, here, *filter(None, words)]

@@ -54,24 +54,32 @@ def test_a_copy_without_its_history_is_told_its_commit(
     here: Commit, told: str | None, wanted: Commit | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance, "_checked_out", lambda: here)
+    monkeypatch.delenv("TILEWRIGHT_COMMIT", raising=False)
+    if told is not None:
+        monkeypatch.setenv("TILEWRIGHT_COMMIT", told)
     if isinstance(wanted, str):
         with pytest.raises(ValueError, match=wanted):
-            commit(told)
+            commit()
     else:
-        assert commit(told) == wanted
+        assert commit() == wanted
 
 
-def test_the_commit_of_the_command_line_reaches_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_a_copy_reaches_its_files_and_a_wrong_one_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(provenance, "_checked_out", lambda: Commit(None, None))
-    monkeypatch.setitem(results._SESSION, "commit", None)
+    monkeypatch.setenv("TILEWRIGHT_COMMIT", f"{HASH}-dirty")
     monkeypatch.setattr(bench, "need_gpu", lambda _: None)
     monkeypatch.setattr(op, "rows", lambda *_: iter([{"dims": "M=4 N=8", "us": 1.0}]))
     out = tmp_path / "softmax.json"
-    done = CliRunner().invoke(app, ["bench", "--commit", f"{HASH}-dirty", "softmax", "M=4", "N=8", "--out", str(out)])
+    words = ["bench", "softmax", "M=4", "N=8", "--out", str(out)]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())["environment"]
     assert (found["commit"], found["dirty"]) == (HASH, True)
-    assert CliRunner().invoke(app, ["bench", "--commit", "v1", "softmax", "M=4", "N=8"]).exit_code == 1
+    monkeypatch.setenv("TILEWRIGHT_COMMIT", "v1")
+    wrong = CliRunner().invoke(app, words)
+    assert (wrong.exit_code, "error: TILEWRIGHT_COMMIT is 'v1', wanted 7 to 40 hex digits" in wrong.output) == (1, True)
 
 
 @pytest.mark.skipif(env.interpreting(), reason="the interpreter takes meta tensors for CPU tensors")
@@ -99,7 +107,7 @@ def test_a_row_has_the_kernels_that_it_ran() -> None:
 def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What this process is, to be changed by a test."""
     facts = dict(HERE)
-    monkeypatch.setattr(results, "environment", lambda told: dict(facts))
+    monkeypatch.setattr(results, "environment", lambda: dict(facts))
     return facts
 
 

@@ -21,7 +21,7 @@ OLD = {
 }
 NEW = OLD | {
     "date": "2026-11-24T10:00:00+00:00", "device": H200, "commit": "a" * 40, "dirty": False, "source": "1" * 16,
-    "command": "tilewright bench --commit abc softmax --out /tmp/x/softmax.json --resume",
+    "command": "tilewright bench softmax --out /tmp/x/softmax.json --resume",
 }  # fmt: skip
 KERNELS = {"softmax/triton": _now()["softmax/triton"]}
 STALE = {"softmax/triton": "0" * 16}

@@ -55,14 +55,13 @@ def left_of(group: Group, folder: Path) -> Left:
     return Left(rows, group.seconds(rows))
 
 
-def command_of(group: Group, folder: Path, commit: str | None = None) -> list[str]:
+def command_of(group: Group, folder: Path) -> list[str]:
     """The words of the process that measures a group, or the rest of it."""
     python, path = [sys.executable, "-m", "tilewright.cli"], str(folder / f"{group.name}.json")
     verb, *words = group.words
     if verb == "compare":
         return [*python, verb, *words, "--report", path]
-    told = [] if commit is None else ["--commit", commit]
-    return [*python, verb, *told, *words, "--out", path, "--resume"]
+    return [*python, verb, *words, "--out", path, "--resume"]
 
 
 def table(groups: Sequence[Group], folder: Path) -> list[str]:
@@ -77,14 +76,13 @@ def table(groups: Sequence[Group], folder: Path) -> list[str]:
 
 
 def measure(
-    groups: Sequence[Group], folder: Path, say: Say, *, budget_s: float | None = None, commit: str | None = None,
-    command: Callable[[Group, Path, str | None], list[str]] = command_of,
+    groups: Sequence[Group], folder: Path, say: Say, *, budget_s: float | None = None,
+    command: Callable[[Group, Path], list[str]] = command_of,
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     """Measure what is left of the groups; (names of those that failed, names of those that are not whole for want of time).
 
     Args:
         budget_s: start nothing that cannot write a row within it, and end what runs when it is over; None: no end.
-        commit: as `provenance.commit` takes it.
         command: of a group.
 
     Raises:
@@ -93,7 +91,7 @@ def measure(
         Stopped: SIGTERM came; what runs was ended first. KeyboardInterrupt likewise.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    strange = strangers(folder, environment(commit, card=False))
+    strange = strangers(folder, environment(card=False))
     if strange:
         raise ValueError(f"{strange[0]}; a set is of one code: give --out another folder")
     began, failed, waiting = time.monotonic(), [], []
@@ -108,7 +106,7 @@ def measure(
             continue
         say(f"[{number}/{len(pending)}] {group.name}: {left.rows} rows, about {left.seconds:.0f} s; {clock.eta()}")
         started = time.monotonic()
-        code = _run(command(group, folder, commit), rest_s)
+        code = _run(command(group, folder), rest_s)
         clock.add(left.seconds, time.monotonic() - started)
         if not left_of(group, folder).rows:
             continue

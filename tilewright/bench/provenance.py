@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewright import __version__
+from tilewright.hw import env
 from tilewright.hw.device import device_of
 from tilewright.ops import ALL
 from tilewright.tune.record import source_hash, versions
@@ -43,24 +44,20 @@ class Commit(NamedTuple):
     """Whether tracked files differ from it; None where that is not known."""
 
 
-def commit(told: str | None = None) -> Commit:
-    """The commit that this package's folder has checked out.
-
-    Args:
-        told: what `git describe --always --dirty --abbrev=40 --exclude='*'` says in the repository, for a copy of a working
-            tree without its history.
+def commit() -> Commit:
+    """The commit that this package's folder has checked out; of a copy without its history what `hw.env.commit` tells.
 
     Raises:
-        ValueError: `told` is no commit, or not the one that is checked out here.
+        ValueError: what is told is no commit, or not the one that is checked out here.
     """
-    here = _checked_out()
+    here, told = _checked_out(), env.commit()
     if told is None:
         return here
     match = _TOLD.fullmatch(told)
     if match is None:
-        raise ValueError(f"--commit is {told!r}, wanted 7 to 40 hex digits, with -dirty behind them where files were changed")
+        raise ValueError(f"TILEWRIGHT_COMMIT is {told!r}, wanted 7 to 40 hex digits, and -dirty where files were changed")
     if here.name is not None and not here.name.startswith(match[1]):
-        raise ValueError(f"--commit is {told}, but {here.name} is checked out here: leave the option out")
+        raise ValueError(f"TILEWRIGHT_COMMIT is {told}, but {here.name} is checked out here: unset it")
     return here if here.name is not None else Commit(match[1], match[2] is not None)
 
 
@@ -91,14 +88,16 @@ def package_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def environment(told: str | None = None, *, card: bool = True) -> dict[str, Any]:
+def environment(*, card: bool = True) -> dict[str, Any]:
     """Code, card, versions, date and command, as a result file must name them.
 
     Args:
-        told: as in `commit`, whose ValueError it raises.
         card: name the first GPU and its driver. That opens the GPU, which takes some of its memory.
+
+    Raises:
+        ValueError: as `commit` does.
     """
-    code = commit(told)
+    code = commit()
     facts: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": _command(),

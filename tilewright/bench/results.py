@@ -13,24 +13,11 @@ from typing import Any
 
 from tilewright.bench.provenance import SAME, environment
 
-__all__ = ["Results", "joined", "parts", "rows_in", "strangers", "tell_commit", "told_commit"]
+__all__ = ["Results", "joined", "parts", "rows_in", "strangers"]
 
 _IDENTITY = ("op", "format", "dims", "shape", "M", "N", "K", "activation", "weights", "kv_cache", "workload", "run")
 
 _PART = re.compile(r".+\.\d+")
-_SESSION: dict[str, str | None] = {"commit": None}
-"""What the command line said of this process as a whole."""
-
-
-def tell_commit(told: str | None) -> None:
-    """The commit that files of this process name, as `provenance.commit` takes it. Raises its ValueError."""
-    environment(told)
-    _SESSION["commit"] = told
-
-
-def told_commit() -> str | None:
-    """What `tell_commit` was told."""
-    return _SESSION["commit"]
 
 
 class Results:
@@ -65,7 +52,7 @@ class Results:
                 raise ValueError("--resume goes on with the file of --out: give one")
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._environment = environment(_SESSION["commit"])
+        self._environment = environment()
         found = parts(path)
         if not resume:
             self._older = found[1:]

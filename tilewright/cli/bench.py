@@ -43,23 +43,6 @@ _SETTLE_HELP = (
 _Settle = Annotated[float, typer.Option(min=0, max=10, help=_SETTLE_HELP)]
 
 
-@bench.callback()
-def bench_root(
-    context: typer.Context,
-    commit: Annotated[
-        str | None,
-        typer.Option(
-            help="`git describe --always --dirty --abbrev=40 --exclude='*'`, for a copy of the code without its history."
-        ),
-    ] = None,
-) -> None:
-    if commit is not None:
-        with plain_errors(context):
-            from tilewright.bench.results import tell_commit
-
-            tell_commit(commit)
-
-
 def need_gpu(what: str) -> None:
     """Exit with a sentence where there is no GPU for `tilewright bench <what>`."""
     from tilewright.hw.device import cuda_count

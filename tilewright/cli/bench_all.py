@@ -26,14 +26,13 @@ def bench_all(
     """Measure what README.md and docs/results.md print, on one card; what is in the folder already is not measured again.
 
     A folder is of one commit, one card and one set of versions. Exit code 1 where a group failed, 0 also where the budget ended
-    before the set was whole. Example:
+    before the set was whole. Where the code is a copy without .git, TILEWRIGHT_COMMIT names its commit. Example:
 
     tilewright bench all --out benchmarks/results/h200 --budget 9
     """
     with plain_errors(context):
         from tilewright.bench.everything import Stopped, measure, table
         from tilewright.bench.plan import chosen
-        from tilewright.bench.results import told_commit
 
         groups = chosen(only)
         if dry_run:
@@ -41,7 +40,7 @@ def bench_all(
             return
         need_gpu("all")
         try:
-            failed, waiting = measure(groups, out, say, budget_s=None if budget is None else 60 * budget, commit=told_commit())
+            failed, waiting = measure(groups, out, say, budget_s=None if budget is None else 60 * budget)
         except Stopped:
             say(f"terminated; what was measured is in {out}, and the same command goes on")
             raise typer.Exit(TERMINATED) from None
