@@ -304,6 +304,10 @@ class Op:
         self._choices.clear()
         self.generation += 1
 
+    def chosen_impls(self) -> list[Impl]:
+        """The implementations that `run` has chosen since choices were last forgotten, on any device, each once."""
+        return list({choice.impl.name: choice.impl for choice in self._choices.values()}.values())
+
     def chosen(self, *args: Any) -> Choice:
         """What `run` has chosen for such arguments under the scope in force. Raises KeyError where it has not run them."""
         return self._choices[self.problem(*args), args[0].get_device(), _SCOPE.get()]

@@ -8,6 +8,7 @@ import sys
 try:
     import tilewright.cli.asm
     import tilewright.cli.bench
+    import tilewright.cli.bench_all
     import tilewright.cli.compare
     import tilewright.cli.explain
     import tilewright.cli.hw

@@ -18,7 +18,7 @@ from tilewright.asm.certificate import config_facts, config_key
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import Device
 from tilewright.tune.constants import constants_of
-from tilewright.tune.model import Held, Work, columns_of, held_by, library_seconds, seconds_of
+from tilewright.tune.model import Held, Work, columns_of, held_by, least_seconds, library_seconds, seconds_of
 from tilewright.tune.space import Config, Space
 
 __all__ = ["LEAD_S", "MARGIN", "Candidate", "Ranked", "better", "rank"]
@@ -135,7 +135,21 @@ def rank(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls:
         args: of the op, or tensors like them on "meta".
         impls: those that take the problem.
     """
-    yield from _ordered(_predicted(op_name, device, args, impls), device, problem)
+    least = _least(op_name, device, args, impls)
+    for ranked in _ordered(_predicted(op_name, device, args, impls), device, problem):
+        yield ranked._replace(seconds=max(ranked.seconds, least))
+
+
+def _least(op_name: str, device: Device, args: Sequence[Any], impls: Sequence[Candidate]) -> float:
+    """What the ceilings allow the candidate with the least work; 0 without any. One number for all keeps their order."""
+    found, least = ceilings(device), []
+    for impl in impls:
+        certified = _certified(op_name, impl.name, device.arch)
+        if impl.work is None or (certified is None and impl.space.axes):
+            continue
+        work = impl.work(device, {} if certified is None else certified.columns, *args)
+        least.append(float(np.min(least_seconds(work, found))))
+    return min(least, default=0.0)
 
 
 def _ordered(predicted: Sequence[_Predicted], device: Device, problem: Any) -> Iterator[Ranked]:

@@ -25,7 +25,7 @@ from tilewright.bench.compare.plan import only_needed, plan, refined
 from tilewright.bench.compare.results import Comparison, Interval, Point, Side, Verdict
 from tilewright.bench.compare.segments import Attribution, SideFit, attribute, decided
 from tilewright.bench.compare.watch import Watch
-from tilewright.bench.harness import environment
+from tilewright.bench.provenance import environment
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.cpu import cpu
 from tilewright.hw.device import device_of
