@@ -266,7 +266,7 @@ def _attend(
             q_begin = gl.load(cu_q_ptr + b).to(gl.int64)
         token = q_begin + rows // GROUP
         live = (rows < HELD) & (rows // GROUP < q_len) & (token >= 0) & (token < tokens)
-        places = token * q_row_stride + (g * GROUP + rows % GROUP) * D
+        places = token * (q_row_stride // 8) * 8 + (g * GROUP + rows % GROUP) * D
         q = gl.load(q_ptr + gl.expand_dims(places, 1) + dims, mask=gl.expand_dims(live, 1), other=0.0)
         power = _store_queries(own[0], q)
         fence_async_shared()
@@ -289,7 +289,7 @@ def _attend(
 # ---- kernel
 
 
-@gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "held", "table_row_stride"])
+@gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "held", "q_row_stride", "table_row_stride"])
 def paged_sm90_codes_kernel(
     k_desc, v_desc, k_scale_ptr, v_scale_ptr, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
     batch, tokens, room, window, held, q_row_stride, table_row_stride, scale,
