@@ -14,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from tilewright import __version__
 from tilewright.hw.device import device_of
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
         "tilewright": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": triton.__version__,
         "cpu": platform.processor() or platform.machine(),
     }
     if torch.cuda.is_available():

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, clear_end, load_box, viewed
+from tilewright.kernels.hopper import block_barrier, clear_end, load_box, release, viewed
 from tilewright.kernels.paged_sm90_ranges import (
     PANEL,
     ROWS,
@@ -193,7 +193,7 @@ def _walk(
         s = s * scale
         s = only_seen(s, start + rows, at, start, kv_len, window, QUERIES, HAS_WINDOW)
         high = gl.maximum(m, column_maxima(s, tops))
-        mbarrier.arrive(k_empty.index(stage))
+        release(k_empty.index(stage))
         p, alpha, sums = weigh(s, m, high, sums)
         m = high
         o = o * gl.expand_dims(alpha, 0)
@@ -206,7 +206,7 @@ def _walk(
         o = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), weights, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
         block_barrier()  # (d)
-        mbarrier.arrive(v_empty.index(stage))
+        release(v_empty.index(stage))
         j += 1
     return o, m, gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), COLUMNS), j
 

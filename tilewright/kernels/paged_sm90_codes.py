@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, load_box, viewed
+from tilewright.kernels.hopper import block_barrier, load_box, release, viewed
 from tilewright.kernels.mixed_codes import widen
 from tilewright.kernels.paged_sm90 import WARPS, column_maxima, only_seen, pairs_of_rows, tall_sums, weigh
 from tilewright.kernels.paged_sm90_ranges import ROWS, barriers, end_pair, page_rows, range_of, stretch
@@ -227,7 +227,7 @@ def _walk(
         s = s * (k_scale * gl.expand_dims(scales, 0))
         s = only_seen(s, start + rows, at, start, kv_len, window, QUERIES, HAS_WINDOW)
         high = gl.maximum(m, column_maxima(s, tops))
-        mbarrier.arrive(k_empty.index(stage))
+        release(k_empty.index(stage))
         p, alpha, sums = weigh(s, m, high, sums)
         m = high
         o = o * gl.expand_dims(alpha, 0)
@@ -236,7 +236,7 @@ def _walk(
         v = _values_operand(v_tiles.index(stage).load(V_WORDS), like, FORMAT, D, BOXES, TALL)
         fence_async_shared()
         block_barrier()  # (c)
-        mbarrier.arrive(v_empty.index(stage))
+        release(v_empty.index(stage))
         o = warpgroup_mma(v, weights, o, is_async=True)
         o, v = warpgroup_mma_wait(0, deps=(o, v))
         j += 1
