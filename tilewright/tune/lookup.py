@@ -28,7 +28,8 @@ from tilewright.hw.device import Device, card_slug
 from tilewright.tune.database import Database, DatabaseError, database_path
 from tilewright.tune.frozen import TABLES, FrozenTable
 from tilewright.tune.ranking import Entry, Stack, ranked
-from tilewright.tune.record import Row, problem_json, source_hash, versions
+from tilewright.tune.record import Row, problem_json, versions
+from tilewright.tune.source import source_hash
 from tilewright.tune.space import Config, Space
 
 __all__ = [
