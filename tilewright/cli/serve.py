@@ -92,6 +92,12 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
             "set one with --api-key-file, or listen on 127.0.0.1"
         )
     llm = _load(model, engine, log.say)
+    ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
+    if ids > outputs:
+        log.say(
+            f"warning: the tokenizer has {ids} tokens and the model {outputs}; texts with one of the others are refused. "
+            "They are from different models, or the tokenizer has tokens that were added later"
+        )
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
 

@@ -34,6 +34,8 @@ __all__ = ["Connection", "Connections"]
 LINGER_S = 2.0
 REST_TIMEOUT_S = 30.0
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SPARE_CONNECTIONS = 8
+"""Descriptors that are kept free once the process has run out of them."""
 SAY_AGAIN_S = 10.0
 HEAD, REST = "head", "rest"
 
@@ -46,7 +48,7 @@ class Connections:
     def __init__(self, config: ServerConfig):
         self.config = config
         self.limit = config.max_connections
-        """Lowered by `run_server` to what the process may open."""
+        """Lowered to what the process may open: by `run_server` at the start, and where accepting fails."""
         self.open: set[Connection] = set()
         self.ended: Counter[str] = Counter()
         """Reason -> connections that the server ended for it."""
@@ -81,12 +83,14 @@ class Connections:
         if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES or "accept" not in context["message"]:
             loop.default_exception_handler(context)
             return
-        for connection in list(self._idle)[: max(1, len(self._idle) // 4)]:
+        # From now on an accepted connection makes room for itself, before accepting fails.
+        self.limit = max(1, len(self.open) - SPARE_CONNECTIONS)
+        for connection in list(self._idle)[:SPARE_CONNECTIONS]:
             self.end(connection, "evicted")
         if time.monotonic() >= self._say_again_s:
             self._say_again_s = time.monotonic() + SAY_AGAIN_S
-            many = f"{len(self.open)} connections are open"
-            logger.error("no new connections for a second: %s (%s); raise `ulimit -n`", error.strerror, many)
+            few = f"from now on at most {self.limit} at a time"
+            logger.error("no new connections for a second: %s; %s; raise `ulimit -n`", error.strerror, few)
 
 
 class Connection(H11Protocol):
