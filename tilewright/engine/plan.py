@@ -152,8 +152,8 @@ def _cuts(
     asked = options.kv_cache_bytes
     if asked is not None and all_useful and cache_bytes < asked:
         found.append(
-            f"kv_cache_bytes is {asked:,}, but {options.max_seqs} requests (max_seqs) of {max_model_len} tokens need no more than "
-            f"{cache_bytes:,}; the cache has that"
+            f"kv_cache_bytes is {asked:,}, but {options.max_seqs} requests (max_seqs) of {max_model_len} tokens need no more "
+            f"than {cache_bytes:,}; the cache has that"
         )
     if options.max_model_len is None and max_model_len < config.max_position_embeddings:
         found.append(
