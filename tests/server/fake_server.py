@@ -16,7 +16,7 @@ from tilewright.server.serve import bind, run_server
 
 if __name__ == "__main__":
     fields = dict(word.split("=", 1) for word in sys.argv[2:] if "=" in word)
-    config = ServerConfig(port=0, **{"log_level": "warning", **{name: ast.literal_eval(v) for name, v in fields.items()}})
+    config = ServerConfig(**{"port": 0, "log_level": "warning", **{name: ast.literal_eval(v) for name, v in fields.items()}})
     engine = fake_engine(delay_s=float(sys.argv[1]), max_model_len=4096, pages=4096, max_seqs=64, max_waiting=1024)
     if "broken" in sys.argv:
         engine.step = {}.popitem  # type: ignore[method-assign]  # a bug that every step has

@@ -398,3 +398,11 @@ def test_a_start_without_anybody_to_tell(redirection: str, tmp_path_factory: pyt
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+@pytest.mark.long
+def test_everything_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.server.storm"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
