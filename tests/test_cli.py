@@ -40,6 +40,7 @@ OPTIONS = {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
         *("--prefix-cache", "--no-prefix-cache"),
+        *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
     },
     "run": {
         *ENGINE_OPTIONS,

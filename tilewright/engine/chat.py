@@ -2,8 +2,8 @@
 
 A template comes with a model's files and is run in Jinja's immutable sandbox: it reaches neither the disk nor Python, and what
 it may see is what the Hugging Face libraries show to it (messages, tools, special tokens, `raise_exception`, `strftime_now`,
-`tojson`, `break` and `continue`). Its size and that of its result are bounded, its running time is not: a model folder is
-trusted that far.
+`tojson`, `break` and `continue`). Its size and that of its result are bounded; that it comes to an end is tried once when a
+model is loaded (trial.py).
 """
 
 import json
@@ -41,6 +41,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is not valid: {error}") from error
+        except (RecursionError, MemoryError, OverflowError, SyntaxError, ValueError) as error:
+            # Jinja makes Python of it; what is nested too deeply or holds numbers of a million digits fails there.
+            raise ChatTemplateError(f"the model's chat template cannot be compiled: {type(error).__name__}") from error
 
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, tools: Any = None, **variables: Any

@@ -53,6 +53,8 @@ class Answer(Response):
         super().__init__()
         self._job = job
         self._worker = worker
+        self.completion_tokens = 0
+        """Tokens generated so far, for the access log."""
         name = f"{'chatcmpl' if job.chat else 'cmpl'}-{token_hex(12)}"
         self._reply = Reply(name, int(time.time()), job, served)
 
@@ -88,6 +90,7 @@ class Answer(Response):
             deltas = await channel.take()
         except EngineStopped as error:
             raise unavailable(str(error)) from None
+        self.completion_tokens += sum(len(delta.token_ids) for delta in deltas)
         failed = next((delta for delta in deltas if delta.finish_reason in ("abort", "error")), None)
         if failed is not None:
             why = "the server aborted it" if failed.finish_reason == "abort" else failed.error or "the model runner failed"
