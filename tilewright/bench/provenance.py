@@ -21,7 +21,8 @@ from tilewright import __version__
 from tilewright.hw import env
 from tilewright.hw.device import device_of
 from tilewright.ops import ALL
-from tilewright.tune.record import source_hash, versions
+from tilewright.tune.record import versions
+from tilewright.tune.source import source_hash
 
 __all__ = ["SAME", "Commit", "Hashes", "changed", "chosen_kernels", "commit", "environment", "forget", "package_hash", "ran_by"]
 
