@@ -4,6 +4,7 @@ The card and the implementations are stand-ins: what is tested is the choice.
 """
 
 import time
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -95,7 +96,7 @@ def chosen(op: Op, problem: Problem, device: Device = H100) -> tuple[str, int | 
 def test_the_first_that_does_not_refuse(
     places: Places, problem: Problem, device: Device, scopes: tuple[Any, ...], wanted: tuple[Any, ...]
 ) -> None:
-    with scopes[0] if scopes else prefer(""):
+    with scopes[0] if scopes else nullcontext():
         assert chosen(OP, problem, device) == wanted
     assert counters()["default"] == (wanted[2] == "default")
 
@@ -106,7 +107,7 @@ def test_an_op_may_put_an_implementation_before_the_others(places: Places) -> No
     assert chosen(op, Problem(torch.bfloat16, 4, 64)) == ("few", 16, "default")
     with prefer("few"):
         assert chosen(op, SMALL) == ("few", 16, "default")
-    with prefer("of another op"):
+    with prefer("sm90"):  # of other ops
         assert chosen(op, SMALL) == ("triton", 32, "default")
 
 
@@ -119,8 +120,16 @@ def test_a_refusal_names_every_reason(places: Places) -> None:
 
 
 def test_scopes_nest_and_end() -> None:
-    with prefer("a"), invariant(), strict(), prefer("b"):
-        assert scope() == Scope(preferred="b", invariant=True, strict=True)
+    with prefer("few"), invariant(), strict(), prefer("triton"):
+        assert scope() == Scope(preferred="triton", invariant=True, strict=True)
+    assert scope() == Scope()
+
+
+def test_a_name_that_no_op_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no op has an implementation called 'sm9O': did you mean sm90.*there are .*triton"):
+        prefer("sm9O")
+    with pytest.raises(ValueError, match=r"called '': there are "):
+        prefer("")
     assert scope() == Scope()
 
 

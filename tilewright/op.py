@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ __all__ = [
 ]
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
+_NAMES: set[str] = {"reference"}
+"""Of the implementations of all ops that were made."""
 _CPU_IS_CPU = not device_of(-1).runs_triton
 
 
@@ -91,7 +94,15 @@ def _scoped(**changes: Any) -> Iterator[None]:
 
 
 def prefer(name: str) -> Any:
-    """`with prefer("triton"):` takes the implementation of that name wherever an op has one and it does not refuse."""
+    """`with prefer("triton"):` takes the implementation of that name wherever an op has one and it does not refuse.
+
+    Raises:
+        ValueError: no op has an implementation of that name.
+    """
+    if name not in _NAMES:
+        close = get_close_matches(name, _NAMES, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"prefer: no op has an implementation called {name!r}: {hint}there are {', '.join(sorted(_NAMES))}")
     return _scoped(preferred=name)
 
 
@@ -254,6 +265,7 @@ class Op:
         """How often choices were forgotten: part of the key of what stands on them."""
         reference = self.reference
         self._reference = Choice(Impl(name="reference", launch=lambda config, *args: reference(*args)), {})
+        _NAMES.update(impl.name for impl in self.impls)
         _LIBRARY.define(self.name + torch.library.infer_schema(self.reference, mutates_args=self.mutates))
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(self.name, self.run, key)

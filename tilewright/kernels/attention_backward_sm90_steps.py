@@ -201,7 +201,6 @@ def weigh(s, dp, key, query, shape, scale_log2, bar, phase, CAUSAL: gl.constexpr
 def share(bar):
     """Let the other warpgroup, and the tensor cores, see what this one has stored."""
     fence_async_shared()
-    block_barrier()
     release(bar)
 
 
@@ -210,7 +209,6 @@ def _hand_over(bufs, bars, dk, dv, kv, phase, wg: gl.constexpr, SETS: gl.constex
     """The set of buffers to the warp that stores, with dk and dv in it; neither warpgroup multiplies by it any more."""
     kv_done, out_full = bars[7]
     PARTS: gl.constexpr = bufs[2].shape[0] // SETS
-    block_barrier()
     release(kv_done.index(kv))
     mbarrier.wait(kv_done.index(kv), phase)
     flat(bufs[3].index(kv * PARTS + wg)).store(dv.to(bufs[3].dtype))
@@ -228,7 +226,6 @@ def finish(
         _hand_over(bufs, bars, dk, dv, kv, phase, wg, SETS)
     else:
         if SETS == 1:
-            block_barrier()
             release(bars[6].index(kv))
         _, kv_head, b, _, _ = place
         _store(results[2], dv, b, kv_head, key, col, shape, D)

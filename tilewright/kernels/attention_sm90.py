@@ -311,7 +311,6 @@ def attend(
             _finish(o, m, l, o_bufs.index(wg), out, row, head, q_start, q_len, floor, scale, PACK)
             tma.store_wait(pendings=0)
             fence_async_shared()
-            block_barrier()
             release(q_empty.index(slot))
         # The next tile's first scores are computed while this one's result is divided, rounded and stored.
         s = _first_scores(bufs, bars, it, n, tile, total, wg, CONSUMERS, TAIL)

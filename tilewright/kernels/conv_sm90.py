@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import TRITON, block_barrier, load_box, release, store_box, viewed
+from tilewright.kernels.hopper import TRITON, load_box, release, store_box, viewed
 from tilewright.kernels.matmul_sm90 import piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.matmul_sm90_end import activate, add_parts, column_blocks, leave_part, rounded
 
@@ -310,7 +310,6 @@ def _finish(
             mbarrier.wait(full.index(stage), (passed + j) // STAGES & 1)
             residual = _matrix_at(x_units, (stage * M_BOXES + wg) * UNITS, residual_desc.dtype, ROWS, COLS, SWIZZLE)
             y += residual.load(y.type.layout).to(gl.float32)
-            block_barrier()  # one thread gives the stage back for all
             release(empty.index(stage))
         y = activate(y, ACTIVATION)
         if CODES:

@@ -33,19 +33,17 @@ _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 """The version of the module that is imported, whatever the package is called that brought it."""
 
-_ARRIVES_TOGETHER = gl.constexpr((3, 6) <= TRITON <= (3, 9))
-"""Whether `mbarrier.arrive` makes the warps of its group wait for each other first. In the PTX of Triton 3.6 to 3.9 each one is
-a `bar.sync` (of one warp, a `bar.warp.sync`) and one thread's arrival; nothing promises that for other versions."""
-
 
 @gluon.jit
-def release(bar, pred=True):
+def release(bar, pred=True, PRODUCTS: gl.constexpr = False):
     """Tell another group of warps that this one is done: with a slot of a ring, which may be filled again, or with its turn.
 
-    One thread arrives for all warps of the group. None may still be reading what it gives back, and no analysis of the compiler
-    knows of a read from global memory (`take`) or of registers that a product still reads: so all of them meet first.
+    One thread arrives for all warps of the group, so all of them meet first: none may still be reading what is given back.
+    `mbarrier.arrive` does not see to that. Triton puts a barrier before it only where its analysis finds a hazard in shared
+    memory, and knows neither of reads of global memory (`take`) nor that an arrival lets others write to another buffer.
+    PRODUCTS: the group has only multiplied from it and waited for the products, which complete for its four warps together.
     """
-    if not _ARRIVES_TOGETHER:
+    if not PRODUCTS:
         block_barrier()
     mbarrier.arrive(bar, count=1, pred=pred)
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, clear_end, load_box, release
+from tilewright.kernels.hopper import clear_end, load_box, release
 
 __all__ = ["mla_sm90_kernel"]
 
@@ -116,7 +116,6 @@ def _hand_over(e, alpha, bufs, bars, j, dtype: gl.constexpr):
     p_buf.store(e.to(dtype))
     alpha_buf.store(alpha)
     fence_async_shared()
-    block_barrier()
     release(p_full)
 
 
@@ -201,7 +200,6 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
     share = gl.where(l == 0.0, 0.0, 1.0 / l)
     mbarrier.wait(bars[4], (count - 1) & 1)
     bufs[5].store(share)
-    block_barrier()
     release(bars[3])
     _store(o, gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), out, row, live, 0, SPLIT)
     if SPLIT:
@@ -229,7 +227,6 @@ def _second(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
         o = o * gl.expand_dims(alpha_buf.load(ROW_LAYOUT), 1)
         o = warpgroup_mma(p_buf, k_wide.index(stage * 2 + 1), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-        block_barrier()
         release(p_empty)
         release(empty[1].index(stage))
     mbarrier.wait(p_full, count & 1)

@@ -205,8 +205,7 @@ def _walk(
         block_barrier()  # (c)
         o = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), weights, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-        block_barrier()  # (d)
-        release(v_empty.index(stage))
+        release(v_empty.index(stage))  # (d)
         j += 1
     return o, m, gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), COLUMNS), j
 

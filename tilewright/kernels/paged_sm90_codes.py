@@ -235,8 +235,7 @@ def _walk(
         mbarrier.wait(v_full.index(stage), phase)
         v = _values_operand(v_tiles.index(stage).load(V_WORDS), like, FORMAT, D, BOXES, TALL)
         fence_async_shared()
-        block_barrier()  # (c)
-        release(v_empty.index(stage))
+        release(v_empty.index(stage))  # (c)
         o = warpgroup_mma(v, weights, o, is_async=True)
         o, v = warpgroup_mma_wait(0, deps=(o, v))
         j += 1

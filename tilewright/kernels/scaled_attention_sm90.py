@@ -184,7 +184,6 @@ def _code_queries(q_bufs, raw_bufs, raw_full, raw_empty, n, wg: gl.constexpr, sc
     inverse = gl.div_rn(gl.full([ROWS], _LARGEST, gl.float32, amax.type.layout), amax)
     q_bufs.index(wg).store((x * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
     fence_async_shared()
-    block_barrier()
     release(raw_empty.index(wg))
     return gl.convert_layout(amax * (scale / _LARGEST), gl.SliceLayout(1, scores), assert_trivial=True)
 
