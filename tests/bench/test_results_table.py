@@ -168,3 +168,23 @@ def test_comparisons_with_an_open_card_are_not_in_the_readme(table: Any, cards: 
     assert "drift: One side became slower." in next(
         line for line in found["results.md"].splitlines() if line.startswith("| unfair_model")
     )
+
+
+def test_claims_stand_in_their_order_with_what_is_equal(table: Any, cards: Path) -> None:
+    side = {"engine": "optimize:fp16", "whole": [1e-3, 1e-3, 1e-3]}
+    claims = [
+        {"engine": "graph:fp16", "words": "equal precision and launch mode", "seconds": [2e-3] * 3, "ratio": [2.0, 1.9, 2.1]},
+        {"engine": "eager", "words": "not equal: fp32 beside fp16", "seconds": [9e-3] * 3, "ratio": [9.0, 8.9, 9.1]},
+    ]
+    segments = [{"ratio": [3.0, 2.5, 3.5]}, {"ratio": [4.0, 3.5, 4.5]}]
+    content = {
+        "model": "a_model", "fair": True, "ratio": [9.0, 8.9, 9.1], "segments": segments, "ours": side,
+        "baseline": {"engine": "eager", "whole": [9e-3] * 3}, "card": [], "claims": claims, "environment": NEW,
+    }  # fmt: skip
+    (cards / "h200" / "compare-it.json").write_text(json.dumps(content))
+    assert [line for line in texts(table)["README.md"].splitlines() if line.startswith("| a_model")] == [
+        "| a_model | optimize:fp16 | graph:fp16 | equal precision and launch mode | 1.000 | 2.000 | 2.00 (1.90 to 2.10) |  "
+        "| 2026-11-24 |",
+        "| a_model | optimize:fp16 | eager | not equal: fp32 beside fp16 | 1.000 | 9.000 | 9.00 (8.90 to 9.10) | 2, 2.50 "
+        "| 2026-11-24 |",
+    ]
