@@ -121,10 +121,10 @@ def by_op(study: Study, predicted: Mapping[str, np.ndarray], defaults: list[int 
 
 
 _STEP = """A program took the model's first instead of its default where nothing near was measured and the predicted time was
-less by a factor of 1.6 and by 3 us. Of the 32 products of this study that it asked about it was taken 0 times, and 1 time held out,
-where the mean regret rose from 1.39% to 1.98%. With smaller factors it was taken more often and lost more: at a factor of 1 it
-was taken 15 times held out, with a mean regret of 4.42%. So it is no longer asked: a program runs its default, and the order of
-the model is for `tilewright tune`."""
+less by a factor of 1.6 and by 3 us. Of the 32 products of this study that it asked about it was taken 0 times, and 1
+time held out, where the mean regret rose from 1.39% to 1.98%. With smaller factors it was taken more often and lost
+more: at a factor of 1 it was taken 15 times held out, with a mean regret of 4.42%. So it is no longer asked: a
+program runs its default, and the order of the model is for `tilewright tune`."""
 """From the study as it was when programs asked the model."""
 
 

@@ -6,9 +6,8 @@ An `Op` is a definition in plain torch (`reference`), what it costs, examples, a
 
 `choose` sees the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves: that
 makes its answer cacheable by construction. Of the implementations that do not refuse it takes the one that a measured row
-names, with that row's config (`tune.lookup`); else the first with its default (`Op.first` may
-name it by the problem). A refusal is a
-sentence, and that sentence is the error text, the explanation and the skip message of the tests.
+names, with that row's config (`tune.lookup`); else the first with its default (`Op.first` may name it by the problem). A
+refusal is a sentence, and that sentence is the error text, the explanation and the skip message of the tests.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
 a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`. So
