@@ -14,7 +14,7 @@ from tilewright.ops import ALL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
-SOURCES = ("exact", "bucket", "model", "default", "fixed")
+SOURCES = ("exact", "bucket", "default", "fixed")
 
 
 class Net(nn.Module):

@@ -6,10 +6,8 @@ An `Op` is a definition in plain torch (`reference`), what it costs, examples, a
 
 `choose` sees the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves: that
 makes its answer cacheable by construction. Of the implementations that do not refuse it takes the one that a measured row
-names, with that row's config (`tune.lookup`); else what the analytical model puts clearly before the rest
-(`tune.unmeasured`), where `Op.typical` can tell it what such a problem is like; else the first with its default (`Op.first` may
-name it by the problem). A refusal is a
-sentence, and that sentence is the error text, the explanation and the skip message of the tests.
+names, with that row's config (`tune.lookup`); else the first with its default (`Op.first` may name it by the problem). A
+refusal is a sentence, and that sentence is the error text, the explanation and the skip message of the tests.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
 a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`. So
@@ -39,7 +37,6 @@ from tilewright.tune import lookup
 from tilewright.tune.model import Work
 from tilewright.tune.ranking import Entry
 from tilewright.tune.space import NO_CHOICES, Config, Space
-from tilewright.tune.unmeasured import better
 
 __all__ = [
     "Choice",
@@ -210,7 +207,7 @@ class Choice(NamedTuple):
     impl: Impl
     config: Config
     source: str = "fixed"
-    """What says so: "exact", "bucket", "model" or "default"; "fixed" when there is nothing to choose, or no card to know."""
+    """What says so: "exact", "bucket" or "default"; "fixed" when there is nothing to choose, or no card to know."""
     entry: Entry | None = None
     """The measured row behind "exact" and "bucket"."""
 
@@ -223,9 +220,6 @@ class Op:
     `cost(*args)` -> the unavoidable work of the call.
     `make(inputs, *, M, N, dtype=torch.bfloat16, ...)` -> arguments from dimensions: its keywords are what `tune`, `explain` and
     `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices.
-    `typical(problem)` -> arguments on meta tensors that such a problem is like, or None: with them the model may choose where
-    nothing was measured. Not the arguments of the call, so that two ranks, or a server and its bundle, choose alike. Only for
-    ops whose problem tells sizes well enough.
     `first(device, problem)` -> the name of the implementation to put before the others, or None: for problems where their order
     does not fit.
     `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.
@@ -249,7 +243,6 @@ class Op:
     examples: tuple[Example, ...]
     impls: tuple[Impl, ...]
     make: Callable[..., tuple[Any, ...]] | None = None
-    typical: Callable[[Any], tuple[Any, ...] | None] | None = None
     first: Callable[[Device, Any], str | None] = lambda device, problem: None
     fake: Callable[..., Any] | None = None
     mutates: tuple[str, ...] = ()
@@ -348,21 +341,10 @@ class Op:
         if now.strict and (found is None or found.source != "exact"):
             raise lookup.missing(self.name, problem, device)
         if found is None:
-            # What `first` names was measured, with its default: the model is not asked.
-            modelled = None if impls[0].name == first else self._modelled(device, problem, impls, default.config)
-            choice = modelled or default._replace(source="default")
-            lookup.count(choice.source)
-            return choice
+            lookup.count_default()
+            return default._replace(source="default")
         impl = next(impl for impl in impls if impl.name == found.impl)
         return Choice(impl, found.config, found.source, found.entry)
-
-    def _modelled(self, device: Device, problem: Any, impls: list[Impl], default: Config) -> Choice | None:
-        """What the model clearly prefers to the first implementation with its default, if it may say."""
-        # In the invariant scope a config must not come from numbers that a new fit changes.
-        if self.typical is None or scope().invariant or (args := self.typical(problem)) is None:
-            return None
-        best = better(self.name, device, problem, args, impls, default)
-        return None if best is None else Choice(best.impl, best.config, "model")
 
     def refusals(self, device: Device, problem: Any) -> dict[str, str]:
         """Implementation name -> why it does not take the problem, for those that refuse."""

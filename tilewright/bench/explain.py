@@ -29,7 +29,6 @@ __all__ = ["explain"]
 _SOURCES = {
     "exact": "a measured record of this very problem",
     "bucket": "a measured record of a nearby problem",
-    "model": "the analytical model, by a clear lead; nothing near was measured",
     "default": "the built-in rule; nothing near was measured",
     "fixed": "there is nothing to choose",
 }
