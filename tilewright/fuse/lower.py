@@ -20,10 +20,10 @@ from tilewright.fuse.buffers import Buffers, Value
 from tilewright.fuse.check import FLOAT_NODE
 from tilewright.fuse.emit import EMIT, emit_gate, emit_merged
 from tilewright.fuse.moved_bias import move_biases
-from tilewright.fuse.naming import layer_name
+from tilewright.fuse.naming import layer_name, source_line
 from tilewright.fuse.plan import FUSED, LEFT, Gate, Group
 from tilewright.fuse.report import LAUNCH, Report
-from tilewright.fuse.trace import Traced
+from tilewright.fuse.trace import Traced, Untraceable
 from tilewright.fuse.view_calls import PARTS, follow, is_part, is_view, parts_of
 from tilewright.fuse.views import channels_last, dense
 from tilewright.fuse.walk import plan
@@ -179,10 +179,23 @@ class Lowering(Buffers):
                 return Value(value.node, view)
         return self._leftover(node, tensors)
 
+    def _as_traced(self, node: Node) -> Node:
+        """The operand of a call that reads memory itself, in memory as the model has it. Raises Untraceable: a view of more."""
+        source: Any = node.args[0]
+        value, known = self.opened(self.values[source]), tensor_of(source)
+        if known is not None and known.untyped_storage().nbytes() == known.numel() * known.element_size():
+            for last in (False, True):
+                view = channels_last(value.shape) if last and known.dim() > 2 else dense(value.shape)
+                if view.strides == tuple(known.stride()):
+                    return self.tensor(value if value.view == self.memory[value.node] == view else self.copied(value, last))
+        raise Untraceable(f"{source_line(node) or node.name}: as_strided of a view reads memory that a graph does not have")
+
     def _leftover(self, node: Node, tensors: Sequence[Value]) -> Any:
         """The ATen call itself, on tensors of the shapes that it expects; its result made dense."""
         target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.tensor(self.values[n]))
+        if node.target is aten.as_strided.default:
+            args = (self._as_traced(node), *args[1:])
         new = self.graph.call_function(target, args, kwargs)  # pyright: ignore[reportArgumentType]
         new.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         out = tensor_of(node)

@@ -61,8 +61,8 @@ def fuse_graph(graph: Graph, *, cpu: bool = False) -> list[Decision]:
         graph, dialect=Dialect(read=partial(_read, cpu=cpu), activation=find_activation, view=_reshape, parameters=False)
     )
     groups = {group.last: group for group in found.groups}
-    moved: set[Node] = set()
-    """Nodes whose strides are others than they were traced with."""
+    moved: dict[Node, tuple[int, ...]] = {}
+    """Nodes whose strides are others than they were traced with, and those."""
     now: dict[Node, Node] = {}
     """Replaced values, and what stands for them."""
     for node in nodes:
@@ -112,7 +112,7 @@ def _refusal(anchor: Anchor, cpu: bool) -> str | None:
     return None
 
 
-def _put(group: Group, found: Plan, cpu: bool, moved: set[Node], now: dict[Node, Node]) -> None:
+def _put(group: Group, found: Plan, cpu: bool, moved: dict[Node, tuple[int, ...]], now: dict[Node, Node]) -> None:
     """A group's launch in place of its calls, of the anchor alone where that wins, or nothing; decisions say which."""
     emit = {"linear": _linear, "conv": _conv, "attention": _attention}[group.anchor.kind]
     launch = _Launch(group, now)
@@ -307,6 +307,13 @@ def _contiguous(before: Node, node: Node, like: Node) -> Node:
     return copy
 
 
+def _laid(before: Node, node: Node, strides: tuple[int, ...]) -> Node:
+    """A copy of a value with such strides, which have no gaps."""
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    inside = _contiguous(before, _call(before, aten.permute.default, node, order, like=node), node)
+    return _call(before, aten.permute.default, inside, [order.index(d) for d in range(len(order))], like=node)
+
+
 def _conv(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
     anchor, last, options = launch.anchor, launch.before, launch.anchor.options
     out = anchor.node.meta["val"]
@@ -356,7 +363,7 @@ def _attention(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
 # ---- the graph
 
 
-def _replace(launch: _Launch, value: Node, moved: set[Node]) -> None:
+def _replace(launch: _Launch, value: Node, moved: dict[Node, tuple[int, ...]]) -> None:
     """The launch's value in place of what it computes. What nobody reads then is erased at the end."""
     before = launch.last.meta.get("val")
     launch.last.replace_all_uses_with(value)
@@ -366,15 +373,19 @@ def _replace(launch: _Launch, value: Node, moved: set[Node]) -> None:
         for one in (*node.users, node):
             node.graph.erase_node(one)
     if before is None or before.stride() != value.meta["val"].stride():
-        moved.add(value)
+        moved[value] = value.meta["val"].stride() if before is None else before.stride()
 
 
-def _restride(node: Node, moved: set[Node]) -> None:
+def _restride(node: Node, moved: dict[Node, tuple[int, ...]]) -> None:
     """Of a pointwise call behind something that is channels-last now: the strides that it will have."""
-    if node.op != "call_function" or moved.isdisjoint(node.all_input_nodes):
+    if node.op != "call_function" or not any(n in moved for n in node.all_input_nodes):
         return
+    if node.target is aten.as_strided.default:
+        # It reads memory itself.
+        source: Any = node.args[0]
+        node.replace_input_with(source, _laid(node, source, moved[source]))
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # pyright: ignore[reportArgumentType]
+    moved[node] = node.meta["val"].stride()
     node.meta["val"] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-    moved.add(node)
