@@ -187,7 +187,8 @@ class Lowering(Buffers):
             for last in (False, True):
                 view = channels_last(value.shape) if last and known.dim() > 2 else dense(value.shape)
                 if view.strides == tuple(known.stride()):
-                    return self.tensor(value if value.view == self.memory[value.node] == view else self.copied(value, last))
+                    whole = value.node is not None and value.view == self.memory[value.node] == view
+                    return self.tensor(value if whole else self.copied(value, last))
         raise Untraceable(f"{source_line(node) or node.name}: as_strided of a view reads memory that a graph does not have")
 
     def _leftover(self, node: Node, tensors: Sequence[Value]) -> Any:
