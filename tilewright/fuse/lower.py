@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tilewright.fuse.naming import layer_name, source_line
 from tilewright.fuse.plan import FUSED, LEFT, Gate, Group
 from tilewright.fuse.report import LAUNCH, Report
 from tilewright.fuse.trace import Traced, Untraceable
+from tilewright.fuse.trial import Trial
 from tilewright.fuse.view_calls import PARTS, follow, is_part, is_view, parts_of
 from tilewright.fuse.views import channels_last, dense
 from tilewright.fuse.walk import plan
@@ -70,7 +72,7 @@ class Lowering(Buffers):
         self.root, self.traced = nn.Module(), traced
         self.plan = plan(traced.graph, refused)
         super().__init__(Weights(exact, traced.state, self.root, self.plan.constant), report)
-        self.moves = Report()
+        self.moves, self.trial = Report(), Trial(self.root)
         move_biases(self.plan.groups, self.moves)
 
     def run(self) -> fx.GraphModule:
@@ -87,6 +89,7 @@ class Lowering(Buffers):
                 self._group(groups[node])
             elif node not in skipped:
                 self.plain(node)
+                self._run_new(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         listed = self.plan.listed(list(self.traced.graph.nodes))
@@ -127,16 +130,25 @@ class Lowering(Buffers):
         """Emit a fusion as the value of its last call; where that fails the graph is as it was, and this says why."""
         before, marks = set(self.graph.nodes), (len(self.report.launches), len(self.report.decisions))
         try:
-            self.values[last] = emit()
+            value = emit()
+            self._run_new()
+            self.values[last] = value
             return None
         except _FAILURES as error:
             for node in reversed([n for n in self.graph.nodes if n not in before]):
                 self.graph.erase_node(node)
             self.made = {key: node for key, node in self.made.items() if node in before}
+            self.trial.values = {node: value for node, value in self.trial.values.items() if node in before}
             self.memory = {node: view for node, view in self.memory.items() if node in before}
             self.merged = {node: value for node, value in self.merged.items() if value.node in before}
             del self.report.launches[marks[0] :], self.report.decisions[marks[1] :]
             return f"it could not be built: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+    def _run_new(self, like: Node | None = None) -> None:
+        """Try the calls that were emitted since the last time."""
+        new = list(takewhile(lambda node: node not in self.trial.values, reversed(self.graph.nodes)))
+        for node in reversed(new):
+            self.trial.run(node, self.memory.get(node), None if like is None else like.meta.get("val"))
 
     # ---- everything else
 
