@@ -147,7 +147,11 @@ CASES = {
         lambda m, x: F.relu(m.a(x) + x), {"residual": 1}, ("linear applies an activation before a residual",)
     ),
     "views and a residual": Row(
-        lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)).transpose(1, 2) + x.view(2, 4, 5, 4), {"activation": 1, "residual": 1}
+        lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)) + x.view(2, 5, 4, 4), {"activation": 1, "residual": 1}
+    ),
+    "a residual in another order": Row(
+        lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)).transpose(1, 2) + x.view(2, 4, 5, 4), {"activation": 1},
+        ("lie in another order",),
     ),
     "a product with a parameter on the left": Row(lambda m, x: m.square @ x.transpose(1, 2), {}, ("a product of two batches",)),
     "a transposed parameter": Row(lambda m, x: x @ m.square.t() + (x @ m.square.t()[:, ::2]).sum(), {}),

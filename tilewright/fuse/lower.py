@@ -137,9 +137,11 @@ class _Build(Buffers):
             self._run_new()
             self.values[last] = value
         except _FAILURES as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            found = error.nodes if isinstance(error, Unbuilt) else names
-            self.failed |= dict.fromkeys(found, f"it could not be built: {words[0]}")
+            words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            planned = isinstance(error, Unbuilt)
+            self.failed |= dict.fromkeys(
+                error.nodes if planned else names, words if planned else f"it could not be built: {words}"
+            )
             for node in reversed([n for n in self.graph.nodes if n not in before]):
                 self.graph.erase_node(node)
             self.made = {key: node for key, node in self.made.items() if node in before}
