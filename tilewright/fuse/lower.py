@@ -69,6 +69,10 @@ class Lowering:
 
     def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report, refused: Collection[str] = frozenset()):
         self.traced, self.exact, self.report = traced, exact, report
+        # Casts leave assertions about types behind, which hold by construction, and would count as readers of a value.
+        for node in [n for n in traced.graph.nodes if n.target is aten._assert_tensor_metadata.default]:
+            traced.graph.erase_node(node)
+            traced.module.recompile()
         self.refused = dict.fromkeys(refused, "the caller wants it to be left to torch")
 
     def run(self) -> fx.GraphModule:
