@@ -265,7 +265,7 @@ class _Recorder(fx.Interpreter):
         return value
 
 
-_Pair = tuple[fx.Node, str, Part | None]  # node of the float graph, its anchor's name, where its value is (None: it is all)
+_Pair = tuple[fx.Node, str, Part | None]  # node of the float graph, its anchor's name, its place (None: it is all)
 
 
 class _Forced(fx.Interpreter):
@@ -285,8 +285,8 @@ class _Forced(fx.Interpreter):
         for of, anchor, part in self.pairs[n.name]:
             want, seen = self.values[of.name], got if part is None else part.of(got)
             apart = _difference("", want, seen)
-            named = self.named.get(anchor, of)
-            self.found.append(LayerError(n.name, layer_name(named), source_line(named), apart.rms, apart.words))
+            of = self.named.get(anchor, of)
+            self.found.append(LayerError(n.name, layer_name(of), source_line(of), apart.rms, apart.words))
             if want.shape == seen.shape:
                 (forced if part is None else part.of(forced)).copy_(want)
         return forced
@@ -294,8 +294,7 @@ class _Forced(fx.Interpreter):
 
 def _pairs(float_graph: fx.GraphModule, fused: fx.GraphModule) -> dict[str, list[_Pair]]:
     """Node of the fused graph -> what it computes of the float one. Raises ValueError: there is no such node."""
-    nodes = {n.name: n for n in float_graph.graph.nodes}
-    found = dict[str, list[_Pair]]()
+    nodes, found = {n.name: n for n in float_graph.graph.nodes}, dict[str, list[_Pair]]()
     for n in fused.graph.nodes:
         whole = [(n.meta[FLOAT_NODE], n.meta.get(ANCHOR_NODE, ""), None)] if FLOAT_NODE in n.meta else []
         for of, anchor, part in [*whole, *((part.node, part.anchor, part) for part in n.meta.get(FLOAT_PARTS, ()))]:
