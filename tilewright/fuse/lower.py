@@ -61,13 +61,14 @@ class Lowering(Buffers):
         traced: the model in the graph's dtype.
         exact: parameters of the float model by name.
         report: decisions go there.
+        refused: names of anchors' nodes that are left to torch.
     """
 
-    def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report):
+    def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report, refused: frozenset[str] = frozenset()):
         self.root = nn.Module()
         super().__init__(Weights(exact, traced.state, self.root), report)
         self.traced = traced
-        self.groups, self.gates, self.merges = find_groups(traced.graph, report)
+        self.groups, self.gates, self.merges = find_groups(traced.graph, report, refused)
         move_biases(self.groups, report)
 
     def run(self) -> fx.GraphModule:

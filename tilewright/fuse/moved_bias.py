@@ -10,7 +10,7 @@ where everything that reads r is a product with a parameter, or that one sum.
 from torch.fx import Node
 
 from tilewright.fuse.anchors import tensor_of
-from tilewright.fuse.check import layer_name
+from tilewright.fuse.naming import layer_name
 from tilewright.fuse.patterns import VIEWS, Group
 from tilewright.fuse.report import Report
 

@@ -358,12 +358,17 @@ def _merges(groups: dict[Node, Group], report: Report, gated: set[Node]) -> list
     return found
 
 
-def find_groups(graph: Graph, report: Report) -> tuple[list[Group], list[Gate], list[list[Group]]]:
-    """All groups of a graph, gated products among them, and linears to be merged. Decisions go into the report."""
+def find_groups(
+    graph: Graph, report: Report, refused: frozenset[str] = frozenset()
+) -> tuple[list[Group], list[Gate], list[list[Group]]]:
+    """All groups of a graph, gated products among them, and linears to be merged. Decisions go into the report.
+
+    Anchors whose nodes have the names in `refused` are left to torch.
+    """
     groups, taken, notes = dict[Node, Group](), set[Node](), list[Report]()
     for node in reversed(list(graph.nodes)):
         anchor = read(node)
-        if anchor is None or node in taken:
+        if anchor is None or node in taken or node.name in refused:
             continue
         group = Group(anchor)
         taken.update(anchor.inside)

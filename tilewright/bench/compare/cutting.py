@@ -132,8 +132,7 @@ class Cut(Known):
         dtype = None if self.kind.dtype == self.own else self.kind.dtype
         whole, places = self.source.cutter.exported(dtype)
         made = _Program(self.source, whole, places)
-        in_spec = pytree.tree_structure((tuple(args), dict(kwargs)))
-        return Traced(made.module(), made.state, pytree.tree_structure((0,) * len(self.source.outputs)), in_spec)
+        return Traced(made.module(), made.state)
 
 
 class _Program:
