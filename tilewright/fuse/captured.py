@@ -61,8 +61,8 @@ class Turns:
         self.owner = self.owner or me
         if self.owner != me:
             raise ValueError(
-                "optimized model: made with copy_outputs=False, its results are overwritten by the next call, and another thread "
-                "called it before: call it from one thread, or optimise with copy_outputs=True"
+                "optimized model: made with copy_outputs=False, its results are overwritten by the next call, and another "
+                "thread called it before: call it from one thread, or optimise with copy_outputs=True"
             )
 
 
@@ -149,7 +149,7 @@ class Captured:
 
 
 def share_weights(fused: fx.GraphModule, others: Iterable[fx.GraphModule]) -> None:
-    """Let a graph read the tensors of other graphs that are equal to its own: each shape has its graph, all have one set of weights."""
+    """Let a graph read those tensors of other graphs that are equal to its own: a model's graphs share one set of weights."""
     known: dict[Any, list[Tensor]] = {}
     for other in others:
         for held in (*other.buffers(), *other.parameters()):

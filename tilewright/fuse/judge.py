@@ -1,9 +1,8 @@
 """What a graph is held against: the model as the user calls it, its outputs and its time; and which fusions are at fault.
 
-The right outputs are those of `model(*args)` in evaluation, without TF32: not those of the exported graph, which may differ. Where
-torch's fast path of nn.TransformerEncoder is the difference (it puts zeros in padded places, and takes other kernels), the graph
-computes what the layers do, and the report says how far that is from the fast path. Any other difference means that the
-module is no graph.
+The right outputs are those of `model(*args)` in evaluation, without TF32: not those of the exported graph, which may differ.
+Where torch's fast path of nn.TransformerEncoder is the difference (it puts zeros in padded places), the graph computes what the
+layers do, and the report says how far that is from the fast path. Any other difference means that the module is no graph.
 """
 
 import time
@@ -90,12 +89,13 @@ def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[
         layers = called_on_copies(model, args, kwargs)
     if _apart(layers, found) is not None:
         raise Untraceable(
-            f"{type(model).__name__} as a graph gives other outputs than its own call (output{apart.name}: {_words(apart)}): it "
-            "depends on something that a graph does not keep"
+            f"{type(model).__name__} as a graph gives other outputs than its own call (output{apart.name}: {_words(apart)}): "
+            "it depends on something that a graph does not keep"
         )
     words = (
-        f"torch's fast path of nn.TransformerEncoder gives output{apart.name} otherwise ({_words(apart)}{_where(layers, right)}); "
-        "this is what the layers compute, as torch does after torch.backends.mha.set_fastpath_enabled(False)"
+        f"torch's fast path of nn.TransformerEncoder gives output{apart.name} otherwise ({_words(apart)}"
+        f"{_where(layers, right)}); this is what the layers compute, as torch does after "
+        "torch.backends.mha.set_fastpath_enabled(False)"
     )
     return Right(layers, *flatten(layers), layers_only=True, words=words)
 

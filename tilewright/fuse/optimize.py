@@ -41,17 +41,17 @@ from tilewright.fuse.trace import Traced, Untraceable, trace
 from tilewright.fuse.tuning import choices
 from tilewright.fuse.tuning import tune as tune_calls
 
-__all__ = ["optimize"]
+__all__ = ["copy_of", "lowered", "optimize"]
 
 
 def optimize(
     model: nn.Module, example_inputs: Tensor | Sequence[Any] | Mapping[str, Any], precision: str | None = None, *,
     example_kwargs: Mapping[str, Any] | None = None, report: bool = True, tolerance: float | None = None,
-    dynamic: Dynamic = True, max_shapes: int = MAX_SHAPES, measure: bool | None = None,
-    graph: bool | None = None, copy_outputs: bool = True, search: int | None = 4,
-    tune: bool = False, compiled: bool | None = None, progress: Callable[[str], None] | None = None,
+    dynamic: Dynamic = True, max_shapes: int = MAX_SHAPES, measure: bool | None = None, graph: bool | None = None,
+    copy_outputs: bool = True, search: int | None = 4, tune: bool = False, compiled: bool | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Optimized:  # fmt: skip
-    """A model for inference that computes what `model` does, on our operators.
+    """A model for inference that computes what `model` does, on our operators: a module with the model's own call.
 
     Args:
         model: any torch.nn.Module; it is copied, and stays as it is.
@@ -59,49 +59,51 @@ def optimize(
         precision: of weights and activations: fp32, fp16, bf16; int8: fp16 with quantised products (quantise.py). None: fp16 on
             a GPU, fp32 on a CPU.
         example_kwargs: arguments by name, beside a tuple.
-        report: print it when done; it stays in `.report`.
+        report: print it when done; it stays in `.report`, as text and JSON.
         tolerance: relative RMS error of outputs that is allowed; None: what the precision is allowed (check.TOLERANCES).
-        dynamic: which dimensions of later calls' inputs may differ from the examples' and get a graph of their own: True for
-            all, False for none, {0: [0], "mask": [0, 1]} for those of an argument by place or name. Other calls run the model
-            as given.
+        dynamic: which dimensions may differ from the examples' in calls that get a graph of their own: True for all, False for
+            none, {0: [0], "mask": [0, 1]} for those of arguments by place or name. Other calls run the model as given.
         max_shapes: for how many combinations of shapes graphs are made, each at its first call.
         measure: time the graph beside the model as given, and let the faster one answer. None: yes, but not with
             compiled=False on a CPU, which asks for the operators one by one.
         graph: whether to capture a CUDA graph; None: on a GPU.
+        copy_outputs: whether results outlive the next call; without, one launch less for each, and calls from one thread alone.
         search: on a GPU: measure for each launch the implementations that take it, and so many configs more that the model
             ranks first; 0 for the implementations alone, None for no measuring.
         tune: on a GPU: search every launch of the model thoroughly first (minutes), into the user's database (tuning.py).
         compiled: on a CPU: whether Inductor compiles the whole graph, weights packed; None for yes. Else operators run singly.
-        copy_outputs: whether results outlive the next call; without, one launch less for each, and calls from one thread alone.
         progress: told in words how far `tune` is; None: it searches in silence.
 
-    Returns:
-        A module with the model's own call. `.report` has every decision, as text and JSON.
-
     Raises:
-        ValueError: no torch.nn.Module, or one of TorchScript, which has no Python to trace; an unknown precision, no inputs,
-            parameters without a shape yet, tensors on several devices, a model that fails on its examples, or a call that torch
-            does not have in the precision.
+        ValueError: no torch.nn.Module, or one of TorchScript, which has no Python to trace; an option that is none, no inputs,
+            parameters without a shape yet, several devices, a model that fails, a call that torch has not in the precision.
         Untraceable: nothing of the model can be traced; the user's line.
         check.Inaccurate: the outputs are too far from the float model's; the guilty layer.
     """
-    start = time.perf_counter()
     _checked(model)
     args, kwargs = _arguments(example_inputs, example_kwargs)
     device = _device(model, (args, kwargs))
     asked = {"tolerance": tolerance, "dynamic": dynamic, "max_shapes": max_shapes, "measure": measure, "graph": graph}
     asked |= {"copy_outputs": copy_outputs, "search": search, "tune": tune, "compiled": compiled, "progress": progress}
-    settings = _settings(device, precision, **asked)
-    float_model = _copy(model).eval().requires_grad_(False)
-    gpu = device.type == "cuda"
-    with BUILDING, torch.cuda.device(device) if gpu else nullcontext():  # streams, graphs and launches are the current device's
-        done = _whole_or_parts(float_model, args, kwargs, settings, device)
-    done.keep_examples(args, kwargs)
-    first = {name: done.report.facts.pop(name) for name in ("speed", "differs") if name in done.report.facts}
-    said = {**first, **_facts(settings, str(device)), **done.report.facts}
-    done.report.facts = said | {"seconds": round(time.perf_counter() - start, 2)}
+    done = _optimized(model, args, kwargs, _settings(device, precision, **asked), device)
     if report:
         print(done.report.text())
+    return done
+
+
+def _optimized(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, device: torch.device
+) -> Optimized:
+    """Of a copy of the model. Raises as `optimize`."""
+    start = time.perf_counter()
+    model = copy_of(model).eval().requires_grad_(False)
+    # Streams, graphs and launches are the current device's.
+    with BUILDING, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        done = _whole_or_parts(model, args, kwargs, settings, device)
+    done.keep_examples(args, kwargs)
+    facts = done.report.facts
+    first = {name: facts.pop(name) for name in ("speed", "differs") if name in facts}
+    done.report.facts = {**first, **_facts(settings, str(device)), **facts, "seconds": round(time.perf_counter() - start, 2)}
     return done
 
 
@@ -111,8 +113,8 @@ def _arguments(inputs: Any, named: Mapping[str, Any] | None) -> tuple[tuple[Any,
         return (), {**inputs, **(named or {})}
     if not isinstance(inputs, Tensor | tuple | list):
         raise ValueError(
-            f"optimize: example_inputs is {type(inputs).__name__}; wanted the model's one tensor, a tuple of its arguments, or a "
-            "dict of them by name"
+            f"optimize: example_inputs is {type(inputs).__name__}; wanted the model's one tensor, a tuple of its arguments, or "
+            "a dict of them by name"
         )
     return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), dict(named or {})
 
@@ -186,7 +188,7 @@ def _checked(model: Any) -> None:
         raise ValueError(f"optimize: {lazy[0]} has no shape yet (a lazy module): call the model once on its inputs before")
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copy_of(model: nn.Module) -> nn.Module:
     """A deep copy; what a module has computed and keeps (torch.nn.utils.weight_norm) without its history, which has none."""
     kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf)
     return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
@@ -212,7 +214,7 @@ def _compiled(fused: fx.GraphModule, flat: list[Any], found: Report) -> Any:
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor import config  # seconds to import, and for CPUs alone
 
-    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     called = torch.compile(fused, fullgraph=True, options=options)
     try:
         with config.patch(freezing=True), torch.no_grad():
@@ -252,10 +254,9 @@ def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             break
         except Inaccurate as error:
             new, torchs = _to_blame(model, exact, traced, args, kwargs, settings, frozenset(faults))
-            known = [e for e in new if e.anchor in faults]
-            if known or not new:
+            if not new or any(e.anchor in faults for e in new):
                 raise Inaccurate(replace(error.check, faults=tuple(new), torchs=torchs)) from None
-            faults.update((e.anchor, e) for e in new)
+        faults.update((e.anchor, e) for e in new)
     for e in faults.values():
         words = e.words or f"own error {e.own:.2e} in float32"
         reason = f"a fault of the fuser: {e.layer}{f' ({e.line})' if e.line else ''}, {words}: left to torch; please report it"
@@ -336,8 +337,9 @@ def _faster(
     if ours <= given:
         found.facts["speed"] = f"{words}: {given / ours:.2f} times as fast"
         return Made(captured, words, found)
-    words = f"{words}: not faster, so calls run the model as given, in its own precision; measure=False keeps the graph"
-    found.facts["speed"] = words
+    found.facts["speed"] = (
+        f"{words}: not faster, so calls run the model as given, in its own dtype; measure=False keeps the graph"
+    )
     return Made(None, words, found)
 
 
@@ -359,5 +361,5 @@ def lowered(
     if any(t.is_floating_point() and t.dtype != dtype for t in (*exact.state.values(), *given)):
         tensors, structure = flatten((tuple(args), dict(kwargs)))
         inputs, named = rebuild(structure, map(to_dtype, tensors))
-        traced = trace(_copy(model).to(dtype), inputs, named)
+        traced = trace(copy_of(model).to(dtype), inputs, named)
     return Lowering(traced, exact.state, report, refused=refused).run(), traced

@@ -89,7 +89,7 @@ class Optimized(nn.Module):
         """The user's call.
 
         Raises:
-            ValueError: a gradient is asked for, inputs on another device, or an argument that is no tensor, number or structure.
+            ValueError: a gradient is asked for, inputs on another device, or an argument that cannot be compared.
         """
         key: Any = () if kwargs else tuple([(a.shape, a.dtype) for a in args if type(a) is Tensor])
         tensors: Sequence[Tensor] = args
@@ -108,7 +108,15 @@ class Optimized(nn.Module):
         moved = [t.clone() if self.writes else t for t in self._placed(tensors, always=True)]
         args, kwargs = rebuild(structure, moved)
         with plainly(self.device), without_fast_path() if self.layers_only else nullcontext():
-            return self.model(*args, **kwargs)
+            return self._own(self.model(*args, **kwargs))
+
+    def _own(self, outputs: Any) -> Any:
+        """Outputs as the user may have them: what is a weight of the model, or a view of one, is copied."""
+        held = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.model.buffers()) if t.numel()}
+        tensors, structure = flatten(outputs)
+        if all(t.untyped_storage().data_ptr() not in held for t in tensors):
+            return outputs
+        return rebuild(structure, [t.clone() for t in tensors])
 
     def _placed(self, tensors: Sequence[Tensor], always: bool = False) -> Sequence[Tensor]:
         """The tensors, as far as they may be given; those of the host on the GPU where nothing copies them in."""
@@ -116,17 +124,15 @@ class Optimized(nn.Module):
             for at, t in enumerate(tensors):
                 if t.requires_grad:
                     raise ValueError(
-                        f"optimized model: input {at} asks for a gradient, and an optimised model is for inference only: call it "
-                        "under torch.no_grad(), or train the model that it came from"
+                        f"optimized model: input {at} asks for a gradient, and an optimised model is for inference only: call "
+                        "it under torch.no_grad(), or train the model that it came from"
                     )
-        if all([t.device == self.device for t in tensors]):
-            return tensors
-        for at, t in enumerate(tensors):
-            if t.device != self.device and not (self.turns is not None and t.device.type == "cpu"):
-                raise ValueError(
-                    f"optimized model: input {at} is on {t.device}, and the model is on {self.device}: move it there"
-                )
-        return [t.to(self.device) for t in tensors] if always else tensors
+        elsewhere = [at for at, t in enumerate(tensors) if t.device != self.device]
+        for at in elsewhere:
+            given = tensors[at].device
+            if self.turns is None or given.type != "cpu":
+                raise ValueError(f"optimized model: input {at} is on {given}, and the model is on {self.device}: move it there")
+        return [t.to(self.device) for t in tensors] if always and elsewhere else tensors
 
     # ---- shapes
 
@@ -143,8 +149,8 @@ class Optimized(nn.Module):
         if not _hashable(whole):
             kinds = ", ".join(sorted(set(_unhashable(structure))))
             raise ValueError(
-                f"optimized model: an argument is or holds a {kinds}, which cannot be compared with that of another call; wanted "
-                "tensors, numbers, strings, None, and tuples, lists, dicts and dataclasses of them"
+                f"optimized model: an argument is or holds a {kinds}, which cannot be compared with that of another call; "
+                "wanted tensors, numbers, strings, None, and tuples, lists, dicts and dataclasses of them"
             )
         with BUILDING:
             if whole not in self._known:
@@ -210,6 +216,22 @@ class Optimized(nn.Module):
         tensors, structure = flatten((args, dict(kwargs)))
         self.examples = [t.detach().to("cpu", copy=True) for t in tensors], structure
 
+    def __getattr__(self, name: str) -> Any:
+        """Data and modules of the model as given (`config`, `weight`). Raises AttributeError: of its methods."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = vars(self).get("_modules", {}).get("model")
+            if model is None or name.startswith("__"):
+                raise
+        found = getattr(model, name)
+        if callable(found) and not isinstance(found, nn.Module):
+            raise AttributeError(
+                f"optimized model: {name} is a method of {type(model).__name__}, and its call alone is optimised: call {name} "
+                "of the model that it came from"
+            )
+        return found
+
     def train(self, mode: bool = True) -> Self:
         """Nothing: an optimised model is for inference, in whatever mode the model around it is."""
         return self
@@ -218,34 +240,34 @@ class Optimized(nn.Module):
         """The float model's, under the user's names."""
         return self.model.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Raises ValueError: weights are folded into the graphs."""
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Of `load_state_dict`, its own or that of a module around it. Raises ValueError: weights are folded into the graphs."""
         raise ValueError(
-            "optimized model: its weights are folded into its graphs, and others cannot be loaded: load them into the model that "
-            "it came from, and optimise that once more"
+            "optimized model: its weights are folded into its graphs, and others cannot be loaded: load them into the model "
+            "that it came from, and optimise that once more"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """A move or a cast that changes nothing. Raises ValueError: it would change something; the graphs read what is there."""
+        """A move or a cast that changes nothing. Raises ValueError: it would; the graphs read what is there."""
         held = {(t.dtype, t.device) for t in (*self.model.parameters(), *self.model.buffers())}
         for dtype, device in held:
             probe = torch.empty(0, dtype=dtype, device=device)
             if fn(probe) is not probe:
                 raise ValueError(
-                    f"optimized model: its graphs are for {self.settings.precision} on {self.device}, and it cannot be moved or "
-                    "cast: move or cast the model that it came from, and optimise that once more"
+                    f"optimized model: its graphs are for {self.settings.precision} on {self.device}, and it cannot be moved "
+                    "or cast: move or cast the model that it came from, and optimise that once more"
                 )
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises TypeError: it has graphs, which are this process's."""
         raise TypeError(
-            "optimized model: it cannot be copied or pickled (torch.save, copy.deepcopy, multiprocessing): save(path) writes a "
-            "file that tilewright.load_optimized(path, model) reads in any process; threads can share the one that is there"
+            "optimized model: it cannot be copied or pickled (torch.save, copy.deepcopy, multiprocessing): save(path) writes "
+            "a file that tilewright.load_optimized(path, model) reads in any process; threads can share the one that is there"
         )
 
     def save(self, path: str | Path) -> None:
-        """Write what `load_optimized` makes it from again; see saved.py. Raises ValueError: something of it cannot be written."""
+        """Write what `load_optimized` makes it from again (saved.py). Raises ValueError: something cannot be written."""
         from tilewright.fuse.saved import save  # which builds models of this class
 
         save(self, path)

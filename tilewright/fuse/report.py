@@ -114,7 +114,7 @@ class Report:
             for row in (self.error or {}).get("outputs", ())
         ]
         lines += [
-            f"torch's own model in {self.error['precision']}, output{row['name']}: RMS error {row['rms']:.2e}"
+            f"torch's own model in that precision, output{row['name']}: RMS error {row['rms']:.2e}"
             for row in (self.error or {}).get("native", ())
         ]
         lines += self._shape_lines()

@@ -95,7 +95,7 @@ def _rebuilt(structure: Structure, tensors: Iterator[Any]) -> Any:
         elif isinstance(leaf, Constant):
             leaves.append(leaf.value)
         else:
-            made = leaf.kind.__new__(leaf.kind)
+            made = leaf.kind.__new__(leaf.kind)  # pyright: ignore[reportCallIssue]
             for name, value in zip(leaf.names, _rebuilt(leaf.inside, tensors), strict=True):
                 object.__setattr__(made, name, value)
             leaves.append(made)

@@ -150,7 +150,7 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     tensors, structure = flatten(given)
     exported = _exported(_Flat(module, structure, copies=False), tensors)
     signature = exported.graph_signature
-    mutated = tuple(_place(given, signature.user_inputs.index(n)) for n in signature.user_inputs_to_mutate.values())
+    mutated = tuple(_place(given, list(signature.user_inputs).index(n)) for n in signature.user_inputs_to_mutate.values())
     if mutated:
         exported = _exported(_Flat(module, structure, copies=True), tensors)
     if exported.graph_signature.buffers_to_mutate:
@@ -168,8 +168,8 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
 def _place(given: Any, index: int) -> str:
     """The place of a tensor of (args, kwargs), `args[0]`."""
     tensors = (path for path, leaf in pytree.tree_flatten_with_path(opened(given))[0] if isinstance(leaf, Tensor))
-    first, *rest = list(tensors)[index]
-    return ("args", "kwargs")[first.idx] + pytree.keystr(tuple(rest))
+    path = list(tensors)[index]
+    return ("kwargs" if isinstance(path[1], pytree.MappingKey) else "args") + pytree.keystr(tuple(path[1:]))
 
 
 def _with_users_names(whole: fx.GraphModule) -> None:
