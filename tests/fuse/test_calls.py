@@ -119,7 +119,7 @@ def test_eight_threads_in_inductors_code() -> None:
 @GPU
 @pytest.mark.parametrize(("make", "shape"), [(Tokens, (3, 8, 12)), (mlp, (8,))], ids=["tokens", "mlp"])
 def test_threads_and_streams_on_a_gpu(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    """Mixed shapes, two streams for each thread, inputs of the device, of the host and of pinned memory that is filled again."""
+    """Mixed shapes, two streams for each thread, inputs of the device and of pinned memory that is filled again at once."""
     torch.manual_seed(0)
     model = make().eval().cuda()
     inputs = [normal(1 + i % 4, *shape, seed=i).cuda() for i in range(16)]

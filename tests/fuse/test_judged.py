@@ -1,4 +1,4 @@
-"""What `optimize` holds its graphs against: the model as the user calls it, its time, and torch's own model in the precision."""
+"""What `optimize` holds its graphs against: the model as the user calls it, its time, torch's own model in the precision."""
 
 import sys
 from collections.abc import Callable

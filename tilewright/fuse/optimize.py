@@ -135,8 +135,8 @@ def _settings(device: torch.device, precision: str | None, **asked: Any) -> Sett
     dynamic, most = asked["dynamic"], asked["max_shapes"]
     if not isinstance(dynamic, bool | Mapping) or (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(
-            f"optimize: dynamic is {dynamic!r} and max_shapes {most!r}; wanted True, False or a dict from an argument's place or "
-            "name to its dimensions, and a whole number of at least 1"
+            f"optimize: dynamic is {dynamic!r} and max_shapes {most!r}; wanted True, False or a dict from an argument's place "
+            "or name to its dimensions, and a whole number of at least 1"
         )
     compiled = not gpu if asked["compiled"] is None else asked["compiled"]
     known = {

@@ -66,6 +66,7 @@ class Optimized(nn.Module):
         self.turns = Turns(device, settings.copy_outputs) if settings.graph else None
         self._known: dict[Any, tuple[Shape, Captured | None]] = {}
         self._others: dict[str, Shape] = {}
+        self._held: set[int] | None = None
         self._example: tuple[Structure, tuple[Any, ...]] | None = None
         super().train(False)
 
@@ -112,9 +113,11 @@ class Optimized(nn.Module):
 
     def _own(self, outputs: Any) -> Any:
         """Outputs as the user may have them: what is a weight of the model, or a view of one, is copied."""
-        held = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.model.buffers()) if t.numel()}
+        if self._held is None:
+            weights = (*self.model.parameters(), *self.model.buffers())
+            self._held = {t.untyped_storage().data_ptr() for t in weights if t.numel()}
         tensors, structure = flatten(outputs)
-        if all(t.untyped_storage().data_ptr() not in held for t in tensors):
+        if all(t.untyped_storage().data_ptr() not in self._held for t in tensors):
             return outputs
         return rebuild(structure, [t.clone() for t in tensors])
 
@@ -241,7 +244,7 @@ class Optimized(nn.Module):
         return self.model.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Of `load_state_dict`, its own or that of a module around it. Raises ValueError: weights are folded into the graphs."""
+        """Of `load_state_dict`, its own or that of a module around it. Raises ValueError: weights are folded."""
         raise ValueError(
             "optimized model: its weights are folded into its graphs, and others cannot be loaded: load them into the model "
             "that it came from, and optimise that once more"

@@ -42,8 +42,8 @@ class Partial(Optimized):
     """
 
     def __init__(self, model: nn.Module, settings: Settings, device: torch.device, report: Report):
-        super().__init__(model, settings._replace(graph=False), device, _never)
-        self.report = report
+        super().__init__(model, settings, device, _never)
+        self.report, self.turns = report, None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's call."""

@@ -55,8 +55,8 @@ def save(model: Optimized, path: str | Path) -> None:
     options = {name: getattr(settings, name) for name in ("precision", "tolerance", "max_shapes", "copy_outputs")}
     there = {name: getattr(settings, name) for name in ("graph", "search", "compiled", "measure")}
     said = {
-        "format": _FORMAT, "class": _class_of(model.model), "options": options | {"dynamic": dynamic}, "device": model.device.type,
-        "device_options": there, "examples": _as_json(structure), "names": names,
+        "format": _FORMAT, "class": _class_of(model.model), "options": options | {"dynamic": dynamic},
+        "device": model.device.type, "device_options": there, "examples": _as_json(structure), "names": names,
     }  # fmt: skip
     try:
         save_file(held, str(path), {_KEY: json.dumps(said)})
@@ -110,14 +110,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(str(path), framework="pt") as file:
             said = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-            held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: it is no dict
+            held = {name: file.get_tensor(name) for name in list(file.keys())}
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"load_optimized: {path} cannot be read: {error}; wanted a file of an optimised model's save"
         ) from error
     if said.get("format") != _FORMAT:
         raise ValueError(
-            f"load_optimized: {path} has format {said.get('format')}; wanted a file of an optimised model's save, format {_FORMAT}"
+            f"load_optimized: {path} has format {said.get('format')}; wanted a file of an optimised model's save, which has "
+            f"format {_FORMAT}"
         )
     return said, held
 

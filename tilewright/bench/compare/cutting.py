@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from tilewright.bench.compare.layers import Chain
 from tilewright.bench.compare.variants import Key, Variant, copy_of
