@@ -134,6 +134,10 @@ CASES = {
         {"batch_norm": 1, "scale": 1, "residual": 1, "activation": 1}, shape=IMAGE,
     ),
     "image, factors of pixels": Row(lambda m, x: m.conv(x) * m.v[:6], {}, ("not one number",), IMAGE),
+    "image, a sum behind a view": Row(
+        lambda m, x: m.conv(x).flatten(2) * m.u[:, :, 0] + m.one(x).flatten(2).relu(), {"scale": 1, "activation": 1},
+        ("views stand between",), IMAGE,
+    ),
     "one image": Row(lambda m, x: F.relu(m.conv(x) * m.u + 1), {"scale": 1, "bias": 1, "activation": 1}, shape=IMAGE[1:]),
     # Sums.
     "twice the same": Row(lambda m, x: (y := m.a(x)) + y, {}, ("both operands are the same value",)),

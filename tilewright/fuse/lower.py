@@ -82,6 +82,7 @@ class Lowering:
             module = build.run()
             if not build.failed:
                 break
+            assert not build.failed.keys() <= self.refused.keys(), f"planned again although refused: {build.failed}"
             self.refused |= build.failed
         listed = build.plan.listed(list(self.traced.graph.nodes))
         self.report.decisions += [d for d in listed if d.kind != FUSED or not d.taken] + build.report.decisions

@@ -21,6 +21,7 @@ from tilewright.fuse.anchors import Anchor, same_sizes, tensor_of
 from tilewright.fuse.columns import Columns, Spread
 from tilewright.fuse.normal import Activation, Step
 from tilewright.fuse.plan import Fold, Group
+from tilewright.fuse.view_calls import is_view
 
 __all__ = ["ACTIVATIONS", "EPILOGUES", "MERGED", "Dialect", "Slot", "Tip", "slot_of"]
 
@@ -108,7 +109,7 @@ def _bias_refuses(tip: Tip, step: Step) -> str | None:
 
 _FOLDS = {
     "batch_norm": ("batch_norm", "folded into weight and bias"),
-    "product": ("scale", "multiplied into the weight"),
+    "factor": ("scale", "multiplied into the weight"),
     "sum": ("bias", "added to the bias"),
 }
 
@@ -138,7 +139,7 @@ def _residual_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) ->
         return "it adds a number, and the operator adds a tensor"
     if not same_sizes(here.shape, other.shape) or (here.dtype, here.device) != (other.dtype, other.device):
         return "the other operand has another shape, type or device"
-    if tip.group.anchor.kind == "conv" and tip.views:
+    if tip.group.anchor.kind == "conv" and any(map(is_view, (*tip.group.chain, *tip.views))):
         return "views stand between the convolution and the sum"
     return None
 
@@ -148,7 +149,7 @@ def _add(tip: Tip, step: Step) -> tuple[str, str]:
     return "residual", "added in the epilogue"
 
 
-_FOLD = Slot("what is folded into its weight", ("batch_norm", "product", "sum"), _fold_refuses, _fold, many=True)
+_FOLD = Slot("what is folded into its weight", ("batch_norm", "factor", "sum"), _fold_refuses, _fold, many=True)
 _ACTIVATION = Slot("an activation", ("activation",), _activation_refuses, _activate)
 _RESIDUAL = Slot("a residual", ("sum",), _residual_refuses, _add)
 

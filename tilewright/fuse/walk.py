@@ -23,7 +23,7 @@ from tilewright.fuse.gates import gate_of
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.normal import Activation, Step, activation_behind, activation_of, step_behind
 from tilewright.fuse.plan import FUSED, LEFT, Gate, Group, Plan, merge_name
-from tilewright.fuse.rules import MERGED, Dialect, Tip, slot_of
+from tilewright.fuse.rules import EPILOGUES, MERGED, Dialect, Tip, slot_of
 from tilewright.fuse.view_calls import is_part, is_view, plain_source
 
 __all__ = ["EXPORTED", "plan"]
@@ -114,7 +114,8 @@ class _Walk:
             self._decide(node, "inside", True, f"it is computed inside of {group.name}")
         if anchor.kind in MERGED and self.dialect.parameters:
             self._merge(MERGED[anchor.kind](anchor))
-        self._grow(Tip(group, anchor.node, columns_of(anchor)))
+        if anchor.kind in EPILOGUES:
+            self._grow(Tip(group, anchor.node, columns_of(anchor)))
 
     # ---- growth
 
@@ -171,7 +172,7 @@ class _Walk:
             self._leave(node)
 
     def _refuse(self, step: Step, tip: Tip, reason: str) -> None:
-        kind = {"product": "scale" if self.dialect.parameters else self.left, "sum": "residual"}.get(step.kind, step.kind)
+        kind = {"factor": "scale" if self.dialect.parameters else self.left, "sum": "residual"}.get(step.kind, step.kind)
         for node in step.inside:
             self._decide(node, "inside", False, f"it is a part of {step.node.name}", tip.group)
         self._decide(step.node, kind, False, reason, tip.group)
