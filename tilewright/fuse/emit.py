@@ -20,7 +20,7 @@ from tilewright.fuse.naming import layer_name
 from tilewright.fuse.plan import Gate, Group
 from tilewright.fuse.views import View, channels_last, dense
 
-__all__ = ["EMIT", "emit_gate", "emit_merged"]
+__all__ = ["EMIT", "dtype_of", "emit_gate", "emit_merged", "finish"]
 
 
 def _what(group: Group, shape: Any) -> str:
@@ -30,13 +30,13 @@ def _what(group: Group, shape: Any) -> str:
     return f"{list(shape)}" + (" + " + ", ".join(parts) if parts else "")
 
 
-def _dtype(node: Node) -> torch.dtype:
+def dtype_of(node: Node) -> torch.dtype:
     value = tensor_of(node)
     assert value is not None, "an anchor's value is a tensor"
     return value.dtype
 
 
-def _finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
+def finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
     """Through the views of the chain; the note in the report, and which value it is for whoever compares."""
     end = b.behind(group, value)
     b.launched(group, op, value, _what(group, end.shape))
@@ -64,7 +64,7 @@ def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Ten
 
 
 def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tuple[Node, Node | None]:
-    dtype, name = _dtype(group.anchor.node), layer_name(group.anchor.node)
+    dtype, name = dtype_of(group.anchor.node), layer_name(group.anchor.node)
     weight, bias = pair
     weight = weight.to(dtype)
     if weight.dim() > 2:
@@ -107,7 +107,7 @@ def _conv(b: Buffers, group: Group) -> Value:
     value = b.buffer(calls.conv, args, channels_last(shape), a.node)
     if single:
         value = Value(value.node, value.view.squeeze((0,)))
-    return _finish(b, group, "conv", value)
+    return finish(b, group, "conv", value)
 
 
 def _is_product(group: Group, weight: Tensor) -> bool:
@@ -194,7 +194,7 @@ def _linear(b: Buffers, group: Group) -> Value:
         weight, bias = _stored(b, group, pair)
     value = _product(b, group, weight, bias, n, n, group.activation)
     if group.residual is None or value.node.args[3] is not None:  # pyright: ignore[reportOptionalMemberAccess]
-        return _finish(b, group, "linear", value)
+        return finish(b, group, "linear", value)
     b.report.add(layer_name(a.node), "residual", group.residual.name, False, "its rows lie in another order: added by itself")
     end = b.behind(group, value)
     b.launched(group, "linear", value, _what(group, end.shape))
@@ -323,7 +323,7 @@ def _layer_norm(b: Buffers, group: Group) -> Value:
     for size in lead.shape:
         count *= size
     shape = (*lead.shape, width) if in_order else (count, width)
-    dtype = _dtype(a.node)
+    dtype = dtype_of(a.node)
     weight = b.attribute(torch.ones(width, dtype=dtype), "ones") if a.weight is None else b.tensor(b.values[a.weight])
     bias = None if a.bias is None else b.tensor(b.values[a.bias])
     if a.bias is not None and group.plus:
@@ -334,7 +334,7 @@ def _layer_norm(b: Buffers, group: Group) -> Value:
     value = b.buffer(calls.layer_norm, (x, weight, bias, a.options["eps"], list(shape)), dense(shape), a.node)
     if not in_order:
         value = Value(value.node, lead.with_columns(width, width))
-    return _finish(b, group, "layer_norm", value)
+    return finish(b, group, "layer_norm", value)
 
 
 def _max_pool(b: Buffers, group: Group) -> Value:
@@ -343,7 +343,7 @@ def _max_pool(b: Buffers, group: Group) -> Value:
     o = a.options
     args = (b.tensor(b.arranged(b.values[a.x], True)), *(o[k] for k in ("kernel_size", "stride", "padding", "dilation")))
     value = b.buffer(calls.max_pool, (*args, o["ceil_mode"]), channels_last(tuple(out.shape)), a.node)
-    return _finish(b, group, "max_pool", value)
+    return finish(b, group, "max_pool", value)
 
 
 def _global_mean(b: Buffers, group: Group) -> Value:
@@ -355,7 +355,7 @@ def _global_mean(b: Buffers, group: Group) -> Value:
         for _ in x.shape[2:]:
             view = view.unsqueeze(2)
         value = Value(value.node, view)
-    return _finish(b, group, "mean", value)
+    return finish(b, group, "mean", value)
 
 
 EMIT: dict[str, Callable[[Buffers, Group], Value]] = {

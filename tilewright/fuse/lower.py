@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from tilewright.fuse import calls
+from tilewright.fuse import calls, emit_ops
 from tilewright.fuse.anchors import Anchor, tensor_of
 from tilewright.fuse.buffers import Buffers, Value
 from tilewright.fuse.check import FLOAT_NODE
@@ -49,9 +49,12 @@ def _reads_channels(group: Group, node: Node, value: Tensor) -> bool:
             return False
         # A patch is gathered from rows of pixels as the user has them.
         return node is group.residual or (node is anchor.x and not beside(anchor, value))
-    return node is anchor.x and anchor.kind in ("max_pool", "global_mean") and value.dim() == 4
+    return node is anchor.x and (
+        anchor.kind in emit_ops.IMAGES or (anchor.kind in ("max_pool", "global_mean") and value.dim() == 4)
+    )
 
 
+_EMIT = {**EMIT, **emit_ops.EMIT}
 _FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AssertionError)
 """What says that a fusion cannot be built; its calls are torch's then."""
 
@@ -106,7 +109,7 @@ class Lowering(Buffers):
                 return
             self.plan.merges.remove(batch)
             self.report.add(group.name, "merge", group.last.name, False, reason)
-        reason = self._tried(group.last, lambda: EMIT[group.anchor.kind](self, group))
+        reason = self._tried(group.last, lambda: _EMIT[group.anchor.kind](self, group))
         if reason is not None:
             self.plan.undo(group, reason)
             for node in group.nodes:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tilewright.fuse.anchors import Anchor, read, symbolic, tensor_of
+from tilewright.fuse.anchors import Anchor, symbolic, tensor_of
+from tilewright.fuse.anchors_ops import read
 from tilewright.fuse.columns import columns_of
 from tilewright.fuse.decisions import Decision
 from tilewright.fuse.gates import gate_of
