@@ -68,7 +68,7 @@ def written(q: Tensor, k: Tensor, v: Tensor, bend: Callable[[Tensor], Tensor]) -
 def windows(m: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Swin: a bias of heads, then the mask of each window, which all images share."""
     scores = q @ k.transpose(-2, -1) + m.bias.unsqueeze(0)
-    scores = scores.view(B // 2, 2, H, S, S) + torch.where(m.mask, 0.0, -100.0).unsqueeze(1).unsqueeze(0)
+    scores = scores.view(B // 2, 2, H, S, S) + torch.where(m.mask, 0.0, -100.0).to(q.dtype).unsqueeze(1).unsqueeze(0)
     return scores.view(-1, H, S, S).softmax(-1) @ v
 
 

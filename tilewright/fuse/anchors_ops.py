@@ -251,8 +251,8 @@ def read(node: Node) -> Anchor | str | None:
     if node.target is aten.scaled_dot_product_attention.default:
         masked = (len(node.args) > 3 and node.args[3] is not None) or node.kwargs.get("attn_mask") is not None
         return read_sdpa(node) if masked else found
-    if isinstance(found, str) and node.target in (aten.matmul.default, aten.bmm.default):
-        return read_product(node, found)
+    if node.target is aten.bmm.default or (isinstance(found, str) and node.target is aten.matmul.default):
+        return read_product(node, found or "a product of two batches of matrices")
     if isinstance(found, str) and node.target is not aten.adaptive_avg_pool2d.default:
         return found
     reader = _READERS.get(node.target)
