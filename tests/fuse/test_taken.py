@@ -162,8 +162,11 @@ OPERATORS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("case", (*ATTENTION, *OPERATORS), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [(case, "fp32") for case in ATTENTION] + [(case, "fp16") for case in (*ATTENTION, *OPERATORS)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 def test_taken_and_right(case: Case, precision: str) -> None:
     torch.manual_seed(0)
     model = Lambda(case.function, **case.held).eval()

@@ -10,7 +10,7 @@ is out of line.
 
 A layer's own error: both graphs are run node by node, and each node of the fused one gets the float model's values for what
 comes before it, rounded to its own type. So an error is seen where it arises, not where it arrives. Nodes are compared that say
-whose value they compute: `node.meta[FLOAT_NODE]` is the name of a node in the float graph.
+whose value they compute: `node.meta[FLOAT_NODE]` is the name of a node in the float graph (parts.py: of several).
 
 Not here: whether two models are equally good on a task. An output that is all noise in the float model is noise here too.
 """
@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from tilewright.fuse.naming import layer_name, source_line
+from tilewright.fuse.parts import FLOAT_PARTS, Part
 from tilewright.hw.tf32 import exact_float32
 from tilewright.tune.tolerance import errors
 
@@ -264,40 +265,42 @@ class _Recorder(fx.Interpreter):
         return value
 
 
+_Pair = tuple[fx.Node, str, Part | None]  # node of the float graph, its anchor's name, its place (None: it is all)
+
+
 class _Forced(fx.Interpreter):
     """Runs the fused graph; a paired node's value is compared, then the float model's goes on in its place."""
 
     def __init__(
-        self, graph: fx.GraphModule, pairs: Mapping[str, fx.Node], values: Mapping[str, Any], named: Mapping[str, fx.Node]
+        self, graph: fx.GraphModule, pairs: Mapping[str, list[_Pair]], values: Mapping[str, Any], named: Mapping[str, fx.Node]
     ):  # fmt: skip
         super().__init__(graph)
         self.pairs, self.values, self.named, self.found = pairs, values, named, list[LayerError]()
 
     def run_node(self, n: fx.Node) -> Any:
         got = super().run_node(n)
-        of = self.pairs.get(n.name)
-        if of is None or not isinstance(got, Tensor):
+        if n.name not in self.pairs or not isinstance(got, Tensor):
             return got
-        want = self.values[of.name]
-        apart = _difference("", want, got)
-        named = self.named.get(str(n.meta.get(ANCHOR_NODE)), of)
-        self.found.append(LayerError(n.name, layer_name(named), source_line(named), apart.rms, apart.words))
-        if want.shape != got.shape:
-            return got
-        return torch.empty_like(got).copy_(want)
+        forced = torch.empty_like(got).copy_(got)
+        for of, anchor, part in self.pairs[n.name]:
+            want, seen = self.values[of.name], got if part is None else part.of(got)
+            apart = _difference("", want, seen)
+            of = self.named.get(anchor, of)
+            self.found.append(LayerError(n.name, layer_name(of), source_line(of), apart.rms, apart.words))
+            if want.shape == seen.shape:
+                (forced if part is None else part.of(forced)).copy_(want)
+        return forced
 
 
-def _pairs(float_graph: fx.GraphModule, fused: fx.GraphModule) -> dict[str, fx.Node]:
-    """Node of the fused graph -> node of the float one. Raises ValueError: there is no such node."""
-    nodes = {n.name: n for n in float_graph.graph.nodes}
-    found = {}
+def _pairs(float_graph: fx.GraphModule, fused: fx.GraphModule) -> dict[str, list[_Pair]]:
+    """Node of the fused graph -> what it computes of the float one. Raises ValueError: there is no such node."""
+    nodes, found = {n.name: n for n in float_graph.graph.nodes}, dict[str, list[_Pair]]()
     for n in fused.graph.nodes:
-        of = n.meta.get(FLOAT_NODE)
-        if of is None or n.op == "output":
-            continue
-        if of not in nodes:
-            raise ValueError(f"{n.name} says that it computes {of!r}, and the float graph has no such node")
-        found[n.name] = nodes[of]
+        whole = [(n.meta[FLOAT_NODE], n.meta.get(ANCHOR_NODE, ""), None)] if FLOAT_NODE in n.meta else []
+        for of, anchor, part in [*whole, *((part.node, part.anchor, part) for part in n.meta.get(FLOAT_PARTS, ()))]:
+            if of not in nodes:
+                raise ValueError(f"{n.name} says that it computes {of!r}, and the float graph has no such node")
+            found.setdefault(n.name, []).append((nodes[of], anchor, part))
     return found
 
 
@@ -318,7 +321,7 @@ def layer_errors(
     pairs = _pairs(float_graph, fused)
     flat = pytree.arg_tree_leaves(*inputs, **(kwargs or {}))
     with torch.no_grad(), exact_float32():
-        floats = _Recorder(float_graph, {n.name for n in pairs.values()})
+        floats = _Recorder(float_graph, {of.name for found in pairs.values() for of, _, _ in found})
         floats.run(*flat, enable_io_processing=False)
         forced = _Forced(fused, pairs, floats.values, {n.name: n for n in float_graph.graph.nodes})
         forced.run(*flat, enable_io_processing=False)

@@ -17,7 +17,8 @@ from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.buffers import Buffers, Value
 from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
 from tilewright.fuse.naming import layer_name
-from tilewright.fuse.plan import Gate, Group
+from tilewright.fuse.parts import FLOAT_PARTS, Part
+from tilewright.fuse.plan import Gate, Group, Unbuilt
 from tilewright.fuse.views import View, channels_last, dense
 
 __all__ = ["EMIT", "dtype_of", "emit_gate", "emit_merged", "finish"]
@@ -40,9 +41,18 @@ def finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
     """Through the views of the chain; the note in the report, and which value it is for whoever compares."""
     end = b.behind(group, value)
     b.launched(group, op, value, _what(group, end.shape))
-    # Compared by value where the call returns the very tensor of the old graph.
-    if end.node is not None and b.memory[end.node] == end.view and not group.plus:
-        end.node.meta.update({FLOAT_NODE: group.last.name, ANCHOR_NODE: group.anchor.node.name})
+    return end if group.plus else _compared(b, end, group.last, group.anchor.node)
+
+
+def _compared(b: Buffers, end: Value, node: Node, anchor: Node) -> Value:
+    """Note in a call whose value it computes: the very tensor of the old graph, or a view of what it returns."""
+    assert end.node is not None, "a launch has a buffer"
+    strides = end.view.strides
+    if b.memory[end.node] == end.view:
+        end.node.meta.update({FLOAT_NODE: node.name, ANCHOR_NODE: anchor.name})
+    elif strides is not None:
+        part = Part(node.name, anchor.name, end.shape, strides, end.view.offset)
+        end.node.meta.setdefault(FLOAT_PARTS, []).append(part)
     return end
 
 
@@ -63,10 +73,17 @@ def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Ten
     return weight, bias
 
 
+_LOST = 4e-3
+"""The part of a weight's RMS that rounding may lose behind folds; bfloat16 loses 1.6e-3, float16 2e-4 of what it can hold."""
+
+
 def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tuple[Node, Node | None]:
     dtype, name = dtype_of(group.anchor.node), layer_name(group.anchor.node)
-    weight, bias = pair
-    weight = weight.to(dtype)
+    exact, bias = pair
+    weight = exact.to(dtype)
+    if group.folds and not (weight - exact).norm() <= _LOST * exact.norm():
+        reason = f"folded into the weight it makes numbers that {str(dtype).removeprefix('torch.')} has not"
+        raise Unbuilt(reason, *(fold.node for fold in group.folds))
     if weight.dim() > 2:
         weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)
     return b.attribute(weight.contiguous() if weight.dim() == 2 else weight, f"{name}_weight"), (
@@ -134,9 +151,7 @@ def _pointwise(
     residual = None if group.residual is None else rows(b.values[group.residual])
     flat = (_count(shape) // shape[1], shape[1])
     new = b.buffer(calls.linear, (x, weight, bias, residual, group.activation, list(flat)), dense(flat), group.anchor.node)
-    value = Value(new.node, channels_last(shape))
-    b.launched(group, "linear", value, _what(group, shape))
-    return b.behind(group, value)
+    return finish(b, group, "linear", Value(new.node, channels_last(shape)))
 
 
 def _is_patches(group: Group, weight: Tensor, shape: tuple[int, ...]) -> bool:
@@ -170,9 +185,8 @@ def _patches(
     new = b.buffer(
         calls.linear, (flat, weight, bias, None, group.activation, [rows, shape[1]]), dense((rows, shape[1])), a.node
     )
-    b.launched(group, "linear", new, _what(group, shape) + " of patches")
     b.report.add(layer_name(a.node), "patches", a.node.name, True, "filters side by side: a product of rows of pixels")
-    return b.behind(group, Value(new.node, channels_last(shape)))
+    return finish(b, group, "linear", Value(new.node, channels_last(shape)))
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -192,14 +206,7 @@ def _linear(b: Buffers, group: Group) -> Value:
     else:
         n = pair[0].shape[0]
         weight, bias = _stored(b, group, pair)
-    value = _product(b, group, weight, bias, n, n, group.activation)
-    if group.residual is None or value.node.args[3] is not None:  # pyright: ignore[reportOptionalMemberAccess]
-        return finish(b, group, "linear", value)
-    b.report.add(layer_name(a.node), "residual", group.residual.name, False, "its rows lie in another order: added by itself")
-    end = b.behind(group, value)
-    b.launched(group, "linear", value, _what(group, end.shape))
-    added = b.graph.call_function(torch.ops.aten.add.Tensor, (b.tensor(end), b.tensor(b.values[group.residual])))
-    return b.buffer(calls.as_dense, (added, False), dense(end.shape), group.last)
+    return finish(b, group, "linear", _product(b, group, weight, bias, n, n, group.activation))
 
 
 def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
@@ -239,8 +246,8 @@ def _product(
     return new if in_order else Value(new.node, lead.with_columns(width, width))
 
 
-def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> Node | None:
-    """The other operand of the sum as rows in the order of the product's, without a copy; None where it lies otherwise."""
+def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> Node:
+    """The other operand of the sum as rows in the order of the product's, without a copy. Raises Unbuilt: it lies otherwise."""
     assert group.residual is not None, "the caller has looked"
     other = b.opened(b.values[group.residual])
     # Where each element of the sum will lie in the product's buffer.
@@ -251,7 +258,7 @@ def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> N
         view = other.view.reshape((count, width))
         if view is not None and view.strides is not None and view.strides[1] == 1:
             return b.tensor(Value(other.node, view))
-    return None
+    raise Unbuilt("the rows of the other operand lie in another order", group.last)
 
 
 def _steps(view: View) -> list[int] | None:
@@ -271,9 +278,7 @@ def emit_gate(b: Buffers, gate: Gate) -> Value:
     n = weight.shape[0]
     value = _product(b, group, *_stored(b, group, (weight, bias)), n, n // 2, gate.activation)
     b.launched(group, "linear", value, f"{list(value.shape)} + {gate.activation}")
-    if value.node is not None and b.memory[value.node] == value.view:
-        value.node.meta[FLOAT_NODE] = gate.node.name
-    return value
+    return _compared(b, value, gate.node, group.anchor.node)
 
 
 def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
@@ -290,7 +295,7 @@ def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
     start = sum(sizes[: batch.index(group)])
     view = whole.view.narrow(len(whole.view.dims) - 1, start, sizes[batch.index(group)])
     assert view is not None, "columns lie side by side"
-    return b.behind(group, Value(whole.node, view))
+    return _compared(b, Value(whole.node, view), group.last, group.anchor.node)
 
 
 # ---- attention, norms, pools
@@ -311,8 +316,7 @@ def _attention(b: Buffers, group: Group) -> Value:
     shape = (*q.shape[:3], v.shape[-1])
     args = (*(b.tensor(o) for o in operands), a.options["causal"], a.options["scale"])
     value = b.buffer(calls.attention, args, dense(shape), a.node)
-    b.launched(group, "attention", value, f"{list(shape)}")
-    return Value(value.node, value.view.permute((0, 2, 1, 3)))
+    return finish(b, group, "attention", Value(value.node, value.view.permute((0, 2, 1, 3))))
 
 
 def _layer_norm(b: Buffers, group: Group) -> Value:

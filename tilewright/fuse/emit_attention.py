@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from tilewright.fuse import calls, op_calls
+from tilewright.fuse.anchors_attention import MASKED
 from tilewright.fuse.buffers import Buffers, Value
+from tilewright.fuse.emit import finish
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.plan import Group
 from tilewright.fuse.views import dense
@@ -29,17 +31,17 @@ def emit_attention(b: Buffers, group: Group) -> Value:
     constant = _combined(known, kinds, o["fill"]) if None not in known else None  # pyright: ignore[reportArgumentType]
     if not masks or (constant is not None and _is_causal(constant, o["fill"], q.shape[1], k.shape[1])):
         value = b.buffer(calls.attention, (*operands, bool(masks), o["scale"]), dense(shape), a.node)
-        b.launched(group, "attention", value, f"{list(shape)}" + ", causal" * bool(masks))
+        op = "attention"
     else:
         bias = _bias(b, masks, kinds, o["fill"]) if constant is None else b.attribute(constant, f"{group.name}_mask")
         fill = -math.inf if "add" in kinds else o["fill"]
         empty_nan = o["empty_nan"] and (constant is None or _hides_all(constant, fill))
         value = b.buffer(op_calls.biased_attention, (*operands, bias, o["scale"], fill, empty_nan), dense(shape), a.node)
-        b.launched(group, "biased_attention", value, f"{list(shape)}, a mask of {[list(m.shape) for m in masks]}")
+        op = MASKED
     view = value.view.permute((0, 2, 1, 3)).reshape(tuple(a.node.meta["val"].shape))
     if view is None:
         raise ValueError(f"no strides say how {list(shape)} is seen as {list(a.node.meta['val'].shape)}")
-    return Value(value.node, view)
+    return finish(b, group, op, Value(value.node, view))
 
 
 def _operand(b: Buffers, group: Group, value: Value, turned: bool) -> Value:

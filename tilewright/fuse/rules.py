@@ -23,6 +23,7 @@ from tilewright.fuse.anchors_attention import MASKED
 from tilewright.fuse.columns import Columns, Spread
 from tilewright.fuse.normal import Activation, Step
 from tilewright.fuse.plan import Fold, Group
+from tilewright.fuse.view_calls import is_view
 
 __all__ = ["ACTIVATIONS", "EPILOGUES", "MERGED", "Dialect", "Slot", "Tip", "slot_of"]
 
@@ -110,7 +111,7 @@ def _bias_refuses(tip: Tip, step: Step) -> str | None:
 
 _FOLDS = {
     "batch_norm": ("batch_norm", "folded into weight and bias"),
-    "product": ("scale", "multiplied into the weight"),
+    "factor": ("scale", "multiplied into the weight"),
     "sum": ("bias", "added to the bias"),
 }
 
@@ -118,7 +119,7 @@ _FOLDS = {
 def _fold(tip: Tip, step: Step) -> tuple[str, str]:
     kind, words = _FOLDS[step.kind]
     operands = step.operand if isinstance(step.operand, tuple) else (step.operand,)
-    tip.group.folds.append(Fold(kind=kind, operands=operands, spread=_spread(tip, step), eps=step.eps))
+    tip.group.folds.append(Fold(kind=kind, operands=operands, spread=_spread(tip, step), eps=step.eps, node=step.node))
     return kind, words
 
 
@@ -140,7 +141,7 @@ def _residual_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) ->
         return "it adds a number, and the operator adds a tensor"
     if not same_sizes(here.shape, other.shape) or (here.dtype, here.device) != (other.dtype, other.device):
         return "the other operand has another shape, type or device"
-    if tip.group.anchor.kind == "conv" and tip.views:
+    if tip.group.anchor.kind == "conv" and any(map(is_view, (*tip.group.chain, *tip.views))):
         return "views stand between the convolution and the sum"
     return None
 
@@ -150,7 +151,7 @@ def _add(tip: Tip, step: Step) -> tuple[str, str]:
     return "residual", "added in the epilogue"
 
 
-_FOLD = Slot("what is folded into its weight", ("batch_norm", "product", "sum"), _fold_refuses, _fold, many=True)
+_FOLD = Slot("what is folded into its weight", ("batch_norm", "factor", "sum"), _fold_refuses, _fold, many=True)
 _ACTIVATION = Slot("an activation", ("activation",), _activation_refuses, _activate)
 _RESIDUAL = Slot("a residual", ("sum",), _residual_refuses, _add)
 
