@@ -4,7 +4,7 @@ A row is a program and the operators of its launches that are ours; what stays t
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilewright
+import tilewright.op
+from tilewright.fuse.op_race import race
 
 B, H, S, T, D = 4, 2, 6, 9, 8
 LIMITS = {"fp32": 2e-5, "fp16": 4e-3}
@@ -190,3 +192,32 @@ def test_taken_and_right(case: Case, precision: str) -> None:
     got = fast(*inputs)
     assert got.shape == want.shape
     assert float((got - want).norm() / want.norm()) < LIMITS[precision]
+
+
+def test_the_faster_way_is_written_into_the_graph() -> None:
+    """Where torch's kernel wins by more than two timings differ, and nowhere else; each problem is timed once."""
+    model = Lambda(
+        lambda m, x: F.avg_pool2d(x.softmax(-1) @ m.w, 2) + F.avg_pool2d(x.softmax(-1) @ m.w, 2), w=randn(6, 6)
+    ).eval()
+    fast = tilewright.optimize(model, (randn(2, 8, 6, 6),), "fp32", compiled=False)
+    x, problems = randn(2, 8, 6, 6), []
+
+    def timed(ways: Any) -> list[float]:
+        results = [way(0) for way in ways]
+        torch.testing.assert_close(*results)
+        problems.append(results[0].shape)
+        return [10.0, 9.0] if results[0].dim() == 4 and results[0].shape[-1] == 3 else [10.0, 9.9]
+
+    want = fast.fused(x)
+    rows = race(fast.fused, [x], timed)
+    assert {row["op"]: row["taken"] for row in rows} == {"softmax": "tilewright", "avg_pool": "torch"}
+    assert [row["times"] for row in rows] == [len(rows_of(fast.fused, row["op"])) for row in rows]
+    assert all(node.args[-1] is (row["taken"] == "torch") for row in rows for node in rows_of(fast.fused, row["op"]))
+    torch.testing.assert_close(fast.fused(x), want)
+    with tilewright.op.invariant():
+        assert race(fast.fused, [x], timed) == []
+
+
+def rows_of(module: Any, op: str) -> list[Any]:
+    """Calls of an operator in a graph."""
+    return [n for n in module.graph.nodes if getattr(n.target, "__name__", "") == op]

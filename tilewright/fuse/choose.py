@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from tilewright.asm.compile import CompileFailed, compile_only, stand_in
 from tilewright.fuse import calls, coded_calls, op_calls
+from tilewright.fuse.op_race import race
 from tilewright.fuse.sums import Sum, in_place, note_sum, rewrite, streams, ways
 from tilewright.hw.device import Device, device_of
 from tilewright.kernels.attention import attention_op
@@ -211,6 +212,7 @@ def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[s
         rows.append(row)
     rows += [_attention(args, nodes, watch) for args, nodes in recorder.attention.values()]
     rows += _sums(fused, list(recorder.sums.values()), watch)
+    rows += race(fused, inputs)
     fused.recompile()
     return rows
 
