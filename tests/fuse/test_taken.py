@@ -67,7 +67,7 @@ def written(q: Tensor, k: Tensor, v: Tensor, bend: Callable[[Tensor], Tensor]) -
     return bend(q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
-def windows(m: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def windows(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Swin: a bias of heads, then the mask of each window, which all images share."""
     scores = q @ k.transpose(-2, -1) + m.bias.unsqueeze(0)
     scores = scores.view(B // 2, 2, H, S, S) + torch.where(m.mask, 0.0, -100.0).to(q.dtype).unsqueeze(1).unsqueeze(0)
@@ -93,28 +93,75 @@ ATTENTION = (
     Case("scale below 0", lambda m, q, k, v, a: SDPA(q, k, v, a, scale=-0.4), lambda: (*qkv(T), randn(S, T)), MASKED),
     Case("a constant causal mask", lambda m, q, k, v: SDPA(q, k, v, m.mask), qkv, ("attention",), {"mask": CAUSAL}),
     Case(
-        "a causal mask of numbers", lambda m, q, k, v: SDPA(q, k, v, torch.where(m.mask, 0.0, INF).to(q.dtype)), qkv,
-        ("attention",), {"mask": CAUSAL},
+        "a causal mask of numbers",
+        lambda m, q, k, v: SDPA(q, k, v, torch.where(m.mask, 0.0, INF).to(q.dtype)),
+        qkv,
+        ("attention",),
+        {"mask": CAUSAL},
     ),
     Case("cross attention, no mask", lambda m, q, k, v: SDPA(q, k, v), lambda: qkv(T), ("attention",)),
-    Case("relative positions", lambda m, q, k, v: written(q, k, v, lambda s: s + m.bias), qkv, MASKED, {"bias": randn(1, H, S, S)}),
-    Case("scaled, then a bias", lambda m, q, k, v, a: written(q, k, v, lambda s: s / 3 + a), lambda: (*qkv(T), randn(B, 1, S, T)), MASKED),
-    Case("masked_fill -inf", lambda m, q, k, v, a: written(q, k, v, lambda s: (s * 0.4).masked_fill(~a, INF)), lambda: (*qkv(T), seen(B, 1, 1, T)), MASKED),
-    Case("masked_fill of a finite number", lambda m, q, k, v, a: written(q, k, v, lambda s: s.masked_fill(a, -1e4)), lambda: (*qkv(), ~seen(B, 1, S, S)), MASKED),
-    Case("where with the least number", lambda m, q, k, v: written(q, k, v, lambda s: torch.where(m.mask, s, LEAST)), qkv, MASKED, {"mask": seen(S, S)}),
-    Case("a bias and a mask", lambda m, q, k, v, a: written(q, k, v, lambda s: (s + m.bias).masked_fill(~a, INF)), lambda: (*qkv(), seen(B, 1, 1, S)), MASKED, {"bias": randn(1, H, S, S)}),
-    Case("dropout and a cast", lambda m, q, k, v, a: F.dropout((q @ k.mT + a).softmax(-1, dtype=torch.float32).to(q.dtype), 0.1, False) @ v, lambda: (*qkv(), randn(B, 1, 1, S)), MASKED),
+    Case(
+        "relative positions",
+        lambda m, q, k, v: written(q, k, v, lambda s: s + m.bias),
+        qkv,
+        MASKED,
+        {"bias": randn(1, H, S, S)},
+    ),
+    Case(
+        "scaled, then a bias",
+        lambda m, q, k, v, a: written(q, k, v, lambda s: s / 3 + a),
+        lambda: (*qkv(T), randn(B, 1, S, T)),
+        MASKED,
+    ),
+    Case(
+        "masked_fill -inf",
+        lambda m, q, k, v, a: written(q, k, v, lambda s: (s * 0.4).masked_fill(~a, INF)),
+        lambda: (*qkv(T), seen(B, 1, 1, T)),
+        MASKED,
+    ),
+    Case(
+        "masked_fill of a finite number",
+        lambda m, q, k, v, a: written(q, k, v, lambda s: s.masked_fill(a, -1e4)),
+        lambda: (*qkv(), ~seen(B, 1, S, S)),
+        MASKED,
+    ),
+    Case(
+        "where with the least number",
+        lambda m, q, k, v: written(q, k, v, lambda s: torch.where(m.mask, s, LEAST)),
+        qkv,
+        MASKED,
+        {"mask": seen(S, S)},
+    ),
+    Case(
+        "a bias and a mask",
+        lambda m, q, k, v, a: written(q, k, v, lambda s: (s + m.bias).masked_fill(~a, INF)),
+        lambda: (*qkv(), seen(B, 1, 1, S)),
+        MASKED,
+        {"bias": randn(1, H, S, S)},
+    ),
+    Case(
+        "dropout and a cast",
+        lambda m, q, k, v, a: F.dropout((q @ k.mT + a).softmax(-1, dtype=torch.float32).to(q.dtype), 0.1, False) @ v,
+        lambda: (*qkv(), randn(B, 1, 1, S)),
+        MASKED,
+    ),
     Case("windows", windows, qkv, MASKED, {"bias": randn(H, S, S), "mask": seen(2, S, S)}),
     Case("batches of heads", batches, lambda: (*qkv(), randn(1, S, S)), MASKED),
     Case(
-        "written out, a factor behind the bias", lambda m, q, k, v, a: written(q, k, v, lambda s: (s + a) * 2),
-        lambda: (*qkv(), randn(B, 1, 1, S)), (), reason="a factor, or a mask with a finite number, follows a bias",
+        "written out, a factor behind the bias",
+        lambda m, q, k, v, a: written(q, k, v, lambda s: (s + a) * 2),
+        lambda: (*qkv(), randn(B, 1, 1, S)),
+        (),
+        reason="a factor, or a mask with a finite number, follows a bias",
     ),
     Case(
-        "scores that are a result too", lambda m, q, k, v, a: (lambda s: s.softmax(-1) @ v + s.sum())(q @ k.mT + a),
-        lambda: (*qkv(), randn(B, 1, 1, S)), (), reason="whose scores are read elsewhere too",
+        "scores that are a result too",
+        lambda m, q, k, v, a: (lambda s: s.softmax(-1) @ v + s.sum())(q @ k.mT + a),
+        lambda: (*qkv(), randn(B, 1, 1, S)),
+        (),
+        reason="whose scores are read elsewhere too",
     ),
-)  # fmt: skip
+)
 
 
 def rms(x: Tensor, w: Tensor, eps: float = 1e-5) -> Tensor:
@@ -134,12 +181,32 @@ OPERATORS = (
     Case("rms norm without a weight", lambda m, x: F.rms_norm(x, (16,)), image(2, 5, 16), ("rms_norm",)),
     Case("rms norm written out", lambda m, x: rms(x, m.w), image(2, 5, 16), ("rms_norm",), {"w": randn(16)}),
     Case("rms norm with 1 + w", lambda m, x: rms(x, 1 + m.w), image(2, 5, 16), ("rms_norm",), {"w": randn(16)}),
-    Case("a mean of another dim", lambda m, x: m.w * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)), image(2, 16, 16), (), {"w": randn(16)}),
-    Case("a norm that is read twice", lambda m, x: (lambda y: m.w * y + y)(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)), image(2, 5, 16), (), {"w": randn(16)}),
+    Case(
+        "a mean of another dim",
+        lambda m, x: m.w * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)),
+        image(2, 16, 16),
+        (),
+        {"w": randn(16)},
+    ),
+    Case(
+        "a norm that is read twice",
+        lambda m, x: (lambda y: m.w * y + y)(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+        image(2, 5, 16),
+        (),
+        {"w": randn(16)},
+    ),
     Case("group norm", lambda m, x: m.norm(x), IMAGE, ("group_norm",), {"norm": nn.GroupNorm(4, 8)}),
-    Case("group norm behind a convolution", lambda m, x: m.norm(m.conv(x)), IMAGE, ("conv", "group_norm"), {"norm": nn.GroupNorm(2, 12), "conv": nn.Conv2d(8, 12, 3)}),
+    Case(
+        "group norm behind a convolution",
+        lambda m, x: m.norm(m.conv(x)),
+        IMAGE,
+        ("conv", "group_norm"),
+        {"norm": nn.GroupNorm(2, 12), "conv": nn.Conv2d(8, 12, 3)},
+    ),
     Case("instance norm", lambda m, x: m.norm(x), IMAGE, ("instance_norm",), {"norm": nn.InstanceNorm2d(8, affine=True)}),
-    Case("instance norm of signals", lambda m, x: m.norm(x), image(2, 8, 11), ("instance_norm",), {"norm": nn.InstanceNorm1d(8)}),
+    Case(
+        "instance norm of signals", lambda m, x: m.norm(x), image(2, 8, 11), ("instance_norm",), {"norm": nn.InstanceNorm1d(8)}
+    ),
     Case("average pooling", lambda m, x: F.avg_pool2d(x, 3, 2, 1, True, False), IMAGE, ("avg_pool",)),
     Case("average pooling, divisor", lambda m, x: F.avg_pool2d(x, (2, 3), divisor_override=5), IMAGE, ("avg_pool",)),
     Case("average pooling of signals", lambda m, x: F.avg_pool1d(x, 3, 2), image(2, 8, 11), ("avg_pool",)),
@@ -147,21 +214,85 @@ OPERATORS = (
     Case("adaptive pooling of signals", lambda m, x: F.adaptive_avg_pool1d(x, 4), image(2, 8, 11), ("adaptive_avg_pool",)),
     Case("nearest", lambda m, x: F.interpolate(x, scale_factor=2), IMAGE, ("upsample",)),
     Case("bilinear to a size", lambda m, x: F.interpolate(x, (9, 13), mode="bilinear"), IMAGE, ("upsample",)),
-    Case("bilinear with corners", lambda m, x: F.interpolate(x, scale_factor=1.7, mode="bilinear", align_corners=True), IMAGE, ("upsample",)),
-    Case("transposed convolution", lambda m, x: m.up(x), IMAGE, ("conv_transpose",), {"up": nn.ConvTranspose2d(8, 6, 3, 2, 1, 1)}),
-    Case("transposed, norm, relu", lambda m, x: F.relu(m.norm(m.up(x))), IMAGE, ("conv_transpose",), {"up": nn.ConvTranspose2d(8, 6, 4, 2, 1, bias=False), "norm": nn.BatchNorm2d(6)}),
-    Case("transposed in groups, norm", lambda m, x: m.norm(m.up(x)), IMAGE, ("conv_transpose",), {"up": nn.ConvTranspose2d(8, 6, 2, 2, groups=2), "norm": nn.BatchNorm2d(6)}, "not one number for each column"),
-    Case("transposed of signals, gelu", lambda m, x: F.gelu(m.up(x)), image(2, 8, 11), ("conv_transpose",), {"up": nn.ConvTranspose1d(8, 6, 3, dilation=2)}),
+    Case(
+        "bilinear with corners",
+        lambda m, x: F.interpolate(x, scale_factor=1.7, mode="bilinear", align_corners=True),
+        IMAGE,
+        ("upsample",),
+    ),
+    Case(
+        "transposed convolution", lambda m, x: m.up(x), IMAGE, ("conv_transpose",), {"up": nn.ConvTranspose2d(8, 6, 3, 2, 1, 1)}
+    ),
+    Case(
+        "transposed, norm, relu",
+        lambda m, x: F.relu(m.norm(m.up(x))),
+        IMAGE,
+        ("conv_transpose",),
+        {"up": nn.ConvTranspose2d(8, 6, 4, 2, 1, bias=False), "norm": nn.BatchNorm2d(6)},
+    ),
+    Case(
+        "transposed in groups, norm",
+        lambda m, x: m.norm(m.up(x)),
+        IMAGE,
+        ("conv_transpose",),
+        {"up": nn.ConvTranspose2d(8, 6, 2, 2, groups=2), "norm": nn.BatchNorm2d(6)},
+        "not one number for each column",
+    ),
+    Case(
+        "transposed of signals, gelu",
+        lambda m, x: F.gelu(m.up(x)),
+        image(2, 8, 11),
+        ("conv_transpose",),
+        {"up": nn.ConvTranspose1d(8, 6, 3, dilation=2)},
+    ),
     Case("softmax", lambda m, x: x.softmax(-1), image(3, 17), ("softmax",)),
     Case("log softmax", lambda m, x: F.log_softmax(x, 1), image(3, 17), ("log_softmax",)),
-    Case("softmax over another dim", lambda m, x: x.softmax(1), image(2, 5, 7), (), reason="a softmax over another dim than the last"),
-    Case("hardswish behind a convolution", lambda m, x: F.hardswish(m.conv(x)), IMAGE, ("conv", "hardswish"), {"conv": nn.Conv2d(8, 8, 3)}),
-    Case("leaky behind a product", lambda m, x: F.leaky_relu(m.fc(x), 0.2), image(3, 16), ("linear", "leaky_relu"), {"fc": nn.Linear(16, 8)}),
+    Case(
+        "softmax over another dim",
+        lambda m, x: x.softmax(1),
+        image(2, 5, 7),
+        (),
+        reason="a softmax over another dim than the last",
+    ),
+    Case(
+        "hardswish behind a convolution",
+        lambda m, x: F.hardswish(m.conv(x)),
+        IMAGE,
+        ("conv", "hardswish"),
+        {"conv": nn.Conv2d(8, 8, 3)},
+    ),
+    Case(
+        "leaky behind a product",
+        lambda m, x: F.leaky_relu(m.fc(x), 0.2),
+        image(3, 16),
+        ("linear", "leaky_relu"),
+        {"fc": nn.Linear(16, 8)},
+    ),
     Case("elu of an input", lambda m, x: F.elu(x, 0.7), image(3, 16), ("elu",)),
-    Case("an activation beside a sum", lambda m, x: torch.tanh(x) + 1, image(3, 16), (), reason="an activation beside other pointwise calls"),
-    Case("an embedding", lambda m, x: m.fc(m.table(x.argmax(-1))), image(3, 9), ("linear",), {"table": nn.Embedding(9, 16), "fc": nn.Linear(16, 8)}, "a gather of rows"),
-    Case("concatenation", lambda m, x: m.fc(torch.cat((x, x.relu()), -1)), image(3, 8), ("linear",), {"fc": nn.Linear(16, 8)}, "a concatenation"),
-)  # fmt: skip
+    Case(
+        "an activation beside a sum",
+        lambda m, x: torch.tanh(x) + 1,
+        image(3, 16),
+        (),
+        reason="an activation beside other pointwise calls",
+    ),
+    Case(
+        "an embedding",
+        lambda m, x: m.fc(m.table(x.argmax(-1))),
+        image(3, 9),
+        ("linear",),
+        {"table": nn.Embedding(9, 16), "fc": nn.Linear(16, 8)},
+        "a gather of rows",
+    ),
+    Case(
+        "concatenation",
+        lambda m, x: m.fc(torch.cat((x, x.relu()), -1)),
+        image(3, 8),
+        ("linear",),
+        {"fc": nn.Linear(16, 8)},
+        "a concatenation",
+    ),
+)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tilewright.fuse import anchors
 from tilewright.fuse.anchors import Anchor, fit, tensor_of
 from tilewright.fuse.anchors_attention import read_product, read_sdpa
 from tilewright.fuse.anchors_rms import read_rms_written
-from tilewright.fuse.view_calls import is_view
+from tilewright.fuse.view_calls import is_view, plain_source
 from tilewright.kernels.pointwise import KINDS
 
 __all__ = ["read"]
@@ -86,7 +86,7 @@ def _softmax(node: Node) -> Anchor | str:
 def _reads_product(user: Node) -> bool:
     """Whether a product of two batches of matrices reads a softmax, perhaps behind casts, dropout and views."""
     if user.target in (aten.matmul.default, aten.bmm.default):
-        return True
+        return _dims(user.args[1]) > 2
     behind = is_view(user) or user.target in (aten._to_copy.default, aten.to.dtype, aten.expand.default)
     return behind and any(map(_reads_product, user.users))
 
@@ -183,7 +183,7 @@ def _activation(node: Node) -> Anchor | str | None:
     found = _form(node)
     if found is None:
         return None
-    if any(_pointwise(n) for n in (node.args[0], *node.users)):
+    if _pointwise(plain_source(node.args[0])) or any(map(_pointwise, _readers(node))):
         return "an activation beside other pointwise calls, which torch's compiler computes in one pass where that is faster"
     return fit(Anchor(kind="activation", node=node, x=node.args[0], options=found))  # pyright: ignore[reportArgumentType]
 
@@ -201,6 +201,11 @@ def _form(node: Node) -> dict[str, Any] | None:
             return None
         alpha = a["alpha"]
     return None if kind not in KINDS else {"kind": kind, "alpha": float(alpha)}  # pyright: ignore[reportArgumentType]
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads a value, behind views."""
+    return [reader for user in node.users for reader in (_readers(user) if is_view(user) else [user])]
 
 
 def _pointwise(node: Any) -> bool:
@@ -256,4 +261,4 @@ def read(node: Node) -> Anchor | str | None:
     if isinstance(found, str) and node.target is not aten.adaptive_avg_pool2d.default:
         return found
     reader = _READERS.get(node.target)
-    return _REFUSED.get(node.target) if reader is None else reader(node)
+    return _REFUSED.get(node.target) if reader is None else reader(node)  # pyright: ignore[reportArgumentType]
