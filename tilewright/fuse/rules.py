@@ -2,6 +2,7 @@
 
     conv      folds: batch norm, factors, biases  ->  residual  ->  activation
     linear    folds: batch norm, factors, biases  ->  activation  ->  residual
+    conv_transpose    folds, of one group of channels  ->  activation
 
 A step that is read behind an anchor (normal.py) goes into the first slot that has it and is not behind the group already. Each
 slot answers with the reason where it does not take a step. A graph whose weights are inputs (Inductor's) has no folds but a
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from tilewright.fuse.anchors import Anchor, same_sizes, tensor_of
+from tilewright.fuse.anchors_attention import MASKED
 from tilewright.fuse.columns import Columns, Spread
 from tilewright.fuse.normal import Activation, Step
 from tilewright.fuse.plan import Fold, Group
@@ -155,11 +157,15 @@ _RESIDUAL = Slot("a residual", ("sum",), _residual_refuses, _add)
 
 EPILOGUES: dict[str, tuple[Slot, ...]] = {
     "conv": (_FOLD, _RESIDUAL, _ACTIVATION),
+    "conv_transpose": (_FOLD, _ACTIVATION),
     "linear": (_FOLD, _ACTIVATION, _RESIDUAL),
 }
 """Kind of anchor -> the slots of its epilogue, in the operator's order."""
 
-MERGED: dict[str, Callable[[Anchor], tuple[Node, ...]]] = {"attention": lambda anchor: (anchor.x, *anchor.others)}
+MERGED: dict[str, Callable[[Anchor], tuple[Node, ...]]] = {
+    "attention": lambda anchor: (anchor.x, *anchor.others),
+    MASKED: lambda anchor: (anchor.x, *anchor.others[:2]),
+}
 """Kind of anchor -> which of its operands, where they are linears of one input, become one product."""
 
 
