@@ -66,7 +66,7 @@ class Seen:
             if d.kind == "anchor":
                 taken += ["anchor"] * d.taken
             elif d.taken:
-                taken[-1] += f" {d.reason if d.kind == 'activation' else d.kind}"
+                taken[-1] += f" {d.reason.split()[0] if d.kind == 'activation' else d.kind}"
         return taken
 
     def refused(self) -> str:
@@ -141,14 +141,14 @@ HALVES = ["anchor gelu", "anchor residual", "anchor silu", "anchor residual"]
 ROWS, IMAGE = (2, 3, 16), (2, 3, 12, 12)
 HALF, FLOAT = torch.float16, torch.float32
 INFERENCE = {
-    "chain": (chain, ROWS, FLOAT, CHAIN, ("is also read by mean", "relu behind a sum")),
+    "chain": (chain, ROWS, FLOAT, CHAIN, ("is also read by mean", "relu: linear applies an activation before a residual")),
     "half": (lambda: nn.Sequential(Block(F.gelu), Block(F.silu)), ROWS, HALF, HALVES, ()),
     "convolutions": (
         Convs,
         IMAGE,
         FLOAT,
         ["anchor relu", "anchor residual relu", "anchor bias relu", "anchor", "anchor"],
-        ("no form that the operators take: transposed",),
+        ("a transposed convolution",),
     ),
     "products": (Products, ROWS, torch.bfloat16, ["anchor", "anchor residual"], ()),
     "double": (lambda: Block(F.gelu), ROWS, torch.float64, [], ("operands of float64; wanted one type of 16 or 32 bits",)),

@@ -6,7 +6,7 @@ graph is looked for.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,22 +14,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilewright.fuse.anchors import tensor_of
+from tilewright.fuse.normal import Activation
+from tilewright.fuse.rules import ACTIVATIONS
 from tilewright.kernels.activation_forms import ACTIVATION_FORMS
 
-__all__ = ["ACTIVATIONS", "Activation", "find_activation"]
-
-ACTIVATIONS = {name: ACTIVATION_FORMS[name] for name in ("relu", "gelu", "gelu_tanh", "silu")}
-"""What is looked for: name, as the operators take it -> what it is in torch."""
-
-
-class Activation(NamedTuple):
-    """An activation found in a graph."""
-
-    name: str
-    node: fx.Node
-    """Its last node, whose value it is."""
-    inside: frozenset[fx.Node]
-    """All of its nodes, the last one too."""
+__all__ = ["find_activation"]
 
 
 @lru_cache(maxsize=64)
@@ -37,7 +26,7 @@ def _template(name: str, dtype: torch.dtype) -> fx.Graph:
     """The activation's graph, as Inductor decomposes it."""
     from torch._inductor.decomposition import select_decomp_table
 
-    activation = ACTIVATIONS[name]
+    activation = ACTIVATION_FORMS[name]
     with unset_fake_temporarily(), torch.no_grad():
         # A lambda, since make_fx reads the signature, and F.relu has options.
         return make_fx(lambda x: activation(x), decomposition_table=select_decomp_table())(torch.zeros(2, 2, dtype=dtype)).graph
@@ -86,7 +75,7 @@ def find_activation(x: fx.Node) -> Activation | None:
     value = tensor_of(x)
     if value is None or not value.is_floating_point():
         return None
-    for name in ACTIVATIONS:
+    for name in sorted(ACTIVATIONS):
         graph = _template(name, value.dtype)
         last = next(n for n in graph.nodes if n.op == "output").args[0]
         if not isinstance(last, fx.Node):

@@ -2,25 +2,31 @@
 
 The table is keyed by ATen target, and reads both spellings: that of an exported program (`aten.linear`, `aten.conv2d`,
 `aten.layer_norm`, `aten.scaled_dot_product_attention`) and that of Inductor's graphs after autograd (`aten.addmm`, `aten.mm`,
-`aten.convolution`, the flash and cuDNN attentions). A reader says None for a call that is of the right name and of no use, such
-as a transposed convolution.
+`aten.convolution`, the flash and cuDNN attentions). Attention that is written out, softmax(q k^T * scale) v, is read from its
+last product.
 
-Attention that is written out, softmax(q k^T * scale) v, is read from its last product.
+Reading is strict: every argument that changes the result is looked at. A call of the right name that the operator does not
+compute (a transposed convolution, attention with a mask) is read as the sentence that says why.
 
-Not here: what is pulled into an anchor (patterns.py), and any decision.
+Not here: what is fused with an anchor (rules.py, walk.py), and any choice.
 """
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["READERS", "Anchor", "read", "tensor_of"]
+from tilewright.kernels.attention_common import LARGEST_HEAD_DIM
+
+__all__ = ["READERS", "Anchor", "fit", "read", "same_sizes", "symbolic", "tensor_of"]
 
 aten = torch.ops.aten
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +46,49 @@ class Anchor:
     inside: tuple[Node, ...] = ()
     """Nodes between x and node that the anchor stands for: of attention that is written out."""
     options: dict[str, Any] = field(default_factory=dict)
-    """conv: stride, padding (numbers or "same"), dilation, groups. linear: kn (the weight is [K, N]). attention: causal, scale,
-    gqa. layer_norm: eps. max_pool: kernel_size, stride, padding, dilation, ceil_mode."""
+    """conv: stride, padding (numbers or "same"), dilation, groups. linear: kn (the weight is [K, N]). attention: causal, scale.
+    layer_norm: eps. max_pool: kernel_size, stride, padding, dilation, ceil_mode."""
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """The tensors that it reads."""
+        return tuple(n for n in (self.x, self.weight, self.bias, *self.others) if n is not None)
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
     """The fake tensor that tracing left at a node: shape, dtype, device; None where it is no single tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def symbolic(*shapes: Iterable[Any]) -> bool:
+    """Whether a size is not known when the graph is compiled."""
+    return any(not isinstance(size, int) for shape in shapes for size in shape)
+
+
+def same_sizes(one: Iterable[Any], two: Iterable[Any]) -> bool:
+    """Whether two shapes are equal; sizes that are not known yet are compared without a guard on them."""
+    a, b = list(one), list(two)
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
+
+
+def fit(anchor: Anchor) -> Anchor | str:
+    """The anchor if its operands are tensors that the operators take: of one floating type and device, none of them empty."""
+    found = [tensor_of(n) for n in anchor.operands]
+    known = [t for t in found if t is not None]
+    if len(known) != len(found):
+        return "an operand's shape is not known"
+    if known[0].dtype not in _FLOATS or any(t.dtype != known[0].dtype for t in known):
+        types = sorted({str(t.dtype).removeprefix("torch.") for t in known})
+        return f"operands of {', '.join(types)}; wanted one type of 16 or 32 bits"
+    if any(t.device != known[0].device for t in known):
+        return "operands on several devices"
+    if any(isinstance(size, int) and size == 0 for t in known for size in t.shape):
+        return "an operand is empty: nothing to compute"
+    result = tensor_of(anchor.node)
+    if result is not None and result.dtype != known[0].dtype:
+        return f"the result is {result.dtype}, and its operands are {known[0].dtype}"
+    return anchor
 
 
 def _given(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> dict[str, Any]:
@@ -61,30 +102,27 @@ def _given(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> dic
 # ---- convolutions and products
 
 
-def _conv(node: Node) -> Anchor | None:
+def _conv(node: Node) -> Anchor | str:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     return _read_conv(node, _given(node, names, (None, [1], [0], [1], 1)))
 
 
-def _convolution(node: Node) -> Anchor | None:
+def _convolution(node: Node) -> Anchor | str:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
     a = _given(node, names, (None, [1], [0], [1], False, [0], 1))
-    return None if a["transposed"] else _read_conv(node, a)
+    return "a transposed convolution" if a["transposed"] else _read_conv(node, a)
 
 
-def _read_conv(node: Node, a: dict[str, Any]) -> Anchor | None:
-    if tensor_of(a["input"]) is None or not isinstance(a["weight"], Node):
-        return None
-    dims = _spatial(a["weight"])
-    each = {name: _spread(a[name], dims) for name in ("stride", "padding", "dilation")}
-    return Anchor(
-        kind="conv", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={**each, "groups": a["groups"]}
-    )  # fmt: skip
-
-
-def _spatial(weight: Node) -> int:
-    known = tensor_of(weight)
-    return 2 if known is None else known.dim() - 2
+def _read_conv(node: Node, a: dict[str, Any]) -> Anchor | str:
+    weight = tensor_of(a["weight"])
+    if weight is None:
+        return "the filter's shape is not known"
+    each = {name: _spread(a[name], weight.dim() - 2) for name in ("stride", "padding", "dilation")}
+    return fit(
+        Anchor(
+            kind="conv", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={**each, "groups": a["groups"]}
+        )
+    )
 
 
 def _spread(value: Any, dims: int) -> Any:
@@ -94,68 +132,92 @@ def _spread(value: Any, dims: int) -> Any:
     return values * dims if len(values) == 1 else values
 
 
-def _linear(node: Node) -> Anchor | None:
+def _linear(node: Node) -> Anchor | str:
     a = _given(node, ("input", "weight", "bias"), (None,))
-    return Anchor(kind="linear", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={"kn": False})
+    return _product(node, a["input"], a["weight"], a["bias"], False)
 
 
-def _addmm(node: Node) -> Anchor | None:
+def _addmm(node: Node) -> Anchor | str:
     a = _given(node, ("input", "mat1", "mat2", "beta", "alpha"), (1, 1))
-    bias, weight = tensor_of(a["input"]), tensor_of(a["mat2"])
-    if a["beta"] != 1 or a["alpha"] != 1 or bias is None or weight is None or bias.dim() != 1 or bias.shape != weight.shape[1:]:
-        return None
-    return Anchor(kind="linear", node=node, x=a["mat1"], weight=a["mat2"], bias=a["input"], options={"kn": True})
+    if a["beta"] != 1 or a["alpha"] != 1:
+        return f"a product with alpha {a['alpha']} and beta {a['beta']}"
+    return _product(node, a["mat1"], a["mat2"], a["input"], True)
 
 
-def _mm(node: Node) -> Anchor | None:
-    left, right = node.args[:2]
-    if not isinstance(left, Node) or not isinstance(right, Node):
-        return None
-    return Anchor(kind="linear", node=node, x=left, weight=right, options={"kn": True})
+def _mm(node: Node) -> Anchor | str:
+    return _product(node, node.args[0], node.args[1], None, True)
+
+
+def _product(node: Node, x: Any, weight: Any, bias: Any, kn: bool) -> Anchor | str:
+    """x [..., K] times a weight [N, K], or [K, N] where `kn`."""
+    left, right, added = tensor_of(x), tensor_of(weight), tensor_of(bias)
+    if left is None or right is None:
+        return "an operand's shape is not known"
+    if right.dim() != 2 or left.dim() == 0:
+        return "a product of two batches of matrices" if right.dim() > 2 else "a product with a vector"
+    if bias is not None and (added is None or not same_sizes(added.shape, [right.shape[1 if kn else 0]])):
+        return "a bias that is not one number for each column"
+    return fit(Anchor(kind="linear", node=node, x=x, weight=weight, bias=bias, options={"kn": kn}))
 
 
 # ---- attention
 
 
-def _sdpa(node: Node) -> Anchor | None:
+def _sdpa(node: Node) -> Anchor | str:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     a = _given(node, names, (None, 0.0, False, None, False))
-    if a["attn_mask"] is not None or a["dropout_p"] != 0.0:
-        return None
-    return _attention(node, a["query"], a["key"], a["value"], a["is_causal"], a["scale"], a["enable_gqa"])
+    return _read_attention(node, a, a["attn_mask"], a["scale"])
 
 
-def _flash(node: Node) -> Anchor | None:
+def _flash(node: Node) -> Anchor | str:
     """_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, *, scale)."""
     names = ("query", "key", "value", "dropout_p", "is_causal", "return_debug_mask")
     a = _given(node, names, (0.0, False, False))
-    if a["dropout_p"] != 0.0 or a["return_debug_mask"]:
-        return None
-    return _attention(node, a["query"], a["key"], a["value"], a["is_causal"], a.get("scale"), False)
+    return _read_attention(node, a, None, a.get("scale"))
 
 
-def _efficient(node: Node) -> Anchor | None:
+def _efficient(node: Node) -> Anchor | str:
     """The memory-efficient and the cuDNN one: q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal."""
     names = ("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal")
     a = _given(node, names, (None, False, 0.0, False))
-    if a["attn_bias"] is not None or a["dropout_p"] != 0.0:
-        return None
-    return _attention(node, a["query"], a["key"], a["value"], a["is_causal"], a.get("scale"), False)
+    return _read_attention(node, a, a["attn_bias"], a.get("scale"))
+
+
+def _read_attention(node: Node, a: dict[str, Any], mask: Any, scale: Any) -> Anchor | str:
+    if mask is not None:
+        return "attention with a mask: the operator has no operand for it"
+    if a["dropout_p"] != 0.0 or a.get("return_debug_mask"):
+        return "attention with dropout"
+    return _attention(node, (a["query"], a["key"], a["value"]), a["is_causal"], scale)
 
 
 def _attention(
-    node: Node, q: Node, k: Node, v: Node, causal: bool, scale: float | None, gqa: bool, inside: tuple[Node, ...] = ()
-) -> Anchor | None:
-    shapes = [tensor_of(t) for t in (q, k, v)]
-    if any(t is None or t.dim() != 4 for t in shapes):
-        return None
-    options = {"causal": bool(causal), "scale": scale, "gqa": bool(gqa)}
-    return Anchor(kind="attention", node=node, x=q, others=(k, v), inside=inside, options=options)
+    node: Node, operands: tuple[Node, Node, Node], causal: bool, scale: float | None, inside: tuple[Node, ...] = ()
+) -> Anchor | str:
+    """Attention of q [B, H, S, D], k [B, G, T, D] and v [B, G, T, V], H a multiple of G."""
+    tensors = [t for t in map(tensor_of, operands) if t is not None]
+    if len(tensors) < 3 or any(t.dim() != 4 for t in tensors):
+        return "attention of operands that are not [B, H, S, D]"
+    q, k, v = (t.shape for t in tensors)
+    if not same_sizes(q[:1], k[:1]) or not same_sizes(k[:3], v[:3]):
+        return f"attention whose operands are broadcast: {list(q)}, {list(k)}, {list(v)}"
+    if not symbolic(q[1:], k[1:], v[1:]):
+        if not k[1] or q[1] % k[1]:
+            return f"attention of {q[1]} query heads over {k[1]} heads of keys"
+        if causal and q[2] != k[2]:
+            return f"a causal mask over {q[2]} queries and {k[2]} keys, which torch aligns at the first key"
+        if max(q[3], v[3]) > LARGEST_HEAD_DIM:
+            return f"attention with a head dim above {LARGEST_HEAD_DIM}"
+    if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        return f"attention with a scale of {scale}: the operator takes finite ones above 0"
+    options = {"causal": bool(causal), "scale": scale}
+    return fit(Anchor(kind="attention", node=node, x=operands[0], others=operands[1:], inside=inside, options=options))
 
 
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _COPIES = (aten.clone.default, aten.expand.default, aten.contiguous.default)
+_FACTORS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
 def _called(node: Any, targets: tuple[Any, ...]) -> bool:
@@ -164,87 +226,114 @@ def _called(node: Any, targets: tuple[Any, ...]) -> bool:
 
 def _through(node: Any, inside: list[Node]) -> Any:
     """What stands behind copies that have one reader (dropout in evaluation is one)."""
-    while _called(node, _COPIES) and len(node.users) == 1:
+    while _called(node, _COPIES) and len(node.users) == 1 and _alike(node, node.args[0]):
         inside.append(node)
         node = node.args[0]
     return node
 
 
-def _written_out(node: Node) -> Anchor | None:
+def _alike(one: Any, two: Any) -> bool:
+    """Whether two values have the same shape and dtype."""
+    a, b = tensor_of(one), tensor_of(two)
+    return a is not None and b is not None and a.dtype == b.dtype and same_sizes(a.shape, b.shape)
+
+
+def _scores(scores: Any, inside: list[Node]) -> tuple[Any, float] | None:
+    """(the product q k^T, the factors behind it), None where a factor is no positive number."""
+    scale = 1.0
+    while _called(scores, _FACTORS) and len(scores.users) == 1:
+        value, factor = scores.args[:2]
+        if isinstance(value, int | float) and scores.target is aten.mul.Tensor:
+            value, factor = factor, value
+        if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < math.inf:
+            return None
+        scale = scale * factor if scores.target in (aten.mul.Tensor, aten.mul.Scalar) else scale / factor
+        inside.append(scores)
+        scores = value
+    return scores, scale
+
+
+def _written_out(node: Node) -> Anchor | str:
     """softmax(q @ k^T * scale, -1) @ v, of [B, H, S, D] operands. No mask, and nothing else may read what lies between."""
     inside: list[Node] = []
     weights = _through(node.args[0], inside)
-    if not _called(weights, _SOFTMAX) or len(weights.users) > 1:
-        return None
-    logits, last = tensor_of(weights.args[0]), weights.args[1]
-    if logits is None or logits.dim() != 4 or last not in (-1, 3):
-        return None
+    if not _called(weights, _SOFTMAX) or len(weights.users) > 1 or weights.args[1] not in (-1, 3):
+        return "a product of two batches of matrices"
+    if not _alike(weights, weights.args[0]) or tensor_of(weights).dim() != 4:  # pyright: ignore[reportOptionalMemberAccess]
+        return "attention written out, whose softmax changes the type or is not over [B, H, S, T]"
     inside.append(weights)
-    scale, scores = 1.0, weights.args[0]
-    while _called(scores, (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)) and len(scores.users) == 1:
-        factor = scores.args[1]
-        if not isinstance(factor, int | float) or factor <= 0:
-            return None
-        scale = scale * factor if "mul" in str(scores.target) else scale / factor
-        inside.append(scores)
-        scores = scores.args[0]
-    if not _called(scores, _PRODUCTS) or len(scores.users) > 1:
-        return None
+    found = _scores(weights.args[0], inside)
+    if found is None or not _called(found[0], _PRODUCTS) or len(found[0].users) > 1:
+        return "attention written out, with more than a positive factor between q k^T and the softmax"
+    scores, scale = found
     inside.append(scores)
     q, transposed = scores.args[:2]
     if not _called(transposed, (aten.transpose.int, aten.permute.default)):
-        return None
+        return "attention written out, whose keys are not transposed by the call before it"
     order = transposed.args[1:] if transposed.target is aten.transpose.int else tuple(transposed.args[1])
     if order not in ((-1, -2), (-2, -1), (2, 3), (3, 2), (0, 1, 3, 2)):
-        return None
-    shapes = [tensor_of(t) for t in (q, transposed.args[0], node.args[1])]
-    if any(t is None or t.dim() != 4 for t in shapes) or shapes[0].shape[:2] != shapes[1].shape[:2]:  # pyright: ignore
-        return None
-    return _attention(node, q, transposed.args[0], node.args[1], False, scale, False, tuple(inside))  # pyright: ignore
+        return "attention written out, whose keys are transposed otherwise than in the last two dims"
+    keys, values = transposed.args[0], node.args[1]
+    shapes = [tensor_of(t) for t in (q, keys)]
+    if any(t is None for t in shapes) or not same_sizes(shapes[0].shape[:2], shapes[1].shape[:2]):  # pyright: ignore
+        return "attention written out, whose operands are broadcast"
+    return _attention(node, (q, keys, values), False, scale, tuple(inside))  # pyright: ignore[reportArgumentType]
 
 
-def _matmul(node: Node) -> Anchor | None:
+def _matmul(node: Node) -> Anchor | str:
     """Attention that is written out, or x [..., K] @ w [K, N]."""
     x, weight = (tensor_of(n) for n in node.args[:2])
     if x is None or weight is None:
-        return None
-    return _mm(node) if weight.dim() == 2 and x.dim() >= 2 else _written_out(node)
+        return "an operand's shape is not known"
+    return _mm(node) if min(x.dim(), weight.dim()) < 3 else _written_out(node)
 
 
 # ---- norms, pools, means
 
 
-def _layer_norm(node: Node) -> Anchor | None:
+def _layer_norm(node: Node) -> Anchor | str:
     a = _given(node, ("input", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5))
     if len(a["normalized_shape"]) != 1:
-        return None
-    return Anchor(
-        kind="layer_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={"eps": a["eps"]}
+        return f"a layer norm over the last {len(a['normalized_shape'])} dims; the operator takes one"
+    return fit(
+        Anchor(kind="layer_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={"eps": a["eps"]})
     )  # fmt: skip
 
 
-def _max_pool(node: Node) -> Anchor | None:
+def _max_pool(node: Node) -> Anchor | str:
     names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
     a = _given(node, names, ([], 0, 1, False))
-    options = {name: a[name] for name in names[1:]}
-    return Anchor(kind="max_pool", node=node, x=a["input"], options=options)
+    if (refused := _images(a["input"])) is not None:
+        return refused
+    return fit(Anchor(kind="max_pool", node=node, x=a["input"], options={name: a[name] for name in names[1:]}))
 
 
-def _adaptive(node: Node) -> Anchor | None:
+def _images(x: Any) -> str | None:
+    """Why x is not [N, C, H, W]."""
+    known = tensor_of(x)
+    return None if known is not None and known.dim() == 4 else "pooling of what is not [N, C, H, W]"
+
+
+def _adaptive(node: Node) -> Anchor | str:
     size = node.args[1]
-    one = size == 1 if isinstance(size, int) else all(s == 1 for s in size)  # pyright: ignore
-    return Anchor(kind="global_mean", node=node, x=node.args[0], options={"keepdim": True}) if one else None  # pyright: ignore
+    sizes = [size] if isinstance(size, int) else list(size)  # pyright: ignore[reportArgumentType]
+    if any(s != 1 for s in sizes):
+        return f"pooling to {sizes} pixels; the operator takes the mean of all"
+    if (refused := _images(node.args[0])) is not None:
+        return refused
+    return fit(Anchor(kind="global_mean", node=node, x=node.args[0], options={"keepdim": True}))  # pyright: ignore
 
 
-def _mean(node: Node) -> Anchor | None:
+def _mean(node: Node) -> Anchor | str:
     a = _given(node, ("input", "dim", "keepdim"), (False,))
     x = tensor_of(a["input"])
-    if x is None or x.dim() != 4 or a.get("dim") is None or {d % 4 for d in a["dim"]} != {2, 3} or "dtype" in node.kwargs:
-        return None
-    return Anchor(kind="global_mean", node=node, x=a["input"], options={"keepdim": bool(a["keepdim"])})
+    whole = x is not None and x.dim() == 4 and a.get("dim") is not None and {d % 4 for d in a["dim"]} == {2, 3}
+    if not whole or a.get("dtype") is not None:
+        return "a mean that is not over all pixels of [N, C, H, W]"
+    return fit(Anchor(kind="global_mean", node=node, x=a["input"], options={"keepdim": bool(a["keepdim"])}))
 
 
-READERS: dict[Any, Callable[[Node], Anchor | None]] = {
+READERS: dict[Any, Callable[[Node], Anchor | str | None]] = {
     aten.conv1d.default: _conv,
     aten.conv2d.default: _conv,
     aten.conv1d.padding: _conv,
@@ -265,11 +354,11 @@ READERS: dict[Any, Callable[[Node], Anchor | None]] = {
     aten.adaptive_avg_pool2d.default: _adaptive,
     aten.mean.dim: _mean,
 }
-"""ATen target -> what reads a call of it."""
+"""ATen target -> what reads a call of it: an anchor, or the sentence that says why it is none."""
 
 
-def read(node: Node) -> Anchor | None:
-    """The anchor that a call is, or None."""
+def read(node: Node) -> Anchor | str | None:
+    """The anchor that a call is, or why it is none; None for calls that no operator of ours has."""
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     reader = READERS.get(node.target)

@@ -15,9 +15,9 @@ from torch.fx import Node
 from tilewright.fuse import calls
 from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.naming import layer_name
-from tilewright.fuse.patterns import VIEWS, Group, batch_norm_of
+from tilewright.fuse.plan import Group
 from tilewright.fuse.report import Report
-from tilewright.fuse.view_calls import follow
+from tilewright.fuse.view_calls import follow, is_view
 from tilewright.fuse.views import View, channels_last, dense
 from tilewright.fuse.weights import Weights
 
@@ -144,7 +144,7 @@ class Buffers:
     def behind(self, group: Group, value: Value) -> Value:
         """The value seen through the views of a group's chain."""
         for node in group.chain:
-            if node.target in VIEWS:
+            if is_view(node):
                 view = follow(node, value.view)
                 value = Value(value.node, view) if view is not None else self._reshaped(value, node)
         return value
@@ -159,7 +159,3 @@ class Buffers:
     def launched(self, group: Group, op: str, value: Value, what: str) -> None:
         """Note a launch."""
         self.report.launches.append({"layer": layer_name(group.anchor.node), "op": op, "what": what})
-
-    def norm_of(self, group: Group) -> tuple[Any, ...] | None:
-        """The batch norm of a group."""
-        return None if group.norm is None else batch_norm_of(group.norm)

@@ -17,15 +17,15 @@ from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.buffers import Buffers, Value
 from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
 from tilewright.fuse.naming import layer_name
-from tilewright.fuse.patterns import Gate, Group
+from tilewright.fuse.plan import Gate, Group
 from tilewright.fuse.views import View, channels_last, dense
 
 __all__ = ["EMIT", "emit_gate", "emit_merged"]
 
 
 def _what(group: Group, shape: Any) -> str:
-    parts = ["batch_norm"] * (group.norm is not None) + ["bias"] * (group.anchor.bias is not None and not group.moved)
-    parts += ["scale"] * len(group.scales) + [group.activation] * (group.activation != "none")
+    parts = ["bias"] * (group.anchor.bias is not None and not group.moved)
+    parts += [fold.kind for fold in group.folds] + [group.activation] * (group.activation != "none")
     parts += ["residual"] * (group.residual is not None)
     return f"{list(shape)}" + (" + " + ", ".join(parts) if parts else "")
 
@@ -55,7 +55,7 @@ def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Ten
     if not b.weights.known(a.weight) or (a.bias is not None and not b.weights.known(a.bias)):
         return None
     assert a.weight is not None, "convolutions and products have one"
-    weight, bias = b.weights.folded(a.weight, a.bias, b.norm_of(group), group.scales, transposed)
+    weight, bias = b.weights.folded(a.weight, a.bias, group.folds, transposed)
     bias = None if group.moved else bias
     for extra in group.minus:
         taken = weight @ b.weights.double(extra)
@@ -99,8 +99,7 @@ def _conv(b: Buffers, group: Group) -> Value:
     if any(n.target is calls.as_dense for n in list(b.graph.nodes)[before:]):
         b.report.add(layer_name(a.node), "layout", a.node.name, False, "an operand comes with other strides, and is copied")
     if pair is None:
-        weight = b.tensor(b.arranged(b.values[a.weight], True))
-        bias = None if a.bias is None else b.tensor(b.values[a.bias])
+        weight, bias = b.tensor(b.arranged(b.values[a.weight], True)), _computed_bias(b, group)
     else:
         weight, bias = _stored(b, group, pair)
     o = a.options
@@ -209,7 +208,18 @@ def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
     assert a.weight is not None, "a product has a weight"
     value = b.opened(b.values[a.weight])
     view = value.view.permute((1, 0)) if a.options["kn"] else value.view
-    return b.tensor(Value(value.node, view)), None if a.bias is None else b.tensor(b.values[a.bias])
+    return b.tensor(Value(value.node, view)), _computed_bias(b, group)
+
+
+def _computed_bias(b: Buffers, group: Group) -> Node | None:
+    """The bias beside a weight that is no parameter: the anchor's own, or the one that was folded."""
+    node = group.folds[0].operands[0] if group.folds else group.anchor.bias
+    if node is None:
+        return None
+    value = b.opened(b.values[node])
+    view = value.view.reshape((_count(value.shape),))
+    assert view is not None, "one number for each column"
+    return b.tensor(Value(value.node, view))
 
 
 def _product(

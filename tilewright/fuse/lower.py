@@ -6,7 +6,9 @@ they nearly always are). What depends on parameters alone is computed here, once
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,21 +21,19 @@ from tilewright.fuse.buffers import Buffers, Value
 from tilewright.fuse.check import FLOAT_NODE
 from tilewright.fuse.emit import EMIT, emit_gate, emit_merged
 from tilewright.fuse.moved_bias import move_biases
-from tilewright.fuse.naming import layer_name
-from tilewright.fuse.patterns import VIEWS, Group, find_groups
+from tilewright.fuse.naming import layer_name, source_line
+from tilewright.fuse.plan import FUSED, LEFT, Gate, Group
 from tilewright.fuse.report import LAUNCH, Report
-from tilewright.fuse.trace import Traced
-from tilewright.fuse.view_calls import PARTS, follow, parts_of
+from tilewright.fuse.trace import Traced, Untraceable
+from tilewright.fuse.trial import Trial
+from tilewright.fuse.view_calls import PARTS, follow, is_part, is_view, parts_of
 from tilewright.fuse.views import channels_last, dense
+from tilewright.fuse.walk import plan
 from tilewright.fuse.weights import Weights
 
 __all__ = ["Lowering"]
 
 aten = torch.ops.aten
-
-_CONSTANT_BYTES = 1 << 26
-"""Larger results of constants are computed in every call: they may be expanded ones."""
-_RANDOM = ("rand", "bernoulli", "multinomial", "normal")
 
 
 def beside(conv: Anchor, x: Tensor) -> bool:
@@ -54,6 +54,10 @@ def _reads_channels(group: Group, node: Node, value: Tensor) -> bool:
     return node is anchor.x and anchor.kind in ("max_pool", "global_mean") and value.dim() == 4
 
 
+_FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AssertionError)
+"""What says that a fusion cannot be built; its calls are torch's then."""
+
+
 class Lowering(Buffers):
     """Builds the new graph.
 
@@ -61,36 +65,92 @@ class Lowering(Buffers):
         traced: the model in the graph's dtype.
         exact: parameters of the float model by name.
         report: decisions go there.
+        refused: names of layers or nodes that are not to be fused (walk.plan).
     """
 
-    def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report):
-        self.root = nn.Module()
-        super().__init__(Weights(exact, traced.state, self.root), report)
-        self.traced = traced
-        self.groups, self.gates, self.merges = find_groups(traced.graph, report)
-        move_biases(self.groups, report)
+    def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report, refused: Collection[str] = frozenset()):
+        self.root, self.traced = nn.Module(), traced
+        self.plan = plan(traced.graph, refused)
+        super().__init__(Weights(exact, traced.state, self.root, self.plan.constant), report)
+        self.moves, self.trial = Report(), Trial(self.root)
+        move_biases(self.plan.groups, self.moves)
 
     def run(self) -> fx.GraphModule:
         """The new graph, in a module."""
-        from_last = {group.last: group for group in self.groups}
-        gates = {gate.node: gate for gate in self.gates}
-        merged = {group.anchor.node: batch for batch in self.merges for group in batch}
-        skipped = {n for group in self.groups for n in (group.anchor.node, *group.anchor.inside, *group.chain)} - set(from_last)
-        skipped |= {n for gate in self.gates for n in (*gate.inside, *(group.last for group in gate.groups))}
+        gates = {gate.node: gate for gate in self.plan.gates}
+        # The linears of a gate are emitted where it stands, unless it fails.
+        gated = {group.last for gate in self.plan.gates for group in gate.groups}
+        groups = {group.last: group for group in self.plan.groups if group.last not in gated}
+        skipped = {n for group in self.plan.groups for n in group.nodes} | {n for gate in self.plan.gates for n in gate.inside}
         for node in self.traced.graph.nodes:
             if node in gates:
-                self.values[node] = emit_gate(self, gates[node])
-            elif node in skipped:
-                continue
-            elif node in from_last:
-                group = from_last[node]
-                batch = merged.get(group.anchor.node)
-                self.values[node] = EMIT[group.anchor.kind](self, group) if batch is None else emit_merged(self, batch, group)
-            else:
+                self._gate(gates[node])
+            elif node in groups:
+                self._group(groups[node])
+            elif node not in skipped:
                 self.plain(node)
+                self._run_new(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
+        listed = self.plan.listed(list(self.traced.graph.nodes))
+        self.report.decisions[:0] = [d for d in listed if d.kind != FUSED or not d.taken]
+        self.report.decisions += self.moves.decisions
+        self.report.plan = self.plan.to_json()
         return fx.GraphModule(self.root, self.graph)
+
+    # ---- fusions
+
+    def _group(self, group: Group) -> None:
+        """One launch, or its calls as torch's own where it cannot be built."""
+        batch = next((batch for batch in self.plan.merges if group in batch), None)
+        if batch is not None:
+            reason = self._tried(group.last, lambda: emit_merged(self, batch, group))
+            if reason is None:
+                return
+            self.plan.merges.remove(batch)
+            self.report.add(group.name, "merge", group.last.name, False, reason)
+        reason = self._tried(group.last, lambda: EMIT[group.anchor.kind](self, group))
+        if reason is not None:
+            self.plan.undo(group, reason)
+            for node in group.nodes:
+                self.plain(node)
+
+    def _gate(self, gate: Gate) -> None:
+        """One launch, or its linears by themselves and what is between them as torch's."""
+        reason = self._tried(gate.node, lambda: emit_gate(self, gate))
+        if reason is None:
+            return
+        for group in gate.groups:
+            self._group(group)
+        for node in (*gate.inside, gate.node):
+            self.plan.decisions[node] = replace(self.plan.decisions[node], kind=LEFT, taken=False, reason=reason, bytes_saved=0)
+            self.plain(node)
+
+    def _tried(self, last: Node, emit: Callable[[], Value]) -> str | None:
+        """Emit a fusion as the value of its last call; where that fails the graph is as it was, and this says why."""
+        before, marks = set(self.graph.nodes), (len(self.report.launches), len(self.report.decisions))
+        try:
+            value = emit()
+            self._run_new()
+            self.values[last] = value
+            return None
+        except _FAILURES as error:
+            for node in reversed([n for n in self.graph.nodes if n not in before]):
+                self.graph.erase_node(node)
+            self.made = {key: node for key, node in self.made.items() if node in before}
+            self.trial.values = {node: value for node, value in self.trial.values.items() if node in before}
+            self.memory = {node: view for node, view in self.memory.items() if node in before}
+            self.merged = {node: value for node, value in self.merged.items() if value.node in before}
+            del self.report.launches[marks[0] :], self.report.decisions[marks[1] :]
+            return f"it could not be built: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+    def _run_new(self, like: Node | None = None) -> None:
+        """Try the calls that were emitted since the last time."""
+        new = list(takewhile(lambda node: node not in self.trial.values, reversed(self.graph.nodes)))
+        for node in reversed(new):
+            self.trial.run(node, self.memory.get(node), None if like is None else like.meta.get("val"))
+
+    # ---- everything else
 
     def plain(self, node: Node) -> None:
         """A node that no group has."""
@@ -99,17 +159,17 @@ class Lowering(Buffers):
         elif node.op == "get_attr":
             known = self.traced.state.get(str(node.target))
             if known is not None:
-                self.values[node] = Value(None, dense(known.shape), known.detach())
+                self.values[node] = Value(None, dense(known.shape), known.detach().contiguous())
         elif node.op == "output":
             self.graph.output(fx.map_arg(node.args[0], lambda n: self.tensor(self.values[n])))
-        elif node.op == "call_function":
+        elif node.op == "call_function" and self.plan.decisions[node].kind != "unread":
             self.values[node] = self._call(node)
 
     def _placeholder(self, node: Node) -> Any:
         new, value = self.graph.placeholder(node.name), tensor_of(node)
         if value is None:
             return new
-        last = any(_reads_channels(group, node, value) for group in self.groups)
+        last = any(_reads_channels(group, node, value) for group in self.plan.groups)
         dtype = value.dtype if value.is_floating_point() else None
         return self.buffer(calls.enter, (new, dtype, last), channels_last(value.shape) if last else dense(value.shape), node)
 
@@ -120,28 +180,35 @@ class Lowering(Buffers):
             return tuple(Value(tensors[0].node, view) for view in parts)
         if node.target is operator.getitem and isinstance(given[0], tuple):
             return given[0][node.args[1]]  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if node.target in VIEWS or node.target in (aten.select.int, aten.slice.Tensor, aten.expand.default):
+        if self.plan.constant(node):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].constant)
+            with torch.no_grad():
+                constant = node.target(*args, **kwargs).contiguous()  # pyright: ignore[reportCallIssue]
+            return Value(None, dense(constant.shape), constant)
+        if is_view(node) or is_part(node):
             value = tensors[0]
             if value.constant is None and (view := follow(node, value.view)) is not None:
                 return Value(value.node, view)
-        if all(v.constant is not None for v in tensors) and len(tensors) == len(given):
-            constant = self._constant(node)
-            if constant is not None:
-                return Value(None, dense(constant.shape), constant)
         return self._leftover(node, tensors)
 
-    def _constant(self, node: Node) -> Tensor | None:
-        out = tensor_of(node)
-        if out is None or out.numel() * out.element_size() > _CONSTANT_BYTES or any(r in str(node.target) for r in _RANDOM):
-            return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].constant)
-        with torch.no_grad():
-            return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    def _as_traced(self, node: Node) -> Node:
+        """The operand of a call that reads memory itself, in memory as the model has it. Raises Untraceable: a view of more."""
+        source: Any = node.args[0]
+        value, known = self.opened(self.values[source]), tensor_of(source)
+        if known is not None and known.untyped_storage().nbytes() == known.numel() * known.element_size():
+            for last in (False, True):
+                view = channels_last(value.shape) if last and known.dim() > 2 else dense(value.shape)
+                if view.strides == tuple(known.stride()):
+                    whole = value.node is not None and value.view == self.memory[value.node] == view
+                    return self.tensor(value if whole else self.copied(value, last))
+        raise Untraceable(f"{source_line(node) or node.name}: as_strided of a view reads memory that a graph does not have")
 
     def _leftover(self, node: Node, tensors: Sequence[Value]) -> Any:
         """The ATen call itself, on tensors of the shapes that it expects; its result made dense."""
         target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.tensor(self.values[n]))
+        if node.target is aten.as_strided.default:
+            args = (self._as_traced(node), *args[1:])
         new = self.graph.call_function(target, args, kwargs)  # pyright: ignore[reportArgumentType]
         new.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         out = tensor_of(node)

@@ -10,9 +10,10 @@ where everything that reads r is a product with a parameter, or that one sum.
 from torch.fx import Node
 
 from tilewright.fuse.anchors import tensor_of
-from tilewright.fuse.check import layer_name
-from tilewright.fuse.patterns import VIEWS, Group
+from tilewright.fuse.naming import layer_name
+from tilewright.fuse.plan import Group
 from tilewright.fuse.report import Report
+from tilewright.fuse.view_calls import is_view
 
 __all__ = ["move_biases"]
 
@@ -21,7 +22,7 @@ def _readers(node: Node) -> list[tuple[Node, Node]]:
     """(what a call reads, the call), for all that read a node's value through views."""
     found = []
     for user in node.users:
-        found += _readers(user) if user.op == "call_function" and user.target in VIEWS else [(node, user)]
+        found += _readers(user) if is_view(user) else [(node, user)]
     return found
 
 
@@ -31,7 +32,7 @@ def _parameter(node: Node | None) -> bool:
 
 def _movable(group: Group) -> bool:
     """A product with a bias of its own that adds a residual, and nothing between."""
-    plain = group.activation == "none" and group.norm is None and not group.scales and not group.minus
+    plain = group.activation == "none" and not group.folds and not group.minus
     return group.anchor.kind == "linear" and plain and _parameter(group.anchor.bias) and _parameter(group.anchor.weight)
 
 

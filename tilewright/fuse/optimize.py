@@ -11,7 +11,7 @@ Refuses: training, dynamic shapes (an optimised model is for the examples' shape
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -223,12 +223,13 @@ def _copied(fused: fx.GraphModule) -> fx.GraphModule:
 
 
 def lowered(
-    model: nn.Module, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, report: Report
+    model: nn.Module, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, report: Report,
+    refused: Collection[str] = frozenset(),
 ) -> tuple[Any, Traced]:  # fmt: skip
-    """(the optimised graph, what was traced in `dtype`)."""
+    """(the optimised graph, what was traced in `dtype`); names in `refused` are not fused (walk.plan)."""
     to_dtype = partial(cast, dtype)
     floats = [t for t in (*exact.state.values(), *pytree.tree_leaves(args)) if isinstance(t, Tensor) and t.is_floating_point()]
     traced = exact
     if any(t.dtype != dtype for t in floats):
         traced = trace(_copy(model).to(dtype), pytree.tree_map(to_dtype, args), pytree.tree_map(to_dtype, dict(kwargs)))
-    return Lowering(traced, exact.state, report).run(), traced
+    return Lowering(traced, exact.state, report, refused).run(), traced

@@ -1,7 +1,8 @@
 """Operators put into a graph behind autograd, as Inductor has it after its decompositions: what the torch.compile backend does.
 
-Anchors (products, convolutions, attention: anchors.py) are visited in topological order; what follows one goes into its launch
-as far as the operator's epilogue takes it (pull.py).
+The graph is planned by the rules of every graph (walk.py, rules.py). Its dialect: activations are taken apart (activations.py),
+weights are inputs, so nothing is folded into them, and an epilogue reaches through reshapes alone. Each group of the plan then
+becomes a call of its operator, where that is faster.
 
 Left to Inductor, with the reason: a value that something else reads too, above all one that is kept for the backward pass; what
 the operator would hand to the vendor's library, as Inductor does; on a GPU what is measured to be slower than that (race.py);
@@ -15,7 +16,8 @@ Not here: batch norm, which only an Inductor with `config.freezing` folds, since
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +25,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node, map_arg
 
-from tilewright.fuse.anchors import READERS, Anchor, read, tensor_of
+from tilewright.fuse.activations import find_activation
+from tilewright.fuse.anchors import Anchor, fit, read, symbolic, tensor_of
 from tilewright.fuse.chosen import chosen, spelled
 from tilewright.fuse.decisions import Decision
-from tilewright.fuse.naming import layer_name
-from tilewright.fuse.pull import Launch, pull, symbolic
+from tilewright.fuse.plan import QUIET, Group, Plan
 from tilewright.fuse.race import race
+from tilewright.fuse.rules import Dialect
+from tilewright.fuse.walk import plan
 from tilewright.hw.device import device_of
 from tilewright.kernels.attention import attention_op
-from tilewright.kernels.attention_common import LARGEST_HEAD_DIM, side_by_side
+from tilewright.kernels.attention_common import side_by_side
 from tilewright.kernels.conv import conv_op
 from tilewright.kernels.matmul import linear_op
 from tilewright.op import Choice, Op, Refused, scope
@@ -39,7 +43,6 @@ from tilewright.op import Choice, Op, Refused, scope
 __all__ = ["fuse_graph"]
 
 aten = torch.ops.aten
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _KEPT_META = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "source_fn_stack", "seq_nr")
 
 
@@ -53,93 +56,124 @@ def fuse_graph(graph: Graph, *, cpu: bool = False) -> list[Decision]:
     Returns:
         Every fusion taken or refused, in the graph's order.
     """
-    decisions: list[Decision] = []
-    moved: set[Node] = set()
-    """Nodes whose strides are others than they were traced with."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and not node.users and (node.target in READERS or node.target in _PRODUCTS):
-            continue
+    nodes = list(graph.nodes)
+    found = plan(
+        graph, dialect=Dialect(read=partial(_read, cpu=cpu), activation=find_activation, view=_reshape, parameters=False)
+    )
+    groups = {group.last: group for group in found.groups}
+    moved: dict[Node, tuple[int, ...]] = {}
+    """Nodes whose strides are others than they were traced with, and those."""
+    now: dict[Node, Node] = {}
+    """Replaced values, and what stands for them."""
+    for node in nodes:
         _restride(node, moved)
-        anchor = _read(node)
-        if anchor is None:
-            if node.op == "call_function" and node.target in _PRODUCTS:
-                decisions.append(_anchor(layer_name(node), node, False, _UNREAD))
-            continue
-        name = layer_name(node)
-        refused = _refusal(anchor, cpu)
-        if refused is not None:
-            decisions.append(_anchor(name, node, False, refused))
-            continue
-        launch = Launch(anchor, name, node, anchor.bias)
-        if anchor.kind != "attention":
-            pull(launch)
-        emit = {"linear": _linear, "conv": _conv, "attention": _attention}[anchor.kind]
-        reason, value = emit(launch, cpu)
-        if value is None and launch.pulled:
-            # What loses with all that follows may win without.
-            bare = Launch(anchor, name, node, anchor.bias)
-            alone, value = emit(bare, cpu)
-            if value is not None:
-                bare.refused += [replace(d, taken=False, reason=reason, bytes_saved=0) for d in launch.pulled]
-                reason, launch = alone, bare
-        if value is None:
-            decisions += [_anchor(name, node, False, reason), *launch.refused]
-            continue
-        _replace(launch, value, moved)
-        decisions += [_anchor(name, node, True, reason), *launch.pulled, *launch.refused]
+        if node in groups:
+            _put(groups[node], found, cpu, moved, now)
+    decisions = found.listed(nodes)
     graph.eliminate_dead_code()
     graph.lint()
     return decisions
 
 
-_PRODUCTS = (
-    aten.convolution.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default,
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-)  # fmt: skip
-_UNREAD = "no form that the operators take: transposed, masked, with dropout, or scaled"
+_READ = ("linear", "conv", "attention")
+_RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
-def _anchor(name: str, node: Node, taken: bool, reason: str) -> Decision:
-    return Decision(anchor=name, kind="anchor", node=node.name, taken=taken, reason=reason)
+def _reshape(node: Node) -> bool:
+    return node.target in _RESHAPES
 
 
-def _read(node: Node) -> Anchor | None:
-    """The anchor that a node is, of those that are put in here."""
-    if node.op == "call_function" and node.target is aten.bmm.default:
+def _read(node: Node, cpu: bool) -> Anchor | str | None:
+    """The anchor that a node is, of those that are put in here; why it is none."""
+    if node.target is aten.baddbmm.default:
+        return "a product with a bias for each entry of a batch"
+    if node.target is aten.bmm.default:
         left, right = node.args
         assert isinstance(left, Node), "a call of bmm"
         assert isinstance(right, Node), "a call of bmm"
-        return Anchor(kind="linear", node=node, x=left, weight=right, options={"kn": True})
-    anchor = read(node)
-    return anchor if anchor is not None and anchor.kind in ("linear", "conv", "attention") else None
+        found: Anchor | str | None = fit(Anchor(kind="linear", node=node, x=left, weight=right, options={"kn": True}))
+    else:
+        found = read(node)
+    if not isinstance(found, Anchor):
+        return found
+    return (_refusal(found, cpu) or found) if found.kind in _READ else None
 
 
 def _refusal(anchor: Anchor, cpu: bool) -> str | None:
-    """Why the operator cannot take the anchor, before it is asked how it would."""
-    nodes = [n for n in (anchor.x, anchor.weight, anchor.bias, *anchor.others) if n is not None]
-    tensors = [tensor_of(n) for n in nodes]
-    if any(t is None for t in tensors):
-        return "an operand's shape is not known"
-    known = [t for t in tensors if t is not None]
-    first = known[0]
-    if first.dtype not in _FLOATS or any(t.dtype != first.dtype for t in known):
-        found = sorted({str(t.dtype).removeprefix("torch.") for t in known})
-        return f"operands of {', '.join(found)}; wanted one type of 16 or 32 bits"
-    if first.device.type == "cpu" and not cpu:
+    """Why the operator is not put in here, before it is asked how it would take the anchor."""
+    x, weight, out = (tensor_of(n) for n in (anchor.x, anchor.weight, anchor.node))
+    assert x is not None, "an anchor has operands"
+    if x.device.type == "cpu" and not cpu:
         return "on a CPU the operator is torch's own call, and Inductor compiles that with what follows"
-    if any(t.device != first.device for t in known):
-        return "operands on several devices"
-    if any(isinstance(size, int) and size == 0 for t in known for size in t.shape):
-        return "nothing to compute"
-    if anchor.kind == "conv":
-        out = tensor_of(anchor.node)
-        assert out is not None, "a call of convolution"
-        if symbolic(known[1].shape, out.shape[2:], first.shape[1:]):
-            return "sizes of pixels or channels are not known when it is compiled; the operator takes them as numbers"
-    if anchor.kind == "linear" and symbolic(known[1].shape):
+    if anchor.kind == "conv" and (weight is None or out is None or symbolic(weight.shape, out.shape[2:], x.shape[1:])):
+        return "sizes of pixels or channels are not known when it is compiled; the operator takes them as numbers"
+    if anchor.kind == "linear" and (weight is None or symbolic(weight.shape)):
         return "the weight's sizes are not known when it is compiled"
     return None
+
+
+def _put(group: Group, found: Plan, cpu: bool, moved: dict[Node, tuple[int, ...]], now: dict[Node, Node]) -> None:
+    """A group's launch in place of its calls, of the anchor alone where that wins, or nothing; decisions say which."""
+    emit = {"linear": _linear, "conv": _conv, "attention": _attention}[group.anchor.kind]
+    launch = _Launch(group, now)
+    reason, value = emit(launch, cpu)
+    lost = group.chain
+    if value is None and group.chain:
+        # What loses with all that follows may win without.
+        launch = _Launch(Group(group.anchor), now)
+        alone, value = emit(launch, cpu)
+        reason, why = (reason, reason) if value is None else (alone, reason)
+    elif value is None:
+        why = reason
+    else:
+        lost, why = [], ""
+    anchor = group.anchor.node
+    decided = found.decisions
+    decided[anchor] = replace(decided[anchor], taken=value is not None, reason=reason)
+    steps = [n for n in group.chain if decided[n].kind not in QUIET]
+    for i, node in enumerate(steps):
+        if lost:
+            decided[node] = replace(decided[node], taken=False, reason=why, bytes_saved=0)
+        elif i:
+            # The first step spares storing the product and reading it again; Inductor fuses the others anyway.
+            decided[node] = replace(decided[node], bytes_saved=0)
+    if value is not None:
+        now[launch.last] = value
+        _replace(launch, value, moved)
+        for node in lost:
+            _restride(node, moved)
+
+
+@dataclass
+class _Launch:
+    """A group that is put in: its operands as the graph has them now."""
+
+    group: Group
+    now: dict[Node, Node]
+
+    def __post_init__(self) -> None:
+        self.anchor, self.last = self.group.anchor, self.group.last
+        self.before = self.last
+        """What its calls are put before."""
+        self.x = self._now(self.anchor.x)
+        self.residual = None if self.group.residual is None else self._now(self.group.residual)
+        bias = self.group.folds[0].operands[0] if self.group.folds else self.anchor.bias
+        self.bias: Node | None = None if bias is None else self._now(bias)
+        self.views = [n for n in self.group.chain if _reshape(n)]
+
+    def _now(self, node: Node) -> Node:
+        return self.now.get(node, node)
+
+    @property
+    def weight(self) -> Node:
+        """Of a product or convolution."""
+        assert self.anchor.weight is not None, "it has one"
+        return self._now(self.anchor.weight)
+
+    @property
+    def others(self) -> list[Node]:
+        """Keys and values."""
+        return [self._now(n) for n in self.anchor.others]
 
 
 # ---- operators
@@ -178,7 +212,7 @@ def _empty(t: Tensor) -> Tensor:
 _CHOSEN = {op.name: chosen(op) for op in (linear_op, conv_op, attention_op)}
 
 
-def _free(launch: Launch) -> bool:
+def _free(launch: _Launch) -> bool:
     """Whether Inductor computes what follows an anchor in a kernel that it launches anyway: somebody but an anchor reads it."""
     readers, seen = list(launch.last.users), set[Node]()
     while readers:
@@ -188,7 +222,7 @@ def _free(launch: Launch) -> bool:
         seen.add(reader)
         if reader.target in _VIEWS:
             readers += reader.users
-        elif _read(reader) is None:
+        elif not isinstance(_read(reader, True), Anchor):
             return True
     return False
 
@@ -199,7 +233,7 @@ _VIEWS = (
 )  # fmt: skip
 
 
-def _why(op: Op, launch: Launch, cpu: bool, *args: Any) -> tuple[str, Callable[..., Any] | None, tuple[str, ...]]:
+def _why(op: Op, launch: _Launch, cpu: bool, *args: Any) -> tuple[str, Callable[..., Any] | None, tuple[str, ...]]:
     """(the reason, what takes the anchor, None where the operator does not; what it is given before the arguments)."""
     tensors = [a.meta["val"] if isinstance(a, Node) else a for a in args]
     # Inside `with invariant():` or `prefer(...)` the user wants the operator, whatever it costs.
@@ -219,43 +253,47 @@ def _why(op: Op, launch: Launch, cpu: bool, *args: Any) -> tuple[str, Callable[.
         return (reason, _CHOSEN[op.name], (spelled(timed.choice),)) if timed.won else (reason, None, ())
     if choice.impl.name == "vendor":
         return f"{op.name} would take the vendor's library here, as Inductor does", None, ()
-    if choice.impl.name == "linear" and not launch.pulled:
+    if choice.impl.name == "linear" and launch.group.plain:
         return "a product of the pixels without anything to fuse, which Inductor does as well", None, ()
     return f"{op.name}, {choice.impl.name}", op.dispatched, ()
 
 
-def _linear(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
-    anchor, last = launch.anchor, launch.last
-    assert anchor.weight is not None, "a product has two operands"
-    weight, x, residual = anchor.weight, anchor.x, launch.residual
-    x_value, out = x.meta["val"], anchor.node.meta["val"]
-    batched = x_value.dim() == 3
-    if batched and launch.bias is not None and launch.bias.meta["val"].dim() != 1:
-        return "a bias for each entry of a batch", None
-    if 1 not in x_value.stride()[-2:]:
-        x = _call(last, aten.clone.default, x, like=anchor.node)
-    flipped = [0, 2, 1] if batched else [1, 0]
+def _linear(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
+    before, like, weight, x, residual = launch.before, launch.anchor.node, launch.weight, launch.x, launch.residual
+    out = like.meta["val"]
+    if 1 not in x.meta["val"].stride()[-2:]:
+        x = _call(before, aten.clone.default, x, like=like)
+    flipped = [0, 2, 1] if x.meta["val"].dim() == 3 and weight.meta["val"].dim() == 3 else [1, 0]
     if weight.target is aten.permute.default and list(weight.args[1]) == flipped:  # pyright: ignore[reportArgumentType]
         assert isinstance(weight.args[0], Node), "a call of permute"
         weight = weight.args[0]
-    else:
-        weight = _call(last, aten.permute.default, weight, flipped, like=anchor.node)
+    elif launch.anchor.options["kn"]:
+        weight = _call(before, aten.permute.default, weight, flipped, like=like)
     if residual is not None:
-        if launch.shape is not None:
+        if launch.views:
             sizes = [*out.shape[:-2], -1, out.shape[-1]]
             if symbolic(sizes):
                 return "a residual over a batch whose size is not known", None
-            residual = _call(last, aten.reshape.default, residual, sizes, like=anchor.node)
-        residual = _contiguous(last, residual, anchor.node)
-    bias = None if launch.bias is None else _contiguous(last, launch.bias, anchor.node)
-    args = (x, weight, bias, launch.activation, residual)
+            residual = _call(before, aten.reshape.default, residual, sizes, like=like)
+        residual = _contiguous(before, residual, like)
+    args = (x, weight, _bias(launch, out.shape[-1]), launch.group.activation, residual)
     reason, target, choice = _why(linear_op, launch, cpu, *args)
     if target is None:
         return reason, None
-    value = _call(last, target, *choice, *args, like=anchor.node)
-    if launch.shape is not None:
-        value = _call(last, aten.reshape.default, value, launch.shape, like=anchor.node)
+    value = _call(before, target, *choice, *args, like=like)
+    if launch.views:
+        value = _call(before, aten.reshape.default, value, launch.views[-1].args[1], like=like)
     return reason, value
+
+
+def _bias(launch: _Launch, count: int) -> Node | None:
+    """[N], in memory without gaps."""
+    if launch.bias is None:
+        return None
+    bias, like = launch.bias, launch.anchor.node
+    if bias.meta["val"].dim() != 1:
+        bias = _call(launch.before, aten.reshape.default, bias, [count], like=like)
+    return _contiguous(launch.before, bias, like)
 
 
 def _contiguous(before: Node, node: Node, like: Node) -> Node:
@@ -269,22 +307,25 @@ def _contiguous(before: Node, node: Node, like: Node) -> Node:
     return copy
 
 
-def _conv(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
-    anchor, last, options = launch.anchor, launch.last, launch.anchor.options
-    assert anchor.weight is not None, "a convolution has a filter"
+def _laid(before: Node, node: Node, strides: tuple[int, ...]) -> Node:
+    """A copy of a value with such strides, which have no gaps."""
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    inside = _contiguous(before, _call(before, aten.permute.default, node, order, like=node), node)
+    return _call(before, aten.permute.default, inside, [order.index(d) for d in range(len(order))], like=node)
+
+
+def _conv(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
+    anchor, last, options = launch.anchor, launch.before, launch.anchor.options
     out = anchor.node.meta["val"]
     to_last = [0, *range(2, out.dim()), 1]
 
     def channels_last(node: Node) -> Node:
         return _contiguous(last, _call(last, aten.permute.default, node, to_last, like=anchor.node), anchor.node)
 
-    x, weight = channels_last(anchor.x), channels_last(anchor.weight)
+    x, weight = channels_last(launch.x), channels_last(launch.weight)
     residual = None if launch.residual is None else channels_last(launch.residual)
     window = (options["stride"], options["padding"], options["dilation"], options["groups"], list(out.shape[2:]))
-    bias = launch.bias
-    if bias is not None and bias.meta["val"].dim() > 1:
-        bias = _call(last, aten.reshape.default, bias, [out.shape[1]], like=anchor.node)
-    args = (x, weight, bias, residual, launch.activation, *window, None, None, out.dtype)
+    args = (x, weight, _bias(launch, out.shape[1]), residual, launch.group.activation, *window, None, None, out.dtype)
     reason, target, choice = _why(conv_op, launch, cpu, *args)
     if target is None:
         return reason, None
@@ -292,15 +333,12 @@ def _conv(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
     return reason, _call(last, aten.permute.default, value, [0, out.dim() - 1, *range(1, out.dim() - 1)], like=anchor.node)
 
 
-def _attention(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
-    anchor, options, node = launch.anchor, launch.anchor.options, launch.anchor.node
-    shapes = [n.meta["val"].shape for n in (anchor.x, *anchor.others)]
+def _attention(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
+    options, node = launch.anchor.options, launch.anchor.node
+    given = [launch.x, *launch.others]
+    shapes = [n.meta["val"].shape for n in given]
     if symbolic(*(shape[1:] for shape in shapes)):
         return "lengths or heads are not known when it is compiled; the operator takes them as numbers", None
-    if options["causal"] and shapes[0][2] != shapes[1][2]:
-        return "a causal mask over lengths that differ, which torch aligns at the first key", None
-    if max(shapes[0][3], shapes[2][3]) > LARGEST_HEAD_DIM or (options["scale"] is not None and not options["scale"] > 0):
-        return f"a head dim above {LARGEST_HEAD_DIM}, or a scale that is not above 0", None
     read_too = [user for user in node.users if user.target is operator.getitem and user.args[1] != 0 and user.users]
     if read_too:
         return "its softmax's sums are kept for the backward pass", None
@@ -308,7 +346,7 @@ def _attention(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
     if first is None:
         return "nothing reads its result", None
     operands = []
-    for n in (anchor.x, *anchor.others):
+    for n in given:
         turned = _call(first, aten.permute.default, n, [0, 2, 1, 3], like=node)
         operands.append(turned if side_by_side(turned.meta["val"]) else _contiguous(first, turned, node))
     scale = shapes[0][3] ** -0.5 if options["scale"] is None else float(options["scale"])
@@ -325,7 +363,7 @@ def _attention(launch: Launch, cpu: bool) -> tuple[str, Node | None]:
 # ---- the graph
 
 
-def _replace(launch: Launch, value: Node, moved: set[Node]) -> None:
+def _replace(launch: _Launch, value: Node, moved: dict[Node, tuple[int, ...]]) -> None:
     """The launch's value in place of what it computes. What nobody reads then is erased at the end."""
     before = launch.last.meta.get("val")
     launch.last.replace_all_uses_with(value)
@@ -335,15 +373,19 @@ def _replace(launch: Launch, value: Node, moved: set[Node]) -> None:
         for one in (*node.users, node):
             node.graph.erase_node(one)
     if before is None or before.stride() != value.meta["val"].stride():
-        moved.add(value)
+        moved[value] = value.meta["val"].stride() if before is None else before.stride()
 
 
-def _restride(node: Node, moved: set[Node]) -> None:
+def _restride(node: Node, moved: dict[Node, tuple[int, ...]]) -> None:
     """Of a pointwise call behind something that is channels-last now: the strides that it will have."""
-    if node.op != "call_function" or moved.isdisjoint(node.all_input_nodes):
+    if node.op != "call_function" or not any(n in moved for n in node.all_input_nodes):
         return
+    if node.target is aten.as_strided.default:
+        # It reads memory itself.
+        source: Any = node.args[0]
+        node.replace_input_with(source, _laid(node, source, moved[source]))
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # pyright: ignore[reportArgumentType]
+    moved[node] = node.meta["val"].stride()
     node.meta["val"] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-    moved.add(node)

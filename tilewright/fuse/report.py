@@ -18,6 +18,8 @@ class Report:
     """All decisions of one `optimize`, and facts about the result."""
 
     decisions: list[Decision] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+    """What became of every call of the graph (`plan.Plan.to_json`)."""
     launches: list[dict[str, Any]] = field(default_factory=list)
     """One for each call of the optimised graph that is no view, in order: layer, op, what is inside of it."""
     choices: list[dict[str, Any]] = field(default_factory=list)
@@ -49,6 +51,7 @@ class Report:
             "error": self.error,
             "bytes_saved": sum(d.bytes_saved for d in self.decisions),
             "decisions": [d.to_json() for d in self.decisions],
+            "plan": self.plan,
             "launches": self.launches,
             "choices": self.choices,
             "tuned": self.tuned,

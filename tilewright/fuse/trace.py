@@ -146,10 +146,19 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     _known_sizes(module, exported.graph)
     whole = exported.module()
     assert isinstance(whole, fx.GraphModule), "that is what torch.export gives"
+    _without_assertions(whole)
     state = {str(n.target): _attribute(whole, str(n.target)) for n in whole.graph.nodes if n.op == "get_attr"}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     spec = exported.call_spec
     return Traced(whole, tensors, spec.out_spec, spec.in_spec, mutated)
+
+
+def _without_assertions(whole: fx.GraphModule) -> None:
+    """Casts leave assertions about types, which hold by construction and would count as readers of a value."""
+    for node in list(whole.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            whole.graph.erase_node(node)
+    whole.recompile()
 
 
 def _known_sizes(module: nn.Module, graph: fx.Graph) -> None:

@@ -1,4 +1,7 @@
-"""ATen's view calls on a `View`: what each does to dimensions, by the node's arguments and the shape that tracing found."""
+"""ATen's view calls: which calls are views, and what each does to the dimensions of a `View`.
+
+By the node's arguments and the shape that tracing found.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +12,7 @@ from torch.fx import Node
 from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.views import View
 
-__all__ = ["PARTS", "follow", "parts_of"]
+__all__ = ["PARTS", "follow", "is_part", "is_view", "parts_of", "plain_source"]
 
 aten = torch.ops.aten
 
@@ -91,16 +94,47 @@ _FOLLOW: dict[Any, Callable[[Node, View], View | None]] = {
     aten.alias.default: _same,
     aten.detach.default: _same,
     aten.lift_fresh_copy.default: _same,
-    aten.dropout.default: _same,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.expand.default: _expand,
 }
 
 
+_NARROWING = (aten.select.int, aten.slice.Tensor, aten.expand.default)
+_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+_CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout)
+
+
+def is_view(node: Node) -> bool:
+    """Whether a call only says where elements stand: each element of its input is one of its result, and nothing is computed.
+
+    Dropout in evaluation and casts to the type that a value has are such calls.
+    """
+    if node.op != "call_function":
+        return False
+    if node.target in _DROPOUTS:
+        return not _argument(node, 2, "train", True)
+    if node.target in _CASTS:
+        a, b = tensor_of(node.args[0]), tensor_of(node)
+        return a is not None and b is not None and (a.dtype, a.device, a.layout) == (b.dtype, b.device, b.layout)
+    return node.target in _FOLLOW and node.target not in _NARROWING
+
+
+def is_part(node: Node) -> bool:
+    """Whether a call reads some elements of its input, or one several times, and computes nothing."""
+    return node.op == "call_function" and (node.target in _NARROWING or node.target in PARTS)
+
+
+def plain_source(node: Any) -> Any:
+    """What stands before views."""
+    while isinstance(node, Node) and is_view(node):
+        node = node.args[0]
+    return node
+
+
 def follow(node: Node, view: View) -> View | None:
     """The view behind a view call of what has `view`; None where atoms cannot say it."""
-    found = _FOLLOW.get(node.target)
+    found = _FOLLOW.get(node.target, _same if is_view(node) else None)
     return None if found is None else found(node, view)
 
 

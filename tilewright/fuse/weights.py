@@ -3,14 +3,20 @@
 Folding is done in float64 from the float model's own parameters, then rounded to the graph's dtype once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import Node, map_arg
+
+from tilewright.fuse.plan import Fold
 
 __all__ = ["Weights"]
+
+
+def _double(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 class Weights:
@@ -20,10 +26,15 @@ class Weights:
         exact: those of the float model.
         cast: the same in the graph's dtype.
         root: module that holds what the optimised graph reads.
+        constant: which nodes depend on parameters alone, beside those themselves.
     """
 
-    def __init__(self, exact: Mapping[str, Tensor], cast: Mapping[str, Tensor], root: nn.Module):
-        self.exact, self.cast, self.root = exact, cast, root
+    def __init__(
+        self, exact: Mapping[str, Tensor], cast: Mapping[str, Tensor], root: nn.Module,
+        constant: Callable[[Node], bool] = lambda node: False,
+    ):  # fmt: skip
+        self.exact, self.cast, self.root, self.constant = exact, cast, root, constant
+        self._doubles: dict[Node, Tensor] = {}
         self._kept: dict[int, tuple[str, Any]] = {}
 
     def keep(self, value: Tensor | nn.Module, hint: str) -> str:
@@ -39,40 +50,60 @@ class Weights:
         return name
 
     def known(self, node: Any) -> bool:
-        """Whether a node of the exported graph is a parameter or buffer."""
-        return isinstance(node, Node) and node.op == "get_attr" and node.target in self.cast
+        """Whether a node of the exported graph is a parameter or buffer, or depends on those alone."""
+        if not isinstance(node, Node):
+            return False
+        return node.target in self.cast if node.op == "get_attr" else self.constant(node)
 
     def double(self, node: Node) -> Tensor:
-        """A parameter of the float model, in float64."""
-        return self.exact[str(node.target)].detach().double()
+        """A parameter of the float model, or what is computed from such, in float64."""
+        if node.op == "get_attr":
+            return _double(self.exact[str(node.target)].detach())
+        if node not in self._doubles:
+            args, kwargs = map_arg((node.args, node.kwargs), self.double)
+            with torch.no_grad():
+                self._doubles[node] = _double(node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]
+        return self._doubles[node]
 
-    def folded(
-        self, weight: Node, bias: Node | None, norm: tuple[Any, ...] | None, scales: list[Any], transposed: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) in float64, a batch norm and factors of rows folded in.
+    def folded(self, weight: Node, bias: Node | None, folds: Sequence[Fold], transposed: bool) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias) in float64, with batch norms, factors and biases folded in, in their order.
 
         Args:
             weight: [O, ...], or [K, N] with `transposed`, which comes back as [N, K].
             bias: [O].
-            norm: (weight, bias, mean, variance, eps), nodes or None for the first two.
-            scales: numbers and nodes of [O].
+            folds: what stands behind the product.
             transposed: see weight.
         """
         w = self.double(weight)
         w = w.t() if transposed else w
         b = None if bias is None else self.double(bias)
-        if norm is not None:
-            scale, shift, mean, variance, eps = norm
-            factor = (self.double(variance) + eps).rsqrt()
-            factor = factor if scale is None else factor * self.double(scale)
-            moved = -self.double(mean) if b is None else b - self.double(mean)
-            b = moved * factor if shift is None else moved * factor + self.double(shift)
+        for fold in folds:
+            factor, shift = self._affine(fold, w)
             w = w * factor.view(-1, *(1,) * (w.dim() - 1))
-        for scale in scales:
-            factor = scale if isinstance(scale, int | float) else self.double(scale)
-            w = w * (factor if isinstance(factor, int | float) else factor.view(-1, *(1,) * (w.dim() - 1)))
-            b = None if b is None else b * factor
-        return w, b
+            if b is not None or shift is not None:
+                b = (0 if b is None else b * factor) + (0 if shift is None else shift)
+        return w, b  # pyright: ignore[reportReturnType]
+
+    def _affine(self, fold: Fold, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What a fold does to each column: (factor [O], what it then adds, [O] or None)."""
+        ones = weight.new_ones(len(weight))
+
+        def each(operand: Any) -> Tensor:
+            if not isinstance(operand, Node):
+                return ones * operand
+            assert fold.spread is not None, "a tensor's numbers belong to columns"
+            value = self.double(operand)
+            return fold.spread.vector(value.view(-1, *(1,) * (len(fold.spread.dims) - 2)) if norm else value)
+
+        norm = fold.kind == "batch_norm"
+        if not norm:
+            operand = each(fold.operands[0])
+            return (operand, None) if fold.kind == "scale" else (ones, operand)
+        scale, shift, mean, variance = (None if o is None else each(o) for o in fold.operands)
+        assert mean is not None, "a batch norm has running statistics"
+        assert variance is not None, "both of them"
+        factor = (variance + fold.eps).rsqrt() * (ones if scale is None else scale)
+        return factor, -mean * factor + (0 if shift is None else shift)
 
     @staticmethod
     def joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,243 @@
+"""The rules of fusion on programs that are nearly of a known form: the numbers, and the reason for what is left.
+
+Each row goes through both back ends: `optimize`, and the pass inside torch.compile.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tilewright
+from tests.fuse.test_backend import Seen
+from tilewright.fuse.check import compare_outputs
+
+sdpa = F.scaled_dot_product_attention
+
+
+class Program(nn.Module):
+    """Parameters of all kinds, and a forward that is given."""
+
+    def __init__(self, run: Callable[["Program", Tensor], Any]) -> None:
+        super().__init__()
+        self.run = run
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(16, 16) for _ in range(5))
+        self.wide, self.conv, self.one = nn.Linear(16, 32), nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 1)
+        self.up, self.norm, self.image_norm = nn.ConvTranspose2d(3, 8, 2), nn.BatchNorm1d(16), nn.BatchNorm2d(8)
+        self.table, self.group = nn.Embedding(11, 16), nn.GroupNorm(2, 8)
+        self.v, self.u = nn.Parameter(torch.rand(16) + 0.5), nn.Parameter(torch.rand(8, 1, 1) + 0.5)
+        self.square, self.row = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.rand(1, 4) + 0.5)
+        self.mask = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def heads(x: Tensor, count: int = 2) -> Tensor:
+    return x.unflatten(-1, (count, -1)).transpose(1, 2)
+
+
+def differential(m: Program, x: Tensor) -> Tensor:
+    q, p, k, v = heads(m.a(x)), heads(m.b(x)), heads(m.c(x)), heads(m.d(x))
+    return sdpa(q, k, v) - 0.5 * sdpa(p, k, v)
+
+
+def two_attentions(m: Program, x: Tensor) -> Tensor:
+    q, k, v = heads(m.a(x)), heads(m.b(x)), heads(m.c(x))
+    return sdpa(q, q, v) - sdpa(k, q, q) + sdpa(heads(m.d(x)), heads(m.e(x)), v)
+
+
+def excited(m: Program, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    gate = torch.sigmoid(F.linear(F.silu(F.linear(y.mean((2, 3)), m.u[:, :, 0].repeat(1, 8))), m.u[:, :, 0].repeat(1, 8)))
+    return y * gate[:, :, None, None]
+
+
+def normed(m: Program, x: Tensor, weight: Tensor) -> Tensor:
+    return F.batch_norm(x, m.norm.running_mean, m.norm.running_var, weight, m.norm.bias)
+
+
+ROWS, IMAGE = (2, 5, 16), (2, 3, 6, 6)
+
+
+class Row(NamedTuple):
+    """A program, and what is done with it."""
+
+    run: Callable[[Program, Tensor], Any]
+    taken: dict[str, int]
+    """Decisions of each kind that `optimize` takes."""
+    refused: tuple[str, ...] = ()
+    """Words of its refusals."""
+    shape: tuple[int, ...] = ROWS
+    inductor: str = ""
+    """Why the row says nothing about the pass inside Inductor's graphs."""
+
+
+CASES = {
+    # Products that several read.
+    "overlapping attentions": Row(differential, {"merge": 1}),
+    "attentions that share all": Row(two_attentions, {"merge": 1}),
+    "one linear twice": Row(lambda m, x: F.relu(m.a(x)) + m.a(x * 2), {"activation": 1, "residual": 1}),
+    "tied weights": Row(lambda m, x: F.linear(F.linear(x, m.table.weight), m.table.weight.t()) * 2, {"scale": 1}),
+    "a table that is a weight too": Row(
+        lambda m, x: F.linear(m.table((x[..., 0] > 0).long()), m.table.weight), {}, ("aten.embedding",)
+    ),
+    # Folds: which axis a factor belongs to.
+    "computed bias, scale": Row(lambda m, x: F.linear(x, m.square, m.v.exp()) * 0.5, {"scale": 1}),
+    "bias of the input, scale": Row(
+        lambda m, x: F.linear(x, m.square, x[0, 0]) * 0.5, {}, ("the weight or the bias is computed, not a parameter",)
+    ),
+    "weight of the input, scale": Row(
+        lambda m, x: F.linear(x, x[0] * 1.5) * 0.5, {}, ("the weight or the bias is computed, not a parameter",)
+    ),
+    "weight of the input, bias": Row(lambda m, x: F.linear(x, torch.cat([x[0], x[1]])[:9]) + m.v[:9], {"bias": 1}),
+    "scale, transpose, factors": Row(lambda m, x: m.a(x).transpose(1, 2) * 0.5 * m.v[:5], {"scale": 1}, ("not one number",)),
+    "transpose, factors of columns": Row(lambda m, x: m.a(x).transpose(1, 2) * m.v[:, None], {"scale": 1}),
+    "factors of heads": Row(lambda m, x: m.a(x).view(2, 5, 2, 8) * m.v.view(2, 8) + m.v[:8] * 2, {"scale": 1, "bias": 1}),
+    "factors of one head": Row(lambda m, x: m.a(x).view(2, 5, 4, 4).transpose(2, 3) * m.row, {"scale": 1}),
+    "factors of rows": Row(lambda m, x: m.a(x) * m.v[:5, None], {}, ("not one number",)),
+    "a square result, transposed": Row(
+        lambda m, x: m.a(x).transpose(0, 1) * m.v, {}, ("not one number",), (16, 16)
+    ),
+    "a full factor": Row(lambda m, x: m.a(x) * m.mask[:5, :1], {}, ("not one number",)),
+    "factors on the left": Row(lambda m, x: m.v * m.a(x), {"scale": 1}),
+    "divided": Row(lambda m, x: m.a(x) / 4, {"scale": 1}),
+    "divided by it": Row(lambda m, x: 4 / (m.a(x).square() + 1) + 4 / m.a(x).exp(), {}),
+    "rounded": Row(lambda m, x: torch.div(m.a(x), 0.5, rounding_mode="floor"), {}, ("aten.div.Tensor_mode",)),
+    "number added": Row(lambda m, x: F.relu(m.a(x) + 0.25), {"bias": 1, "activation": 1}),
+    "biases and factors in turns": Row(lambda m, x: ((m.a(x) + m.v) * 2 + 1) * m.v - 1, {"bias": 2, "scale": 2}),
+    "factors behind an activation": Row(
+        lambda m, x: F.relu(m.a(x)) * m.v, {"activation": 1}, ("linear applies what is folded",)
+    ),
+    # Batch norms.
+    "norm of rows": Row(lambda m, x: m.norm(m.a(x)), {"batch_norm": 1}, shape=(4, 16)),
+    "norm of columns, transposed": Row(lambda m, x: m.norm(m.a(x).transpose(1, 2)), {"batch_norm": 1}),
+    "norm of the other axis": Row(lambda m, x: m.norm(m.a(x)), {}, ("not one number",), (2, 16, 16)),
+    "computed gamma": Row(lambda m, x: normed(m, m.a(x), m.v.exp()), {"batch_norm": 1}, shape=(4, 16)),
+    "gamma of the input": Row(
+        lambda m, x: normed(m, m.a(x), x[0] + 2), {}, ("its operand is computed, not a parameter",), (4, 16)
+    ),
+    "norm in training": Row(lambda m, x: F.batch_norm(m.a(x), None, None, m.v, training=True), {}, ("batch_norm",), (4, 16)),
+    "two norms": Row(lambda m, x: m.norm(m.norm(m.a(x)) * 0.5), {"batch_norm": 2, "scale": 1}, shape=(4, 16)),
+    "image": Row(
+        lambda m, x: F.silu(m.image_norm(m.conv(x) * m.u) + m.one(x)),
+        {"batch_norm": 1, "scale": 1, "residual": 1, "activation": 1}, shape=IMAGE,
+    ),
+    "image, factors of pixels": Row(lambda m, x: m.conv(x) * m.v[:6], {}, ("not one number",), IMAGE),
+    "one image": Row(lambda m, x: F.relu(m.conv(x) * m.u + 1), {"scale": 1, "bias": 1, "activation": 1}, shape=IMAGE[1:]),
+    # Sums.
+    "twice the same": Row(lambda m, x: (y := m.a(x)) + y, {}, ("both operands are the same value",)),
+    "squared": Row(lambda m, x: (y := m.a(x)) * y, {}, ("both operands are the same value",)),
+    "alpha": Row(lambda m, x: torch.add(m.a(x), x, alpha=2), {}, ("alpha 2",)),
+    "residual on the left": Row(lambda m, x: x + m.a(x), {"residual": 1}),
+    "broadcast residual": Row(lambda m, x: m.a(x) + x[:1], {}, ("another shape",)),
+    "broadcast product": Row(lambda m, x: m.a(x[:1]) + x, {}, ("changes the type or the shape",)),
+    "two sums": Row(lambda m, x: m.a(x) + x + x.exp(), {"residual": 1}, ("linear takes a residual once",)),
+    "sum, activation": Row(
+        lambda m, x: F.relu(m.a(x) + x), {"residual": 1}, ("linear applies an activation before a residual",)
+    ),
+    "views and a residual": Row(
+        lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)).transpose(1, 2) + x.view(2, 4, 5, 4), {"activation": 1, "residual": 1}
+    ),
+    "a product with a parameter on the left": Row(lambda m, x: m.square @ x.transpose(1, 2), {}, ("a product of two batches",)),
+    "a transposed parameter": Row(lambda m, x: x @ m.square.t() + (x @ m.square.t()[:, ::2]).sum(), {}),
+    "a vector": Row(lambda m, x: F.linear(x, m.v) + x @ m.v, {}, ("a product with a vector",)),
+    "one row": Row(lambda m, x: F.relu(m.a(x) + x), {"residual": 1}, shape=(16,)),
+    "nothing": Row(lambda m, x: m.a(x), {}, ("an operand is empty",), (0, 16)),
+    # Activations.
+    "in place": Row(lambda m, x: (F.relu_(y := m.a(x).clone()), y, m.b(y))[2], {"activation": 1}),
+    "in place, read before": Row(lambda m, x: ((y := m.a(x)).sum(), F.relu_(y))[0] + y, {}, ()),
+    "others": Row(
+        lambda m, x: F.hardswish(m.a(x)) + F.relu6(m.b(x)) + F.leaky_relu(m.c(x), 0.2) + m.d(x).tanh() + m.e(x).sigmoid(), {},
+        ("linear has no hardswish in its epilogue", "no relu6", "no leaky_relu", "no tanh", "no sigmoid"),
+    ),
+    "dropout in evaluation": Row(lambda m, x: F.relu(F.dropout(m.a(x), 0.5, False)), {"activation": 1}),
+    "a cast between": Row(lambda m, x: F.relu(m.a(x).double()).to(x.dtype) + x, {}, ("aten._to_copy",)),
+    "a cast to its own type": Row(lambda m, x: F.relu(m.a(x).to(x.dtype)), {"activation": 1}),
+    # Gates.
+    "halves": Row(lambda m, x: F.silu((h := m.wide(x))[..., :16]) * h[..., 16:], {"gate": 1}),
+    "halves, gate last": Row(lambda m, x: (h := m.wide(x).split(16, -1))[0] * F.gelu(h[1]), {"gate": 1}),
+    "halves that overlap": Row(lambda m, x: F.silu((h := m.wide(x))[..., :16]) * h[..., 8:24], {}),
+    "halves with steps": Row(lambda m, x: F.silu((h := m.wide(x))[..., ::2]) * h[..., 1::2], {}),
+    "one half twice": Row(lambda m, x: F.silu((h := m.wide(x))[..., :16]) * h[..., :16] + h[..., 16:], {}),
+    "halves of rows": Row(lambda m, x: F.silu((h := m.wide(x))[:1]) * h[1:], {}),
+    "three parts": Row(lambda m, x: F.silu((h := m.wide(x).split([16, 8, 8], -1))[0]) * torch.cat(h[1:], -1), {}),
+    "halves, one is returned": Row(lambda m, x: (F.silu((h := m.wide(x).chunk(2, -1))[0]) * h[1], h[1]), {}),
+    "gate of two, broadcast": Row(lambda m, x: F.silu(m.a(x[:1])) * m.b(x), {"activation": 1}),
+    "gate of itself": Row(lambda m, x: F.silu(y := m.a(x)) * y, {}, ("is also read by",)),
+    # Attention.
+    "causal, other lengths": Row(
+        lambda m, x: sdpa(heads(m.a(x)), heads(m.b(x[:, :3])), heads(m.c(x[:, :3])), is_causal=True), {},
+        ("aligns at the first key",),
+    ),
+    "broadcast keys": Row(lambda m, x: sdpa(heads(x), heads(m.b(x[:1])), heads(x)), {}, ("operands are broadcast",)),
+    "broadcast heads": Row(lambda m, x: sdpa(heads(x), heads(m.b(x)[..., :8], 1), heads(m.c(x)[..., :8], 1)), {}),
+    "more values than keys": Row(lambda m, x: sdpa(heads(x), heads(x)[:, :1], heads(x)), {}, ("operands are broadcast",)),
+    "negative scale": Row(lambda m, x: sdpa(heads(x), heads(x), heads(m.a(x)), scale=-0.5), {}, ("a scale of -0.5",)),
+    "no scale": Row(lambda m, x: sdpa(heads(x), heads(x), heads(m.a(x)), scale=0.0), {}, ("a scale of 0",)),
+    "a mask": Row(lambda m, x: sdpa(heads(m.a(x)), heads(m.b(x)), heads(x), m.mask), {}, ("attention with a mask",)),
+    "no heads": Row(lambda m, x: sdpa(m.a(x), m.b(x), x), {}, ("not [B, H, S, D]",)),
+    "written out, softmax in double": Row(
+        lambda m, x: (heads(x) @ heads(m.a(x)).mT).softmax(-1, torch.float64).to(x.dtype) @ heads(x), {},
+        ("a product of two batches",),
+    ),
+    "written out over queries": Row(
+        lambda m, x: (heads(x) @ heads(m.a(x)).mT).softmax(-2) @ heads(x), {}, ("a product of two batches",),
+        inductor="torch 2.13 itself takes a softmax over queries for attention",
+    ),
+    "written out, factor first": Row(
+        lambda m, x: (0.3 * (heads(x) @ heads(m.a(x)).mT)).softmax(-1) @ heads(m.b(x)), {"merge": 1}
+    ),
+    # Others.
+    "squeeze and excitation": Row(excited, {"activation": 1}, ("no sigmoid",), IMAGE),
+    "group norm": Row(lambda m, x: F.relu(m.group(m.conv(x))), {}, ("aten.group_norm",), IMAGE),
+    "transposed convolution": Row(lambda m, x: F.relu(m.up(x)), {}, ("aten.conv_transpose2d",), IMAGE),
+    "integers": Row(
+        lambda m, x: m.a((x.long() @ x.long()[0].mT).to(x.dtype)[..., :1].expand(-1, -1, 16)), {}, ("operands of int64",)
+    ),
+    "a pool of one image": Row(lambda m, x: F.max_pool2d(m.conv(x), 2), {}, ("not [N, C, H, W]",), IMAGE[1:]),
+    "strides as traced": Row(
+        lambda m, x: torch.as_strided(F.relu(m.conv(x)), (4, 8), (8, 1), 3), {"activation": 1}, shape=IMAGE
+    ),
+}  # fmt: skip
+
+
+def _program(case: Row) -> tuple[Program, Tensor, Any]:
+    torch.manual_seed(0)
+    model, x = Program(case.run), torch.randn(case.shape)
+    for norm in (model.norm, model.image_norm):
+        nn.init.uniform_(norm.running_mean, -1, 1)  # pyright: ignore[reportArgumentType]
+        nn.init.uniform_(norm.running_var, 0.5, 2)  # pyright: ignore[reportArgumentType]
+    model.eval()
+    with torch.no_grad():
+        return model, x, copy.deepcopy(model).double()(x.double())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_own_graph(name: str) -> None:
+    case = CASES[name]
+    model, x, right = _program(case)
+    done = tilewright.optimize(model, x, "fp32", report=False, compiled=False)
+    for apart in compare_outputs(right, done(x)):
+        assert apart.rms <= 3e-6, f"{apart}\n{done.report}"
+    kinds = {d.kind for d in done.report.decisions if d.taken}
+    assert {kind: done.report.count(kind) for kind in kinds} == case.taken, str(done.report)
+    said = "\n".join(d.reason for d in done.report.decisions if not d.taken)
+    for words in case.refused:
+        assert words in said
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inside_of_inductors_graphs(name: str) -> None:
+    if why := CASES[name].inductor:
+        pytest.skip(why)
+    model, x, right = _program(CASES[name])
+    torch.compiler.reset()
+    with torch.no_grad():
+        got = Seen().compiled(model)(x)
+    for apart in compare_outputs(right, got):
+        assert apart.rms <= 3e-6, str(apart)

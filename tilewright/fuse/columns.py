@@ -1,0 +1,99 @@
+"""Where the columns of a product, or the channels of a convolution, stand in a value that is seen through views.
+
+A factor, a bias or a batch norm behind a product can be folded into the weight where each of its numbers meets elements of one
+column only. Whether it does is decided by the views' own arithmetic (views.py): the result of the product is a dense buffer, of
+which the column has certain strides; what is behind reshapes and permutations says of each of its dimensions which of those
+strides it has.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Node
+
+from tilewright.fuse.anchors import Anchor, symbolic, tensor_of
+from tilewright.fuse.view_calls import follow
+from tilewright.fuse.views import Atom, View, dense
+
+__all__ = ["Columns", "Spread", "columns_of"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How an operand's numbers belong to the columns: by the dimensions of the value that it is combined with."""
+
+    dims: tuple[tuple[Atom, ...], ...]
+    """Of each dimension of the value: (size, stride) among the columns."""
+    count: int
+    """Of columns."""
+
+    @property
+    def _flat(self) -> list[Atom]:
+        return [atom for dim in self.dims for atom in dim]
+
+    def in_order(self, shape: Sequence[int]) -> bool:
+        """Whether an operand of that shape is one number for each column, in the columns' order."""
+        strides = [stride for _, stride in self._flat]
+        return math.prod(shape) == self.count and strides == sorted(strides, reverse=True)
+
+    def vector(self, operand: Tensor) -> Tensor:
+        """[N] from an operand that broadcasts against the value."""
+        sizes = [math.prod(size for size, _ in dim) for dim in self.dims]
+        atoms = self._flat
+        order = sorted(range(len(atoms)), key=lambda i: -atoms[i][1])
+        return operand.expand(sizes).reshape([size for size, _ in atoms]).permute(order).reshape(self.count)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A value seen through views of an anchor's result, and which strides of that are its columns'."""
+
+    view: View
+    count: int
+    step: int
+    """From one column to the next in the dense result."""
+    known: bool = True
+    """Whether all sizes are: else only that the columns are one dimension, all others being written as 1."""
+
+    def behind(self, node: Node) -> "Columns | None":
+        """Behind a view call; None where it cannot be said."""
+        if self.known:
+            view = follow(node, self.view)
+            return None if view is None else Columns(view, self.count, self.step)
+        out = tensor_of(node)
+        last = self.view.dims[-1]
+        if out is None or len(last) != 1 or last[0][0] != self.count or not isinstance(out.shape[-1], int):
+            return None
+        return _unknown(out.dim(), out.dim() - 1, self.count) if out.shape[-1] == self.count else None
+
+    def spread(self, shape: Sequence[int]) -> Spread | None:
+        """How an operand of that shape, broadcast against the value, belongs to the columns; None where it does not."""
+        high = self.step * self.count
+        dims = tuple(
+            tuple((size, stride // self.step) for size, stride in dim if size != 1 and self.step <= stride < high)
+            for dim in self.view.dims
+        )
+        lead = len(dims) - len(shape)
+        if lead < 0 or math.prod(size for dim in dims for size, _ in dim) != self.count:
+            return None
+        fits = (wide == 1 or math.prod(size for size, _ in dim) == wide for dim, wide in zip(dims[lead:], shape, strict=True))
+        return Spread(dims, self.count) if all(fits) else None
+
+
+def _unknown(rank: int, at: int, count: int) -> Columns:
+    return Columns(View(tuple(((count if i == at else 1, 1),) for i in range(rank))), count, 1, False)
+
+
+def columns_of(anchor: Anchor) -> Columns | None:
+    """The columns of an anchor's own result; None for an anchor without any."""
+    value = tensor_of(anchor.node)
+    if value is None or anchor.kind not in ("conv", "linear"):
+        return None
+    at = value.dim() - 1
+    if anchor.kind == "conv":
+        at = value.dim() - 1 - len(anchor.options["stride"])
+    if symbolic(value.shape):
+        return _unknown(value.dim(), at, value.shape[at]) if isinstance(value.shape[at], int) else None
+    return Columns(dense(value.shape), value.shape[at], math.prod(value.shape[at + 1 :]))

@@ -1,0 +1,151 @@
+"""What a graph becomes, as data: which calls go into one launch, and what is decided about every call.
+
+walk.py makes a plan, lower.py and post_grad.py build what it says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import Node
+
+from tilewright.fuse.anchors import Anchor
+from tilewright.fuse.columns import Spread
+from tilewright.fuse.decisions import Decision
+from tilewright.fuse.naming import layer_name
+
+__all__ = ["FUSED", "LEFT", "QUIET", "Fold", "Gate", "Group", "Plan"]
+
+FUSED = "anchor"
+"""Kind of the decision about an anchor itself."""
+LEFT = "torch"
+"""Kind of the decision about a call that stays torch's, and is no part of any epilogue."""
+QUIET = ("view", "constant", "unread", "inside", "inductor")
+"""Kinds of decisions that a plan has and a summary does not: about calls that cost nothing, or are a part of something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """What is folded into the weight and the bias of a product or convolution."""
+
+    kind: str
+    """batch_norm, scale, bias."""
+    operands: tuple[Any, ...]
+    """batch_norm: (weight, bias, mean, variance); scale and bias: the one operand. Nodes, numbers or None."""
+    spread: Spread | None = None
+    """How the operands' numbers belong to the columns; None for a number."""
+    eps: float = 0.0
+
+
+@dataclass
+class Group:
+    """An anchor and what is fused with it."""
+
+    anchor: Anchor
+    folds: list[Fold] = field(default_factory=list)
+    """In order."""
+    activation: str = "none"
+    residual: Node | None = None
+    """The other operand of the sum."""
+    moved: bool = False
+    """Whether the anchor's bias is added elsewhere (moved_bias.py)."""
+    plus: list[Node] = field(default_factory=list)
+    """Of a norm: biases of products that it adds to its own."""
+    minus: list[Node] = field(default_factory=list)
+    """Of a product: what its input has too much, by such biases."""
+    chain: list[Node] = field(default_factory=list)
+    """Calls behind the anchor, in order, views among them; the last one's value is the group's."""
+
+    @property
+    def name(self) -> str:
+        """The anchor's layer."""
+        return layer_name(self.anchor.node)
+
+    @property
+    def last(self) -> Node:
+        """Whose value the group computes."""
+        return self.chain[-1] if self.chain else self.anchor.node
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is its anchor alone."""
+        return not self.chain
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All calls that it stands for, in the graph's order but for what lies inside of the anchor."""
+        return (*reversed(self.anchor.inside), self.anchor.node, *self.chain)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        a = self.anchor
+        folds = [{"kind": f.kind, "operands": [str(o) for o in f.operands]} for f in self.folds]
+        return {
+            "anchor": self.name, "kind": a.kind, "output": self.last.name, "nodes": [n.name for n in self.nodes],
+            "operands": [n.name for n in a.operands], "options": {key: str(value) for key, value in a.options.items()},
+            "folds": folds, "activation": self.activation, "residual": self.residual and self.residual.name,
+        }  # fmt: skip
+
+
+@dataclass
+class Gate:
+    """act(gate) * up of two linears of one input, or of the halves of one linear's result."""
+
+    node: Node
+    """The product."""
+    groups: tuple[Group, ...]
+    """(gate, up), or the one linear whose halves they are."""
+    activation: str
+    """silu_mul or gelu_mul."""
+    gate_first: bool = True
+    """Of one linear: whether its first half is the gate."""
+    inside: tuple[Node, ...] = ()
+    """Of one linear: the calls between it and the product, in the graph's order."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"output": self.node.name, "linears": [g.name for g in self.groups], "activation": self.activation}
+
+
+@dataclass
+class Plan:
+    """Of a whole graph."""
+
+    groups: list[Group] = field(default_factory=list)
+    """In the order of their last calls; those of gates and merges among them."""
+    gates: list[Gate] = field(default_factory=list)
+    merges: list[list[Group]] = field(default_factory=list)
+    """Linears of one input that become one product, in order."""
+    decisions: dict[Node, Decision] = field(default_factory=dict)
+    """One about every call of the graph."""
+    under: dict[Node, Node] = field(default_factory=dict)
+    """Call -> the anchor beside which its decision is listed."""
+    notes: list[Decision] = field(default_factory=list)
+    """Decisions about several calls at once: merges."""
+
+    def constant(self, node: Node) -> bool:
+        """Whether a value depends on parameters alone."""
+        return node.op == "get_attr" or (node in self.decisions and self.decisions[node].kind == "constant")
+
+    def listed(self, nodes: Sequence[Node]) -> list[Decision]:
+        """What a summary says: in the graph's order, what is about one anchor together."""
+        place = {node: i for i, node in enumerate(nodes)}
+        found = [n for n in self.decisions if self.decisions[n].kind not in QUIET]
+        found.sort(key=lambda n: (place[self.under.get(n, n)], place[n]))
+        return [self.decisions[n] for n in found] + self.notes
+
+    def undo(self, group: Group, reason: str) -> None:
+        """Leave a group's calls to torch."""
+        for node in group.nodes:
+            if self.decisions[node].kind != "view":
+                self.decisions[node] = replace(self.decisions[node], taken=False, reason=reason, bytes_saved=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values: the fusions, and what is decided about every call."""
+        about = {"kind", "taken", "reason", "anchor"}
+        return {
+            "fusions": [g.to_json() for g in self.groups],
+            "gates": [g.to_json() for g in self.gates],
+            "merges": [[g.name for g in batch] for batch in self.merges],
+            "calls": {n.name: {k: v for k, v in d.to_json().items() if k in about} for n, d in self.decisions.items()},
+        }

@@ -1,0 +1,191 @@
+"""The rules of fusion, one table for every kind of graph: what each operator computes on its way out, and in which order.
+
+    conv      folds: batch norm, factors, biases  ->  residual  ->  activation
+    linear    folds: batch norm, factors, biases  ->  activation  ->  residual
+
+A step that is read behind an anchor (normal.py) goes into the first slot that has it and is not behind the group already. Each
+slot answers with the reason where it does not take a step. A graph whose weights are inputs (Inductor's) has no folds but a
+bias that is one number for each column, which the operator takes as an operand.
+
+A kind without a row has no epilogue. Not here: who is asked, and in which order (walk.py).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from tilewright.fuse.anchors import Anchor, same_sizes, tensor_of
+from tilewright.fuse.columns import Columns, Spread
+from tilewright.fuse.normal import Activation, Step
+from tilewright.fuse.plan import Fold, Group
+
+__all__ = ["ACTIVATIONS", "EPILOGUES", "MERGED", "Dialect", "Slot", "Tip", "slot_of"]
+
+ACTIVATIONS = frozenset({"relu", "gelu", "gelu_tanh", "silu"})
+"""Activations that convolutions and products have in their epilogue."""
+
+
+class Dialect(NamedTuple):
+    """What differs between the graphs that are planned."""
+
+    read: Callable[[Node], Anchor | str | None]
+    """The anchor that a call is, or why it is none that is taken here."""
+    activation: Callable[[Node], Activation | None]
+    """The activation of a value."""
+    view: Callable[[Node], bool]
+    """Which calls an epilogue reaches through."""
+    parameters: bool
+    """Whether weights are known: they can be folded into, joined, and what depends on them alone is computed once."""
+
+
+@dataclass(frozen=True)
+class Tip:
+    """A value that a group may grow from: its last one, or a view of that."""
+
+    group: Group
+    here: Node
+    columns: Columns | None
+    """Where the anchor's columns stand in it; None where that cannot be said."""
+    views: tuple[Node, ...] = ()
+    """From the group's last value to here."""
+    kept: str | None = None
+    """Why it is stored all the same: something beside these views reads it."""
+
+
+class Slot(NamedTuple):
+    """A place in an epilogue."""
+
+    name: str
+    steps: tuple[str, ...]
+    """Kinds of steps that go there."""
+    refuses: Callable[[Tip, Step, Callable[[Any], bool]], str | None]
+    """Why one does not, given which operands are parameters; None where it does."""
+    apply: Callable[[Tip, Step], tuple[str, str]]
+    """Notes it in the group: (kind and words of the decision)."""
+    many: bool = False
+    """Whether it takes several."""
+
+
+# ---- what is folded into weight and bias
+
+
+def _spread(tip: Tip, step: Step) -> Spread | None:
+    """How the numbers of a step belong to the columns; None where they do not."""
+    here, shaped = tensor_of(tip.here), tensor_of(step.operand[2] if step.kind == "batch_norm" else step.operand)
+    if tip.columns is None or here is None or shaped is None:
+        return None
+    if step.kind != "batch_norm":
+        return tip.columns.spread(shaped.shape)
+    return tip.columns.spread((shaped.shape[0], *(1,) * (here.dim() - 2)))
+
+
+def _fold_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> str | None:
+    anchor, operand = tip.group.anchor, step.operand
+    if not all(n is None or parameter(n) for n in (anchor.weight, anchor.bias)):
+        return _bias_refuses(tip, step)
+    if not isinstance(operand, Node | tuple):
+        return None if math.isfinite(operand) else f"a factor of {operand}"
+    numbers = operand if isinstance(operand, tuple) else (operand,)
+    if not all(n is None or parameter(n) for n in numbers):
+        return "its operand is computed, not a parameter"
+    return (
+        None if _spread(tip, step) else "its operand is not one number for each column of the product or channel of the filter"
+    )
+
+
+def _bias_refuses(tip: Tip, step: Step) -> str | None:
+    """Where the weight is no parameter: a bias may be an operand of the call."""
+    if step.kind != "sum" or tip.group.folds or tip.group.anchor.bias is not None or not isinstance(step.operand, Node):
+        return "the weight or the bias is computed, not a parameter"
+    spread, here, other = _spread(tip, step), tensor_of(tip.here), tensor_of(step.operand)
+    if spread is None or here is None or other is None or not spread.in_order(other.shape):
+        return "its operand is not one number for each column of the product or channel of the filter"
+    return None if (here.dtype, here.device) == (other.dtype, other.device) else "its operand has another type or device"
+
+
+_FOLDS = {
+    "batch_norm": ("batch_norm", "folded into weight and bias"),
+    "product": ("scale", "multiplied into the weight"),
+    "sum": ("bias", "added to the bias"),
+}
+
+
+def _fold(tip: Tip, step: Step) -> tuple[str, str]:
+    kind, words = _FOLDS[step.kind]
+    operands = step.operand if isinstance(step.operand, tuple) else (step.operand,)
+    tip.group.folds.append(Fold(kind=kind, operands=operands, spread=_spread(tip, step), eps=step.eps))
+    return kind, words
+
+
+# ---- activation and residual
+
+
+def _activation_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> str | None:
+    return None if step.name in ACTIVATIONS else f"{tip.group.anchor.kind} has no {step.name} in its epilogue"
+
+
+def _activate(tip: Tip, step: Step) -> tuple[str, str]:
+    tip.group.activation = step.name
+    return "activation", f"{step.name} in the epilogue"
+
+
+def _residual_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> str | None:
+    here, other = tensor_of(tip.here), tensor_of(step.operand)
+    if here is None or other is None:
+        return "it adds a number, and the operator adds a tensor"
+    if not same_sizes(here.shape, other.shape) or (here.dtype, here.device) != (other.dtype, other.device):
+        return "the other operand has another shape, type or device"
+    if tip.group.anchor.kind == "conv" and tip.views:
+        return "views stand between the convolution and the sum"
+    return None
+
+
+def _add(tip: Tip, step: Step) -> tuple[str, str]:
+    tip.group.residual = step.operand
+    return "residual", "added in the epilogue"
+
+
+_FOLD = Slot("what is folded into its weight", ("batch_norm", "product", "sum"), _fold_refuses, _fold, many=True)
+_ACTIVATION = Slot("an activation", ("activation",), _activation_refuses, _activate)
+_RESIDUAL = Slot("a residual", ("sum",), _residual_refuses, _add)
+
+EPILOGUES: dict[str, tuple[Slot, ...]] = {
+    "conv": (_FOLD, _RESIDUAL, _ACTIVATION),
+    "linear": (_FOLD, _ACTIVATION, _RESIDUAL),
+}
+"""Kind of anchor -> the slots of its epilogue, in the operator's order."""
+
+MERGED: dict[str, Callable[[Anchor], tuple[Node, ...]]] = {"attention": lambda anchor: (anchor.x, *anchor.others)}
+"""Kind of anchor -> which of its operands, where they are linears of one input, become one product."""
+
+
+def _at(group: Group, slots: tuple[Slot, ...]) -> int:
+    """The last slot that a group has used, -1 for none."""
+    used = {
+        _FOLD.name: bool(group.folds),
+        _ACTIVATION.name: group.activation != "none",
+        _RESIDUAL.name: group.residual is not None,
+    }
+    return max((i for i, slot in enumerate(slots) if used.get(slot.name)), default=-1)
+
+
+def slot_of(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> Slot | str:
+    """The slot that takes a step behind a tip, or the reason why none does."""
+    kind = tip.group.anchor.kind
+    slots = EPILOGUES.get(kind, ())
+    at, reason = _at(tip.group, slots), f"{kind} has no {step.kind} in its epilogue"
+    for i, slot in enumerate(slots):
+        if step.kind not in slot.steps:
+            continue
+        if i == at and not slot.many:
+            reason = f"{kind} takes {slot.name} once"
+        elif i < at:
+            reason = f"{kind} applies {slot.name} before {slots[at].name}, and this follows that"
+        elif (refused := slot.refuses(tip, step, parameter)) is None:
+            return slot
+        else:
+            reason = refused
+    return reason

@@ -1,0 +1,248 @@
+"""From a graph to a plan: one walk in the graph's order, in which every call is decided once.
+
+An anchor opens a group. Its value is a tip, from which the group grows: the one call that reads a tip is a step, which goes
+into the anchor's epilogue where the rules have a slot for it (rules.py); views carry a tip on. Of two groups that could take
+one sum the one of the later anchor does. Where an attention's operands are linears of one input they become one product;
+act(a) * b of two linears, or of the halves of one, becomes a gated product (gates.py).
+
+What is taken, in a view, a constant, or left, and why, is a decision about each call.
+"""
+
+import math
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from tilewright.fuse.anchors import Anchor, read, symbolic, tensor_of
+from tilewright.fuse.columns import columns_of
+from tilewright.fuse.decisions import Decision
+from tilewright.fuse.gates import gate_of
+from tilewright.fuse.naming import layer_name
+from tilewright.fuse.normal import Activation, Step, activation_behind, activation_of, step_behind
+from tilewright.fuse.plan import FUSED, LEFT, Gate, Group, Plan
+from tilewright.fuse.rules import MERGED, Dialect, Tip, slot_of
+from tilewright.fuse.view_calls import is_part, is_view, plain_source
+
+__all__ = ["EXPORTED", "plan"]
+
+aten = torch.ops.aten
+
+EXPORTED = Dialect(read=read, activation=activation_behind, view=is_view, parameters=True)
+"""Graphs of torch.export: activations are one call each, weights are known."""
+
+_CONSTANT_BYTES = 1 << 26
+"""Larger results of constants are computed in every call: they may be expanded ones."""
+
+
+def plan(graph: Graph, refused: Collection[str] = (), dialect: Dialect = EXPORTED) -> Plan:
+    """Which calls of a graph go into one launch, and a decision about every call.
+
+    Args:
+        graph: functional ATen with `val` in the nodes' meta; it is not changed.
+        refused: names of layers or of nodes that are not to be fused: an anchor with such a name is left to torch, a step with
+            such a name is not taken.
+        dialect: whose graph it is.
+    """
+    walk = _Walk(graph, frozenset(refused), dialect)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in walk.plan.decisions:
+            walk.visit(node)
+    walk.finish()
+    return walk.plan
+
+
+class _Walk:
+    """What is known of the graph so far."""
+
+    def __init__(self, graph: Graph, refused: frozenset[str], dialect: Dialect):
+        self.refused, self.dialect, self.plan = refused, dialect, Plan()
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        self.tips: dict[Node, Tip] = {}
+        self.left = LEFT if dialect.parameters else "inductor"
+        """Kind of the decision about a call that no rule is about: what Inductor has of those is not worth a line."""
+
+    # ---- calls
+
+    def visit(self, node: Node) -> None:
+        """Decide about a call."""
+        if not node.users:
+            return self._decide(node, "unread", False, "nothing reads its result")
+        if self.dialect.parameters and self._constant(node):
+            return self._decide(node, "constant", True, "it depends on parameters alone, and is computed once")
+        if self.dialect.view(node):
+            return self._view(node)
+        found = self.dialect.read(node)
+        if isinstance(found, Anchor) and self.refused.isdisjoint({node.name, layer_name(node)}):
+            return self._open(found)
+        if found is not None:
+            reason = "the caller wants it to be left to torch" if isinstance(found, Anchor) else found
+            return self._decide(node, FUSED, False, reason)
+        if self.dialect.parameters and node.name not in self.refused:
+            gate = gate_of(node, self.tips, self.parameter)
+            if gate is not None:
+                return self._gate(gate)
+        return self._step(node)
+
+    def parameter(self, node: Any) -> bool:
+        """Whether a value is known before the call: a parameter, or what depends on those alone."""
+        return self.dialect.parameters and isinstance(node, Node) and tensor_of(node) is not None and self.plan.constant(node)
+
+    def _constant(self, node: Node) -> bool:
+        value = tensor_of(node)
+        tags = getattr(node.target, "tags", ())
+        if value is None or torch.Tag.nondeterministic_seeded in tags or not all(map(self.parameter, node.all_input_nodes)):
+            return False
+        return value.numel() * value.element_size() <= _CONSTANT_BYTES
+
+    def _view(self, node: Node) -> None:
+        self._decide(node, "view", True, "it says where elements stand")
+        source = node.args[0]
+        tip = self.tips.get(source) if isinstance(source, Node) else None
+        if tip is None:
+            return
+        columns = None if tip.columns is None else tip.columns.behind(node)
+        kept = tip.kept or _kept(tip.here, {node})
+        self._grow(Tip(tip.group, node, columns, (*tip.views, node), kept))
+
+    def _open(self, anchor: Anchor) -> None:
+        group = Group(anchor)
+        self.plan.groups.append(group)
+        self._decide(anchor.node, FUSED, True, f"one launch of {anchor.kind}")
+        for node in anchor.inside:
+            self._decide(node, "inside", True, f"it is computed inside of {group.name}")
+        if anchor.kind in MERGED and self.dialect.parameters:
+            self._merge(MERGED[anchor.kind](anchor))
+        self._grow(Tip(group, anchor.node, columns_of(anchor)))
+
+    # ---- growth
+
+    def _grow(self, tip: Tip) -> None:
+        """A new tip; its activation, which no other group can have, is looked for at once."""
+        self.tips[tip.here] = tip
+        found = self.dialect.activation(tip.here)
+        if found is None or found.node in self.plan.decisions:
+            return
+        step = Step(kind="activation", node=found.node, inside=tuple(found.inside - {found.node}), name=found.name)
+        reason = self._offer(tip, step, found)
+        if reason is not None:
+            self._refuse(step, tip, reason)
+
+    def _offer(self, tip: Tip, step: Step, found: Activation | None = None) -> str | None:
+        """Put a step into a group's epilogue; the reason where it does not go there."""
+        if step.node.name in self.refused:
+            return "the caller wants it to be left to torch"
+        slot = slot_of(tip, step, self.parameter)
+        if isinstance(slot, str):
+            return slot if found is None or found.name in slot else f"{found.name}: {slot}"
+        inside = {step.node, *step.inside}
+        between = () if found is None else found.inside - {found.node}
+        kept = tip.kept or next((why for n in (tip.here, *between) if (why := _kept(n, inside))), None)
+        if kept is not None:
+            return kept if found is None else f"{found.name}: {kept}"
+        kind, words = slot.apply(tip, step)
+        ordered = sorted(inside, key=self.place.__getitem__)
+        tip.group.chain += [*tip.views, *ordered]
+        for node in ordered[:-1]:
+            self._decide(node, "inside", True, f"it is a part of {words}", tip.group)
+        self._decide(step.node, kind, True, words, tip.group, 2 * _bytes(step.node))
+        self._grow(Tip(tip.group, step.node, tip.columns))
+        return None
+
+    def _step(self, node: Node) -> None:
+        """A call that one of several groups may take: that of the last anchor first."""
+        tips = [self.tips[n] for n in node.all_input_nodes if n in self.tips]
+        tips.sort(key=lambda tip: self.place[tip.group.anchor.node], reverse=True)
+        first: tuple[Step | str, Tip, str] | None = None
+        for tip in tips:
+            step = step_behind(tip.here, node)
+            if step is None:
+                continue
+            reason = step if isinstance(step, str) else self._offer(tip, step)
+            if reason is None:
+                return
+            first = first or (step, tip, reason)
+        if first is not None and isinstance(first[0], Step):
+            self._refuse(first[0], first[1], first[2])
+        elif first is not None:
+            self._decide(node, self.left, False, f"{node.target}: {first[2]}", first[1].group)
+        else:
+            self._leave(node)
+
+    def _refuse(self, step: Step, tip: Tip, reason: str) -> None:
+        kind = {"product": "scale" if self.dialect.parameters else self.left, "sum": "residual"}.get(step.kind, step.kind)
+        for node in step.inside:
+            self._decide(node, "inside", False, f"it is a part of {step.node.name}", tip.group)
+        self._decide(step.node, kind, False, reason, tip.group)
+
+    def _leave(self, node: Node) -> None:
+        if is_part(node) or is_view(node) or node.target is operator.getitem:
+            return self._decide(node, "view", True, "it says where elements stand")
+        known = activation_of(node) is not None or node.target in (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
+        why = "no product or convolution is before it that could take it" if known else "no operator here computes it"
+        self._decide(node, self.left, False, f"{node.target}: {why}")
+
+    # ---- linears of one input
+
+    def _gate(self, gate: Gate) -> None:
+        self.plan.gates.append(gate)
+        for node in gate.inside:
+            self._decide(node, "inside", True, f"it is a part of the gated product {gate.groups[0].name}")
+        words = f"{gate.activation} in one product"
+        self._decide(gate.node, "gate", True, words, gate.groups[0], 4 * _bytes(gate.node))
+
+    def _merge(self, operands: tuple[Node, ...]) -> None:
+        """Plain linears of one input behind several operands of one anchor become one product."""
+        inputs: dict[Node, list[Group]] = {}
+        for source in map(plain_source, operands):
+            tip = self.tips.get(source)
+            if tip is None or tip.group.anchor.kind != "linear" or not tip.group.plain or tip.group.anchor.options["kn"]:
+                continue
+            anchor = tip.group.anchor
+            if self.parameter(anchor.weight) and (anchor.bias is None or self.parameter(anchor.bias)):
+                inputs.setdefault(anchor.x, []).append(tip.group)
+        for found in inputs.values():
+            members = {g.anchor.node: g for g in found}
+            joined = [batch for batch in self.plan.merges if any(g.anchor.node in members for g in batch)]
+            members.update({g.anchor.node: g for batch in joined for g in batch})
+            if len(members) > 1:
+                batch = sorted(members.values(), key=lambda g: self.place[g.anchor.node])
+                self.plan.merges = [b for b in self.plan.merges if b not in joined] + [batch]
+
+    def finish(self) -> None:
+        """Put groups in the order of their last calls, and say what was merged."""
+        self.plan.groups.sort(key=lambda g: self.place[g.last])
+        for first, *others in self.plan.merges:
+            names = ", ".join(g.name for g in others)
+            saved = len(others) * _bytes(first.anchor.x)
+            self.plan.notes.append(_decision(first.name, "merge", others[-1].last, True, f"one product with {names}", saved))
+
+    def _decide(
+        self, node: Node, kind: str, taken: bool, reason: str, group: Group | None = None, saved: int = 0
+    ) -> None:  # fmt: skip
+        name = layer_name(node) if group is None else group.name
+        self.plan.decisions[node] = _decision(name, kind, node, taken, reason, saved)
+        if group is not None:
+            self.plan.under[node] = group.anchor.node
+
+
+def _decision(anchor: str, kind: str, node: Node, taken: bool, reason: str, saved: int) -> Decision:
+    return Decision(anchor=anchor, kind=kind, node=node.name, taken=taken, reason=reason, bytes_saved=saved)
+
+
+def _bytes(node: Node) -> int:
+    """Of a value; 0 where its size is not known."""
+    value = tensor_of(node)
+    return 0 if value is None or symbolic(value.shape) else math.prod(value.shape) * value.element_size()
+
+
+def _kept(node: Node, inside: Collection[Node]) -> str | None:
+    """Why a value is stored whoever takes it along: others read it."""
+    readers = [user for user in node.users if user not in inside]
+    if not readers:
+        return None
+    if any(reader.op == "output" for reader in readers):
+        return f"{node.name} is a result of this graph, or kept for the backward pass: it is stored all the same"
+    return f"{node.name} is also read by {', '.join(reader.name for reader in readers[:3])}: it is stored all the same"
