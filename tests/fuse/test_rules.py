@@ -4,6 +4,7 @@ Each row goes through both back ends: `optimize`, and the pass inside torch.comp
 """
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 
 import tilewright
 from tests.fuse.test_backend import Seen
+from tilewright.fuse import calls
 from tilewright.fuse.check import compare_outputs
+from tilewright.fuse.lower import Lowering
+from tilewright.fuse.report import Report
+from tilewright.fuse.trace import trace
+from tilewright.fuse.walk import plan
 
 sdpa = F.scaled_dot_product_attention
 
@@ -227,6 +233,7 @@ def test_own_graph(name: str) -> None:
     kinds = {d.kind for d in done.report.decisions if d.taken}
     assert {kind: done.report.count(kind) for kind in kinds} == case.taken, str(done.report)
     said = "\n".join(d.reason for d in done.report.decisions if not d.taken)
+    assert "could not be built" not in said
     for words in case.refused:
         assert words in said
 
@@ -241,3 +248,86 @@ def test_inside_of_inductors_graphs(name: str) -> None:
         got = Seen().compiled(model)(x)
     for apart in compare_outputs(right, got):
         assert apart.rms <= 3e-6, str(apart)
+
+
+def lowered(
+    model: nn.Module, x: Tensor, refused: frozenset[str] = frozenset(), dtype: torch.dtype = torch.float32
+) -> tuple[Any, Report]:
+    """(what the lowered graph returns, the report)."""
+    traced, report = trace(model.to(dtype), (x.to(dtype),)), Report()
+    exact = {name: value.float() for name, value in traced.state.items()}
+    module = Lowering(traced, exact, report, refused).run()
+    with torch.no_grad():
+        return module(x.to(dtype))[0], report
+
+
+def block(m: Program, x: Tensor) -> Tensor:
+    y = sdpa(heads(m.a(x)), heads(m.b(x)), heads(m.c(x))).transpose(1, 2).flatten(2)
+    return F.relu(m.d(y)) + x + F.silu(m.e(x)) * m.b(x)
+
+
+def test_every_call_has_one_decision() -> None:
+    """Taken by an anchor, in a view, constant, or left with its reason; the plan is plain data."""
+    for case in [Row(block, {}), *(CASES[name] for name in ("image", "halves", "others", "a mask", "computed gamma"))]:
+        model, x, _ = _program(case)
+        traced = trace(model, (x,))
+        found = plan(traced.graph)
+        calls = [n for n in traced.graph.nodes if n.op == "call_function"]
+        assert sorted(found.decisions, key=calls.index) == calls
+        assert all(d.reason for d in found.decisions.values())
+        fused = [n for group in found.groups for n in group.nodes]
+        assert len(set(fused)) == len(fused), "no call is in two groups"
+        kinds = {"view", "constant", "unread"}
+        assert all(found.decisions[n].taken for n in fused if found.decisions[n].kind not in kinds)
+        assert json.loads(json.dumps(found.to_json()))["calls"].keys() == {n.name for n in calls}
+
+
+@pytest.mark.parametrize(
+    ("refused", "gone", "calls"),
+    [
+        ((), "", {"linear": 3, "attention": 1}),
+        (("relu",), "activation", {"linear": 3, "attention": 1}),
+        (("d",), "anchor", {"linear": 2, "attention": 1}),
+        (("scaled_dot_product_attention",), "anchor", {"linear": 5}),
+        (("mul", "silu"), "gate", {"linear": 4, "attention": 1}),
+    ],
+)
+def test_refused_by_name(refused: tuple[str, ...], gone: str, calls: dict[str, int]) -> None:
+    """Layers and calls that the caller names stay torch's; everything else is fused as ever."""
+    model, x, right = _program(Row(block, {}))
+    got, report = lowered(model, x, frozenset(refused))
+    assert compare_outputs(right, got)[0].rms < 3e-6
+    ours = [launch["op"] for launch in report.launches if not launch["op"].startswith("aten")]
+    assert {op: ours.count(op) for op in ours} == calls, str(report)
+    words = [d for d in report.decisions if "the caller wants" in d.reason]
+    assert bool(words) == bool(refused)
+
+
+def test_what_cannot_be_built_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator that refuses one product: its steps are tried without, then its calls are torch's; the rest is fused."""
+    model, x, right = _program(Row(block, {}))
+    real = calls.linear
+
+    def picky(*args: Any) -> Tensor:
+        if args[4] == "relu":
+            raise ValueError("no relu today")
+        if args[1].shape[0] > 32:
+            raise ValueError("no wide products today")
+        return real(*args)
+
+    monkeypatch.setattr(calls, "linear", picky)
+    got, report = lowered(model, x)
+    assert compare_outputs(right, got)[0].rms < 3e-6
+    said = {d.kind: d.reason for d in report.decisions if not d.taken}
+    assert said["activation"] == "it could not be built: no relu today"
+    assert said["merge"] == "it could not be built: no wide products today"
+    assert report.count("gate") == 1
+
+
+def test_folds_that_the_type_cannot_hold() -> None:
+    """A factor that takes weights below what float16 has is not folded."""
+    model, x, right = _program(Row(lambda m, x: F.relu(m.a(x) * 2e-6) * 1e6, {}))
+    got, report = lowered(model, x, dtype=torch.float16)
+    assert compare_outputs(right, got)[0].rms < 0.1  # what comes out of the product times 2e-6 is a subnormal number
+    assert any(d.kind == "scale" and d.reason.endswith("makes numbers that float16 has not") for d in report.decisions)
+    assert lowered(model, x)[1].count("scale") == 1

@@ -3,7 +3,6 @@
 A decision is about one node beside one anchor: it was pulled into the anchor's launch, or it was not, and why.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,20 +38,24 @@ def totals(decisions: Sequence[Decision]) -> dict[str, int]:
 
 
 def table_of(decisions: Sequence[Decision]) -> str:
-    """A line a decision, anchors in order; equal refusals of one anchor once, with their number."""
-    lines = []
-    counts = Counter((d.anchor, d.kind, d.taken, d.reason) for d in decisions)
-    seen = set()
-    width = max((len(d.anchor) for d in decisions), default=0)
+    """A line a decision, anchors in order; refusals of one kind with one reason in one line, wherever they are."""
+    rows: dict[tuple[Any, ...], list[Decision]] = {}
     for d in decisions:
-        key = (d.anchor, d.kind, d.taken, d.reason)
-        if key in seen:
-            continue
-        seen.add(key)
-        times = f" x{counts[key]}" if counts[key] > 1 else ""
-        saved = f", {sum(o.bytes_saved for o in decisions if (o.anchor, o.kind, o.taken, o.reason) == key):,} B saved"
-        mark = "+" if d.taken else "-"
-        lines.append(f"{mark} {d.anchor:<{width}}  {d.kind:<10} {d.reason}{times}{saved if d.bytes_saved else ''}")
+        rows.setdefault((d.anchor if d.taken else None, d.kind, d.taken, d.reason), []).append(d)
+    names = {key: _names(list(dict.fromkeys(d.anchor for d in same))) for key, same in rows.items()}
+    width = max(map(len, names.values()), default=0)
+    lines = []
+    for key, same in rows.items():
+        _, kind, taken, reason = key
+        times = f" x{len(same)}" if len(same) > 1 else ""
+        saved = sum(d.bytes_saved for d in same)
+        lines.append(
+            f"{'+' if taken else '-'} {names[key]:<{width}}  {kind:<10} {reason}{times}{f', {saved:,} B saved' if saved else ''}"
+        )
     all_of = totals(decisions)
     lines.append(f"{all_of['taken']} taken, {all_of['refused']} refused, {all_of['bytes_saved']:,} bytes saved a call")
     return "\n".join(lines)
+
+
+def _names(anchors: Sequence[str]) -> str:
+    return anchors[0] if len(anchors) == 1 else f"{anchors[0]} and {len(anchors) - 1} more"

@@ -7,7 +7,7 @@ they nearly always are). What depends on parameters alone is computed here, once
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -22,7 +22,7 @@ from tilewright.fuse.check import FLOAT_NODE
 from tilewright.fuse.emit import EMIT, emit_gate, emit_merged
 from tilewright.fuse.moved_bias import move_biases
 from tilewright.fuse.naming import layer_name, source_line
-from tilewright.fuse.plan import FUSED, LEFT, Gate, Group
+from tilewright.fuse.plan import FUSED, Group, Plan, Unbuilt, merge_name
 from tilewright.fuse.report import LAUNCH, Report
 from tilewright.fuse.trace import Traced, Untraceable
 from tilewright.fuse.trial import Trial
@@ -54,12 +54,11 @@ def _reads_channels(group: Group, node: Node, value: Tensor) -> bool:
     return node is anchor.x and anchor.kind in ("max_pool", "global_mean") and value.dim() == 4
 
 
-_FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AssertionError)
-"""What says that a fusion cannot be built; its calls are torch's then."""
+class Lowering:
+    """What turns a traced model into the new graph.
 
-
-class Lowering(Buffers):
-    """Builds the new graph.
+    A fusion that cannot be built is planned away, and the graph built once more without it: its calls are torch's then, and the
+    report says why.
 
     Args:
         traced: the model in the graph's dtype.
@@ -69,80 +68,87 @@ class Lowering(Buffers):
     """
 
     def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report, refused: Collection[str] = frozenset()):
-        self.root, self.traced = nn.Module(), traced
-        self.plan = plan(traced.graph, refused)
-        super().__init__(Weights(exact, traced.state, self.root, self.plan.constant), report)
-        self.moves, self.trial = Report(), Trial(self.root)
-        move_biases(self.plan.groups, self.moves)
+        self.traced, self.exact, self.report = traced, exact, report
+        self.refused = dict.fromkeys(refused, "the caller wants it to be left to torch")
 
     def run(self) -> fx.GraphModule:
         """The new graph, in a module."""
+        while True:
+            build = _Build(self.traced, self.exact, plan(self.traced.graph, self.refused))
+            module = build.run()
+            if not build.failed:
+                break
+            self.refused |= build.failed
+        listed = build.plan.listed(list(self.traced.graph.nodes))
+        self.report.decisions += [d for d in listed if d.kind != FUSED or not d.taken] + build.report.decisions
+        self.report.launches += build.report.launches
+        self.report.plan = build.plan.to_json()
+        return module
+
+
+_FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AssertionError)
+"""What says that a fusion cannot be built."""
+
+
+class _Build(Buffers):
+    """One attempt, by one plan."""
+
+    def __init__(self, traced: Traced, exact: dict[str, Tensor], found: Plan):
+        self.root, self.traced, self.plan = nn.Module(), traced, found
+        super().__init__(Weights(exact, traced.state, self.root, found.constant), Report())
+        self.trial = Trial(self.root)
+        self.failed: dict[str, str] = {}
+        """What is not to be planned again, by name, and why."""
+        move_biases(found.groups, self.report)
+
+    def run(self) -> fx.GraphModule:
+        """The graph; worth nothing where something has failed."""
         gates = {gate.node: gate for gate in self.plan.gates}
-        # The linears of a gate are emitted where it stands, unless it fails.
+        merged = {group.last: batch for batch in self.plan.merges for group in batch}
         gated = {group.last for gate in self.plan.gates for group in gate.groups}
         groups = {group.last: group for group in self.plan.groups if group.last not in gated}
         skipped = {n for group in self.plan.groups for n in group.nodes} | {n for gate in self.plan.gates for n in gate.inside}
         for node in self.traced.graph.nodes:
             if node in gates:
-                self._gate(gates[node])
+                gate = gates[node]
+                inside = (*(n for group in gate.groups for n in group.nodes), *gate.inside, node)
+                self._fused(node, partial(emit_gate, self, gate), inside, [node.name])
+            elif node in merged:
+                batch, group = merged[node], groups[node]
+                names = [merge_name(one.anchor.node) for one in batch]
+                self._fused(node, partial(emit_merged, self, batch, group), group.nodes, names)
             elif node in groups:
-                self._group(groups[node])
+                group = groups[node]
+                steps = [n.name for n in group.chain if not is_view(n)]
+                emit = EMIT[group.anchor.kind]
+                self._fused(node, partial(emit, self, group), group.nodes, steps or [group.anchor.node.name])
             elif node not in skipped:
                 self.plain(node)
                 self._run_new(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
-        listed = self.plan.listed(list(self.traced.graph.nodes))
-        self.report.decisions[:0] = [d for d in listed if d.kind != FUSED or not d.taken]
-        self.report.decisions += self.moves.decisions
-        self.report.plan = self.plan.to_json()
         return fx.GraphModule(self.root, self.graph)
 
-    # ---- fusions
-
-    def _group(self, group: Group) -> None:
-        """One launch, or its calls as torch's own where it cannot be built."""
-        batch = next((batch for batch in self.plan.merges if group in batch), None)
-        if batch is not None:
-            reason = self._tried(group.last, lambda: emit_merged(self, batch, group))
-            if reason is None:
-                return
-            self.plan.merges.remove(batch)
-            self.report.add(group.name, "merge", group.last.name, False, reason)
-        reason = self._tried(group.last, lambda: EMIT[group.anchor.kind](self, group))
-        if reason is not None:
-            self.plan.undo(group, reason)
-            for node in group.nodes:
-                self.plain(node)
-
-    def _gate(self, gate: Gate) -> None:
-        """One launch, or its linears by themselves and what is between them as torch's."""
-        reason = self._tried(gate.node, lambda: emit_gate(self, gate))
-        if reason is None:
-            return
-        for group in gate.groups:
-            self._group(group)
-        for node in (*gate.inside, gate.node):
-            self.plan.decisions[node] = replace(self.plan.decisions[node], kind=LEFT, taken=False, reason=reason, bytes_saved=0)
-            self.plain(node)
-
-    def _tried(self, last: Node, emit: Callable[[], Value]) -> str | None:
-        """Emit a fusion as the value of its last call; where that fails the graph is as it was, and this says why."""
-        before, marks = set(self.graph.nodes), (len(self.report.launches), len(self.report.decisions))
+    def _fused(self, last: Node, emit: Callable[[], Value], nodes: Sequence[Node], names: Sequence[str]) -> None:
+        """Emit a fusion as the value of its last call. Where that fails, note its names, and go on with torch's calls."""
+        before = set(self.graph.nodes)
         try:
             value = emit()
             self._run_new()
             self.values[last] = value
-            return None
         except _FAILURES as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            found = error.nodes if isinstance(error, Unbuilt) else names
+            self.failed |= dict.fromkeys(found, f"it could not be built: {words[0]}")
             for node in reversed([n for n in self.graph.nodes if n not in before]):
                 self.graph.erase_node(node)
             self.made = {key: node for key, node in self.made.items() if node in before}
             self.trial.values = {node: value for node, value in self.trial.values.items() if node in before}
             self.memory = {node: view for node, view in self.memory.items() if node in before}
             self.merged = {node: value for node, value in self.merged.items() if value.node in before}
-            del self.report.launches[marks[0] :], self.report.decisions[marks[1] :]
-            return f"it could not be built: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            for node in sorted(set(nodes), key=list(self.traced.graph.nodes).index):
+                self.plain(node)
+            self._run_new()
 
     def _run_new(self, like: Node | None = None) -> None:
         """Try the calls that were emitted since the last time."""

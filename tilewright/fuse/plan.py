@@ -4,7 +4,7 @@ walk.py makes a plan, lower.py and post_grad.py build what it says.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Node
@@ -14,7 +14,7 @@ from tilewright.fuse.columns import Spread
 from tilewright.fuse.decisions import Decision
 from tilewright.fuse.naming import layer_name
 
-__all__ = ["FUSED", "LEFT", "QUIET", "Fold", "Gate", "Group", "Plan"]
+__all__ = ["FUSED", "LEFT", "QUIET", "Fold", "Gate", "Group", "Plan", "Unbuilt", "merge_name"]
 
 FUSED = "anchor"
 """Kind of the decision about an anchor itself."""
@@ -22,6 +22,19 @@ LEFT = "torch"
 """Kind of the decision about a call that stays torch's, and is no part of any epilogue."""
 QUIET = ("view", "constant", "unread", "inside", "inductor")
 """Kinds of decisions that a plan has and a summary does not: about calls that cost nothing, or are a part of something else."""
+
+
+class Unbuilt(ValueError):
+    """A fusion that cannot be built as it was planned: these nodes are not to be fused, for that reason."""
+
+    def __init__(self, reason: str, *nodes: Node):
+        super().__init__(reason)
+        self.nodes = tuple(n.name for n in nodes)
+
+
+def merge_name(linear: Node) -> str:
+    """What a plan is told where a linear is not to be merged with others."""
+    return f"{linear.name} with others"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,8 @@ class Fold:
     spread: Spread | None = None
     """How the operands' numbers belong to the columns; None for a number."""
     eps: float = 0.0
+    node: Node
+    """The call whose value is behind it."""
 
 
 @dataclass
@@ -133,12 +148,6 @@ class Plan:
         found = [n for n in self.decisions if self.decisions[n].kind not in QUIET]
         found.sort(key=lambda n: (place[self.under.get(n, n)], place[n]))
         return [self.decisions[n] for n in found] + self.notes
-
-    def undo(self, group: Group, reason: str) -> None:
-        """Leave a group's calls to torch."""
-        for node in group.nodes:
-            if self.decisions[node].kind != "view":
-                self.decisions[node] = replace(self.decisions[node], taken=False, reason=reason, bytes_saved=0)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values: the fusions, and what is decided about every call."""

@@ -116,7 +116,7 @@ _FOLDS = {
 def _fold(tip: Tip, step: Step) -> tuple[str, str]:
     kind, words = _FOLDS[step.kind]
     operands = step.operand if isinstance(step.operand, tuple) else (step.operand,)
-    tip.group.folds.append(Fold(kind=kind, operands=operands, spread=_spread(tip, step), eps=step.eps))
+    tip.group.folds.append(Fold(kind=kind, operands=operands, spread=_spread(tip, step), eps=step.eps, node=step.node))
     return kind, words
 
 

@@ -10,7 +10,7 @@ What is taken, in a view, a constant, or left, and why, is a decision about each
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from tilewright.fuse.decisions import Decision
 from tilewright.fuse.gates import gate_of
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.normal import Activation, Step, activation_behind, activation_of, step_behind
-from tilewright.fuse.plan import FUSED, LEFT, Gate, Group, Plan
+from tilewright.fuse.plan import FUSED, LEFT, Gate, Group, Plan, merge_name
 from tilewright.fuse.rules import MERGED, Dialect, Tip, slot_of
 from tilewright.fuse.view_calls import is_part, is_view, plain_source
 
@@ -37,16 +37,16 @@ _CONSTANT_BYTES = 1 << 26
 """Larger results of constants are computed in every call: they may be expanded ones."""
 
 
-def plan(graph: Graph, refused: Collection[str] = (), dialect: Dialect = EXPORTED) -> Plan:
+def plan(graph: Graph, refused: Mapping[str, str] | None = None, dialect: Dialect = EXPORTED) -> Plan:
     """Which calls of a graph go into one launch, and a decision about every call.
 
     Args:
         graph: functional ATen with `val` in the nodes' meta; it is not changed.
-        refused: names of layers or of nodes that are not to be fused: an anchor with such a name is left to torch, a step with
-            such a name is not taken.
+        refused: names of layers or of nodes that are not to be fused, with the reason: an anchor with such a name is left to
+            torch, a step with such a name is not taken.
         dialect: whose graph it is.
     """
-    walk = _Walk(graph, frozenset(refused), dialect)
+    walk = _Walk(graph, refused or {}, dialect)
     for node in graph.nodes:
         if node.op == "call_function" and node not in walk.plan.decisions:
             walk.visit(node)
@@ -57,7 +57,7 @@ def plan(graph: Graph, refused: Collection[str] = (), dialect: Dialect = EXPORTE
 class _Walk:
     """What is known of the graph so far."""
 
-    def __init__(self, graph: Graph, refused: frozenset[str], dialect: Dialect):
+    def __init__(self, graph: Graph, refused: Mapping[str, str], dialect: Dialect):
         self.refused, self.dialect, self.plan = refused, dialect, Plan()
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         self.tips: dict[Node, Tip] = {}
@@ -75,11 +75,10 @@ class _Walk:
         if self.dialect.view(node):
             return self._view(node)
         found = self.dialect.read(node)
-        if isinstance(found, Anchor) and self.refused.isdisjoint({node.name, layer_name(node)}):
-            return self._open(found)
+        if isinstance(found, Anchor):
+            found = self.refused.get(node.name) or self.refused.get(layer_name(node)) or found
         if found is not None:
-            reason = "the caller wants it to be left to torch" if isinstance(found, Anchor) else found
-            return self._decide(node, FUSED, False, reason)
+            return self._open(found) if isinstance(found, Anchor) else self._decide(node, FUSED, False, found)
         if self.dialect.parameters and node.name not in self.refused:
             gate = gate_of(node, self.tips, self.parameter)
             if gate is not None:
@@ -133,7 +132,7 @@ class _Walk:
     def _offer(self, tip: Tip, step: Step, found: Activation | None = None) -> str | None:
         """Put a step into a group's epilogue; the reason where it does not go there."""
         if step.node.name in self.refused:
-            return "the caller wants it to be left to torch"
+            return self.refused[step.node.name]
         slot = slot_of(tip, step, self.parameter)
         if isinstance(slot, str):
             return slot if found is None or found.name in slot else f"{found.name}: {slot}"
@@ -201,7 +200,9 @@ class _Walk:
             if tip is None or tip.group.anchor.kind != "linear" or not tip.group.plain or tip.group.anchor.options["kn"]:
                 continue
             anchor = tip.group.anchor
-            if self.parameter(anchor.weight) and (anchor.bias is None or self.parameter(anchor.bias)):
+            if (why := self.refused.get(merge_name(anchor.node))) is not None:
+                self.plan.notes.append(_decision(tip.group.name, "merge", anchor.node, False, why, 0))
+            elif self.parameter(anchor.weight) and (anchor.bias is None or self.parameter(anchor.bias)):
                 inputs.setdefault(anchor.x, []).append(tip.group)
         for found in inputs.values():
             members = {g.anchor.node: g for g in found}
