@@ -9,7 +9,11 @@ def _heads(d: Draw, x: str, heads: int, dim: int) -> str:
     """A value [B, T, C] as heads [B, H, T, D], behind a product of its own or of a layer that stands there."""
     width = d.width(x)
     fitting = [n for n, made in d.program.layers.items() if made.startswith(f"nn.Linear({width}, {heads * dim},")]
-    made = f"self.{d.one(*fitting)}" if fitting and d.chance(0.25) else d.layer(f"nn.Linear({width}, {heads * dim}, bias={d.chance(0.6)})")
+    made = (
+        f"self.{d.one(*fitting)}"
+        if fitting and d.chance(0.25)
+        else d.layer(f"nn.Linear({width}, {heads * dim}, bias={d.chance(0.6)})")
+    )
     y = f"{made}({x})"
     if d.chance(0.15):
         y = f"({y} * {d.one('0.5', '-1.0', '1.2')})"
@@ -36,7 +40,8 @@ def _mask(d: Draw, q: str, k: str) -> str:
     if kind == "causal":
         return d.one(
             f"torch.ones({square}, dtype=torch.bool).tril()", f"torch.full(({square}), float('-inf'), dtype={q}.dtype).triu(1)",
-            f"torch.ones({square}, dtype=torch.bool).tril({k}.shape[2] - {q}.shape[2])", f"(torch.arange({k}.shape[2])[None] <= torch.arange({q}.shape[2])[:, None])",
+            f"torch.ones({square}, dtype=torch.bool).tril({k}.shape[2] - {q}.shape[2])",
+            f"(torch.arange({k}.shape[2])[None] <= torch.arange({q}.shape[2])[:, None])",
         )  # fmt: skip
     if kind == "bias":
         if first != second:
@@ -80,11 +85,23 @@ def _written_out(d: Draw, q: str, k: str, v: str, shared: int) -> str:
     scores = d.step(d.one(*products) + scale)
     if d.chance(0.5):
         mask = _mask(d, q, k)
-        floats = "bool" not in mask and "<=" not in mask and not (mask.startswith("a") and any(i.name == mask and i.kind == "bool" for i in d.program.inputs))
+        floats = (
+            "bool" not in mask
+            and "<=" not in mask
+            and not (mask.startswith("a") and any(i.name == mask and i.kind == "bool" for i in d.program.inputs))
+        )
         low = d.one("-1e9", "float('-inf')")
-        scores = d.step(f"{scores} + {mask}" if floats else d.one(f"{scores}.masked_fill(~{mask}, {low})", f"torch.where({mask}, {scores}, {low})"))
+        scores = d.step(
+            f"{scores} + {mask}"
+            if floats
+            else d.one(f"{scores}.masked_fill(~{mask}, {low})", f"torch.where({mask}, {scores}, {low})")
+        )
     dim = d.one(-1, -1, -1, -1, 3, -2)
-    spelled = (f"{scores}.softmax({dim})", f"F.softmax({scores}, dim={dim})", f"F.dropout(F.softmax({scores}, {dim}), 0.1, False)")
+    spelled = (
+        f"{scores}.softmax({dim})",
+        f"F.softmax({scores}, dim={dim})",
+        f"F.dropout(F.softmax({scores}, {dim}), 0.1, False)",
+    )
     weights = d.step(d.one(*spelled))
     return d.step(d.one(f"{weights} @ {v}", f"torch.matmul({weights}, {v})", f"{weights} @ {v} * 0.5"))
 
@@ -105,7 +122,10 @@ def rope(d: Draw) -> None:
     dim = d.width(x)
     angle = d.step(f"torch.arange({x}.shape[2])[:, None].to({x}.dtype) * {d.layer(f'torch.rand({dim // 2})')}")
     both = d.step(f"torch.cat([{angle}, {angle}], -1)")
-    half = d.one(f"torch.cat([-{x}[..., {dim // 2}:], {x}[..., :{dim // 2}]], -1)", f"torch.cat([{x}[..., {dim // 2}:], -{x}[..., :{dim // 2}]], -1)")
+    half = d.one(
+        f"torch.cat([-{x}[..., {dim // 2}:], {x}[..., :{dim // 2}]], -1)",
+        f"torch.cat([{x}[..., {dim // 2}:], -{x}[..., :{dim // 2}]], -1)",
+    )
     d.step(f"{x} * {both}.cos() + {half} * {both}.sin()")
 
 
@@ -140,8 +160,9 @@ def block(d: Draw) -> None:
     """A whole layer of torch's own."""
     x = d.pick(lambda t: t.ndim == 3 and t.shape[-1] % 2 == 0)
     width = d.width(x)
+    act = d.one("'gelu'", "'relu'")
     made = d.one(
-        f"nn.TransformerEncoderLayer({width}, 2, 12, batch_first=True, norm_first={d.chance(0.5)}, activation='{d.one('gelu', 'relu')}')",
+        f"nn.TransformerEncoderLayer({width}, 2, 12, batch_first=True, norm_first={d.chance(0.5)}, activation={act})",
         f"nn.MultiheadAttention({width}, 2, batch_first=True, bias={d.chance(0.5)})", f"nn.LSTM({width}, 6, batch_first=True)",
         f"nn.GRU({width}, 4, bidirectional=True, batch_first=True)",
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fuse.random_program import Input, Program, double
+from tests.fuse.random_program import LAYER, Input, Program, double
 
 LARGEST = 6000
 """Elements of a value."""
@@ -38,7 +38,9 @@ class Draw:
         self.module = nn.Module()
         self.values: list[dict[str, Any]] = [{}, {}]
         """By name, of the first and of the second sizes."""
-        self.made = self.layers = 0
+        self.proposed: dict[str, str] = {}
+        """Every layer that any step has asked for."""
+        self.made = 0
 
     # ---- what steps ask for
 
@@ -81,14 +83,19 @@ class Draw:
         return str(self.of(name).shape[dim]) if self.fixed(name, dim) else f"{name}.shape[{dim}]"
 
     def layer(self, made: str) -> str:
-        """A new layer, parameter or buffer as text: `self.m3`."""
-        name = f"m{self.layers}"
-        self.layers += 1
-        self.program = replace(self.program, layers={**self.program.layers, name: made})
-        alone = Program((), {name: made}, (), "None").module(self.seed).double()
-        made_of = getattr(alone, name)
-        self.module.register_buffer(name, made_of) if type(made_of) is Tensor else setattr(self.module, name, made_of)
+        """A layer, parameter or buffer as text, `self.m3`: the program has it once a step reads it."""
+        name = f"m{len(self.proposed)}"
+        self.proposed[name] = made
         return f"self.{name}"
+
+    def _made(self, text: str) -> None:
+        """Make the layers that a step reads. Raises what torch raises."""
+        for name in LAYER.findall(text):
+            if name not in self.program.layers:
+                made = self.proposed[name]
+                self.program = replace(self.program, layers={**self.program.layers, name: made})
+                value = getattr(Program((), {name: made}, (), "None").module(self.seed).double(), name)
+                self.module.register_buffer(name, value) if type(value) is Tensor else setattr(self.module, name, value)
 
     def param(self, *size: int, scale: float = 1.0) -> str:
         """A new parameter of random normal numbers."""
@@ -108,6 +115,7 @@ class Draw:
         """A new value. Raises Rejected, or what torch raises."""
         name = f"v{self.made}"
         self.made += 1
+        self._made(text)
         with torch.no_grad():
             results = [eval(text, {"torch": torch, "nn": nn, "F": F, "self": self.module, **own}) for own in self.values]
         for result in results:
@@ -176,7 +184,9 @@ class Draw:
         """The program, with one or more of its values as results, in some structure."""
         tensors = [n for n, v in self.values[0].items() if isinstance(v, Tensor) and n.startswith("v")]
         read = " ".join(text for _, text in self.program.steps)
-        ends = [n for n in tensors if f"{n} " not in read.replace(")", " ").replace(",", " ").replace(".", " ") + " "] or tensors[-1:]
+        ends = [
+            n for n in tensors if f"{n} " not in read.replace(")", " ").replace(",", " ").replace(".", " ") + " "
+        ] or tensors[-1:]
         chosen = [n for n in ends if self.chance(0.8)] or ends[-1:]
         chosen += [n for n in tensors if n not in chosen and self.chance(0.08)]
         if len(chosen) == 1 and self.chance(0.8):

@@ -19,7 +19,7 @@ IDS = 11
 """Input ids are below this."""
 
 _NAME = re.compile(r"\b[av]\d+\b")
-_LAYER = re.compile(r"\bself\.(\w+)")
+LAYER = re.compile(r"\bself\.(\w+)")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Program:
             if name in needed or "_(" in text or "inplace=True" in text:
                 needed.update(_NAME.findall(text))
                 kept.append((name, text))
-        used = {found for _, text in kept for found in _LAYER.findall(text)} | set(_LAYER.findall(self.returned))
+        used = {found for _, text in kept for found in LAYER.findall(text)} | set(LAYER.findall(self.returned))
         layers = {name: made for name, made in self.layers.items() if name in used}
         inputs = tuple(i for i in self.inputs if i.name in needed) or self.inputs[:1]
         return replace(self, inputs=inputs, layers=layers, steps=tuple(reversed(kept)))
@@ -131,7 +131,7 @@ def copied(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Error:
-    """How far outputs are from the right ones, relative to the RMS of each right output; inf with words where it is no number."""
+    """How far outputs are from the right ones, relative to the RMS of each; inf with words where it is no number."""
 
     rms: float = 0.0
     largest: float = 0.0
@@ -159,7 +159,9 @@ def error(got: Any, want: Any) -> Error:
 
 def _error(got: Any, want: Any) -> Error:
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
-        return Error() if type(got) is type(want) and got == want else Error(math.inf, math.inf, f"got {got!r}, wanted {want!r}")
+        return (
+            Error() if type(got) is type(want) and got == want else Error(math.inf, math.inf, f"got {got!r}, wanted {want!r}")
+        )
     dtype = torch.float32 if want.is_floating_point() else want.dtype
     if got.shape != want.shape or got.dtype != dtype:
         found = f"got {got.dtype} {list(got.shape)}, wanted {dtype} {list(want.shape)}"
@@ -174,5 +176,7 @@ def _error(got: Any, want: Any) -> Error:
     if not right.numel():
         return Error()
     off = got[finite].double() - right
-    scale = max(float(right.square().mean().sqrt()), 1e-3)
+    scale = float(right.square().mean().sqrt())
+    if not scale:
+        return Error() if not off.any() else Error(math.inf, math.inf, "numbers where there are zeros")
     return Error(float(off.square().mean().sqrt()) / scale, float(off.abs().max()) / scale)

@@ -1,4 +1,4 @@
-"""Sixteen models that were not written with `optimize` in mind: of timm, transformers, torch.nn, and three that no package here has.
+"""Sixteen models that were not written with `optimize` in mind: of timm, transformers, torch.nn, and three of no package here.
 
 All have their full architecture and the weights of their own initialisers. `small` builds the same structure with fewer and
 narrower layers, for tests.
@@ -42,8 +42,10 @@ def missing(name: str) -> str:
 
 
 def _timm() -> Any:
-    """timm, whose layers import torchvision. The wheel of torchvision on PyPI is built for CUDA: beside a CPU build of torch its own
-    library does not load, and its import ends at two operators without a schema. timm's models call neither.
+    """timm, whose layers import torchvision.
+
+    The wheel of torchvision on PyPI is built for CUDA: beside a CPU build of torch its own library does not load, and its
+    import ends at two operators without a schema. timm's models call neither.
     """
     try:
         import_module("torchvision")
@@ -122,7 +124,11 @@ class Forecaster(nn.Module):
         super().__init__()
         hidden, self.steps = (16, 4) if small else (256, 24)
         self.inward, self.lstm = nn.Linear(8, hidden), nn.LSTM(hidden, hidden, num_layers=2, batch_first=True)
-        self.norm, self.hidden, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, self.steps)
+        self.norm, self.hidden, self.head = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, self.steps),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.lstm(F.gelu(self.inward(x)))
@@ -222,16 +228,20 @@ MODELS = {
     "swin_tiny": _vision("swin_tiny_patch4_window7_224", img_size=56, embed_dim=24, depths=(2, 2), num_heads=(2, 4)),
     "regnety_008": _vision("regnety_008"),
     "vit_small": _vision("vit_small_patch16_224", img_size=64, depth=2),
-    "unet": Entry(UNet, lambda b, small: (torch.randn(b, 3, 16 if small else 32, 16 if small else 32), torch.arange(b) * 10.0 + 1)),
+    "unet": Entry(UNet, lambda b, small: (torch.randn(b, 3, *[16 if small else 32] * 2), torch.arange(b) * 10.0 + 1)),
     "bert": _hugging("BertModel", _LAYERS, _WIDTHS, **_TEXT),
     "distilbert": _hugging("DistilBertModel", _LAYERS, {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}, **_TEXT),
     "gpt2": _hugging(
         "GPT2LMHeadModel", {**_LAYERS, "use_cache": False}, {"n_embd": 32, "n_layer": 2, "n_head": 2}, input_ids=_ids
     ),
-    "t5_encoder": _hugging("T5EncoderModel", _LAYERS, {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}, **_TEXT),
+    "t5_encoder": _hugging(
+        "T5EncoderModel", _LAYERS, {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}, **_TEXT
+    ),
     "clip_vision": _hugging("CLIPVisionModel", {}, {**_WIDTHS, "image_size": 32, "patch_size": 8}, pixel_values=_pixels),
     "torch_encoder": Entry(Encoder, lambda b, small: (_ids(b, 12 if small else 128), _padded(b, 12 if small else 128))),
     "lstm": Entry(Forecaster, lambda b, small: (torch.randn(b, 10 if small else 96, 8),)),
-    "tab_transformer": Entry(TabTransformer, lambda b, small: (torch.randint(50, (b, 5 if small else 26)), torch.randn(b, 4 if small else 13))),
+    "tab_transformer": Entry(
+        TabTransformer, lambda b, small: (torch.randint(50, (b, 5 if small else 26)), torch.randn(b, 4 if small else 13))
+    ),
 }  # fmt: skip
 """By the names that the table has."""
