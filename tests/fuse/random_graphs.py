@@ -40,12 +40,12 @@ RMS, LARGEST = 1e-5, 1e-3
 """Error allowed in float32, over the RMS of the right output; programs on which eager has a tenth of it are not judged."""
 OPS: dict[Callable[[Draw], None], float] = {
     ops.linear: 5, ops.conv: 4, ops.conv_transposed: 1, ops.again: 2, ops.tied: 1, ops.views: 6, ops.joined: 2, ops.binary: 5,
-    ops.residual: 3, ops.activation: 5, ops.norm: 3, ops.pool: 2, ops.squeeze_excite: 0.7, ops.reduce: 1.5, shared.attention: 4,
+    ops.residual: 3, ops.activation: 5, ops.norm: 5, ops.pool: 2, ops.squeeze_excite: 0.7, ops.reduce: 1.5, shared.attention: 4,
     shared.differential: 0.7, shared.rope: 0.7, shared.gated: 2, shared.block: 0.3,
 }  # fmt: skip
 SPOKEN = frozenset({
-    "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "linear", "addmm", "mm", "bmm", "matmul",
-    "baddbmm", "einsum", "scaled_dot_product_attention", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
+    "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "linear", "addmm", "mm", "bmm",
+    "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
     "max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "lstm", "gru",
 })  # fmt: skip
 """What may not be left to torch without a word."""
