@@ -17,7 +17,8 @@ HEAD = """# `optimize` on other people's models
 
 Written by scripts/optimize_models_table.py from benchmarks/results/*/optimize-models.json. The models are those of
 tests/fuse/zoo_models.py: timm's and transformers' own code, torch.nn's encoder, and three that are written there; full
-architectures, weights of their own initialisers, images of 224 pixels, texts of 128 tokens. Nothing in tilewright was made for them.
+architectures, weights of their own initialisers, images of 224 pixels, texts of 128 tokens. Nothing in tilewright was made for
+them.
 
 - **error**: RMS error over the RMS of the right output, which is the user's own call in float64 (on a GPU: in float32 without
   TF32), on inputs that `optimize` has not seen. **other batch**: a call with one row more.
@@ -47,11 +48,11 @@ def setting(rows: list[dict[str, Any]]) -> str:
             else ""
         )
         return (
-            f"{versions}; fp16. torch runs in fp16 too, images channels-last: eager, a CUDA graph of that, and torch.compile with "
-            f"max-autotune and frozen weights.{beside}"
+            f"{versions}; fp16. torch runs in fp16 too, images channels-last: eager, a CUDA graph of that, and "
+            f"torch.compile with max-autotune and frozen weights.{beside}"
         )
     return (
-        f"{versions}; fp32, one thread. The operators run one by one (`compiled=False`), which on a CPU are torch's own calls: the "
+        f"{versions}; fp32. The operators run one by one (`compiled=False`), which on a CPU are torch's own calls: the "
         "times show what the fused graph costs or saves without Inductor."
     )
 

@@ -44,9 +44,10 @@ OPS: dict[Callable[[Draw], None], float] = {
     shared.differential: 0.7, shared.rope: 0.7, shared.gated: 2, shared.block: 0.3,
 }  # fmt: skip
 SPOKEN = frozenset({
-    "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "linear", "addmm", "mm", "bmm",
-    "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
-    "max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "lstm", "gru",
+    "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "linear", "mm", "addmm", "bmm",
+    "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "layer_norm", "rms_norm", "group_norm", "batch_norm",
+    "instance_norm", "max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "lstm", "gru",
 })  # fmt: skip
 """What may not be left to torch without a word."""
 

@@ -4,9 +4,11 @@ All have their full architecture and the weights of their own initialisers. `sma
 narrower layers, for tests.
 """
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,33 +35,46 @@ class Entry(NamedTuple):
 def missing(name: str) -> str:
     """Why a model cannot be made here, or ""."""
     package = MODELS[name].package
-    if not package or find_spec(package) is not None:
+    if not package or find_spec(package) is not None or (BESIDE / package).is_dir():
         return ""
-    return f"{name} is of {package}, which is not installed: pip install {package}"
+    return f"{name} is of {package}, which is not installed: `make setup-test` does, or pip install {package}"
 
 
-# ---- timm
+# ---- packages
 
 
-def _timm() -> Any:
-    """timm, whose layers import torchvision.
+BESIDE = Path(__file__).parents[2] / ".data/zoo"
+"""Where the Makefile installs timm and torchvision: in the environment itself transformers would find torchvision and import it."""
 
-    The wheel of torchvision on PyPI is built for CUDA: beside a CPU build of torch its own library does not load, and its
-    import ends at two operators without a schema. timm's models call neither.
+
+def _package(name: str) -> Any:
+    """timm or transformers; both import torchvision where there is one.
+
+    The wheel of torchvision on PyPI is built for CUDA: beside a CPU build of torch its own library does not load, and its import
+    ends at two operators that have no schema. No model here calls them.
     """
+    before = list(sys.path)
+    sys.path.append(str(BESIDE))
     try:
-        import_module("torchvision")
-    except RuntimeError as error:
-        if "does not exist" not in str(error):
-            raise
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return import_module("timm")
+        if name == "timm" or find_spec("torchvision") is not None:
+            try:
+                import_module("torchvision")
+            except RuntimeError as error:
+                if "torchvision::nms does not exist" not in str(error):
+                    raise
+                for schema in ("nms", "qnms"):
+                    torch.library.define(
+                        f"torchvision::{schema}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                    )
+                import_module("torchvision")
+        return import_module(name)
+    finally:
+        sys.path[:] = before
 
 
 def _vision(name: str, **small: Any) -> Entry:
     def make(is_small: bool) -> nn.Module:
-        return _timm().create_model(name, num_classes=10 if is_small else 1000, **(small if is_small else {}))
+        return _package("timm").create_model(name, num_classes=10 if is_small else 1000, **(small if is_small else {}))
 
     def inputs(batch: int, is_small: bool) -> tuple[Tensor, ...]:
         side = small.get("img_size", 64) if is_small else 224
@@ -68,15 +83,11 @@ def _vision(name: str, **small: Any) -> Entry:
     return Entry(make, inputs, "timm", images=True)
 
 
-# ---- transformers
-
-
 def _hugging(kind: str, config: dict[str, Any], small: dict[str, Any], **inputs: Callable[[int, int], Tensor]) -> Entry:
     """A model of transformers from its configuration; inputs by name, each from (batch, length)."""
 
     def make(is_small: bool) -> nn.Module:
-        transformers = import_module("transformers")
-        model = getattr(transformers, kind)
+        model = getattr(_package("transformers"), kind)
         return model(model.config_class(**config, **(small if is_small else {})))
 
     def given(batch: int, is_small: bool) -> dict[str, Tensor]:
