@@ -180,10 +180,13 @@ def deep_inside(m: Model, x: Tensor) -> Tensor:
             one_layer_thrice,
             (normal(3, 9),),
             {},
-            Untraceable,
-            "itself fails on the example inputs: mat1 and mat2 .*in one_layer",
+            ValueError,
+            "Model itself fails on the example inputs: mat1 and mat2 .*in one_layer",
         ),
-        (of_a_scalar, (normal(3, 8).double(),), {}, ValueError, "the float model itself fails on the example inputs: mat1"),
+        (of_a_scalar, (normal(3, 8).double(),), {}, ValueError, "Model itself fails on the example inputs: mat1"),
+        (one_layer_thrice, 3.0, {}, ValueError, "example_inputs is float; wanted the model's one tensor, a tuple"),
+        (one_layer_thrice, (normal(3, 8),), {"max_shapes": 0}, ValueError, "max_shapes 0; wanted True, False or a dict"),
+        (one_layer_thrice, (normal(3, 8),), {"dynamic": 1}, ValueError, "dynamic is 1 and max_shapes 8; wanted"),
         (one_layer_thrice, (), {}, ValueError, "wanted example inputs, a tensor or a tuple with at least one; got none"),
         (one_layer_thrice, (normal(3, 8),), {"precision": "int3"}, ValueError, "precision must be one of .*int8; got 'int3'"),
         (one_layer_thrice, (normal(3, 8),), {"tolerance": -0.5}, ValueError, "tolerance is -0.5; wanted a finite number"),
@@ -226,23 +229,6 @@ def test_what_inductor_cannot_pack_is_compiled_without() -> None:
         assert compare_outputs(model(x), done(x))[0].rms < 1e-2
     compiled = done.report.facts["compiled"]
     assert compiled == "by Inductor, weights frozen" or "fails to pack them: " in compiled
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda done: done(normal(4, 8)), r"input 0 is \[4, 8\]; it was optimised for \[3, 8\]: pad or split the batch"),
-        (lambda done: done(normal(3, 8), 2.0), "structure"),
-        (lambda done: done([[1.0]]), "structure"),
-        (lambda done: done(1.0), r"input 0 is 1\.0; it was optimised for \[3, 8\]"),
-        (lambda done: done(normal(3, 8).requires_grad_()), "inference only: call it under torch.no_grad"),
-    ],
-)
-def test_other_calls_of_it(call: Callable[[Any], Any], words: str) -> None:
-    """Shapes are the example's: another one is an error, never a recompile."""
-    done = optimize(Model(one_layer_thrice), normal(3, 8), "fp32", report=False, compiled=False)
-    with pytest.raises(ValueError, match=words):
-        call(done)
 
 
 def test_training_mode_comes_back_to_the_model() -> None:

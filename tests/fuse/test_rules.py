@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tilewright
 from tests.fuse.test_backend import Seen
 from tilewright.fuse import calls
-from tilewright.fuse.check import compare_outputs
+from tilewright.fuse.check import compare_outputs, layer_errors
 from tilewright.fuse.lower import Lowering
 from tilewright.fuse.report import Report
 from tilewright.fuse.trace import trace
@@ -147,7 +147,11 @@ CASES = {
         lambda m, x: F.relu(m.a(x) + x), {"residual": 1}, ("linear applies an activation before a residual",)
     ),
     "views and a residual": Row(
-        lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)).transpose(1, 2) + x.view(2, 4, 5, 4), {"activation": 1, "residual": 1}
+        lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)) + x.view(2, 5, 4, 4), {"activation": 1, "residual": 1}
+    ),
+    "a residual in another order": Row(
+        lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)).transpose(1, 2) + x.view(2, 4, 5, 4), {"activation": 1},
+        ("lie in another order",),
     ),
     "a product with a parameter on the left": Row(lambda m, x: m.square @ x.transpose(1, 2), {}, ("a product of two batches",)),
     "a transposed parameter": Row(lambda m, x: x @ m.square.t() + (x @ m.square.t()[:, ::2]).sum(), {}),
@@ -331,3 +335,17 @@ def test_folds_that_the_type_cannot_hold() -> None:
     assert compare_outputs(right, got)[0].rms < 0.1  # what comes out of the product times 2e-6 is a subnormal number
     assert any(d.kind == "scale" and d.reason.endswith("makes numbers that float16 has not") for d in report.decisions)
     assert lowered(model, x)[1].count("scale") == 1
+
+
+def test_each_fusion_has_an_error_of_its_own() -> None:
+    """What merged, gated and reordered products compute is compared where it stands; a wrong one is named."""
+    model, x, _ = _program(Row(block, {}))
+    traced = trace(model, (x,))
+    module = Lowering(traced, traced.state, Report()).run()
+    found = layer_errors(traced.module, module, (x,))
+    assert {e.layer for e in found} >= {"a", "b", "c", "d", "e"}
+    assert all(e.own < 1e-6 for e in found)
+    merged = next(b for name, b in module.named_buffers() if name.startswith("a_weight"))
+    merged[16:32] *= 1.5  # the second of the three products in one
+    wrong = [e.layer for e in layer_errors(traced.module, module, (x,)) if e.own > 1e-3]
+    assert wrong == ["b"]

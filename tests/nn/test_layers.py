@@ -16,7 +16,7 @@ PLACE = {"device": "cpu", "dtype": torch.float32}
 
 def fill(module: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
+    for parameter in module.requires_grad_(False).parameters():
         parameter.normal_(0.1, 0.4, generator=generator)
 
 
@@ -70,6 +70,39 @@ def test_embedding() -> None:
     layer = nn.Embedding(9, 4, **PLACE)
     fill(layer)
     assert torch.equal(layer(torch.tensor([[3, 0], [8, 3]])), layer.weight[torch.tensor([[3, 0], [8, 3]])])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("Linear", (6, 5)),
+        ("Linear", (6, 5, False)),
+        ("Embedding", (9, 4)),
+        ("Embedding", (9, 4, 2)),
+        ("LayerNorm", (6,)),
+        ("LayerNorm", ((2, 3),)),
+        ("RMSNorm", (6,)),
+    ],
+)
+def test_layers_begin_as_torchs(name: str, arguments: tuple[Any, ...]) -> None:
+    """The same seed, the same names and numbers, gradients for all; and the same outputs, with the same eps."""
+    torch.manual_seed(0)
+    theirs = getattr(torch.nn, name)(*arguments)
+    torch.manual_seed(0)
+    ours = getattr(nn, name)(*arguments)
+    assert {n: p.requires_grad for n, p in ours.named_parameters()} == {
+        n: p.requires_grad for n, p in theirs.named_parameters()
+    }
+    for n, p in theirs.named_parameters():
+        assert torch.equal(p, ours.state_dict()[n]), n
+    x = (
+        torch.tensor([[3, 0], [8, 2]])
+        if name == "Embedding"
+        else 1e-4 * torch.randn(5, 2, 3)
+        if arguments == ((2, 3),)
+        else randn(4, 6)
+    )
+    torch.testing.assert_close(ours(x), theirs(x))
 
 
 def rotate(x: Tensor, rope: nn.Rope) -> Tensor:
@@ -148,19 +181,31 @@ def test_attention_refuses(options: dict[str, Any], words: str) -> None:
         nn.Attention(8, **{"heads": 4, "kv_heads": 2, "head_dim": 2, "rope": nn.Rope(2, max_positions=4), **options})
 
 
-def test_layers_are_made_where_asked_and_want_no_gradient() -> None:
+def test_layers_are_made_where_asked() -> None:
+    """Under `unfilled` they want no gradient, which elsewhere they do."""
     rope = nn.Rope(8, max_positions=16, device="meta")
     place = {"device": "meta", "dtype": torch.bfloat16}
-    layers = (
-        nn.Attention(12, heads=4, kv_heads=2, head_dim=8, rope=rope, qkv_bias=True, out_bias=True, head_norm_eps=1e-6, **place),
-        nn.Embedding(9, 4, **place),
-        nn.GatedMLP(12, 20, bias=True, **place),
-        nn.LayerNorm(4, **place),
-        nn.RMSNorm(4, **place),
-    )
-    for layer in layers:
-        for name, parameter in layer.named_parameters():
-            assert (parameter.device.type, parameter.dtype, parameter.requires_grad) == ("meta", torch.bfloat16, False), name
+
+    def layers() -> tuple[torch.nn.Module, ...]:
+        return (
+            nn.Attention(
+                12, heads=4, kv_heads=2, head_dim=8, rope=rope, qkv_bias=True, head_norm_eps=1e-6, sinks=True, **place
+            ),
+            nn.SelfAttention(16, heads=4, sinks=True, **place),
+            nn.Embedding(9, 4, **place),
+            nn.GatedMLP(12, 20, bias=True, **place),
+            nn.LayerNorm(4, **place),
+            nn.RMSNorm(4, **place),
+            nn.Linear(4, 5, **place),
+        )
+
+    with nn.unfilled():
+        empty = layers()
+    for wanted, made in ((False, empty), (True, layers())):
+        for layer in made:
+            for name, parameter in layer.named_parameters():
+                found = (parameter.device.type, parameter.dtype, parameter.requires_grad)
+                assert found == ("meta", torch.bfloat16, wanted), name
     real = nn.Rope(8, max_positions=16).cos_sin
     assert (rope.cos_sin.shape, rope.cos_sin.dtype) == (real.shape, real.dtype)
     assert not rope.state_dict()

@@ -16,7 +16,7 @@ PLACE: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
 
 def fill(module: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
+    for parameter in module.requires_grad_(False).parameters():
         parameter.normal_(0.1, 0.4, generator=generator)
 
 

@@ -208,7 +208,6 @@ def _cross_entropy(rng: random.Random) -> Drawn:
 
 
 _INPLACE = ({"inplace": True},)
-_FILLED = "uninitialised and without gradients, until `reset_parameters()` and `requires_grad_()`"
 _SPARSE = ({"max_norm": 1.0}, {"norm_type": 1.0}, {"sparse": True})
 
 ROWS: dict[str, Row] = {
@@ -227,20 +226,20 @@ ROWS: dict[str, Row] = {
         lambda rng: Drawn({"p": rng.choice([0.0, 1.0])}, (_any_shape(rng),)), _INPLACE, note="other elements than torch's"
     ),
     "ELU": Row(_elementwise(alpha=[1.0, 0.3]), _INPLACE),
-    "Embedding": Row(_embedding, _SPARSE, _TABLE, note=_FILLED),
+    "Embedding": Row(_embedding, _SPARSE, _TABLE),
     "EmbeddingBag": Row(_embedding_bag, (*_SPARSE, {"scale_grad_by_freq": True}), _TABLE),
     "GELU": Row(_elementwise(approximate=["none", "tanh"])),
     "GLU": Row(_glu),
     "GroupNorm": Row(_group_norm),
     "Hardswish": Row(_elementwise(), _INPLACE),
     **{f"InstanceNorm{d}d": Row(_norm(d, False)) for d in (1, 2, 3)},
-    "LayerNorm": Row(_layer_norm, note=_FILLED),
+    "LayerNorm": Row(_layer_norm),
     "LeakyReLU": Row(_elementwise(negative_slope=[0.01, 0.3]), _INPLACE),
     "LogSoftmax": Row(_softmax, ({"dim": None},)),
     **{f"MaxPool{d}d": Row(_max_pool(d)) for d in (1, 2, 3)},
     "Mish": Row(_elementwise(), _INPLACE),
-    "Linear": Row(_linear, note=f"`bias` is False by default; {_FILLED}"),
-    "RMSNorm": Row(_rms_norm, note=f"`eps` is 1e-6 by default; {_FILLED}"),
+    "Linear": Row(_linear),
+    "RMSNorm": Row(_rms_norm),
     "ReLU": Row(_elementwise(), _INPLACE),
     "SiLU": Row(_elementwise(), _INPLACE),
     "Sigmoid": Row(_elementwise()),

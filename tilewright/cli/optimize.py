@@ -19,7 +19,10 @@ __all__ = ["optimize"]
 def optimize(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="resnet50, vit_b16@32 ..., or MODULE:FUNCTION that returns (model, inputs)")],
-    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, or int8: fp16 with quantised products")] = "fp16",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32, fp16, bf16, or int8: fp16 with quantised products; default: fp16 on a GPU, fp32 on a CPU"),
+    ] = None,
     tolerance: Annotated[
         float | None, typer.Option(help="relative RMS error that outputs may have; default: what the precision may")
     ] = None,
@@ -37,7 +40,7 @@ def optimize(
             raise ValueError(f"--out is {out}; wanted a file in a folder that is there")
         from tilewright.fuse.settings import PRECISIONS
 
-        if precision not in PRECISIONS:
+        if precision is not None and precision not in PRECISIONS:
             raise ValueError(f"--precision is {precision!r}; wanted one of {', '.join(PRECISIONS)}")
         import torch
 

@@ -6,6 +6,18 @@ from tilewright.fuse.optimize import optimize
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.partial import Partial
 from tilewright.fuse.report import Report
+from tilewright.fuse.saved import load_optimized
 from tilewright.fuse.trace import Untraceable
 
-__all__ = ["READERS", "Anchor", "Decision", "Optimized", "Partial", "Report", "Untraceable", "optimize", "read"]
+__all__ = [
+    "READERS",
+    "Anchor",
+    "Decision",
+    "Optimized",
+    "Partial",
+    "Report",
+    "Untraceable",
+    "load_optimized",
+    "optimize",
+    "read",
+]

@@ -80,7 +80,13 @@ def strided(base: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
 
 
 def gathered(patches: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Patches [B, ..., K's dims] written into rows [B, T, K] from row `first` of each image on; rows [B T, K]."""
+    """Patches [B, ..., K's dims] written into rows [B, T, K] from row `first` of each image on; rows [B T, K].
+
+    A CUDA graph writes the rows themselves, for it is replayed by one caller after the other. Elsewhere calls of several
+    threads may overlap, and each writes a copy.
+    """
+    if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+        rows = rows.clone()
     rows[:, first:].view(patches.shape).copy_(patches)
     return rows.view(-1, rows.shape[-1])
 

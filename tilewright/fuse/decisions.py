@@ -49,9 +49,8 @@ def table_of(decisions: Sequence[Decision]) -> str:
         _, kind, taken, reason = key
         times = f" x{len(same)}" if len(same) > 1 else ""
         saved = sum(d.bytes_saved for d in same)
-        lines.append(
-            f"{'+' if taken else '-'} {names[key]:<{width}}  {kind:<10} {reason}{times}{f', {saved:,} B saved' if saved else ''}"
-        )
+        bytes_saved = f", {saved:,} B saved" if saved else ""
+        lines.append(f"{'+' if taken else '-'} {names[key]:<{width}}  {kind:<10} {reason}{times}{bytes_saved}")
     all_of = totals(decisions)
     lines.append(f"{all_of['taken']} taken, {all_of['refused']} refused, {all_of['bytes_saved']:,} bytes saved a call")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.buffers import Buffers, Value
 from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
 from tilewright.fuse.naming import layer_name
+from tilewright.fuse.parts import FLOAT_PARTS, Part
 from tilewright.fuse.plan import Gate, Group, Unbuilt
 from tilewright.fuse.views import View, channels_last, dense
 
@@ -40,9 +41,18 @@ def _finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
     """Through the views of the chain; the note in the report, and which value it is for whoever compares."""
     end = b.behind(group, value)
     b.launched(group, op, value, _what(group, end.shape))
-    # Compared by value where the call returns the very tensor of the old graph.
-    if end.node is not None and b.memory[end.node] == end.view and not group.plus:
-        end.node.meta.update({FLOAT_NODE: group.last.name, ANCHOR_NODE: group.anchor.node.name})
+    return end if group.plus else _compared(b, end, group.last, group.anchor.node)
+
+
+def _compared(b: Buffers, end: Value, node: Node, anchor: Node) -> Value:
+    """Note in a call whose value it computes: the very tensor of the old graph, or a view of what it returns."""
+    assert end.node is not None, "a launch has a buffer"
+    strides = end.view.strides
+    if b.memory[end.node] == end.view:
+        end.node.meta.update({FLOAT_NODE: node.name, ANCHOR_NODE: anchor.name})
+    elif strides is not None:
+        part = Part(node.name, anchor.name, end.shape, strides, end.view.offset)
+        end.node.meta.setdefault(FLOAT_PARTS, []).append(part)
     return end
 
 
@@ -141,9 +151,7 @@ def _pointwise(
     residual = None if group.residual is None else rows(b.values[group.residual])
     flat = (_count(shape) // shape[1], shape[1])
     new = b.buffer(calls.linear, (x, weight, bias, residual, group.activation, list(flat)), dense(flat), group.anchor.node)
-    value = Value(new.node, channels_last(shape))
-    b.launched(group, "linear", value, _what(group, shape))
-    return b.behind(group, value)
+    return _finish(b, group, "linear", Value(new.node, channels_last(shape)))
 
 
 def _is_patches(group: Group, weight: Tensor, shape: tuple[int, ...]) -> bool:
@@ -177,9 +185,8 @@ def _patches(
     new = b.buffer(
         calls.linear, (flat, weight, bias, None, group.activation, [rows, shape[1]]), dense((rows, shape[1])), a.node
     )
-    b.launched(group, "linear", new, _what(group, shape) + " of patches")
     b.report.add(layer_name(a.node), "patches", a.node.name, True, "filters side by side: a product of rows of pixels")
-    return b.behind(group, Value(new.node, channels_last(shape)))
+    return _finish(b, group, "linear", Value(new.node, channels_last(shape)))
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -271,9 +278,7 @@ def emit_gate(b: Buffers, gate: Gate) -> Value:
     n = weight.shape[0]
     value = _product(b, group, *_stored(b, group, (weight, bias)), n, n // 2, gate.activation)
     b.launched(group, "linear", value, f"{list(value.shape)} + {gate.activation}")
-    if value.node is not None and b.memory[value.node] == value.view:
-        value.node.meta[FLOAT_NODE] = gate.node.name
-    return value
+    return _compared(b, value, gate.node, group.anchor.node)
 
 
 def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
@@ -290,7 +295,7 @@ def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
     start = sum(sizes[: batch.index(group)])
     view = whole.view.narrow(len(whole.view.dims) - 1, start, sizes[batch.index(group)])
     assert view is not None, "columns lie side by side"
-    return b.behind(group, Value(whole.node, view))
+    return _compared(b, Value(whole.node, view), group.last, group.anchor.node)
 
 
 # ---- attention, norms, pools
@@ -311,8 +316,7 @@ def _attention(b: Buffers, group: Group) -> Value:
     shape = (*q.shape[:3], v.shape[-1])
     args = (*(b.tensor(o) for o in operands), a.options["causal"], a.options["scale"])
     value = b.buffer(calls.attention, args, dense(shape), a.node)
-    b.launched(group, "attention", value, f"{list(shape)}")
-    return Value(value.node, value.view.permute((0, 2, 1, 3)))
+    return _finish(b, group, "attention", Value(value.node, value.view.permute((0, 2, 1, 3))))
 
 
 def _layer_norm(b: Buffers, group: Group) -> Value:

@@ -69,6 +69,10 @@ class Lowering:
 
     def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report, refused: Collection[str] = frozenset()):
         self.traced, self.exact, self.report = traced, exact, report
+        # Casts leave assertions about types behind, which hold by construction, and would count as readers of a value.
+        for node in [n for n in traced.graph.nodes if n.target is aten._assert_tensor_metadata.default]:
+            traced.graph.erase_node(node)
+            traced.module.recompile()
         self.refused = dict.fromkeys(refused, "the caller wants it to be left to torch")
 
     def run(self) -> fx.GraphModule:
@@ -137,9 +141,11 @@ class _Build(Buffers):
             self._run_new()
             self.values[last] = value
         except _FAILURES as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            found = error.nodes if isinstance(error, Unbuilt) else names
-            self.failed |= dict.fromkeys(found, f"it could not be built: {words[0]}")
+            words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            planned = isinstance(error, Unbuilt)
+            self.failed |= dict.fromkeys(
+                error.nodes if planned else names, words if planned else f"it could not be built: {words}"
+            )
             for node in reversed([n for n in self.graph.nodes if n not in before]):
                 self.graph.erase_node(node)
             self.made = {key: node for key, node in self.made.items() if node in before}

@@ -1,178 +1,301 @@
-"""What `optimize` returns: a module that is called as the user's was, and replays one CUDA graph on a GPU.
+"""What `optimize` returns: a module that is called as the user's was, from any number of threads and streams.
 
-Inputs are copied into tensors of the graph's own (which also casts them and brings images to channels-last), outputs are copied
-out, in the dtype that the float model gives. So results stay what they are when the next call comes; `copy_outputs=False` of
-`optimize` leaves that copy out.
+Each combination of input shapes, dtypes and other arguments has a graph of its own (captured.py). The first one is made from
+the examples. A call with a new combination makes one more, which is checked against the model as given on that call's inputs
+like the first; up to `max_shapes`, and as far as `dynamic` lets dimensions vary. All other calls run the model as given: the
+float model, in evaluation, in its own dtype. `report.shapes` has a row for each combination, with the reason and the number of
+calls.
 
-Refuses: gradients, other shapes than the example's, calls from several threads at once.
+Floating-point inputs are cast to the examples' dtype; outputs have the dtypes that the float model gives.
+
+Refuses: gradients, moves to another device or dtype, other weights, copies and pickling (`save` writes a file instead).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from tilewright.fuse.report import Report
-from tilewright.fuse.trace import Traced
-from tilewright.kernels.workspace import own_tickets
+from tilewright.fuse.captured import Captured, Turns, plainly
+from tilewright.fuse.report import Report, Shape
+from tilewright.fuse.settings import Settings
+from tilewright.fuse.structure import Constant, Opened, Structure, flatten, rebuild
+from tilewright.fuse.trace import without_fast_path
 
-__all__ = ["Optimized"]
+__all__ = ["BUILDING", "Made", "Optimized", "described"]
 
-_WARM_UP = 2
-"""Calls before the capture: the first one compiles kernels and lets libraries choose theirs."""
+BUILDING = threading.RLock()
+"""Whoever makes a graph holds it: torch.export, Inductor's settings and the TF32 flags are those of the whole process."""
+
+
+class Made(NamedTuple):
+    """A graph for one combination of inputs."""
+
+    captured: Captured | None
+    """None where the model as given is faster."""
+    reason: str
+    """How fast it is, where that was measured."""
+    report: Report
+
+
+Make = Callable[["Optimized", tuple[Any, ...], Mapping[str, Any]], Made]
 
 
 class Optimized(nn.Module):
     """The user's model on our operators.
 
     Args:
-        fused: flat inputs -> flat outputs, as a graph.
-        called: the same, as it is called: the graph itself, or compiled.
-        traced: of the float model: how inputs and outputs are structured.
-        inputs: examples, flat, as the user gave them.
-        outputs: dtypes of the float model's outputs, None for what is no tensor.
-        report: what was decided.
-        graph: whether to capture a CUDA graph.
-        copy_outputs: see the module's docstring.
+        model: the float model as given, a copy of the user's in evaluation. It runs what no graph does.
+        settings: of all graphs.
+        device: where the model is.
+        make: makes a graph of the model for arguments. What it raises is the reason to run the model as given.
     """
 
+    model: nn.Module
     report: Report
 
-    def __init__(
-        self, fused: nn.Module, called: Callable[..., Any], traced: Traced, inputs: Sequence[Any],
-        outputs: Sequence[torch.dtype | None], report: Report, *, graph: bool, copy_outputs: bool = True,
-    ):  # fmt: skip
+    def __init__(self, model: nn.Module, settings: Settings, device: torch.device, make: Make):
         super().__init__()
-        self.fused, self.report = fused, report
-        self.called = called
-        self.in_spec, self.out_spec = traced.in_spec, traced.out_spec
-        self.wanted = [(i.shape, i.device) if isinstance(i, Tensor) else (i, None) for i in inputs]
-        self.dtypes, self.copies = list(outputs), copy_outputs
-        self.strides = [i.stride() if isinstance(i, Tensor) else None for i in inputs]
-        self.names = list(pytree.tree_unflatten(list(inputs), self.in_spec)[1])
-        self.constant = _constants(fused, len(self.dtypes))
-        self.captured: torch.cuda.CUDAGraph | None = None
-        self.given: list[Any] = []
-        self.results: Sequence[Any] = ()
-        # Tensors alone, by position, and one tensor back: the call that batch 1 makes, without going through structures.
-        plain = pytree.tree_structure((tuple(inputs), {}))
-        self.simple = plain == self.in_spec and all(isinstance(i, Tensor) for i in inputs)
-        self.single = self.out_spec == pytree.tree_structure(torch.empty(0)) and outputs[0] is not None
-        self.eval()
-        if graph:
-            self._capture(inputs)
+        self.model, self.settings, self.device, self.report = model, settings, device, Report()
+        self.make, self.made, self.writes, self.layers_only = make, list[Made](), False, False
+        self.examples: tuple[list[Tensor], Structure] | None = None
+        self.turns = Turns(device, settings.copy_outputs) if settings.graph else None
+        self._known: dict[Any, tuple[Shape, Captured | None]] = {}
+        self._others: dict[str, Shape] = {}
+        self._held: set[int] | None = None
+        self._example: tuple[Structure, tuple[Any, ...]] | None = None
+        super().train(False)
 
-    def _capture(self, inputs: Sequence[Any]) -> None:
-        with torch.no_grad():
-            self.given = [_static(i, n) for i, n in zip(inputs, _placeholders(self.fused), strict=True)]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UP):
-                    self.called(*self.given)
-            torch.cuda.current_stream().wait_stream(stream)
-            captured = torch.cuda.CUDAGraph()
-            device = next(i.device for i in self.given if isinstance(i, Tensor))
-            with own_tickets(device) as self.tickets, torch.cuda.graph(captured):
-                results = self.called(*self.given)
-                # Where nothing is copied out, the cast is a launch of the graph's.
-                self.results = results if self.copies else self._own(results)
-        self.captured = captured
+    @property
+    def captured(self) -> torch.cuda.CUDAGraph | None:
+        """The examples' CUDA graph, where there is one."""
+        first = self.made[0].captured if self.made else None
+        return None if first is None else first.graph
+
+    @property
+    def fused(self) -> fx.GraphModule:
+        """The examples' graph. Raises ValueError where the model as given is faster."""
+        first = self.made[0].captured if self.made else None
+        if first is None:
+            raise ValueError("optimized model: it has no graph, for the model as given is faster; measure=False keeps it")
+        return first.fused
+
+    # ---- calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's call.
 
         Raises:
-            ValueError: another structure, shape or device than the example's, or a gradient is asked for.
+            ValueError: a gradient is asked for, inputs on another device, or an argument that cannot be compared.
         """
-        flat = args if self.simple and not kwargs and self._fit(args) else self._flat(args, kwargs)
-        if self.captured is None:
-            with torch.no_grad():
-                results = self.called(*map(_laid, flat, self.strides))
-                return pytree.tree_unflatten(self._own(results), self.out_spec)
-        # Nothing here asks for a gradient, so there is none to switch off.
-        for static, new in zip(self.given, flat, strict=True):
-            if isinstance(static, Tensor):
-                static.copy_(new, non_blocking=True)
-        self.captured.replay()
-        if self.single:
-            return self._out(self.results[0], self.dtypes[0])
-        outputs = [self._out(r, d) for r, d in zip(self.results, self.dtypes, strict=True)]
-        return pytree.tree_unflatten(outputs, self.out_spec)
+        key: Any = () if kwargs else tuple([(a.shape, a.dtype) for a in args if type(a) is Tensor])
+        tensors: Sequence[Tensor] = args
+        if kwargs or len(key) != len(args):
+            tensors, structure = flatten((args, {name: kwargs[name] for name in sorted(kwargs)}))
+            key = structure, tuple([(t.shape, t.dtype) for t in tensors])
+        tensors = self._placed(tensors)
+        found = self._known.get(key) if _hashable(key) else None
+        shape, captured = self._first_seen(key, args, kwargs) if found is None else found
+        shape.count()
+        return self.as_given(*args, **kwargs) if captured is None else captured(tensors)
 
-    def _fit(self, args: tuple[Any, ...]) -> bool:
-        """Whether the arguments are tensors as the examples were; what is wrong otherwise, `_flat` says."""
-        if len(args) != len(self.wanted):
-            return False
-        return all(
-            type(new) is Tensor and new.shape == shape and new.device == device and not new.requires_grad
-            for new, (shape, device) in zip(args, self.wanted, strict=True)
+    def as_given(self, *args: Any, **kwargs: Any) -> Any:
+        """The float model's own call, without gradients."""
+        tensors, structure = flatten((args, kwargs))
+        moved = [t.clone() if self.writes else t for t in self._placed(tensors, always=True)]
+        args, kwargs = rebuild(structure, moved)
+        with plainly(self.device), without_fast_path() if self.layers_only else nullcontext():
+            return self._own(self.model(*args, **kwargs))
+
+    def _own(self, outputs: Any) -> Any:
+        """Outputs as the user may have them: what is a weight of the model, or a view of one, is copied."""
+        if self._held is None:
+            weights = (*self.model.parameters(), *self.model.buffers())
+            self._held = {t.untyped_storage().data_ptr() for t in weights if t.numel()}
+        tensors, structure = flatten(outputs)
+        if all(t.untyped_storage().data_ptr() not in self._held for t in tensors):
+            return outputs
+        return rebuild(structure, [t.clone() for t in tensors])
+
+    def _placed(self, tensors: Sequence[Tensor], always: bool = False) -> Sequence[Tensor]:
+        """The tensors, as far as they may be given; those of the host on the GPU where nothing copies them in."""
+        if torch.is_grad_enabled():
+            for at, t in enumerate(tensors):
+                if t.requires_grad:
+                    raise ValueError(
+                        f"optimized model: input {at} asks for a gradient, and an optimised model is for inference only: call "
+                        "it under torch.no_grad(), or train the model that it came from"
+                    )
+        elsewhere = [at for at, t in enumerate(tensors) if t.device != self.device]
+        for at in elsewhere:
+            given = tensors[at].device
+            if self.turns is None or given.type != "cpu":
+                raise ValueError(f"optimized model: input {at} is on {given}, and the model is on {self.device}: move it there")
+        return [t.to(self.device) for t in tensors] if always and elsewhere else tensors
+
+    # ---- shapes
+
+    def first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the examples' graph. Raises as `make` does."""
+        tensors, structure = flatten((args, kwargs))
+        self._first_seen((structure, tuple([(t.shape, t.dtype) for t in tensors])), args, kwargs)
+
+    def _first_seen(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Shape, Captured | None]:
+        """What runs a call whose key is not known."""
+        named = {name: kwargs[name] for name in sorted(kwargs)}
+        tensors, structure = flatten((args, named))
+        whole = structure, tuple((t.shape, "float" if t.is_floating_point() else t.dtype) for t in tensors)
+        if not _hashable(whole):
+            kinds = ", ".join(sorted(set(_unhashable(structure))))
+            raise ValueError(
+                f"optimized model: an argument is or holds a {kinds}, which cannot be compared with that of another call; "
+                "wanted tensors, numbers, strings, None, and tuples, lists, dicts and dataclasses of them"
+            )
+        with BUILDING:
+            if whole not in self._known:
+                why = self._refusal(structure, tensors)
+                if why is not None:
+                    return self._other(why), None
+                self._known[whole] = self._made(args, named, tensors, structure)
+            self._known[key] = self._known[whole]
+            return self._known[whole]
+
+    def _refusal(self, structure: Structure, tensors: Sequence[Tensor]) -> str | None:
+        """Why no graph is made for a new combination of inputs."""
+        if self._example is None:
+            return None
+        dynamic, (like, shapes) = self.settings.dynamic, self._example
+        if len(self.report.own_shapes) - len(self._others) >= self.settings.max_shapes:
+            return f"more than max_shapes={self.settings.max_shapes} combinations of inputs"
+        if dynamic is True:
+            return None
+        if dynamic is False or structure != like:
+            return f"dynamic={dynamic!r} allows no others than the examples'"
+        args, kwargs = rebuild(structure, range(len(tensors)))
+        places = {**dict(enumerate(args)), **kwargs}
+        free = {place: dynamic[name] for name, place in places.items() if name in dynamic and isinstance(place, int)}
+        for at, (t, wanted) in enumerate(zip(tensors, shapes, strict=True)):
+            may = {d % max(1, t.dim()) for d in free.get(at, ())}
+            if t.dim() != len(wanted) or any(t.shape[d] != wanted[d] and d not in may for d in range(t.dim())):
+                return f"dynamic={dynamic!r} does not let these dimensions vary"
+        return None
+
+    def _other(self, why: str) -> Shape:
+        """The row of all calls that get no graph for a reason."""
+        if why not in self._others:
+            self._others[why] = Shape("others", False, why)
+            self.report.own_shapes.append(self._others[why])
+        return self._others[why]
+
+    def _made(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], structure: Structure
+    ) -> tuple[Shape, Captured | None]:
+        """A graph for a new combination of inputs, or the reason why there is none. The first one's errors are raised."""
+        first, words = self._example is None, described(tensors, structure)
+        args, kwargs = rebuild(structure, [t.to(self.device) for t in tensors])
+        if first:
+            made = self.make(self, args, kwargs)
+            self._example = structure, tuple(t.shape for t in tensors)
+        else:
+            self.as_given(*args, **kwargs)  # what the user's code raises is the user's, and no reason
+            try:
+                made = self.make(self, args, kwargs)
+            except (ValueError, RuntimeError) as error:
+                row = Shape(words, False, f"no graph: {str(error).strip().splitlines()[0]}")
+                self.report.own_shapes.append(row)
+                return row, None
+        self.made.append(made)
+        self.report.own_shapes.append(Shape(words, made.captured is not None, made.reason, None if first else made.report))
+        return self.report.own_shapes[-1], made.captured
+
+    # ---- what else a module can be asked for
+
+    def keep_examples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep copies of the examples on the host, for `save`."""
+        tensors, structure = flatten((args, dict(kwargs)))
+        self.examples = [t.detach().to("cpu", copy=True) for t in tensors], structure
+
+    def __getattr__(self, name: str) -> Any:
+        """Data and modules of the model as given (`config`, `weight`). Raises AttributeError: of its methods."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = vars(self).get("_modules", {}).get("model")
+            if model is None or name.startswith("__"):
+                raise
+        found = getattr(model, name)
+        if callable(found) and not isinstance(found, nn.Module):
+            raise AttributeError(
+                f"optimized model: {name} is a method of {type(model).__name__}, and its call alone is optimised: call {name} "
+                "of the model that it came from"
+            )
+        return found
+
+    def train(self, mode: bool = True) -> Self:
+        """Nothing: an optimised model is for inference, in whatever mode the model around it is."""
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The float model's, under the user's names."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Of `load_state_dict`, its own or that of a module around it. Raises ValueError: weights are folded."""
+        raise ValueError(
+            "optimized model: its weights are folded into its graphs, and others cannot be loaded: load them into the model "
+            "that it came from, and optimise that once more"
         )
 
-    def _out(self, result: Any, dtype: torch.dtype | None) -> Any:
-        if dtype is None or not isinstance(result, Tensor):
-            return result
-        return result.to(dtype, copy=self.copies)
-
-    def _own(self, results: Sequence[Any]) -> list[Any]:
-        """Results as the user may have them: what depends on parameters alone is the graph's, and is copied."""
-        each = zip(results, self.dtypes, self.constant, strict=True)
-        return [r if d is None else r.to(d, copy=constant) for r, d, constant in each]
-
-    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        kwargs = {name: kwargs[name] for name in (*self.names, *kwargs) if name in kwargs}
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.in_spec:
-            raise ValueError(f"optimized model: called with the structure {spec}; it was optimised for {self.in_spec}")
-        for at, (new, (wanted, device)) in enumerate(zip(flat, self.wanted, strict=True)):
-            if device is None:
-                if isinstance(new, Tensor) or new != wanted:
-                    raise ValueError(
-                        f"optimized model: input {at} is {new!r}; it was optimised for {wanted!r}, which is part of its graph: "
-                        "optimise once more for this value"
-                    )
-            elif not isinstance(new, Tensor) or new.shape != wanted:
-                got = list(new.shape) if isinstance(new, Tensor) else repr(new)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """A move or a cast that changes nothing. Raises ValueError: it would; the graphs read what is there."""
+        held = {(t.dtype, t.device) for t in (*self.model.parameters(), *self.model.buffers())}
+        for dtype, device in held:
+            probe = torch.empty(0, dtype=dtype, device=device)
+            if fn(probe) is not probe:
                 raise ValueError(
-                    f"optimized model: input {at} is {got}; it was optimised for {list(wanted)}: pad or split the batch to "
-                    "that, or call optimize once more with an example of this shape"
+                    f"optimized model: its graphs are for {self.settings.precision} on {self.device}, and it cannot be moved "
+                    "or cast: move or cast the model that it came from, and optimise that once more"
                 )
-            elif new.device != device and self.captured is None:
-                raise ValueError(f"optimized model: input {at} is on {new.device}, and was optimised for {device}: move it")
-            elif new.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"optimized model: input {at} asks for a gradient, and an optimised model is for inference only: call it "
-                    "under torch.no_grad(), or train the model that it came from"
-                )
-        return flat
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: it has graphs, which are this process's."""
+        raise TypeError(
+            "optimized model: it cannot be copied or pickled (torch.save, copy.deepcopy, multiprocessing): save(path) writes "
+            "a file that tilewright.load_optimized(path, model) reads in any process; threads can share the one that is there"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write what `load_optimized` makes it from again (saved.py). Raises ValueError: something cannot be written."""
+        from tilewright.fuse.saved import save  # which builds models of this class
+
+        save(self, path)
 
 
-def _placeholders(fused: nn.Module) -> list[fx.Node | None]:
-    graph = getattr(fused, "graph", None)
-    return [] if graph is None else [n for n in graph.nodes if n.op == "placeholder"]
+def _hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
-def _laid(value: Any, stride: tuple[int, ...] | None) -> Any:
-    """A tensor in memory as the example was, at 16 bytes and with its strides: launches were chosen for such."""
-    if stride is None or (value.stride() == stride and value.data_ptr() % 16 == 0):
-        return value
-    if 0 in stride:  # of numbers that share their memory nothing can be written
-        return value.clone(memory_format=torch.contiguous_format)
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+def _unhashable(structure: Structure) -> list[str]:
+    """Names of the types of constants that cannot be compared."""
+    found = list[str]()
+    for leaf in structure.leaves:
+        if isinstance(leaf, Constant) and not _hashable(leaf.value):
+            found.append(leaf.kind.__name__)
+        elif isinstance(leaf, Opened):
+            found += _unhashable(leaf.inside)
+    return found
 
 
-def _constants(fused: nn.Module, count: int) -> list[bool]:
-    """Which outputs of a graph are tensors that it holds."""
-    graph = getattr(fused, "graph", None)
-    outputs = [None] * count if graph is None else next(n for n in graph.nodes if n.op == "output").args[0]
-    return [isinstance(n, fx.Node) and n.op == "get_attr" for n in outputs]
-
-
-def _static(value: Any, node: fx.Node | None) -> Any:
-    """A tensor of the graph's own for an input, as the graph's first call wants it: that call then does nothing."""
-    if not isinstance(value, Tensor):
-        return value
-    first = next((user for user in node.users if user.op == "call_function"), None) if node is not None else None
-    return value.clone() if first is None else first.target(value, *first.args[1:]).clone()  # pyright: ignore[reportCallIssue]
+def described(tensors: Sequence[Tensor], structure: Structure) -> str:
+    """Inputs in words: `[3, 8] float32, scale 2.0`."""
+    args, kwargs = rebuild(structure, [f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors])
+    return ", ".join([str(a) for a in args] + [f"{name} {value}" for name, value in kwargs.items()])

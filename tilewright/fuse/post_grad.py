@@ -387,5 +387,6 @@ def _restride(node: Node, moved: dict[Node, tuple[int, ...]]) -> None:
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # pyright: ignore[reportArgumentType]
-    moved[node] = node.meta["val"].stride()
-    node.meta["val"] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    value = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    moved[node] = node.meta.get("val", value).stride()
+    node.meta["val"] = value

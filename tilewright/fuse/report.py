@@ -1,16 +1,43 @@
-"""What `optimize` decided, why, and what it saved: as text and as JSON."""
+"""What `optimize` decided, why, what it saved, and which calls it took: as text and as JSON."""
 
 import json
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.fuse.decisions import Decision, table_of
 
-__all__ = ["LAUNCH", "Report"]
+__all__ = ["LAUNCH", "Report", "Shape"]
 
 LAUNCH = "launch"
 """Key of a node's `meta`: the row of `Report.launches` that says it. Whoever takes the node out takes that out."""
+
+
+class Shape:
+    """Calls with inputs of certain shapes: what runs them and how many there were.
+
+    Args:
+        inputs: in words, `[3, 8] float32`.
+        optimised: whether our graph runs them; otherwise the model as given does.
+        reason: why the model as given does; of our graph, how fast it is where that was measured.
+        report: of the graph that was made for them after the first one; its own decisions.
+    """
+
+    def __init__(self, inputs: str, optimised: bool, reason: str, report: "Report | None" = None):
+        self.inputs, self.optimised, self.reason, self.report = inputs, optimised, reason, report
+        self.calls = 0
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        """One call more, of whichever thread."""
+        with self._lock:
+            self.calls += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        runs = "optimised" if self.optimised else "as given"
+        return {"inputs": self.inputs, "runs": runs, "reason": self.reason, "calls": self.calls}
 
 
 @dataclass(kw_only=True)
@@ -32,6 +59,10 @@ class Report:
     """Precision, device, how inputs and outputs are copied, whether a CUDA graph is replayed, seconds spent."""
     error: dict[str, Any] | None = None
     """The distance of the outputs to those of the float model (`Check.to_json`), where it was measured."""
+    own_shapes: list[Shape] = field(default_factory=list)
+    """Of the model as one graph, in the order in which they came."""
+    children: dict[str, "Report"] = field(default_factory=dict)
+    """Of a model that is taken apart: those of its children, whose shapes go on being counted."""
 
     def add(self, anchor: str, kind: str, node: str, taken: bool, reason: str, bytes_saved: int = 0) -> None:
         """Note a decision."""
@@ -44,10 +75,26 @@ class Report:
         """How many decisions of a kind were taken, or refused."""
         return sum(d.kind == kind and d.taken == taken for d in self.decisions)
 
+    @property
+    def shapes(self) -> list[Shape]:
+        """All shapes that calls had, of the model or of its optimised children."""
+        return self.own_shapes + [shape for found in self.children.values() for shape in found.shapes]
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How many calls our graphs ran ("optimised"), and how many the model as given ("as given")."""
+        counts = [(shape.optimised, shape.calls) for shape in self.shapes]
+        return {
+            "optimised": sum(calls for ours, calls in counts if ours),
+            "as given": sum(calls for ours, calls in counts if not ours),
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return {
             "facts": self.facts,
+            "shapes": [shape.as_dict() for shape in self.own_shapes]
+            + [{"child": name, **s.as_dict()} for name, found in self.children.items() for s in found.shapes],
             "error": self.error,
             "bytes_saved": sum(d.bytes_saved for d in self.decisions),
             "decisions": [d.to_json() for d in self.decisions],
@@ -69,6 +116,11 @@ class Report:
             f"output{row['name']}: RMS error {row['rms']:.2e}, largest {row['largest']:.2e}, of the float model's RMS"
             for row in (self.error or {}).get("outputs", ())
         ]
+        lines += [
+            f"torch's own model in that precision, output{row['name']}: RMS error {row['rms']:.2e}"
+            for row in (self.error or {}).get("native", ())
+        ]
+        lines += self._shape_lines()
         kinds = Counter(d.kind for d in self.decisions if d.taken)
         lines += ["", "taken: " + (", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) or "nothing")]
         lines += [table_of(self.decisions), "", f"{len(self.launches)} calls:"]
@@ -80,5 +132,16 @@ class Report:
             lines.append(f"  {row['times']} x {row['op']}: {row['taken']} ({times})")
         return "\n".join(lines)
 
+    def _shape_lines(self) -> list[str]:
+        each = [("", shape) for shape in self.own_shapes]
+        each += [(f"{name}: ", shape) for name, found in self.children.items() for shape in found.shapes]
+        return [
+            f"inputs {name}{s.inputs}: {_runs(s)}{f' ({s.reason})' if s.reason else ''}, {s.calls} calls" for name, s in each
+        ]
+
     def __str__(self) -> str:
         return self.text()
+
+
+def _runs(shape: Shape) -> str:
+    return "optimised" if shape.optimised else "the model as given runs"

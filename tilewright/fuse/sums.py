@@ -24,10 +24,13 @@ from torch.fx import Node
 
 from tilewright.fuse import calls
 from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
+from tilewright.fuse.parts import FLOAT_PARTS
 from tilewright.kernels.matmul import linear_op
 
 __all__ = ["Sum", "in_place", "note_sum", "rewrite", "streams", "ways"]
 
+_COMPARED = (FLOAT_NODE, ANCHOR_NODE, FLOAT_PARTS)
+"""Keys of a node's `meta` that say whose values it computes."""
 _RESIDUAL = 3
 """Which argument of `calls.linear`."""
 
@@ -135,7 +138,7 @@ def in_place(module: fx.GraphModule, run: list[tuple[Node, Node]]) -> None:
         with module.graph.inserting_before(norm):
             shift = module.graph.get_attr(name)
             normed = module.graph.call_function(calls.shifted_layer_norm, (norm.args[0], shift, *norm.args[1:]))
-        total.meta = {k: v for k, v in product.meta.items() if k not in (FLOAT_NODE, ANCHOR_NODE)}
+        total.meta = {k: v for k, v in product.meta.items() if k not in _COMPARED}
         normed.meta = dict(norm.meta)
         for old, new in ((norm, normed), (product, total)):
             old.replace_all_uses_with(new)
@@ -183,8 +186,8 @@ def rewrite(graph: fx.Graph, product: Node, norm: Node, choice: calls.Choice) ->
         normed = graph.call_function(calls.part, (both, 0))
     both.meta = {key: norm.meta[key] for key in ("nn_module_stack", "stack_trace") if key in norm.meta}
     for made, old in ((total, product), (normed, norm)):
-        made.meta = {key: old.meta[key] for key in (FLOAT_NODE, ANCHOR_NODE) if key in old.meta}
-    for key in (FLOAT_NODE, ANCHOR_NODE):
+        made.meta = {key: old.meta[key] for key in _COMPARED if key in old.meta}
+    for key in _COMPARED:
         product.meta.pop(key, None)  # it is no longer the sum that the float model has
     product.replace_all_uses_with(total, delete_user_cb=lambda user: user is not both)
     norm.replace_all_uses_with(normed)

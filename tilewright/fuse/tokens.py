@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from tilewright.fuse import calls
 from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
+from tilewright.fuse.parts import FLOAT_PARTS
 from tilewright.fuse.report import LAUNCH, Report
 
 __all__ = ["assemble"]
@@ -97,7 +98,10 @@ def assemble(module: fx.GraphModule, report: Report) -> None:
             new = module.graph.call_function(
                 calls.linear, (gathered, *product.args[1:3], positions, "none", [batch, tokens, width])
             )
-        new.meta = {**product.meta, **{key: node.meta[key] for key in (FLOAT_NODE, ANCHOR_NODE) if key in node.meta}}
+        new.meta = {
+            **{k: v for k, v in product.meta.items() if k != FLOAT_PARTS},
+            **{key: node.meta[key] for key in (FLOAT_NODE, ANCHOR_NODE) if key in node.meta},
+        }
         node.replace_all_uses_with(new)
         total: Any = node.args[0]
         for gone in (found[0], total):

@@ -1,8 +1,9 @@
-"""A user's module as a functional ATen graph, and what is said where that cannot be.
+"""A user's module as a functional ATen graph of its tensors, and what is said where that cannot be.
 
 `torch.export` traces it in evaluation, with the shapes of the example inputs; calls that have an operator of ours stay whole
-(convolution, linear, norms, attention). What cannot be traced (a branch on a tensor's value, `.item()`, calls out of torch) is
-an `Untraceable`, which names the user's line.
+(convolution, linear, norms, attention). The graph takes the tensors of the arguments and gives those of the result, in the
+order of `structure.flatten`; arguments that are no tensors are constants of it. What cannot be traced (a branch on a tensor's
+value, `.item()`, calls out of torch) is an `Untraceable`, which names the user's line.
 
 Not here: dynamic shapes. A graph is that of the examples' shapes.
 """
@@ -23,8 +24,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from tilewright.fuse.naming import source_line
+from tilewright.fuse.structure import Structure, flatten, opened, rebuild
 
-__all__ = ["Known", "Traced", "Untraceable", "line_of", "quietly", "trace"]
+__all__ = ["Known", "Traced", "Untraceable", "line_of", "quietly", "trace", "without_fast_path"]
 
 
 class Untraceable(ValueError):
@@ -36,15 +38,11 @@ class Traced:
     """An exported module."""
 
     module: fx.GraphModule
-    """Callable as the user's; parameters are attributes."""
+    """Called with the tensors of (args, kwargs), gives a sequence of the result's; parameters are attributes."""
     state: dict[str, Tensor]
     """Parameters, buffers and constants by the names of the graph's get_attr nodes."""
-    out_spec: Any
-    """How the user's outputs are put together from the graph's."""
-    in_spec: Any
-    """The same of (args, kwargs)."""
     mutated: tuple[str, ...] = ()
-    """Inputs that the module writes to."""
+    """Inputs that the module writes to, by their place: args[0], kwargs['x']."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -61,8 +59,8 @@ class Known(nn.Module, ABC):
 
 
 @contextmanager
-def _whole_attention():
-    """torch's fused inference kernels of nn.TransformerEncoder, one opaque call a layer, are off while tracing."""
+def without_fast_path() -> Iterator[None]:
+    """torch's fused inference kernels of nn.TransformerEncoder, one opaque call a layer, are off in this scope."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -100,27 +98,39 @@ def quietly() -> Iterator[None]:
             sys.stderr.write(said.getvalue())
 
 
-class _OnCopies(nn.Module):
-    """A module that writes to its inputs, given copies of them."""
+class _Flat(nn.Module):
+    """A module as a function of tensors that gives a tuple of tensors.
 
-    def __init__(self, model: nn.Module):
+    Args:
+        module: the user's.
+        structure: of (args, kwargs).
+        copies: whether it is given copies of its inputs, because it writes to them.
+    """
+
+    def __init__(self, module: nn.Module, structure: Structure, copies: bool):
         super().__init__()
-        self.model = model
+        self.user, self.structure, self.copies = module, structure, copies
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own call."""
-        args, kwargs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (args, kwargs))
-        return self.model(*args, **kwargs)
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The module's own call."""
+        given = [t.clone() for t in tensors] if self.copies else tensors
+        args, kwargs = rebuild(self.structure, given)
+        return tuple(flatten(self.user(*args, **kwargs))[0])
 
 
-def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
-    with _whole_attention(), torch.no_grad(), quietly():
+_USER = "user"
+"""The name that `_Flat` has for the module, in front of all names of the graph."""
+
+
+def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    with without_fast_path(), torch.no_grad(), quietly():
         try:
-            return torch.export.export(module, tuple(args), dict(kwargs)).run_decompositions({})
+            return torch.export.export(module, tuple(tensors)).run_decompositions({})
         # Whatever the user's code raises while it runs on fake tensors says that it is no graph of them.
         except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError) as e:
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise Untraceable(f"{type(module).__name__} cannot be traced at {line_of(e)}: {type(e).__name__}: {reason}") from e
+            name = type(module.user).__name__
+            raise Untraceable(f"{name} cannot be traced at {line_of(e)}: {type(e).__name__}: {reason}") from e
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Traced:
@@ -136,28 +146,48 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     """
     if isinstance(module, Known):
         return module.as_traced(args, kwargs or {})
-    exported = _exported(module, args, kwargs or {})
-    mutated = tuple(exported.graph_signature.user_inputs_to_mutate.values())
+    given = (tuple(args), dict(kwargs or {}))
+    tensors, structure = flatten(given)
+    exported = _exported(_Flat(module, structure, copies=False), tensors)
+    signature = exported.graph_signature
+    mutated = tuple(_place(given, list(signature.user_inputs).index(n)) for n in signature.user_inputs_to_mutate.values())
     if mutated:
-        exported = _exported(_OnCopies(module), args, kwargs or {})
+        exported = _exported(_Flat(module, structure, copies=True), tensors)
     if exported.graph_signature.buffers_to_mutate:
-        names = ", ".join(exported.graph_signature.buffers_to_mutate.values())
+        names = ", ".join(name.removeprefix(f"{_USER}.") for name in exported.graph_signature.buffers_to_mutate.values())
         raise Untraceable(f"{type(module).__name__} writes to its own buffers in every call ({names}), and a graph does not")
     _known_sizes(module, exported.graph)
     whole = exported.module()
     assert isinstance(whole, fx.GraphModule), "that is what torch.export gives"
-    _without_assertions(whole)
+    _with_users_names(whole)
     state = {str(n.target): _attribute(whole, str(n.target)) for n in whole.graph.nodes if n.op == "get_attr"}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    spec = exported.call_spec
-    return Traced(whole, tensors, spec.out_spec, spec.in_spec, mutated)
+    return Traced(whole, tensors, mutated)
 
 
-def _without_assertions(whole: fx.GraphModule) -> None:
-    """Casts leave assertions about types, which hold by construction and would count as readers of a value."""
-    for node in list(whole.graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            whole.graph.erase_node(node)
+def _place(given: Any, index: int) -> str:
+    """The place of a tensor of (args, kwargs), `args[0]`."""
+    tensors = (path for path, leaf in pytree.tree_flatten_with_path(opened(given))[0] if isinstance(leaf, Tensor))
+    path = list(tensors)[index]
+    return ("kwargs" if isinstance(path[1], pytree.MappingKey) else "args") + pytree.keystr(tuple(path[1:]))
+
+
+def _with_users_names(whole: fx.GraphModule) -> None:
+    """The names that the user knows, of weights and modules: without `_Flat` around them."""
+    inside = getattr(whole, _USER, None)
+    for node in whole.graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr" and target.startswith(f"{_USER}."):
+            node.target = target.removeprefix(f"{_USER}.")
+        if stack := node.meta.get("nn_module_stack"):
+            short = {key: (path.removeprefix(_USER).removeprefix("."), kind) for key, (path, kind) in stack.items()}
+            node.meta["nn_module_stack"] = short
+    if isinstance(inside, nn.Module):
+        delattr(whole, _USER)
+        for kind in ("_modules", "_parameters", "_buffers"):
+            getattr(whole, kind).update(getattr(inside, kind))
+        constants = {name: v for name, v in vars(inside).items() if isinstance(v, Tensor)}
+        vars(whole).update(constants)
     whole.recompile()
 
 

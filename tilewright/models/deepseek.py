@@ -10,11 +10,12 @@ import torch
 
 from tilewright.models.config import ModelConfig
 from tilewright.models.decoder import Block, Decoder
-from tilewright.nn import MLA, Embedding, GatedMLP, Linear, MoE, RMSNorm, Rope
+from tilewright.nn import MLA, Embedding, GatedMLP, Linear, MoE, RMSNorm, Rope, unfilled
 
 __all__ = ["deepseek"]
 
 
+@unfilled()
 def deepseek(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
     """DeepSeek-V2, V2-Lite, V2.5, V3 and R1 as their configs describe them."""
     latent, experts = config.latent, config.experts
@@ -61,7 +62,7 @@ def deepseek(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> D
         for layer in range(config.num_hidden_layers)
     ]
     embed = Embedding(config.vocab_size, size, **place)
-    head = Linear(size, config.vocab_size, device="meta" if config.tie_word_embeddings else device, dtype=dtype)
+    head = Linear(size, config.vocab_size, bias=False, device="meta" if config.tie_word_embeddings else device, dtype=dtype)
     if config.tie_word_embeddings:
         head.weight = embed.weight
     return Decoder(config, embed=embed, blocks=blocks, norm=RMSNorm(size, eps=eps, **place), head=head)

@@ -10,11 +10,12 @@ import torch
 
 from tilewright.models.config import ModelConfig
 from tilewright.models.decoder import Block, Decoder
-from tilewright.nn import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rope
+from tilewright.nn import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rope, unfilled
 
 __all__ = ["llama", "mistral", "qwen2", "qwen3"]
 
 
+@unfilled()
 def _dense(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, *, mlp_bias: bool = False, **attention: Any
 ) -> Decoder:
@@ -39,7 +40,7 @@ def _dense(
         for window in config.windows
     ]
     embed = Embedding(config.vocab_size, size, **place)
-    head = Linear(size, config.vocab_size, device="meta" if config.tie_word_embeddings else device, dtype=dtype)
+    head = Linear(size, config.vocab_size, bias=False, device="meta" if config.tie_word_embeddings else device, dtype=dtype)
     if config.tie_word_embeddings:
         head.weight = embed.weight
     return Decoder(config, embed=embed, blocks=blocks, norm=RMSNorm(size, eps=eps, **place), head=head)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.models.plain import trainable
 from tilewright.nn.embedding import Embedding
 from tilewright.nn.linear import Linear
 from tilewright.nn.multi_head import Lengths
@@ -89,7 +88,6 @@ class Bert(nn.Module):
         blocks = [_Block(features, heads, inner, eps, place) for _ in range(layers)]
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(blocks)})
         self.pooler = nn.ModuleDict({"dense": Linear(features, features, bias=True, **place)})
-        trainable(self)
 
     def forward(
         self, ids: Tensor, lengths: Lengths | None = None, positions: Tensor | None = None, token_types: Tensor | None = None

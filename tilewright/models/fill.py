@@ -18,7 +18,7 @@ from tilewright.models.layouts import Layout, Wanted
 from tilewright.models.quantization import Quantization
 from tilewright.models.weights import Checkpoint
 from tilewright.nn import Linear, Rope
-from tilewright.nn.linear import empty_parameter
+from tilewright.nn.filling import empty_parameter
 from tilewright.ops.weights import QuantizedWeight, stack_rows
 
 __all__ = ["Convert", "Progress", "check", "fill", "fill_random", "part_names", "replace_by_empty_codes"]

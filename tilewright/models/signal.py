@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.models.plain import trainable
 from tilewright.nn.channel_norm import BatchNorm1d, BatchNorm2d
 from tilewright.nn.conv import Conv1d, Conv2d, ConvTranspose2d
 from tilewright.nn.linear import Linear
@@ -41,7 +40,6 @@ class FCN(nn.Module):
         self.norms = nn.ModuleList(BatchNorm1d(width, **place) for width in widths)
         self.pool = AdaptiveAvgPool1d(1)
         self.head = Linear(widths[-1], classes, bias=True, **place)
-        trainable(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, L] -> [B, classes]."""
@@ -86,7 +84,6 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(ConvTranspose2d(2 * w, w, 2, 2, **place) for w in reversed(widths[:-1]))
         self.back = nn.ModuleList(UNetBlock(2 * w, w, **place) for w in reversed(widths[:-1]))
         self.head = Conv2d(width, outputs, 1, **place)
-        trainable(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, outputs, H, W].

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.models.plain import trainable
 from tilewright.nn.activation import Dropout
 from tilewright.nn.embedding import Embedding
 from tilewright.nn.linear import Linear
@@ -39,7 +38,6 @@ class TabularMLP(nn.Module):
         self.layers = nn.ModuleList(Linear(a, b, bias=True, **place) for a, b in pairwise(ends))
         self.dropout = Dropout(dropout)
         self.head = Linear(ends[-1], outputs, bias=True, **place)
-        trainable(self)
 
     def forward(self, numbers: Tensor | None, categories: Tensor | None = None) -> Tensor:
         """[B, N] and [B, K] int64 -> [B, outputs]."""
@@ -100,7 +98,6 @@ class FTTransformer(nn.Module):
         self.blocks = nn.ModuleList(_Block(features, heads, inner, dropout, i == 0, place) for i in range(layers))
         self.norm = LayerNorm(features, **place)
         self.head = Linear(features, outputs, bias=True, **place)
-        trainable(self)
         for parameter in (self.weight, self.bias, self.cls):
             nn.init.uniform_(parameter, -1 / math.sqrt(features), 1 / math.sqrt(features))
 

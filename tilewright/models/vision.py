@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.models.plain import trainable
 from tilewright.nn.channel_norm import BatchNorm2d
 from tilewright.nn.conv import Conv2d
 from tilewright.nn.linear import Linear
@@ -82,7 +81,6 @@ class ResNet(nn.Module):
             self.add_module(f"layer{i + 1}", nn.Sequential(*stage))
         self.stages = len(blocks)
         self.fc = Linear(channels, classes, bias=True, **place)
-        trainable(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, classes]."""
@@ -157,7 +155,6 @@ class ConvNeXt(nn.Module):
         norm = LayerNorm(widths[-1], eps=1e-6, **place)
         self.head = nn.ModuleDict({"norm": norm, "fc": Linear(widths[-1], classes, bias=True, **place)})
         self.pool = AdaptiveAvgPool2d(1)
-        trainable(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, classes]."""
@@ -235,7 +232,6 @@ class ViT(nn.Module):
         self.blocks = nn.Sequential(*(_ViTBlock(features, heads, place) for _ in range(layers)))
         self.norm = LayerNorm(features, eps=1e-6, **place)
         self.head = Linear(features, classes, bias=True, **place)
-        trainable(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 3, size, size] -> [B, classes]."""

@@ -1,8 +1,8 @@
 """Layers: `torch.nn.Module`s that hold weights and call `tilewright.ops`.
 
-A layer takes sizes, a device and a dtype, never a model's config. The layers of language models are created uninitialised (on
-"meta" too), and their parameters ask for no gradient: `tilewright.models` fills them from a checkpoint. Classes with the names
-and arguments of torch.nn are listed in docs/torch_nn.md, with what they do not take.
+A layer takes sizes, a device and a dtype, never a model's config. Parameters begin as torch.nn's do, filled and trainable.
+Under `unfilled()`, where `tilewright.models` builds what a checkpoint fills, they are uninitialised (on "meta" too) and ask for
+no gradient. Classes with the names and arguments of torch.nn are listed in docs/torch_nn.md, with what they do not take.
 """
 
 from tilewright.nn.activation import (
@@ -35,6 +35,7 @@ from tilewright.nn.embedding import (
     EmbeddingBag,
 )
 from tilewright.nn.ffn import GatedMLP
+from tilewright.nn.filling import unfilled
 from tilewright.nn.linear import Linear
 from tilewright.nn.loss import CrossEntropyLoss, LogSoftmax, Softmax
 from tilewright.nn.mla import MLA
@@ -116,4 +117,5 @@ __all__ = [
     "Softmax",
     "Tanh",
     "Upsample",
+    "unfilled",
 ]

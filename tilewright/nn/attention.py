@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.nn.batch import Batch
-from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.nn.filling import parameter
+from tilewright.nn.linear import Linear
 from tilewright.nn.rope import Rope
 from tilewright.ops.linear import Codes
 
@@ -73,9 +74,9 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = None
         self.head_norm_eps = 0.0 if head_norm_eps is None else head_norm_eps
         if head_norm_eps is not None:
-            self.q_norm = empty_parameter(head_dim, device=device, dtype=dtype)
-            self.k_norm = empty_parameter(head_dim, device=device, dtype=dtype)
-        self.sinks = empty_parameter(heads, device=device, dtype=dtype) if sinks else None
+            self.q_norm = parameter(head_dim, fill=nn.init.ones_, device=device, dtype=dtype)
+            self.k_norm = parameter(head_dim, fill=nn.init.ones_, device=device, dtype=dtype)
+        self.sinks = parameter(heads, fill=nn.init.zeros_, device=device, dtype=dtype) if sinks else None
 
     @property
     def reader(self) -> Linear:

@@ -1,7 +1,5 @@
 """Embeddings: a row of the table for each id, or the sum, mean or maximum of a bag's rows. torch.nn's names and arguments.
 
-`Embedding` is created uninitialised and asks for no gradient, as every layer that a model's checkpoint fills;
-`reset_parameters()` and `requires_grad_()` make it what torch.nn.Embedding is. `EmbeddingBag` is initialised and trainable.
 Not supported, and refused: sparse gradients; `max_norm`, which writes the table in a forward pass.
 """
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.nn.linear import empty_parameter
+from tilewright.nn.filling import begins_empty, empty_parameter
 
 __all__ = ["Embedding", "EmbeddingBag"]
 
@@ -56,6 +54,8 @@ class Embedding(_Table):
         _refuse("Embedding", max_norm=max_norm, sparse=sparse, norm_type=norm_type != 2.0 and norm_type)
         self.scale_grad_by_freq = scale_grad_by_freq
         self.weight = empty_parameter(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        if not begins_empty():
+            self.requires_grad_().reset_parameters()
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] int64 -> [..., embedding_dim]."""

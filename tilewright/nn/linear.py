@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.nn.filling import parameter, uniform
 from tilewright.ops.linear import Codes
 from tilewright.ops.weights import QuantizedWeight
 
-__all__ = ["Linear", "empty_parameter"]
-
-
-def empty_parameter(*shape: int, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter:
-    """An uninitialised parameter that asks for no gradient."""
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+__all__ = ["Linear"]
 
 
 class Linear(nn.Module):
@@ -29,27 +25,31 @@ class Linear(nn.Module):
         in_features: the last dimension of x.
         out_features: rows of the weight; a sequence merges projections, in order: (q, k, v) or (gate, up).
         bias: whether there is one, [sum of out_features].
+
+    Weight and bias begin as those of torch.nn.Linear; see filling.py.
     """
 
     def __init__(
         self,
         in_features: int,
         out_features: int | Sequence[int],
+        bias: bool = True,
         *,
-        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.parts: tuple[int, ...] = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         rows = sum(self.parts)
-        self.weight: nn.Parameter | QuantizedWeight = empty_parameter(rows, in_features, device=device, dtype=dtype)
-        self.bias = empty_parameter(rows, device=device, dtype=dtype) if bias else None
+        self.weight: nn.Parameter | QuantizedWeight = parameter(
+            rows, in_features, fill=uniform(in_features), device=device, dtype=dtype
+        )
+        self.bias = parameter(rows, fill=uniform(in_features), device=device, dtype=dtype) if bias else None
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear begins: uniform, with a bound of 1 / sqrt(in_features)."""
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
+        for each in self.parameters():
+            uniform(self.weight.shape[1])(each)
 
     def replace_weight(self, weight: QuantizedWeight) -> None:
         """Put a quantised weight in the place of the weight, which is freed."""

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.nn.batch import Batch
-from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.nn.filling import parameter, uniform
+from tilewright.nn.linear import Linear
 from tilewright.nn.norm import RMSNorm
 from tilewright.nn.rope import Rope
 from tilewright.op import scope
@@ -85,10 +86,10 @@ class MLA(nn.Module):
         else:
             self.down = down
             self.q_norm = RMSNorm(q_rank, eps=norm_eps, **place)
-            self.q_up = Linear(q_rank, query, **place)
+            self.q_up = Linear(q_rank, query, bias=False, **place)
         self.kv_norm = RMSNorm(kv_rank, eps=norm_eps, **place)
         # Not a Linear: it is applied from both sides, as W_uk and W_uv of each head.
-        self.kv_up = empty_parameter(heads * (nope_dim + value_dim), kv_rank, **place)
+        self.kv_up = parameter(heads * (nope_dim + value_dim), kv_rank, fill=uniform(kv_rank), **place)
         self.out = Linear(heads * value_dim, features, bias=bias, **place)
 
     @property

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from tilewright import ops
 from tilewright.nn.ffn import GatedMLP
-from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.nn.filling import parameter, uniform
+from tilewright.nn.linear import Linear
 from tilewright.op import scope
 
 __all__ = ["DENSE_TOKENS", "METHODS", "MoE", "Routing"]
@@ -86,10 +87,10 @@ class _Router(nn.Module):
     def __init__(self, routing: Routing, features: int, device: torch.device | str | None, dtype: torch.dtype | None):
         super().__init__()
         self.routing = routing
-        self.weight = empty_parameter(routing.experts, features, device=device, dtype=dtype)
+        self.weight = parameter(routing.experts, features, fill=uniform(features), device=device, dtype=dtype)
         self.bias = None
         if routing.method == "noaux_tc":
-            self.bias = empty_parameter(routing.experts, device=device, dtype=torch.float32)
+            self.bias = parameter(routing.experts, fill=nn.init.zeros_, device=device, dtype=torch.float32)
 
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> (weights [T, K] float32, experts [T, K])."""
@@ -109,7 +110,7 @@ class _Stacked(nn.Module):
     ):
         super().__init__()
         self.experts, self.parts = experts, parts * experts
-        self.weight = empty_parameter(sum(self.parts), in_features, device=device, dtype=dtype)
+        self.weight = parameter(sum(self.parts), in_features, fill=uniform(in_features), device=device, dtype=dtype)
 
     def by_expert(self) -> Tensor:
         """[X, in, rows], a view."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.nn.filling import parameter
+from tilewright.nn.linear import Linear
 from tilewright.nn.rope import Rope
 
 __all__ = ["CrossAttention", "Lengths", "SelfAttention"]
@@ -103,7 +104,7 @@ class SelfAttention(nn.Module):
         parts = [n * width for n, width in zip(self.heads, self.widths, strict=True)]
         self.qkv = Linear(features, parts, bias=qkv_bias, device=device, dtype=dtype)
         self.out = Linear(heads * self.widths[2], features, bias=out_bias, device=device, dtype=dtype)
-        self.sinks = empty_parameter(heads, device=device, dtype=dtype) if sinks else None
+        self.sinks = parameter(heads, fill=nn.init.zeros_, device=device, dtype=dtype) if sinks else None
         self.alibi_slopes: Tensor | None
         slopes = None if alibi_slopes is None else alibi_slopes.to(device=device, dtype=torch.float32)
         self.register_buffer("alibi_slopes", slopes, persistent=False)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.kernels.quantize_fused import add_rms_norm_quantize, rms_norm_quantize
-from tilewright.nn.linear import Linear, empty_parameter
+from tilewright.nn.filling import begins_empty, parameter
+from tilewright.nn.linear import Linear
 from tilewright.ops.linear import Codes, codes_for
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -18,12 +19,12 @@ class RMSNorm(nn.Module):
 
     Args:
         normalized_shape: the last dimensions of x.
-        eps: added to the mean square, 1e-6 as language models have it; None: the smallest step from 1 in x's dtype, as torch.
-        elementwise_affine: whether there is a weight. It is not filled, and asks for no gradient.
+        eps: added to the mean square; None: the smallest step from 1 in x's dtype. Language models have 1e-5 or 1e-6.
+        elementwise_affine: whether there is a weight, which begins with ones (filling.py).
     """
 
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float | None = 1e-6, elementwise_affine: bool = True,
+        self, normalized_shape: int | Sequence[int], eps: float | None = None, elementwise_affine: bool = True,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -31,7 +32,7 @@ class RMSNorm(nn.Module):
         self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine
         self.weight: Tensor
         if elementwise_affine:
-            self.weight = empty_parameter(*shape, device=device, dtype=dtype)
+            self.weight = parameter(*shape, fill=nn.init.ones_, device=device, dtype=dtype)
         else:
             self.register_parameter("weight", None)
 
@@ -79,10 +80,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimensions; torch.nn.LayerNorm's arguments.
-
-    Its parameters ask for no gradient, as those of every layer that a checkpoint fills; `requires_grad_()` changes that.
-    """
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimensions; torch.nn.LayerNorm's arguments."""
 
     def __init__(
         self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
@@ -90,7 +88,7 @@ class LayerNorm(nn.LayerNorm):
     ):  # fmt: skip
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
-        self.requires_grad_(False)
+        self.requires_grad_(not begins_empty())
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., *normalized_shape] -> the same. Raises ValueError when the last dimensions are others."""

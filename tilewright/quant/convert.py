@@ -297,7 +297,7 @@ def _row_of_one_that_stays(name: str, module: nn.Module, why: str) -> LayerRepor
 
 def _as_ours(module: nn.Module, weight: QuantizedWeight) -> Linear:
     """The layer that stands in for a `torch.nn.Linear`; it keeps the bias."""
-    layer = Linear(weight.shape[1], weight.shape[0], device="meta", dtype=weight.dtype)
+    layer = Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     layer.replace_weight(weight)
     layer.bias = module.bias  # pyright: ignore[reportAttributeAccessIssue]
     return layer.train(module.training)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from tilewright.bench.compare.layers import Chain
 from tilewright.bench.compare.variants import Key, Variant, copy_of
@@ -132,8 +131,7 @@ class Cut(Known):
         dtype = None if self.kind.dtype == self.own else self.kind.dtype
         whole, places = self.source.cutter.exported(dtype)
         made = _Program(self.source, whole, places)
-        in_spec = pytree.tree_structure((tuple(args), dict(kwargs)))
-        return Traced(made.module(), made.state, pytree.tree_structure((0,) * len(self.source.outputs)), in_spec)
+        return Traced(made.module(), made.state)
 
 
 class _Program:

@@ -1,0 +1,187 @@
+"""A graph of known shapes, ready to be called: on a GPU replayed as a CUDA graph, elsewhere called by itself.
+
+A CUDA graph reads its inputs from tensors of its own and writes its results into others, so two calls of it must not overlap,
+whichever threads and streams they come from. `Turns` holds a lock for the threads and an event for the streams: inputs are
+copied in, the graph is replayed and results are copied out in one turn, and the next turn's stream waits for the last one's.
+A graph that is called by itself writes to nothing that another call reads, and needs no turn.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tilewright.fuse.structure import Structure, rebuild
+from tilewright.kernels.workspace import own_tickets
+
+__all__ = ["Captured", "Turns", "plainly", "share_weights"]
+
+_WARM_UP = 2
+"""Calls before the capture: the first one compiles kernels and lets libraries choose theirs."""
+
+
+class Turns:
+    """The CUDA graphs of one model, which share their memory and are replayed one after the other.
+
+    Args:
+        device: the GPU.
+        copies: whether results are copied out. Otherwise they belong to the thread that called first, until its next call.
+    """
+
+    def __init__(self, device: torch.device, copies: bool):
+        self.device, self.copies = device, copies
+        self.lock = threading.Lock()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.done: torch.cuda.Event | None = None
+        self.stream: torch.cuda.Stream | None = None
+        self.owner: int | None = None
+
+    def begin(self) -> torch.cuda.Stream:
+        """Let the current stream wait for the last turn. Under the lock."""
+        stream = torch.cuda.current_stream(self.device)
+        if self.done is not None and stream != self.stream:
+            stream.wait_event(self.done)
+        if not self.copies:
+            self._check_owner()
+        return stream
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        """Note where the turn's last work stands. Under the lock."""
+        if self.done is None:
+            with torch.cuda.device(self.device):
+                self.done = torch.cuda.Event()
+        self.done.record(stream)
+        self.stream = stream
+
+    def _check_owner(self) -> None:
+        me = threading.get_ident()
+        self.owner = self.owner or me
+        if self.owner != me:
+            raise ValueError(
+                "optimized model: made with copy_outputs=False, its results are overwritten by the next call, and another "
+                "thread called it before: call it from one thread, or optimise with copy_outputs=True"
+            )
+
+
+def plainly(device: torch.device) -> ExitStack:
+    """The scope of a call that computes the same in whatever mode the caller is: no gradients, no autocast, normal tensors."""
+    scope = ExitStack()
+    scope.enter_context(torch.no_grad())
+    if torch.is_inference_mode_enabled():
+        scope.enter_context(torch.inference_mode(False))
+        scope.enter_context(torch.no_grad())
+    if torch.is_autocast_enabled(device.type):
+        scope.enter_context(torch.autocast(device.type, enabled=False))
+    return scope
+
+
+class Captured:
+    """A fused graph for inputs of the examples' shapes.
+
+    Args:
+        fused: the graph: tensors -> a sequence of tensors.
+        called: the same, as it is called: the graph itself, or compiled.
+        inputs: the examples' tensors, in their own dtypes.
+        outputs: dtypes of the float model's outputs.
+        structure: of what the user's model returns.
+        device: where it runs.
+        turns: on a GPU: a CUDA graph is captured, and takes them.
+    """
+
+    def __init__(
+        self, fused: fx.GraphModule, called: Callable[..., Any], inputs: Sequence[Tensor], outputs: Sequence[torch.dtype],
+        structure: Structure, device: torch.device, turns: Turns | None,
+    ):  # fmt: skip
+        self.fused, self.called, self.structure, self.device, self.turns = fused, called, structure, device, turns
+        self.dtypes = list(outputs)
+        self.layout = [(t.dtype, t.stride()) for t in inputs]
+        self.constant = _constants(fused)
+        self.single = len(self.dtypes) == 1 and structure.spec.is_leaf() and structure.leaves == (None,)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.given: list[Tensor] = []
+        self.results: Sequence[Tensor] = ()
+        if turns is not None:
+            self._capture(inputs, turns)
+
+    def _capture(self, inputs: Sequence[Tensor], turns: Turns) -> None:
+        with torch.no_grad(), torch.cuda.device(self.device):
+            self.given = [_static(t, n) for t, n in zip(inputs, _placeholders(self.fused), strict=True)]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UP):
+                    self.called(*self.given)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on with theirs. What they replay shares the pool: the lock keeps them from it meanwhile.
+            capture = torch.cuda.graph(graph, pool=turns.pool, capture_error_mode="thread_local")
+            with turns.lock, own_tickets(self.device) as self.tickets, capture:
+                results = self.called(*self.given)
+                # Where nothing is copied out, the cast is a launch of the graph's.
+                self.results = results if turns.copies else self._own(results)
+        self.graph = graph
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """The user's call, of tensors that have the examples' shapes."""
+        if self.graph is None or self.turns is None:
+            with plainly(self.device):
+                results = self.called(*map(_laid, tensors, self.layout))
+                return rebuild(self.structure, self._own(results))
+        with self.turns.lock:
+            stream = self.turns.begin()
+            try:
+                for static, new in zip(self.given, tensors, strict=True):
+                    # Memory of the host may be written again as soon as this call returns.
+                    static.copy_(new, non_blocking=new.is_cuda)
+                self.graph.replay()
+                outputs = [r.to(d, copy=self.turns.copies) for r, d in zip(self.results, self.dtypes, strict=True)]
+            finally:
+                self.turns.end(stream)
+        return outputs[0] if self.single else rebuild(self.structure, outputs)
+
+    def _own(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """Results as the user may have them: what depends on parameters alone is the graph's, and is copied."""
+        each = zip(results, self.dtypes, self.constant, strict=True)
+        return [r.to(d, copy=constant) for r, d, constant in each]
+
+
+def share_weights(fused: fx.GraphModule, others: Iterable[fx.GraphModule]) -> None:
+    """Let a graph read those tensors of other graphs that are equal to its own: a model's graphs share one set of weights."""
+    known: dict[Any, list[Tensor]] = {}
+    for other in others:
+        for held in (*other.buffers(), *other.parameters()):
+            known.setdefault((held.shape, held.stride(), held.dtype), []).append(held)
+    for module in fused.modules():
+        for slots in (module._buffers, module._parameters):
+            for name, own in slots.items():
+                equal = [] if own is None else known.get((own.shape, own.stride(), own.dtype), [])
+                slots[name] = next((held for held in equal if torch.equal(held, own)), own)  # pyright: ignore[reportArgumentType]
+
+
+def _placeholders(fused: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in fused.graph.nodes if n.op == "placeholder"]
+
+
+def _laid(value: Tensor, layout: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+    """A tensor in memory as the example was, at 16 bytes, in its dtype and with its strides: launches were chosen for such."""
+    dtype, stride = layout
+    if value.stride() == stride and value.dtype == dtype and value.data_ptr() % 16 == 0:
+        return value
+    if 0 in stride:  # of numbers that share their memory nothing can be written
+        return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return torch.empty_strided(value.shape, stride, dtype=dtype, device=value.device).copy_(value)
+
+
+def _constants(fused: fx.GraphModule) -> list[bool]:
+    """Which outputs of a graph are tensors that it holds."""
+    outputs: Any = next(n for n in fused.graph.nodes if n.op == "output").args[0]
+    return [isinstance(n, fx.Node) and n.op == "get_attr" for n in outputs]
+
+
+def _static(value: Tensor, node: fx.Node) -> Tensor:
+    """A tensor of the graph's own for an input, as the graph's first call wants it: that call then does nothing."""
+    first = next((user for user in node.users if user.op == "call_function"), None)
+    return value.clone() if first is None else first.target(value, *first.args[1:]).clone()  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,183 @@
+"""What a graph is held against: the model as the user calls it, its outputs and its time; and which fusions are at fault.
+
+The right outputs are those of `model(*args)` in evaluation, without TF32: not those of the exported graph, which may differ.
+Where torch's fast path of nn.TransformerEncoder is the difference (it puts zeros in padded places), the graph computes what the
+layers do, and the report says how far that is from the fast path. Any other difference means that the module is no graph.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from tilewright.fuse.captured import plainly
+from tilewright.fuse.check import RANDOM, LayerError, compare_outputs, layer_errors
+from tilewright.fuse.differences import TOLERANCES, Difference
+from tilewright.fuse.layer_errors import FLOAT_NODE
+from tilewright.fuse.structure import Structure, flatten, rebuild
+from tilewright.fuse.trace import Traced, Untraceable, line_of, without_fast_path
+from tilewright.hw.tf32 import exact_float32
+
+__all__ = ["Right", "called_on_copies", "faults_of", "right_outputs", "same_as_graph", "timed_us", "torchs_own"]
+
+_SECONDS = 0.5
+"""What a measurement may take beyond one call of each side."""
+_ROUNDS = 30
+
+
+class Right(NamedTuple):
+    """The right outputs."""
+
+    outputs: Any
+    tensors: list[Tensor]
+    structure: Structure
+    layers_only: bool = False
+    """Whether they are those without torch's fast path."""
+    words: str = ""
+    """How far the fast path's are from them."""
+
+
+def called_on_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The model's own call, on copies of its inputs; its buffers are put back."""
+    device = next((t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), torch.device("cpu"))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    tensors, structure = flatten((tuple(args), dict(kwargs)))
+    given, named = rebuild(structure, [t.clone() for t in tensors])
+    with plainly(device), exact_float32():
+        outputs = model(*given, **named)
+        for name, buffer in model.named_buffers():
+            if name in before and not torch.equal(before[name], buffer):
+                buffer.copy_(before[name])
+    return outputs
+
+
+def right_outputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
+    """What the model gives, as the user calls it. Raises ValueError: it fails; with the user's line."""
+    try:
+        outputs = called_on_copies(model, args, kwargs)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = f"{type(error).__name__} at {line_of(error)}"
+        raise ValueError(f"optimize: {type(model).__name__} itself fails on the example inputs: {words} ({line})") from error
+    return Right(outputs, *flatten(outputs))
+
+
+def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
+    """The right outputs, known to be those of the exported graph as well.
+
+    Raises:
+        Untraceable: they are others.
+        ValueError: the model gives others at every call.
+    """
+    tensors, _ = flatten((tuple(args), dict(kwargs)))
+    with torch.no_grad(), exact_float32():
+        found = list(exact.module(*tensors))
+    if len(found) != len(right.tensors):
+        raise Untraceable(f"{type(model).__name__} returns {len(found)} tensors as a graph, and {len(right.tensors)} otherwise")
+    found = rebuild(right.structure, found)
+    apart = _apart(right.outputs, found)
+    if apart is None:
+        return right
+    if _apart(right.outputs, called_on_copies(model, args, kwargs)) is not None:
+        raise ValueError(RANDOM)
+    with without_fast_path():
+        layers = called_on_copies(model, args, kwargs)
+    if _apart(layers, found) is not None:
+        raise Untraceable(
+            f"{type(model).__name__} as a graph gives other outputs than its own call (output{apart.name}: {_words(apart)}): "
+            "it depends on something that a graph does not keep"
+        )
+    words = (
+        f"torch's fast path of nn.TransformerEncoder gives output{apart.name} otherwise ({_words(apart)}"
+        f"{_where(layers, right)}); this is what the layers compute, as torch does after "
+        "torch.backends.mha.set_fastpath_enabled(False)"
+    )
+    return Right(layers, *flatten(layers), layers_only=True, words=words)
+
+
+def _apart(want: Any, got: Any) -> Difference | None:
+    """The first output that differs by more than rounding in its own dtype."""
+    narrow = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    kinds = {narrow[t.dtype] for t in flatten(want)[0] if t.dtype in narrow}
+    allowed = TOLERANCES["bf16" if "bf16" in kinds else "fp16" if kinds else "fp32"]
+    return next((d for d in compare_outputs(want, got) if not allowed.allows(d)), None)
+
+
+def _words(apart: Difference) -> str:
+    return apart.words or f"relative RMS error {apart.rms:.2e}"
+
+
+def _where(layers: Any, right: Right) -> str:
+    """Which part of the values it is."""
+    for want, got in zip(flatten(layers)[0], right.tensors, strict=True):
+        if want.shape == got.shape and want.is_floating_point():
+            far = (want - got).abs() > 1e-3 * want.double().square().mean().sqrt()
+            if bool(far.any()):
+                first = far.nonzero()[0].tolist()
+                return f", {float(far.double().mean()):.1%} of its values, the first at {first}"
+    return ""
+
+
+# ---- who is at fault
+
+
+def faults_of(float_graph: fx.GraphModule, fused: fx.GraphModule, inputs: Sequence[Tensor]) -> list[LayerError]:
+    """The fusions that compute something else than the float model does, rounding aside.
+
+    Args:
+        float_graph: in float32.
+        fused: lowered in float32 too, so that no precision is to blame.
+        inputs: of both.
+    """
+    allowed = TOLERANCES["fp32"]
+    errors = layer_errors(float_graph, fused, inputs)
+    return [e for e in errors if not (e.own <= allowed.rms and e.largest <= allowed.largest)]
+
+
+def torchs_own(
+    float_graph: fx.GraphModule, traced: Traced, inputs: Sequence[Tensor], given: Sequence[Tensor]
+) -> dict[str, float]:
+    """Own errors of torch's layers in a precision, by the node of the float graph.
+
+    Args:
+        float_graph: the float model.
+        traced: it in the precision.
+        inputs: of the float model.
+        given: the same in the precision.
+    """
+    names = {n.name for n in float_graph.graph.nodes if n.op == "call_function"}
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and node.name in names:
+            node.meta[FLOAT_NODE] = node.name
+    return {e.computes: e.own for e in layer_errors(float_graph, traced.module, inputs, given)}
+
+
+# ---- how fast
+
+
+def timed_us(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Microseconds of calls, each the median of several taken in turns, results included."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+
+    def once(call: Callable[[], Any]) -> float:
+        wait()
+        began = time.perf_counter()
+        call()
+        wait()
+        return 1e6 * (time.perf_counter() - began)
+
+    scope: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with scope:
+        first = sum(once(call) for call in calls)  # what a first call prepares is no part of it
+        rounds = max(3, min(_ROUNDS, int(_SECONDS * 1e6 / max(first, 1.0))))
+        taken = [[once(call) for call in calls] for _ in range(rounds)]
+    return [median(each) for each in zip(*taken, strict=True)]
+
+
+def _nothing() -> None:
+    """A CPU has computed when a call returns."""

@@ -1,0 +1,119 @@
+"""Arguments and results of a model as a flat list of tensors, and the structure that puts them together again.
+
+    tensors, structure = flatten((args, kwargs))
+    args, kwargs = rebuild(structure, tensors)
+
+Tuples, lists, dicts and whatever else is registered with torch's pytree (outputs of Hugging Face's models among them) are taken
+apart by pytree. Other objects that hold data in attributes, as dataclasses and Hugging Face's caches do, are taken apart by
+their attributes, and made again without calling their constructor: they come back as the class that they were. What is no
+tensor is a constant, and part of the structure. Structures can be compared and hashed as far as their constants can.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["Constant", "Opened", "Structure", "flatten", "opened", "rebuild"]
+
+
+class Constant(NamedTuple):
+    """What is no tensor. Its type is compared too: 1, 1.0 and True are three constants."""
+
+    kind: type
+    value: Any
+
+
+class Structure(NamedTuple):
+    """How a value is put together."""
+
+    spec: pytree.TreeSpec
+    """pytree's, of the leaves below."""
+    leaves: tuple["Constant | Opened | None", ...]
+    """None for a tensor."""
+
+
+class Opened(NamedTuple):
+    """An object that was taken apart by its attributes."""
+
+    kind: type
+    names: tuple[str, ...]
+    inside: Structure
+    """Of the list of the attributes' values."""
+
+
+_WHOLE = (nn.Module, torch.dtype, torch.device, torch.Size, Enum, type, ModuleType, str, bytes, int, float, complex)
+"""Objects of these are constants, whatever attributes they have."""
+
+
+def _attributes(leaf: Any) -> dict[str, Any] | None:
+    """The attributes of an object that is taken apart, by name; None for a constant."""
+    if leaf is None or isinstance(leaf, _WHOLE) or callable(leaf):
+        return None
+    if is_dataclass(leaf):
+        return {field.name: getattr(leaf, field.name) for field in fields(leaf) if hasattr(leaf, field.name)}
+    return dict(vars(leaf)) if hasattr(leaf, "__dict__") else None
+
+
+def flatten(value: Any, around: tuple[int, ...] = ()) -> tuple[list[Tensor], Structure]:
+    """(the tensors of a value in order, its structure).
+
+    Args:
+        value: anything.
+        around: ids of the objects that the value is an attribute of; a reference back to one of them is a constant.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    tensors, found = list[Tensor](), list[Constant | Opened | None]()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            found.append(None)
+        elif id(leaf) in around or (state := _attributes(leaf)) is None:
+            found.append(Constant(type(leaf), leaf))
+        else:
+            inner, inside = flatten(list(state.values()), (*around, id(leaf)))
+            tensors += inner
+            found.append(Opened(type(leaf), tuple(state), inside))
+    return tensors, Structure(spec, tuple(found))
+
+
+def rebuild(structure: Structure, tensors: Iterable[Any]) -> Any:
+    """The value that has these tensors, which may be anything else as well."""
+    return _rebuilt(structure, iter(tensors))
+
+
+def _rebuilt(structure: Structure, tensors: Iterator[Any]) -> Any:
+    leaves = []
+    for leaf in structure.leaves:
+        if leaf is None:
+            leaves.append(next(tensors))
+        elif isinstance(leaf, Constant):
+            leaves.append(leaf.value)
+        else:
+            made = leaf.kind.__new__(leaf.kind)  # pyright: ignore[reportCallIssue]
+            for name, value in zip(leaf.names, _rebuilt(leaf.inside, tensors), strict=True):
+                object.__setattr__(made, name, value)
+            leaves.append(made)
+    return pytree.tree_unflatten(leaves, structure.spec)
+
+
+def _is_mapping(value: Any) -> bool:
+    """Whether pytree's own names would not say the keys."""
+    return isinstance(value, Mapping) and type(value) is not dict
+
+
+def opened(value: Any) -> Any:
+    """The value as plain dicts, lists and tuples, for comparing it place by place: pytree then names each place."""
+
+    def each(leaf: Any) -> Any:
+        if _is_mapping(leaf):
+            return {key: opened(item) for key, item in leaf.items()}
+        state = None if isinstance(leaf, Tensor) else _attributes(leaf)
+        return leaf if state is None else {name: opened(item) for name, item in state.items()}
+
+    return pytree.tree_map(each, value, is_leaf=_is_mapping)

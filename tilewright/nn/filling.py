@@ -1,0 +1,54 @@
+"""How parameters begin: filled and trainable, as torch.nn's, or empty, for a checkpoint that fills them.
+
+with unfilled():
+    model = build(config)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["begins_empty", "empty_parameter", "parameter", "unfilled", "uniform"]
+
+_EMPTY: ContextVar[bool] = ContextVar("empty", default=False)
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """The scope in which layers are made with uninitialised parameters that ask for no gradient."""
+    before = _EMPTY.set(True)
+    try:
+        yield
+    finally:
+        _EMPTY.reset(before)
+
+
+def begins_empty() -> bool:
+    """Whether it is on."""
+    return _EMPTY.get()
+
+
+def empty_parameter(*shape: int, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter:
+    """An uninitialised parameter that asks for no gradient."""
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+
+def parameter(
+    *shape: int, fill: Callable[[Tensor], Any], device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Parameter:
+    """A parameter that `fill` (of torch.nn.init) initialises, and that asks for a gradient; empty under `unfilled`."""
+    made = empty_parameter(*shape, device=device, dtype=dtype)
+    if not begins_empty():
+        fill(made.requires_grad_())
+    return made
+
+
+def uniform(in_features: int) -> Callable[[Tensor], Any]:
+    """As torch.nn.Linear begins: uniform, with a bound of 1 / sqrt(in_features)."""
+    bound = in_features**-0.5 if in_features else 0.0
+    return partial(nn.init.uniform_, a=-bound, b=bound)
