@@ -50,7 +50,9 @@ def main(given: list[str] | None = None) -> int:
     rows = _rows(options.out)
     left = len(_wanted(options))
     print(f"{len(rows)} rows in {options.out}" + (f", {left} not made yet: run the same command again" if left else ""))
-    return int(any(row.get(key, "").startswith(("wrong", "raised")) for row in rows for key in ("right", "other_batch")))
+    return int(
+        any(row.get(key, "").startswith(("wrong", "raised", "as given")) for row in rows for key in ("right", "other_batch"))
+    )
 
 
 def _options(given: list[str] | None) -> argparse.Namespace:

@@ -44,14 +44,14 @@ def missing(name: str) -> str:
 
 
 BESIDE = Path(__file__).parents[2] / ".data/zoo"
-"""Where the Makefile installs timm and torchvision: in the environment itself transformers would find torchvision and import it."""
+"""Where the Makefile installs timm and torchvision: transformers imports a torchvision that it finds in the environment."""
 
 
 def _package(name: str) -> Any:
     """timm or transformers; both import torchvision where there is one.
 
-    The wheel of torchvision on PyPI is built for CUDA: beside a CPU build of torch its own library does not load, and its import
-    ends at two operators that have no schema. No model here calls them.
+    The wheel of torchvision on PyPI is built for CUDA: beside a CPU build of torch its own library does not load, and its
+    import ends at two operators that have no schema. No model here calls them.
     """
     before = list(sys.path)
     sys.path.append(str(BESIDE))

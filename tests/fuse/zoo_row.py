@@ -79,11 +79,21 @@ def flops(call: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-def taken(model: nn.Module, given: Inputs) -> dict[str, Any]:
-    """Shares of FLOPs and launches, refusals by reason: of the operators one by one, where each call can be seen."""
+def one_by_one(model: nn.Module, given: Inputs) -> Any:
+    """An optimised model without a CUDA graph, Inductor or measuring: every call can be seen."""
+    how = {"graph": False, "search": None, "measure": False} if next(model.parameters()).is_cuda else {"compiled": False}
+    return optimized(model, given, **how)
+
+
+def taken(plain: Any, model: nn.Module, given: Inputs) -> dict[str, Any]:
+    """Shares of FLOPs and launches, refusals by reason.
+
+    Args:
+        plain: of `one_by_one`.
+        model: as given.
+        given: the examples.
+    """
     args, kwargs = given
-    how = {"graph": False, "search": None} if next(model.parameters()).is_cuda else {"compiled": False}
-    plain = optimized(model, given, **how)
     report = plain.report
     every, left = flops(lambda: model(*args, **kwargs)), flops(lambda: plain(*args, **kwargs))
     foreign = [row["op"] for row in report.launches if row["op"].startswith("aten.")]
@@ -109,22 +119,22 @@ def verdict(off: Error, limit: float) -> str:
     return f"wrong: RMS error {off.rms:.1e}, wanted {limit:.0e}" + (f" ({off.words})" if off.words else "")
 
 
-def checked(name: str, batch: int, fast: Any, model: nn.Module, device: str, small: bool = False) -> dict[str, Any]:
-    """Errors of an optimised model on other values of the example's sizes and on another batch."""
-    limit = LIMITS["fp16" if device == "cuda" else "fp32"]
-    row: dict[str, Any] = {}
-    for what, size in (("right", batch), ("other_batch", batch + 1)):
-        given = pytree.tree_map(lambda t: t.to(device), inputs(name, size, small, seed=2))
-        want = right(model, given)
-        try:
-            off = error(fast(*given[0], **given[1]), want)
-        except RAISED as e:
-            refused = isinstance(e, ValueError) and "it was optimised for" in str(e)
-            row[what] = "refused" if refused else f"raised: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            continue
-        row[what] = verdict(off, limit)
-        row["error" if what == "right" else "other_error"] = off.rms
-    return row
+def checked(name: str, batch: int, fast: Any, model: nn.Module, small: bool = False) -> dict[str, Any]:
+    """The verdict on an optimised model, on inputs that it has not seen: right, error, and what runs them."""
+    device = next(model.parameters()).device
+    given = pytree.tree_map(lambda t: t.to(device), inputs(name, batch, small, seed=2))
+    want = right(model, given)
+    try:
+        off = error(fast(*given[0], **given[1]), want)
+    except RAISED as e:
+        return {"right": f"raised: {_words(e)}"}
+    given_back = [shape for shape in fast.report.shapes if not shape.optimised] if hasattr(fast, "report") else []
+    runs = f"as given: {given_back[0].reason}" if given_back else "optimised"
+    return {"right": verdict(off, LIMITS["fp16" if device.type == "cuda" else "fp32"]), "error": off.rms, "runs": runs}
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class Prepared:
@@ -137,13 +147,16 @@ class Prepared:
         given = pytree.tree_map(lambda t: t.to(device), inputs(name, batch))
         start = time.perf_counter()
         try:
-            fast = optimized(model, given, **({} if device == "cuda" else {"compiled": compiled}))
+            fast = optimized(model, given) if device == "cuda" or compiled else one_by_one(model, given)
             self.row["optimise_s"] = round(time.perf_counter() - start, 1)
-            self.row |= checked(name, batch, fast, model, device)
-            self.row |= taken(model, given)
+            plain = one_by_one(model, given) if device == "cuda" or compiled else fast
         except RAISED as e:
-            self.row["right"] = f"raised: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
+            self.row["right"] = f"raised: {_words(e)}"
             return
+        self.row |= taken(plain, model, given)
+        self.row |= checked(name, batch, fast, model)
+        other = checked(name, batch + 1, plain, model)
+        self.row["other_batch"] = other["right"] if other.get("runs", "optimised") == "optimised" else other["runs"]
         self.row["parts"] = type(fast).__name__ == "Partial"
         self.calls["ours"] = lambda: fast(*given[0], **given[1])
         self.calls |= baselines(name, model, given) if device == "cuda" else {"eager": lambda: model(*given[0], **given[1])}
@@ -174,7 +187,7 @@ def baselines(name: str, model: nn.Module, given: Inputs) -> dict[str, Callable[
         try:
             found[what] = make()
         except RAISED as e:
-            print(f"{name}: no {what}: {type(e).__name__}: {' '.join(str(e).split())[:200]}", file=sys.stderr, flush=True)
+            print(f"{name}: no {what}: {_words(e)}", file=sys.stderr, flush=True)
     return found
 
 
