@@ -26,6 +26,7 @@ from tests.server.victim import ServerProcess, Victim, server_process
 
 TIMEOUT_S = 30.0
 CLIENTS = 4
+MAX_FINDINGS = 30
 VICTIMS = (
     {"prompt": "Once upon a time", "max_tokens": 100, "temperature": 0, "ignore_eos": True},
     {"prompt": "Call me", "max_tokens": 100, "temperature": 1, "seed": 7, "ignore_eos": True},
@@ -39,6 +40,11 @@ class Findings:
         self.wrong: list[str] = []
         self.statuses: Counter[int] = Counter()
         self._lock = threading.Lock()
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are so many that a reader stops anyway."""
+        return len(self.wrong) >= MAX_FINDINGS
 
     def add(self, words: str) -> None:
         """Note and say that something was wrong."""
@@ -99,6 +105,8 @@ def ask_all(server: ServerProcess, description: dict[str, Any], seed: int, numbe
     """Send requests on one kept connection until there are none left."""
     connection = None
     for number in numbers:
+        if found.enough or server.process.poll() is not None:
+            return  # what follows would be about the same
         request = make_request(description, seed, number)
         if connection is None:
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT_S)
@@ -117,7 +125,7 @@ def ask_all(server: ServerProcess, description: dict[str, Any], seed: int, numbe
 
 def victims(server: ServerProcess, body: dict[str, object], expected: str, done: threading.Event, found: Findings) -> None:
     """Run one victim after the other until `done`."""
-    while not done.is_set():
+    while not done.is_set() and not found.enough and server.process.poll() is None:
         one = Victim(server.port, body, expected)
         one.start()
         one.join(TIMEOUT_S)
@@ -181,6 +189,9 @@ def fuzz(count: int, seed: int, *, model: str | None = None, first: int = 0) -> 
 
 
 def _look_at_the_end(server: ServerProcess, expected: list[str], found: Findings) -> None:
+    if server.process.poll() is not None:
+        found.add(f"the server has ended with {server.process.returncode}:\n" + "".join(server.lines)[-6000:])
+        return
     if server.request("GET", "/health")[0] != 200:
         found.add("the server is not healthy in the end")
     if (after := [alone(server, body) for body in VICTIMS]) != expected:
