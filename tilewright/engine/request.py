@@ -6,6 +6,7 @@ Not supported: beam search, grammars and other constrained decoding beyond a set
 """
 
 import math
+import reprlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "State",
     "TokenLogprobs",
     "sample_seed",
+    "shown",
 ]
 
 MAX_LOGIT_ENTRIES = 1024
@@ -118,7 +120,7 @@ class SamplingParams:
             raise ValueError("top_p is 0, wanted above 0 and at most 1; for the likeliest token set temperature=0")
         self._check_stops()
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias is {_shown(self.logit_bias)}, wanted a mapping of token id to bias")
+            raise ValueError(f"logit_bias is {shown(self.logit_bias)}, wanted a mapping of token id to bias")
         for token, bias in self.logit_bias.items():
             _integer("logit_bias key", token, 0, 2**31 - 1)
             _real(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
@@ -135,9 +137,9 @@ class SamplingParams:
             if isinstance(value, list):
                 object.__setattr__(self, name, value := tuple(value))
             if not isinstance(value, tuple) or not all(type(item) is kind for item in value):
-                raise ValueError(f"{name} is {_shown(value)}, wanted a tuple of {kind.__name__}, such as {name}=({kind(1)!r},)")
+                raise ValueError(f"{name} is {shown(value)}, wanted a tuple of {kind.__name__}, such as {name}=({kind(1)!r},)")
         if "" in self.stop:
-            raise ValueError(f"stop is {_shown(self.stop)}, wanted strings with at least one character")
+            raise ValueError(f"stop is {shown(self.stop)}, wanted strings with at least one character")
         if self.allowed_token_ids == ():
             raise ValueError("allowed_token_ids is empty, wanted at least one token id, or None for all of them")
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -147,24 +149,26 @@ class SamplingParams:
 
 def _integer(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {_shown(value)}, wanted an integer")
+        raise ValueError(f"{name} is {shown(value)}, wanted an integer")
     if not low <= value <= high:
-        raise ValueError(f"{name} is {_shown(value)}, wanted {low} to {high}")
+        raise ValueError(f"{name} is {shown(value)}, wanted {low} to {high}")
 
 
 def _real(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"{name} is {_shown(value)}, wanted a number")
+        raise ValueError(f"{name} is {shown(value)}, wanted a number")
     if not low <= value <= high:  # NaN is in no range
-        raise ValueError(f"{name} is {_shown(value)}, wanted {low:g} to {high:g}")
+        raise ValueError(f"{name} is {shown(value)}, wanted {low:g} to {high:g}")
 
 
-def _shown(value: Any) -> str:
-    """A value in an error message: short, whatever it is. Python writes no integer of more than 4300 digits."""
+def shown(value: Any, most: int = 200) -> str:
+    """A value in an error message, in `most` characters. Python writes no integer of more than 4300 digits."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"{'-' if value < 0 else ''}an integer of some {int(value.bit_length() * 0.30103)} digits"
-    words = repr(value) if not isinstance(value, (int, float)) else str(value)
-    return words if len(words) <= 200 else words[:197] + "..."
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    words = short.repr(value)
+    return words if len(words) <= most else words[: most - 3] + "..."
 
 
 def sample_seed(seed: int | None, index: int) -> int:

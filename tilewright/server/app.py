@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
@@ -36,6 +35,7 @@ from tilewright.engine.core import Engine
 from tilewright.server import errors
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError, unavailable
+from tilewright.server.intake import Intake
 from tilewright.server.live import LiveView
 from tilewright.server.metrics import CONTENT_TYPE, Metrics
 from tilewright.server.prompts import Served, encode
@@ -45,11 +45,8 @@ from tilewright.server.worker import EngineStopped, EngineWorker
 
 __all__ = ["Server", "create_app"]
 
-INLINE_BODY_BYTES = 4096
-"""Bodies up to this are parsed and tokenized on the event loop; longer ones would hold it up and go to a thread."""
-
 MAX_FAILURES = 10
-"""Failed samples without a token in between, after which the device, not the requests, is to blame."""
+"""Failed steps without a token in between, after which the device, not the requests, is to blame."""
 
 PAGE = Path(__file__).parent / "page"
 PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -73,6 +70,7 @@ class Server:
     """The endpoints and what they share. Its worker exists between startup and shutdown of the app."""
 
     worker: EngineWorker
+    intake: Intake
 
     def __init__(self, engine: Engine, served: Served, config: ServerConfig):
         self.engine = engine
@@ -90,12 +88,14 @@ class Server:
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Start the engine's thread, and end it with the app. From here on no kernel should be compiled."""
-        self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed)
+        self.intake = Intake()
+        self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed, max_wait_s=self.config.max_wait_s)
         self.compiles.start().mark_ready()
         try:
             yield
         finally:
             self.worker.close()
+            self.intake.close()
             self.compiles.stop()
 
     def _failed(self, error: BaseException) -> None:
@@ -121,7 +121,7 @@ class Server:
     async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
         """`read(body)`, off the event loop where that is worth it."""
         raw = await read_body(request, self.config)
-        return read(raw) if len(raw) <= INLINE_BODY_BYTES else await run_in_threadpool(read, raw)
+        return await self.intake.run(raw, read, inline=request.url.path != "/v1/chat/completions")
 
     # Text and tokens -------------------------------------------------------------------------------------------------
 
