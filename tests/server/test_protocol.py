@@ -224,8 +224,8 @@ def test_all_fields_arrive() -> None:
         "stop_token_ids": [66],
         "best_of": 2,
         "logprobs": 3,
-        "priority": 4,
     }
+    same |= {"priority": 4}
     answer = {"echo": True, "stream": True, "stream_options": {"include_usage": True}, "model": "letters"}
     job = complete(**same, **others, **answer)
     expected = SamplingParams(
