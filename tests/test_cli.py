@@ -39,6 +39,7 @@ OPTIONS = {
     "serve": {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
+        "--max-wait-s",
         *("--prefix-cache", "--no-prefix-cache"),
     },
     "run": {

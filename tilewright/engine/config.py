@@ -31,13 +31,13 @@ class EngineConfig:
         None, f"quantise the weights while loading: {', '.join(QUANTIZE)}; default: as the model's folder has them"
     )
     max_model_len: int | None = option(None, "tokens of prompt and answer together; default: what the model was made for")
-    max_seqs: int = option(256, "requests that run at once")
+    max_seqs: int = option(256, "requests that run at once; a CPU runs 64 at most")
     page_size: int | None = option(None, "tokens in a page of the KV cache; default: 64 for latents and 8-bit codes, else 16")
     kv_cache: str | None = option(None, f"store keys and values as {' or '.join(KV_CACHE)}; default: in the model's dtype")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from memory_fraction")
     memory_fraction: float = option(0.9, "share of the device's memory for weights, workspace and KV cache together")
     max_tokens_per_step: int = option(
-        8192, "tokens of one pass of the model, at least max_seqs; a CPU takes 256 or max_seqs at most"
+        8192, "tokens of one pass of the model, at least max_seqs; a CPU takes 256 at most"
     )
     prefill_chunk: int | None = option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
     max_waiting: int = option(4096, "requests that may wait; beyond it they are refused")

@@ -23,6 +23,7 @@ UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet one."""
 SHORT_CHARS = 2048
 """Texts up to this are encoded at once, in well under a millisecond; the way that lets other threads run costs 50 us."""
+_BARRED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 PROMPT_WINDOW = 8
 """Tokens of the prompt's end that generated text is decoded with: a character has 4 bytes, so 4 tokens, at most."""
 
@@ -65,7 +66,7 @@ class Tokenizer:
         """What `suffix` has found so far; a text stream looks here first."""
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special)
         added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-        named = [text for text in added if text.strip() and chat_template is not None and text in chat_template]
+        named = [text for text in added if text.strip() and (text in (chat_template or "") or _BARRED.fullmatch(text))]
         self._special_texts = _starts(text for text, special in added.items() if special)
         self._control_texts = _starts([*named, *(text for text, special in added.items() if special)])
 
@@ -174,9 +175,9 @@ class Tokenizer:
         """Token ids of a conversation, through the chat template. Raises ChatTemplateError or TokenizerError.
 
         What is written in the messages is text: a control token that is spelled out there, by which a turn could be forged, is
-        encoded in pieces, none of which is that token. Control tokens are the special ones, and those that the template itself
-        names; in assistant turns only the special ones, since templates look for the others there ("</think>"). With
-        `allow_special` they are what they spell. A control token of one character is never text.
+        encoded in pieces, none of which is that token. Control tokens are the special ones and, of the other added ones, those
+        that the template names or that are written <|so|>; in assistant turns only the special ones, since templates look for
+        the others there ("</think>"). With `allow_special` they are what they spell. One of a single character is never text.
         """
         if allow_special:
             return self.encode(self.apply_chat_template(messages, **variables), add_special=False)
