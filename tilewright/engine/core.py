@@ -137,7 +137,8 @@ class Engine:
     def step(self) -> list[Delta]:
         """One round: schedule and launch a step, collect a step. Asynchronous runners keep one in flight behind the other."""
         for request, retry_s in self.scheduler.expire():
-            request.error = f"it has waited for {request.max_wait_s:g} s and was not started; try again in {retry_s:.0f} s"
+            waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
+            request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
             self._end(request, retry_s)
         step = self.scheduler.schedule()
         if step is not None:
