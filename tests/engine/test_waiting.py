@@ -59,6 +59,16 @@ def test_a_request_waits_for_as_long_as_it_may_and_is_refused_where_it_would_wai
     assert queue.ask(0.5).state is State.WAITING, "an empty queue takes the most impatient"
 
 
+def test_the_samples_of_an_overdue_one_go_with_it():
+    queue = Queue()
+    queue.ask(None)
+    samples = [Request("n", [1], SamplingParams(n=3), index=i, max_wait_s=None if i else 1.5) for i in range(3)]
+    queue.sched.add(*samples)
+    late = [pair for _ in range(2) for pair in queue.second()] + queue.sched.expire()
+    assert [request for request, _ in late] == samples
+    assert not queue.sched.waiting
+
+
 def test_whoever_was_started_does_not_expire():
     queue = Queue()
     one = queue.ask(1.0)
