@@ -39,8 +39,9 @@ OPTIONS = {
     "serve": {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
-        "--max-wait-s",
+        "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
+        *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
     },
     "run": {
         *ENGINE_OPTIONS,

@@ -3,7 +3,8 @@
 A template comes with a model's files and is run in Jinja's immutable sandbox: it reaches neither the disk nor Python, and what
 it may see is what the Hugging Face libraries show to it (messages, tools, special tokens, `raise_exception`, `strftime_now`,
 `tojson`, `break` and `continue`; `generation` blocks mark what was generated and change nothing). Its size, its running time,
-the texts that it puts together and its result are bounded. Filters are not: a model folder is trusted that far.
+the texts that it puts together and its result are bounded; filters are not, but it is tried once, in a process of its own,
+when a model is loaded (trial.py).
 """
 
 import json
@@ -84,8 +85,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
-        except (TemplateError, RecursionError, ValueError) as error:
+        except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is not valid: {_words(error)}") from error
+        except (RecursionError, MemoryError, OverflowError, SyntaxError, ValueError) as error:
+            # Jinja makes Python of it; what is nested too deeply or holds numbers of a million digits fails there.
+            raise ChatTemplateError(f"the model's chat template cannot be compiled: {type(error).__name__}") from error
 
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, tools: Any = None, **variables: Any

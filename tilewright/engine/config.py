@@ -36,9 +36,7 @@ class EngineConfig:
     kv_cache: str | None = option(None, f"store keys and values as {' or '.join(KV_CACHE)}; default: in the model's dtype")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from memory_fraction")
     memory_fraction: float = option(0.9, "share of the device's memory for weights, workspace and KV cache together")
-    max_tokens_per_step: int = option(
-        8192, "tokens of one pass of the model, at least max_seqs; a CPU takes 256 at most"
-    )
+    max_tokens_per_step: int = option(8192, "tokens of one pass of the model, at least max_seqs; a CPU takes 256 at most")
     prefill_chunk: int | None = option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
     max_waiting: int = option(4096, "requests that may wait; beyond it they are refused")
     prefix_cache: bool = option(True, "share pages of the KV cache between requests that begin alike")

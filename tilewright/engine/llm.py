@@ -47,7 +47,7 @@ class LLM:
         loaded = _load(options_of, progress)
         self.config, self.plan = loaded.config, loaded.plan
         assert loaded.tokenizer_path is not None, "a model by name has a folder"
-        self.tokenizer = Tokenizer.load(loaded.tokenizer_path)
+        self.tokenizer = loaded.tokenizer or Tokenizer.load(loaded.tokenizer_path)
         self.engine = _engine(options_of, loaded, self.tokenizer)
 
     def generate(

@@ -15,6 +15,10 @@ from typing import Any
 import tokenizers
 
 from tilewright.engine.chat import ChatTemplate, ChatTemplateError
+from tilewright.engine.trial import try_template
+from tilewright.models.errors import ModelError
+from tilewright.models.fields import check_generation
+from tilewright.models.files import read_json, read_text
 
 __all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
 
@@ -78,26 +82,32 @@ class Tokenizer:
             raise TokenizerError(f"{folder} is no folder, wanted a model folder with a tokenizer.json")
         try:
             return cls._read(folder)
+        except ModelError as error:  # its message has the path
+            raise TokenizerError(str(error)) from error
         except ValueError as error:
             raise TokenizerError(f"{folder}: {error}") from error
 
     @classmethod
     def _read(cls, folder: Path) -> "Tokenizer":
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise TokenizerError("has no tokenizer.json (a SentencePiece tokenizer.model alone is not enough; convert it)")
         backend = _backend(path)
         config = _json(folder / "tokenizer_config.json")
         special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
-        eos = _json(folder / "generation_config.json").get("eos_token_id")
-        if eos is None:
-            eos = _json(folder / "config.json").get("eos_token_id")
+        eos = None
+        for name in ("generation_config.json", "config.json"):
+            found = _json(folder / name)
+            check_generation(found, name)
+            eos = found.get("eos_token_id") if eos is None else eos
         eos_ids = () if eos is None else eos if isinstance(eos, list) else (eos,)
         template_path = folder / "chat_template.jinja"
-        if template_path.is_file():
-            template = template_path.read_text(encoding="utf-8")
+        if template_path.exists():
+            template = read_text(template_path)
         else:
             template = _default_template(config.get("chat_template"))
+        if template is not None:
+            try_template(template, special)
         return cls(backend, eos_ids=eos_ids, special_tokens=special, chat_template=template)
 
     def _special_id(self, special: Mapping[str, str], name: str) -> int | None:
@@ -318,10 +328,11 @@ def _prompt_end(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return tokenizers.Tokenizer.from_str(read_text(path))
     except BaseException as error:
-        # The library raises a bare Exception for a file that it does not understand; anything else is not about the file.
-        if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
+        # The library raises a bare Exception for a file that it does not understand, or panics, which is no Exception at all;
+        # anything else is not about the file.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"{path.name} is not a tokenizer: {error}; fetch it again") from error
 
@@ -339,15 +350,7 @@ def _byte_tokens(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path.name} is not JSON: {error}; fetch it again") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path.name} holds a {type(content).__name__}, wanted an object")
-    return content
+    return read_json(path) if path.exists() else {}
 
 
 def _content(token: Any) -> str:
