@@ -73,6 +73,12 @@ class Channel:
         return deltas
 
 
+def _take_exception(found: asyncio.Future[T]) -> None:
+    """A caller that has gone takes no exception, and the log would show a traceback for each."""
+    if not found.cancelled():
+        found.exception()
+
+
 class EngineWorker:
     """Runs `engine` in a thread of its own. Create it on the event loop that it shall serve; `close` ends the thread.
 
@@ -141,8 +147,10 @@ class EngineWorker:
         """The result of `look()`, run in the engine's thread between two steps."""
         if self._stopped is not None:
             raise EngineStopped(self._stopped)
+        found = asyncio.wrap_future(self._executor.submit(look), loop=self._loop)
+        found.add_done_callback(_take_exception)
         # shield: a command whose caller has gone still runs, so that the abort behind it finds what it must end.
-        return await asyncio.shield(asyncio.wrap_future(self._executor.submit(look), loop=self._loop))
+        return await asyncio.shield(found)
 
     def stop_all(self, reason: str) -> None:
         """End every open channel with `EngineStopped`, and take no more work."""
