@@ -39,6 +39,7 @@ OPTIONS = {
     "serve": {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
+        "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
     },
@@ -203,9 +204,9 @@ def test_a_misspelled_command_exits_with_2(arguments: list[str]) -> None:
 
 
 USER_ERRORS = [
-    (["run", "-p", "x", "--temperature", "-1"], "temperature is -1.0, wanted 0 or more"),
+    (["run", "-p", "x", "--temperature", "-1"], "temperature is -1.0, wanted 0 to 100"),
     (["run", "-p", "x", "--top-p", "2"], "top_p is 2.0, wanted 0 to 1"),
-    (["run", "-p", "x", "--max-tokens", "0"], "max_tokens is 0, wanted 1 or more"),
+    (["run", "-p", "x", "--max-tokens", "0"], "max_tokens is 0, wanted 1 to 2147483647"),
     (["run", "-p", "x", "--max-model-len", "1"], "max_model_len is 1, wanted 2"),
     (["serve", "--port", "99999"], "port is 99999, wanted 0 to 65535"),
     (["serve", "--host", "no.such.host.invalid"], "is not known"),

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from tilewright.engine import schedule
+from tilewright.engine import prefixes, schedule
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
 from tilewright.engine.schedule import Scheduler
@@ -40,7 +40,7 @@ def _evicted_pages_can_still_be_found() -> AbstractContextManager[Any]:
 
 
 def _digest_ignores_what_came_before() -> AbstractContextManager[Any]:
-    return patch.object(schedule, "page_digest", lambda parent, tokens, real=schedule.page_digest: real(b"", tokens))
+    return patch.object(prefixes, "page_digest", lambda parent, tokens, real=prefixes.page_digest: real(b"", tokens))
 
 
 def _preempted_requests_keep_their_place() -> AbstractContextManager[Any]:
@@ -79,7 +79,7 @@ def _copies_are_dropped() -> AbstractContextManager[Any]:
 
 
 def _pages_are_trusted_after_a_fault() -> AbstractContextManager[Any]:
-    return patch.object(Scheduler, "distrust_pages", lambda self: None)
+    return patch.object(Scheduler, "distrust", lambda self, steps: None)
 
 
 def _stop_tokens_count_one_token_early() -> AbstractContextManager[Any]:
@@ -98,7 +98,7 @@ def _stop_tokens_count_one_token_early() -> AbstractContextManager[Any]:
 
 
 def _prefix_hits_skip_a_page() -> AbstractContextManager[Any]:
-    return _wrapped(Scheduler, "_hits", lambda old: lambda self, *args: old(self, *args)[1:])
+    return _wrapped(prefixes.Prefixes, "hits", lambda old: lambda self, *args: old(self, *args)[1:])
 
 
 def _aborts_are_forgotten() -> AbstractContextManager[Any]:
@@ -134,7 +134,7 @@ def _newest_first() -> AbstractContextManager[Any]:
 
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def planned(self: Scheduler) -> Any:
-            self.waiting.reverse()
+            self.waiting._requests.reverse()
             return old(self)
 
         return planned

@@ -6,6 +6,9 @@
     B1  one request, 128 in, 256 out, decode only: the time from the first token to the last
     B64 the same for 64 requests at once
 
+    E0  128 requests, 128 in, 256 out, decode only, sampled: what a plain step takes (median_step_ms)
+    E50 the same, half of the requests with penalties, a bias, log-probabilities and min_tokens: at most 5 % more is the aim
+
     P4096  16 prompts of 4095 tokens, one token out of each: what counts is input_tok_per_s
     R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out, with sampling, penalties, biases and log-probabilities at
            random: do any kernels compile after the engine is ready?
@@ -79,11 +82,32 @@ def any_params(rng: random.Random, out: int) -> SamplingParams:
     return SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30), **rng.choice(extras))
 
 
+def half_edited(rng: random.Random, out: int) -> SamplingParams:
+    """Every other request, at random, asks for all that is done to logits, and for their log-probabilities."""
+    edits: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logit_bias": {7: 2.0, 11: -5.0},
+        "logprobs": 5,
+        "stop_token_ids": (3,),
+        "min_tokens": out,
+    }
+    return SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30), **(edits if rng.random() < 0.5 else {}))
+
+
 WORKLOADS = {
     "W1": Workload("W1", lambda rng: public_lengths()),
     "W2": Workload("W2", lambda rng: [(1024, 1024)] * 256),
     "B1": Workload("B1", lambda rng: [(128, 256)], decode_only=True),
     "B64": Workload("B64", lambda rng: [(128, 256)] * 64, decode_only=True),
+    "E0": Workload(
+        "E0",
+        lambda rng: [(128, 256)] * 128,
+        decode_only=True,
+        params=lambda rng, out: SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30)),
+    ),
+    "E50": Workload("E50", lambda rng: [(128, 256)] * 128, decode_only=True, params=half_edited),
     "P4096": Workload("P4096", lambda rng: [(4095, 1)] * 16),
     "R2000": Workload(
         "R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)], params=any_params

@@ -361,6 +361,7 @@ _SHAPES: dict[str, tuple[str, ...]] = {
             *("M=64 N=4096 K=14336", "M=2048 N=4096 K=14336", "M=8192 N=8192 K=8192"),
         )
     ),
+    "edit_logits": ("M=1", "M=256"),
     "token_logprobs": ("M=1", "M=256"),
 }
 

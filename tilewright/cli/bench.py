@@ -105,7 +105,9 @@ def bench_ops(
 def bench_engine(
     context: typer.Context,
     shape: Annotated[str, typer.Argument(help="Model shape, random weights: qwen3-0.6b, qwen3-8b, llama-1b, llama-8b.")],
-    workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B64, P4096, R2000; any.")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B64, E0, E50, P4096, R2000; any.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process: the first is cold.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together.")] = 4096,
@@ -119,8 +121,8 @@ def bench_engine(
 ) -> None:
     """Output tokens a second of the engine on fixed workloads (W1 256 ragged requests, W2 1024/1024, B1 and B64 decoding).
 
-    P4096 is about prompts. R2000 counts the kernels compiled while 2,000 random requests are served. Example:
-    tilewright bench engine qwen3-0.6b -w W1 -w B1 --out engine.json
+    P4096 is about prompts, E50 against E0 about penalties and log-probabilities. R2000 counts the kernels compiled while
+    2,000 random requests are served. Example: tilewright bench engine qwen3-0.6b -w W1 -w B1 --out engine.json
     """
     with plain_errors(context):
         from tilewright.bench.engine import WORKLOADS, run_engine

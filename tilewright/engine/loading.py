@@ -82,6 +82,11 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
             the model or the card cannot have.
     """
     report, on, wanted = progress or (lambda text: None), _device(options.device), _dtype(options.dtype)
+    if options.invariant and on.type == "cpu":
+        raise ValueError(
+            "invariant is set, but on a CPU the bits of a row depend on the rows beside it (its products are torch's own); "
+            "take a GPU, or leave --invariant out"
+        )
     folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)

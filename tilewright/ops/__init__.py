@@ -16,6 +16,7 @@ from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_gradient_op, cross_entropy_op
 from tilewright.kernels.dropout import dropout_op
+from tilewright.kernels.edit_logits import edit_logits, edit_logits_op
 from tilewright.kernels.embedding import embedding_bag_op
 from tilewright.kernels.embedding_backward import embedding_backward_op
 from tilewright.kernels.gated_backward import gated_backward_op
@@ -111,6 +112,7 @@ __all__ = [
     "conv_transpose3d",
     "cross_entropy",
     "dropout",
+    "edit_logits",
     "embedding",
     "embedding_bag",
     "fold_batch_norm",
@@ -183,6 +185,7 @@ ALL = (
     cross_entropy_gradient_op,
     cross_entropy_op,
     dropout_op,
+    edit_logits_op,
     embedding_backward_op,
     embedding_bag_op,
     gated_backward_op,

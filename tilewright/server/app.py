@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
@@ -36,6 +35,7 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.gate import Gate
+from tilewright.server.intake import Intake
 from tilewright.server.live import LiveView
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
 from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
@@ -47,11 +47,8 @@ from tilewright.server.worker import EngineStopped, EngineWorker
 
 __all__ = ["Server", "create_app"]
 
-INLINE_BODY_BYTES = 4096
-"""Bodies up to this are parsed and tokenized on the event loop; longer ones would hold it up and go to a thread."""
-
 MAX_FAILURES = 10
-"""Failed samples without a token in between, after which the device, not the requests, is to blame."""
+"""Failed steps without a token in between, after which the device, not the requests, is to blame."""
 
 LOOK_TIMEOUT_S = 10.0
 """How long /metrics and /live wait for the end of a step."""
@@ -79,6 +76,7 @@ class Server:
     """The endpoints and what they share. Its worker exists between startup and shutdown of the app."""
 
     worker: EngineWorker
+    intake: Intake
     watchdog: Watchdog
 
     def __init__(self, engine: Engine, served: Served, config: ServerConfig):
@@ -102,7 +100,8 @@ class Server:
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Start the engine's thread, and end it with the app. From here on no kernel should be compiled."""
-        self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed)
+        self.intake = Intake()
+        self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed, max_wait_s=self.config.max_wait_s)
         self.watchdog = Watchdog(self.worker, self.config.step_timeout_s)
         watching = asyncio.ensure_future(self.watchdog.run())
         self.compiles.start().mark_ready()
@@ -111,6 +110,7 @@ class Server:
         finally:
             watching.cancel()
             await self._close()
+            self.intake.close()
             self.compiles.stop()
 
     async def _close(self) -> None:
@@ -152,7 +152,7 @@ class Server:
     async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
         """`read(body)`, off the event loop where that is worth it."""
         raw = await self._body(request)
-        return read(raw) if len(raw) <= INLINE_BODY_BYTES else await run_in_threadpool(read, raw)
+        return await self.intake.run(raw, read, inline=request.url.path != "/v1/chat/completions")
 
     async def _body(self, request: Request) -> bytes:
         """The request's JSON body, as bytes. Raises `ApiError` 415, 413, 408 or 503."""

@@ -1,5 +1,6 @@
 """What a server is told at its start: where it listens and how much one client may ask for."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class ServerConfig:
     """Longest time that the head of a request may take to arrive, and that a connection may be idle before its first."""
     body_timeout_s: float = 60.0
     """Longest time that a request body may take to arrive."""
+    max_wait_s: float = option(2.0, "seconds that a request may wait to be started; it is refused where it would wait longer")
     write_timeout_s: float = 30.0
     """A client that takes no byte of its answer for this long loses its connection."""
     step_timeout_s: float = 120.0
@@ -59,6 +61,8 @@ class ServerConfig:
     """Most messages in one chat request."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.max_wait_s < math.inf:
+            raise ValueError(f"max_wait_s is {self.max_wait_s}, wanted seconds above 0; a large number is no limit")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, wanted 0 to 65535 (0: any free port)")
         if not self.host:
