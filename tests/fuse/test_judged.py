@@ -187,7 +187,7 @@ def test_a_fault_that_cannot_be_left_is_said(monkeypatch: pytest.MonkeyPatch) ->
     real = HOME.Lowering
     monkeypatch.setattr(HOME, "Lowering", lambda traced, exact, report, refused: real(traced, exact, report))
     with pytest.raises(
-        Inaccurate, match=r"guilty layer is 0 .*in float32 too, a fault of the fuser; please report it"
+        Inaccurate, match=r"guilty layer is 0: .*in float32 too, a fault of the fuser; please report it"
     ) as caught:
         optimized(model, x, "fp16")
     assert "wider precision" not in str(caught.value)
@@ -201,5 +201,5 @@ def test_a_layer_beside_torchs_own(factor: float, words: str | None) -> None:
     if words is None:
         optimized(model, x, "fp16")
         return
-    with pytest.raises(Inaccurate, match=rf"guilty layer is 0 .*{words}"):
+    with pytest.raises(Inaccurate, match=rf"guilty layer is 0: .*{words}"):
         optimized(model, x, "fp16")

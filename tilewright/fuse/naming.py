@@ -12,6 +12,8 @@ _SELF = re.compile(r"^L\['\w+'\]\.|^L__self___")
 """How torch.compile spells the model in front of a module's name."""
 _TORCH = str(Path(torch.__file__).parent)
 """A line in here is torch's, not the user's."""
+_FUSE = str(Path(__file__).parent)
+"""Nor is one in here."""
 
 
 def layer_name(node: fx.Node) -> str:
@@ -25,7 +27,7 @@ def layer_name(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """The user's line behind a node, "model.py:12"; "" where it is not known."""
     lines = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
-    trace = [line for line in lines if line.startswith("File ") and _TORCH not in line]
+    trace = [line for line in lines if line.startswith("File ") and _TORCH not in line and _FUSE not in line]
     if not trace:
         return ""
     path, _, rest = trace[-1].removeprefix('File "').partition('", line ')
