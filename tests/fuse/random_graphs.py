@@ -3,8 +3,8 @@
     python -m tests.fuse.random_graphs --count 5000 --seed 0 --backend both
 
 Program i has seed `--seed` + i, so a run that was stopped goes on with a later seed. Each is called on the example's inputs, on
-other values, and every fifth on other sizes. A failure prints its seed and the smallest program that still fails, as Python. Exit
-code 1 where anything failed.
+other values, and every fifth on other sizes. A failure prints its seed and the smallest program that still fails, as Python.
+Exit code 1 where anything failed.
 
 Verdicts: right; wrong (an output, or a fault of the fuser that was found and mended at run time); raised; given (the model as
 given answers in our graph's place); unsaid (a product, convolution, attention, norm or pool runs as torch's own kernel and the

@@ -78,6 +78,15 @@ def test_flops_of_torch_and_of_ours() -> None:
     assert (row["flops_ours"], row["launches"], row["launches_ours"]) == (1.0, 1, 1)
 
 
+def test_flops_behind_opaque_calls() -> None:
+    """torch's fused encoder layer and its LSTM are single calls to the counter."""
+    for layer in (
+        torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(),
+        torch.nn.LSTM(16, 16, batch_first=True),
+    ):
+        assert flops(lambda layer=layer: layer(torch.randn(1, 4, 16))) > 2 * 4 * 16 * 16
+
+
 def test_times_are_of_the_calls() -> None:
     found = times({"a": lambda: sum(range(1000)), "b": lambda: sum(range(100_000))}, gpu=False, seconds=0.05)
     assert 5 < found["b"] / found["a"] < 2000
