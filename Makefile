@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test serve check test test-compile test-plain test-interpret bench certify certify-all clean
+.PHONY: help setup setup-test serve check test test-compile test-plain test-interpret test-long test-gpu bench certify certify-all clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,14 @@ test-plain: setup-test ## the rest, but for kernels that need a GPU
 test-interpret: export TRITON_INTERPRET := 1
 test-interpret: setup-test ## every kernel against its definition, in Triton's interpreter
 	$(BIN)/python -m pytest tests/test_ops.py tests/kernels $(ARGS)
+
+test-long: export OMP_NUM_THREADS := 1
+test-long: setup-test ## the tests that take minutes, which `make test` leaves out
+	$(BIN)/python -m pytest -m long $(ARGS)
+
+# With the Python that is there, and what it has: no environment is made, nothing is installed.
+test-gpu: ## what only a GPU can show, in ten minutes; make test-gpu PYTHON=python3.12 ARGS='-k attention'
+	$(PYTHON) scripts/test_gpu.py $(ARGS)
 
 bench: setup ## measure operators or the engine: ARGS='ops', ARGS='engine'
 	$(BIN)/tilewright bench $(ARGS)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.bench.compare.simulated import chain_design, judge, own_ways, runs_of, truth_of
 from tests.bench.compare.test_fake_engine import judged, measured
 from tilewright.bench.compare.segments import attribute
-from tilewright.bench.harness import Results
+from tilewright.bench.results import Results
 
 # layers, rounds, noise of a run, drift, share of disturbed runs, fused pair, a byte out over a byte in, error of each program
 CASES = [

@@ -15,10 +15,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+import triton
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +33,7 @@ print(json.dumps(dataclasses.asdict(features())))
 
 def environment(version: str) -> dict[str, str]:
     """The process environment in which `import triton` gives that version, which is installed first if need be."""
-    if version == installed_version("triton"):
+    if version == triton.__version__:
         return dict(os.environ)
     folder = ROOT / ".data/triton" / version
     if not (folder / f"triton-{version}.dist-info").exists():

@@ -39,7 +39,7 @@ def main() -> None:
     import torch
 
     from tilewright.bench.engine import any_params
-    from tilewright.bench.harness import Results
+    from tilewright.bench.results import Results
     from tilewright.engine.config import EngineConfig
     from tilewright.engine.llm import load_engine
     from tilewright.engine.request import SamplingParams

@@ -26,7 +26,8 @@ from tilewright.op import Scope
 from tilewright.tune import lookup
 from tilewright.tune.database import Database
 from tilewright.tune.frozen import freeze, write_table
-from tilewright.tune.record import Environment, Row, now, problem_json, source_hash, versions
+from tilewright.tune.record import Environment, Row, now, problem_json, versions
+from tilewright.tune.source import source_hash
 
 H100 = Device(
     kind="cuda", name="NVIDIA H100 80GB HBM3", arch=90, sms=132, smem_bytes=232448, l2_bytes=50 << 20, memory_bytes=80 << 30

@@ -1,17 +1,23 @@
-"""Write the tables of figures: README.md's summary, docs/results.md and docs/support.md.
+"""Write the tables of figures: README.md's summary, docs/results*.md, docs/support.md, and quant/speed.json of the package.
 
-What was measured comes from benchmarks/results, what compiles where from tilewright/asm/certificates.
+What was measured comes from benchmarks/results, a folder a card; what compiles where from tilewright/asm/certificates. No table
+has figures of two cards, nor of two commits: README.md and docs/results.md show the newest set, every other set has a page
+of its own (docs/results-h100.md). Rows whose kernels have changed since are marked.
 
-python scripts/results_table.py            # rewrite the three files
-python scripts/results_table.py --check    # exit 1 if one is not what the files say
+python scripts/results_table.py            # rewrite the files
+python scripts/results_table.py --check    # exit 1 if one is not what the results say
 """
 
 import json
+import re
+import shlex
 import statistics
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from results_sets import ResultSet, changed_mark, day, mark, mark_of, sets, shown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -19,7 +25,8 @@ BEGIN = "<!-- results: written by scripts/results_table.py from benchmarks/resul
 END = "<!-- end of results -->\n"
 RESULTS_HEAD = """# What was measured
 
-Written by scripts/results_table.py from benchmarks/results; the commands stand at the end. docs/log.md tells what was tried.
+Written by scripts/results_table.py from benchmarks/results/{name}; the commands stand at the end, `tilewright bench all` runs
+those of the tables. docs/log.md tells what was tried.{others}
 
 """
 SUPPORT_HEAD = """# What compiles where
@@ -33,74 +40,67 @@ many blocks an SM holds. Written by scripts/results_table.py.
 """
 
 
-def load(card: str, prefix: str) -> list[dict[str, Any]]:
-    """The result files of a card whose names begin so, in the order of their names. Raises SystemExit for half of a set."""
-    return list(by_name(card, prefix).values())
+Row = dict[str, Any]
 
 
-def by_name(card: str, prefix: str) -> dict[str, dict[str, Any]]:
-    """The same, each with its file's name without the end. Raises SystemExit for half of a set."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted((RESULTS / card).glob(f"{prefix}*.json"))}
-    for name, result in found.items():
-        if result.get("incomplete"):
-            raise SystemExit(f"{name}.json is incomplete: its run was cut short; measure its set again, or move it to studies/")
-    return found
-
-
-def engine_table(card: str, warm: bool) -> str:
-    """One line a shape, workload and run; `warm`: of several runs only the last."""
+def engine_table(of: ResultSet, last: bool) -> str:
+    """One line a shape, workload and run; `last`: of several runs only the last."""
     lines = [
-        "| shape | weights | workload | run | output tokens/s | input tokens/s | median step, ms | compiles after ready |",
-        "|---|---|---|---|---|---|---|---|",
+        "| shape | weights | workload | run | output tokens/s | input tokens/s | median step, ms "
+        "| share of the limit by bytes, by FLOP | compiles after ready | measured |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    rows = [row for result in load(card, "engine") for row in result["rows"]]
-    if warm:
+    files = [content for name, content in of.results.items() if name.startswith("engine")]
+    rows = [row | {"day": day(content)} for content in files for row in content["rows"]]
+    if last:
         rows = list({(row["shape"], row.get("weights"), row["workload"]): row for row in rows}.values())
     for row in rows:
         prompts = row.get("input_tok_per_s")
+        limits = f"{row['of_bytes_limit']:.2f}, {row['of_flops_limit']:.2f}" if "of_bytes_limit" in row else ""
         cells = [row["shape"], row.get("weights", "bfloat16"), row["workload"], row["run"], f"{row['output_tok_per_s']:,.0f}"]
-        cells += [f"{prompts:,.0f}" if prompts else "", row["median_step_ms"], row["compiles_after_ready"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        cells += [f"{prompts:,.0f}" if prompts else "", row["median_step_ms"], limits, row["compiles_after_ready"]]
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['day']}{mark(row)} |")
     return "\n".join(lines)
 
 
-def ops_table(card: str) -> str:
+def ops_table(of: ResultSet) -> str:
     """Operators down, shapes across; share of a device copy."""
-    rows = [row for result in load(card, "ops") for row in result["rows"] if row["bytes"] >= 64e6]
+    rows = [row for row in of.rows("ops") if row["bytes"] >= 64e6]
     lines = ["| operator, bf16 | shape: share of a device copy of the same bytes (TB/s) |", "|---|---|"]
     for op in dict.fromkeys(row["op"] for row in rows):
-        cells = [f"{row['shape']}: {row['of_copy']:.2f} ({row['tb_per_s']:.2f})" for row in rows if row["op"] == op]
-        lines.append(f"| {op} | {', '.join(cells)} |")
+        some = [row for row in rows if row["op"] == op]
+        cells = [f"{row['shape']}: {row['of_copy']:.2f} ({row['tb_per_s']:.2f})" for row in some]
+        lines.append(f"| {op}{changed_mark(some)} | {', '.join(cells)} |")
     return "\n".join(lines)
 
 
-def against(card: str) -> dict[str, list[dict[str, Any]]]:
+def against(of: ResultSet) -> dict[str, list[Row]]:
     """Results of `tilewright bench OP`: name of the file -> its rows that were compared with something, if there are any."""
     found = {}
-    for name, result in by_name(card, "").items():
-        rows = [row for row in result.get("rows", ()) if "their_us" in row]
+    for name, result in of.results.items():
+        rows = [row for row in result["rows"] if "their_us" in row]
         if rows:
-            settled = f", each alone for {result['settle_s']} s first" if result.get("settle_s") else ""
-            found[name + settled] = [row | dims_of(row["dims"]) for row in rows]
+            found[name] = [row | dims_of(row["dims"]) for row in rows]
     return found
 
 
-def comparison_table(card: str) -> str:
+def comparison_table(of: ResultSet) -> str:
     """Operators against what they replace: one line a result file."""
     lines = [
-        "| operators | against | problems | implementations | its time over ours: geometric mean | lowest |",
-        "|---|---|---|---|---|---|",
+        "| operators | against | problems | implementations | its time over ours: geometric mean | lowest | measured |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, rows in against(card).items():
+    for name, rows in against(of).items():
         worst = min(rows, key=lambda row: row["ratio"])
         impls = ", ".join(f"{impl} {count}" for impl, count in Counter(row["impl"] for row in rows).most_common())
         peers = ", ".join(dict.fromkeys(row["against"] for row in rows))
         lowest = f"{worst['ratio']:.2f} ({worst['dims']})"
-        lines.append(f"| {name} | {peers} | {len(rows)} | {impls} | {geomean(rows):.3f} | {lowest} |")
+        measured = day(of.results[name]) + mark_of(rows)
+        lines.append(f"| {name} | {peers} | {len(rows)} | {impls} | {geomean(rows):.3f} | {lowest} | {measured} |")
     return "\n".join(lines)
 
 
-def rows_table(rows: list[dict[str, Any]]) -> str:
+def rows_table(rows: list[Row]) -> str:
     """Every problem of a result file."""
     lines = [
         "| problem | implementation | us | TB/s | TFLOP/s | against | its us | ratio |",
@@ -108,50 +108,76 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         cells = [row["dims"], row["impl"], row["us"], row["tb_per_s"], row["tflop_per_s"], row["against"], row["their_us"]]
-        lines.append(f"| {' | '.join(map(str, cells))} | {row['ratio']:.3f} |")
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['ratio']:.3f}{changed_mark([row])} |")
     return "\n".join(lines)
 
 
-def alone_table(card: str) -> str:
+def alone_table(of: ResultSet) -> str:
     """Problems of `tilewright bench OP` that nothing was compared with."""
     lines = ["| operator | problem | implementation | us | TB/s | TFLOP/s |", "|---|---|---|---|---|---|"]
-    for row in (row for result in load(card, "") for row in result.get("rows", ())):
+    for row in (row for result in of.results.values() for row in result["rows"]):
         if "against" in row and "their_us" not in row:
             cells = [row[name] for name in ("op", "dims", "impl", "us", "tb_per_s", "tflop_per_s")]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+            lines.append(f"| {' | '.join(map(str, cells))}{changed_mark([row])} |")
     return "\n".join(lines)
 
 
-def layers_table(card: str, settled: bool = False) -> str:
-    """Quantised layers against F.linear in bf16: formats down, rows across; mean over projections, lowest, how many.
-
-    `settled`: those that each ran alone before they were timed, instead of those in short turns.
-    """
-    wanted = [result for result in load(card, "layers") if bool(result.get("settle_s")) == settled]
-    newest_first = sorted(wanted, key=lambda result: result["environment"]["date"], reverse=True)
-    rows = [row for result in newest_first for row in result["rows"]]
+def layers_table(of: ResultSet, name: str = "layers") -> str:
+    """Quantised layers of one file: formats down, rows across; mean over projections, lowest, how many."""
+    rows = of.rows(name)
     sizes = rows_of(rows)
     lines = [f"| layer | {' | '.join(f'{m} rows' for m in sizes)} |", "|---|" + "---|" * len(sizes)]
-    for name in dict.fromkeys(row["format"] for row in rows):
-        groups = [[row for row in rows if row["format"] == name and row["M"] == m] for m in sizes]
-        cells = [f"{geomean(g):.2f} ({min(r['ratio'] for r in g):.2f}; {len(g)})" if g else "" for g in groups]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for format in dict.fromkeys(row["format"] for row in rows):
+        groups = [[row for row in rows if row["format"] == format and row["M"] == m] for m in sizes]
+        cells = [f"{geomean(g):.2f} ({min(r['ratio'] for r in g):.2f}; {len(g)}){changed_mark(g)}" if g else "" for g in groups]
+        lines.append(f"| {format} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def attention_table(card: str) -> str:
-    """Attention in 8 bits against ours in 16: problems down, the two ways of timing across."""
+def attention_table(of: ResultSet) -> str:
+    """Attention in 8 bits against ours in 16: problems down, the two ways of timing across, a file each."""
     cells: dict[tuple[str, str], dict[bool, str]] = {}
-    for result in load(card, "attention-8bit"):
-        for row in result["rows"]:
+    for settled, name in ((False, "attention-8bit-turns"), (True, "attention-8bit")):
+        for row in of.rows(name):
             ways = cells.setdefault((row["format"], row["dims"]), {})
-            ways[bool(result.get("settle_s"))] = f"{row['us'] / 1e3:.2f} ({row['ratio']:.2f})"
+            ways[settled] = f"{row['us'] / 1e3:.2f} ({row['ratio']:.2f}){changed_mark([row])}"
     lines = ["| format | problem | in turns: ms (times as fast) | alone first |", "|---|---|---|---|"]
     lines += [f"| {name} | {dims} | {ways.get(False, '')} | {ways.get(True, '')} |" for (name, dims), ways in cells.items()]
     return "\n".join(lines)
 
 
-def rows_of(rows: list[dict[str, Any]]) -> list[int]:
+def programs_table(of: ResultSet, fair: bool) -> str:
+    """Whole models under `tilewright compare`: those whose fairness card is closed, or those that have something open on it.
+
+    A line for each claim of a comparison, in its order: at equal precision and launch mode first.
+    """
+    lines = [
+        "| model | ours | against | what is equal | ms | its ms | times as fast, 95 % | segments shown, the lowest at least "
+        "| measured |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    if not fair:
+        lines = [lines[0] + " open |", lines[1] + "---|"]
+    for content in of.programs.values():
+        if content["fair"] != fair:
+            continue
+        ours, theirs, segments = content["ours"], content["baseline"], content["segments"]
+        each = f"{len(segments)}, {min(s['ratio'][1] for s in segments):.2f}" if len(segments) > 1 else ""
+        # Comparisons of before 2026-11-23 have one claim, and did not record what is equal.
+        whole = {"engine": theirs["engine"], "words": "", "seconds": theirs["whole"], "ratio": content["ratio"]}
+        for claim in content.get("claims") or [whole]:
+            value, low, high = claim["ratio"]
+            cells = [content["model"], ours["engine"], claim["engine"], claim["words"]]
+            cells += [f"{1e3 * ours['whole'][0]:.3f}", f"{1e3 * claim['seconds'][0]:.3f}"]
+            shown_each = each if claim["engine"] == theirs["engine"] else ""
+            cells += [f"{value:.2f} ({low:.2f} to {high:.2f})", shown_each, day(content)]
+            if not fair:
+                cells.append("; ".join(f"{point['name']}: {point['why']}" for point in content["card"] if point["open"]))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rows_of(rows: list[Row]) -> list[int]:
     """The numbers of rows that were measured, in order."""
     return sorted({row["M"] for row in rows})
 
@@ -161,21 +187,14 @@ def dims_of(text: str) -> dict[str, int]:
     return {key: int(value) for key, _, value in (word.partition("=") for word in text.split()) if value.isdecimal()}
 
 
-def geomean(rows: list[dict[str, Any]]) -> float:
+def geomean(rows: list[Row]) -> float:
     """Of the ratios."""
     return statistics.geometric_mean(row["ratio"] for row in rows)
 
 
-def machine(card: str) -> str:
-    """The device and the versions."""
-    facts = (load(card, "engine") + load(card, "ops"))[0]["environment"]
-    versions = f"driver {facts['driver']}, torch {facts['torch']}, triton {facts['triton']}, ptxas {facts['ptxas']}"
-    return f"One {facts['device']}, {versions}."
-
-
 LAYERS = (
     "Quantised linear layers, quantising of the activation included, against `F.linear` in bf16 (above 1 is faster);\n"
-    "geometric mean over the projections that were measured, in brackets the lowest and how many they are:"
+    "geometric mean over the projections that were measured, in brackets the lowest and how many they are."
 )
 SETTLED = (
     "The same, each call alone for half a second before it is timed (`--settle 0.5`): long products run at the card's power\n"
@@ -183,32 +202,93 @@ SETTLED = (
 )
 ATTENTION = (
     "Attention in 8 bits, quantising included, and how many times as fast as ours in bf16 it is: in turns of milliseconds,\n"
-    "and each call alone for half a second before it is timed:"
+    "and each call alone for half a second before it is timed."
+)
+PROGRAMS = (
+    "Whole models, `tilewright compare`: one call on both engines, and how many of the model's segments were shown, each on\n"
+    "its own, to be faster, the least of them by how much (95 % for all at once). A comparison with a point open on its\n"
+    "fairness card is not here. eager is PyTorch as it is, in float32 (tf32 convolutions) and paced by its host."
 )
 
 
-def summary(card: str) -> str:
+def said(of: ResultSet, words: str, *names: str) -> str:
+    """A table's caption, with the days of its files and what they say of themselves."""
+    told = []
+    for name in names:
+        content = of.results.get(name)
+        if content is not None:
+            note = content.get("note") or content.get("how") or content["what"].partition("; ")[2]
+            parts = f", by {content['parts']} processes" if content["parts"] > 1 else ""
+            told.append(f"{name}.json: measured {day(content)}{parts}{mark_of(content['rows'])}{f' ({note})' if note else ''}")
+    return f"{words}\n{'; '.join(told)}." if told else words
+
+
+def filled(*parts: str) -> list[str]:
+    """Headings, captions and then a table; nothing where the table has no row."""
+    return list(filter(None, parts)) if parts[-1].count("\n") > 1 else []
+
+
+def tables(of: ResultSet) -> list[str]:
+    """What README.md and a page of results have in common, behind the engine: quantised layers and attention."""
+    return [
+        *filled(said(of, LAYERS, "layers"), layers_table(of)),
+        *filled(said(of, SETTLED, "layers-settled"), layers_table(of, "layers-settled")),
+        *filled(said(of, ATTENTION, "attention-8bit-turns", "attention-8bit"), attention_table(of)),
+    ]
+
+
+def summary(of: ResultSet, page: str) -> str:
     """README's part."""
-    parts = [machine(card), "The engine, warm:", engine_table(card, warm=True)]
-    parts += ["Operators against what they replace, above 1 is faster:", comparison_table(card)]
-    parts += [LAYERS, layers_table(card), SETTLED, layers_table(card, settled=True), ATTENTION, attention_table(card)]
-    parts += ["Each row, and the commands: [docs/results.md](docs/results.md)."]
+    parts = [of.machine(), *filled("The engine, the last run of each workload:", engine_table(of, last=True))]
+    parts += filled("Operators against what they replace, above 1 is faster:", comparison_table(of))
+    parts += [*filled(PROGRAMS, programs_table(of, fair=True)), *tables(of)]
+    parts += of.legend("\n".join(parts))
+    parts += [f"Each row, and the commands: [docs/{page}](docs/{page})."]
     return "\n\n".join(parts) + "\n\n"
 
 
-def results(card: str) -> str:
-    """docs/results.md."""
-    said = [result.get("repeat", result["environment"].get("command")) for result in load(card, "")]
-    commands = sorted({command for command in said if command})  # docs/regret.md has the study's own
-    parts = [machine(card), "## The engine", engine_table(card, warm=False)]
-    parts += ["## Operators limited by bytes", ops_table(card), "## Quantised layers", LAYERS, layers_table(card)]
-    parts += [SETTLED, layers_table(card, settled=True), "## Attention in 8 bits", ATTENTION, attention_table(card)]
-    parts += ["## Operators against what they replace", comparison_table(card)]
-    for name, rows in against(card).items():
-        parts += [f"### {name}", rows_table(rows)]
-    parts += ["## Operators that PyTorch has no one call for", alone_table(card)]
-    parts += ["## Commands", "\n".join(f"    {command}" for command in commands)]
-    return RESULTS_HEAD + "\n\n".join(parts) + "\n"
+def page_of(of: ResultSet, others: list[str]) -> str:
+    """docs/results.md, or that of another card."""
+    parts = [of.machine(), *filled("## The engine", engine_table(of, last=False))]
+    parts += filled("## Operators limited by bytes", said(of, "", "ops").strip(), ops_table(of))
+    parts += ["## Quantised layers and attention in 8 bits", *tables(of)]
+    parts += filled("## Operators against what they replace", comparison_table(of))
+    for name, rows in against(of).items():
+        settled = of.results[name].get("settle_s")
+        words = f"Each alone for {settled} s first." if settled else ""
+        parts += [f"### {name}", said(of, words, name).strip(), rows_table(rows)]
+    parts += filled("## Operators that PyTorch has no one call for", alone_table(of))
+    parts += filled("## Whole models", PROGRAMS, programs_table(of, fair=True))
+    parts += filled(
+        "Open on their fairness card, which proves nothing until they are measured again:", programs_table(of, fair=False)
+    )
+    parts += of.legend("\n".join(parts))
+    parts += ["## Commands", "\n".join(f"    {command}" for command in commands(of))]
+    links = [f"[{name}](results-{name}.md)" for name in others]
+    told = f" Other cards: {', '.join(links)}." if links else ""
+    return RESULTS_HEAD.format(name=of.name, others=told) + "\n\n".join(parts) + "\n"
+
+
+def commands(of: ResultSet) -> list[str]:
+    """What measures each file again, from the root of the repository."""
+    found = []
+    for name, content in sorted((of.results | of.programs).items()):
+        command = content.get("repeat", content["environment"].get("command"))
+        if command:
+            command = shlex.join(word for word in shlex.split(command) if word != "--resume")
+            found.append(re.sub(r"(--out|--report) \S+", rf"\1 benchmarks/results/{of.name}/{name}.json", command))
+    return sorted(set(found))
+
+
+def speed(of: ResultSet) -> str:
+    """What the report of `tw.quantize` says of speed: ratios to bf16 by format and rows, of the table of layers."""
+    content = of.results["layers"]
+    ratios: dict[str, dict[str, float]] = {}
+    for row in content["rows"]:
+        some = [r for r in content["rows"] if (r["format"], r["M"]) == (row["format"], row["M"])]
+        ratios.setdefault(row["format"], {}).setdefault(str(row["M"]), round(geomean(some), 2))
+    told = {"card": content["environment"]["device"], "measured": day(content), "ratios": ratios}
+    return json.dumps(told, indent=1) + "\n"
 
 
 def support_table() -> str:
@@ -249,22 +329,34 @@ def replaced(text: str, begin: str, end: str, inside: str) -> str:
     return before + begin + inside + end + rest.split(end)[1]
 
 
+def wanted() -> dict[Path, str]:
+    """Every file, and what it has to hold."""
+    readme, docs, found = ROOT / "README.md", ROOT / "docs", sets(RESULTS)
+    first = shown(found)
+    others = [each for each in found if each.folder != first.folder]
+    files = {
+        readme: replaced(readme.read_text(), BEGIN, END, summary(first, "results.md")),
+        docs / "results.md": page_of(first, [each.name for each in others]),
+        docs / "support.md": SUPPORT_HEAD + support_table(),
+        ROOT / "tilewright/quant/speed.json": speed(next(each for each in (first, *others) if "layers" in each.results)),
+    }
+    return files | {docs / f"results-{each.name}.md": page_of(each, []) for each in others}
+
+
 def main() -> int:
     """Rewrite or check the files."""
-    readme = ROOT / "README.md"
-    wanted = {
-        readme: replaced(readme.read_text(), BEGIN, END, summary("h100")),
-        ROOT / "docs/results.md": results("h100"),
-        ROOT / "docs/support.md": SUPPORT_HEAD + support_table(),
-    }
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    files = wanted()
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+    left = [path for path in (ROOT / "docs").glob("results-*.md") if path not in files]
     if "--check" in sys.argv[1:]:
-        for path in stale:
+        for path in [*stale, *left]:
             print(f"{path.name} does not show what benchmarks/results and tilewright/asm/certificates say;", file=sys.stderr)
             print("run: python scripts/results_table.py", file=sys.stderr)
-        return int(bool(stale))
+        return int(bool(stale or left))
     for path in stale:
-        path.write_text(wanted[path])
+        path.write_text(files[path])
+    for path in left:
+        path.unlink()
     return 0
 
 

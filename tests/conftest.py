@@ -1,12 +1,15 @@
-"""Makes Triton's interpreter convert as the hardware does (3.6 to 3.7.1), and keeps the garbage collector off what stays.
+"""Makes Triton's interpreter convert as the hardware does (3.6 to 3.7.1), and keeps the garbage collector off what stays. Deals
+tests to several processes, and stops in time, for scripts/test_gpu.py.
 
 The interpreter's own float32 -> bfloat16 and float32 -> float8 drop the low bits, and a subnormal bfloat16 becomes another
 float32. Errors are then half as large, and the limits of conformance need no room for a mistake that no GPU makes.
 """
 
 import gc
+import time
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -47,3 +50,23 @@ def pytest_collection_finish() -> None:
     """Modules and thousands of collected cases live to the end: to walk them at each collection took 9 % of a run's time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of scripts/test_gpu.py."""
+    parser.addoption("--shard", default="0/1", help="I/N: every N-th test, from the I-th on")
+    parser.addoption("--until", type=float, default=None, help="seconds since 1970 after which no test begins")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep this process's share."""
+    shard, count = map(int, config.getoption("--shard").split("/"))
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != shard])
+    items[:] = items[shard::count]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin no test when the time is up."""
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        pytest.skip("not run: the time of this run was up")

@@ -4,6 +4,7 @@ The card and the implementations are stand-ins: what is tested is the choice.
 """
 
 import time
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +23,6 @@ from tilewright.tune import lookup
 from tilewright.tune.lookup import NoRecord, counters
 from tilewright.tune.record import problem_json
 from tilewright.tune.space import Space
-from tilewright.tune.unmeasured import Ranked
 
 H100 = Device(kind="cuda", name=CARD, arch=90, sms=132, smem_bytes=232448)
 
@@ -95,7 +95,7 @@ def chosen(op: Op, problem: Problem, device: Device = H100) -> tuple[str, int | 
 def test_the_first_that_does_not_refuse(
     places: Places, problem: Problem, device: Device, scopes: tuple[Any, ...], wanted: tuple[Any, ...]
 ) -> None:
-    with scopes[0] if scopes else prefer(""):
+    with scopes[0] if scopes else nullcontext():
         assert chosen(OP, problem, device) == wanted
     assert counters()["default"] == (wanted[2] == "default")
 
@@ -106,7 +106,7 @@ def test_an_op_may_put_an_implementation_before_the_others(places: Places) -> No
     assert chosen(op, Problem(torch.bfloat16, 4, 64)) == ("few", 16, "default")
     with prefer("few"):
         assert chosen(op, SMALL) == ("few", 16, "default")
-    with prefer("of another op"):
+    with prefer("sm90"):  # of other ops
         assert chosen(op, SMALL) == ("triton", 32, "default")
 
 
@@ -119,8 +119,16 @@ def test_a_refusal_names_every_reason(places: Places) -> None:
 
 
 def test_scopes_nest_and_end() -> None:
-    with prefer("a"), invariant(), strict(), prefer("b"):
-        assert scope() == Scope(preferred="b", invariant=True, strict=True)
+    with prefer("few"), invariant(), strict(), prefer("triton"):
+        assert scope() == Scope(preferred="triton", invariant=True, strict=True)
+    assert scope() == Scope()
+
+
+def test_a_name_that_no_op_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no op has an implementation called 'sm9O': did you mean sm90.*there are .*triton"):
+        prefer("sm9O")
+    with pytest.raises(ValueError, match=r"called '': there are "):
+        prefer("")
     assert scope() == Scope()
 
 
@@ -142,7 +150,7 @@ def test_a_row_decides_implementation_and_config(places: Places) -> None:
     assert chosen(OP, SMALL) == ("vendor", None, "exact"), "though another stands before it"
     assert chosen(OP, LARGE._replace(k=5000)) == ("triton", 64, "bucket")
     assert chosen(OP, LARGE._replace(k=50000)) == ("vendor", None, "default")
-    assert {**counters(), "stale": 0} == {"exact": 2, "bucket": 1, "model": 0, "default": 1, "stale": 0, "ignored": 0}
+    assert {**counters(), "stale": 0} == {"exact": 2, "bucket": 1, "default": 1, "stale": 0, "ignored": 0}
     entry = OP.choose(H100, LARGE).entry
     assert entry is not None
     assert entry.us == 9.0
@@ -184,51 +192,6 @@ def test_strict_raises_where_nobody_measured(places: Places) -> None:
         with invariant():
             assert chosen(ROWS, near) == ("triton", 32, "fixed")
     assert chosen(OP, near) == ("triton", 64, "bucket")
-
-
-# ---- where nothing was measured: the model
-
-
-def test_the_model_speaks_only_where_no_row_does_and_nothing_must_be_invariant(
-    places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def better(name: str, device: Device, problem: Problem, args: Any, impls: list[Impl], default: Any) -> Ranked | None:
-        asked.append((problem.m, args, default["BLOCK"]))
-        return Ranked(impls[-1], {"BLOCK": 64}, 1e-6, False) if problem.m < 64 else None
-
-    monkeypatch.setattr(op_module, "better", better)
-    op = op_of(
-        "model", impl("a", space=space(16)), impl("b", space=space(32), batch_invariant=True),
-        typical=lambda problem: None if problem.m == 1 else ("like", problem.m),
-    )  # fmt: skip
-    measure(places, op, (SMALL._replace(m=16), "a", 32, 9.0, False))
-    assert chosen(op, SMALL) == ("b", 64, "model")
-    assert chosen(op, LARGE) == ("a", 16, "default"), "it has nothing better"
-    assert chosen(op, SMALL._replace(m=1)) == ("a", 16, "default"), "nothing is typical of that"
-    assert chosen(op, SMALL._replace(m=16)) == ("a", 32, "exact")
-    with invariant():
-        assert chosen(op, SMALL) == ("b", 32, "default")
-    with strict(), pytest.raises(NoRecord):
-        op.choose(H100, SMALL)
-    assert chosen(OP, SMALL) == ("few", 16, "default"), "an op without `typical`"
-    assert asked == [(4, ("like", 4), 16), (64, ("like", 64), 16)]
-    assert (counters()["model"], counters()["default"], counters()["exact"]) == (1, 4, 1)
-
-
-def test_what_is_typical_of_a_product_has_that_problem(places: Places) -> None:
-    linear = next(op for op in ALL if op.name == "linear")
-    assert linear.typical is not None
-    assert linear.make is not None
-    with_args = 0
-    dims = ({}, {"layout": "nn"}, {"activation": "silu_mul", "residual": True}, {"layout": "tn"}, {"batch": 2}, {"K": 4095})
-    for more in dims:
-        problem = linear.problem(*linear.make(Inputs("meta"), **{"M": 12, "N": 512, "K": 1024, **more}))
-        args = linear.typical(problem)
-        with_args += args is not None
-        assert args is None or linear.problem(*args) == problem
-    assert with_args == 4
 
 
 # ---- a call

@@ -6,10 +6,8 @@ An `Op` is a definition in plain torch (`reference`), what it costs, examples, a
 
 `choose` sees the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves: that
 makes its answer cacheable by construction. Of the implementations that do not refuse it takes the one that a measured row
-names, with that row's config (`tune.lookup`); else what the analytical model puts clearly before the rest
-(`tune.unmeasured`), where `Op.typical` can tell it what such a problem is like; else the first with its default (`Op.first` may
-name it by the problem). A refusal is a
-sentence, and that sentence is the error text, the explanation and the skip message of the tests.
+names, with that row's config (`tune.lookup`); else the first with its default (`Op.first` may name it by the problem). A
+refusal is a sentence, and that sentence is the error text, the explanation and the skip message of the tests.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
 a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`. So
@@ -26,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,6 @@ from tilewright.tune import lookup
 from tilewright.tune.model import Work
 from tilewright.tune.ranking import Entry
 from tilewright.tune.space import NO_CHOICES, Config, Space
-from tilewright.tune.unmeasured import better
 
 __all__ = [
     "Choice",
@@ -57,6 +55,8 @@ __all__ = [
 ]
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
+_NAMES: set[str] = {"reference"}
+"""Of the implementations of all ops that were made."""
 _CPU_IS_CPU = not device_of(-1).runs_triton
 
 
@@ -91,7 +91,15 @@ def _scoped(**changes: Any) -> Iterator[None]:
 
 
 def prefer(name: str) -> Any:
-    """`with prefer("triton"):` takes the implementation of that name wherever an op has one and it does not refuse."""
+    """`with prefer("triton"):` takes the implementation of that name wherever an op has one and it does not refuse.
+
+    Raises:
+        ValueError: no op has an implementation of that name.
+    """
+    if name not in _NAMES:
+        close = get_close_matches(name, _NAMES, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"prefer: no op has an implementation called {name!r}: {hint}there are {', '.join(sorted(_NAMES))}")
     return _scoped(preferred=name)
 
 
@@ -199,7 +207,7 @@ class Choice(NamedTuple):
     impl: Impl
     config: Config
     source: str = "fixed"
-    """What says so: "exact", "bucket", "model" or "default"; "fixed" when there is nothing to choose, or no card to know."""
+    """What says so: "exact", "bucket" or "default"; "fixed" when there is nothing to choose, or no card to know."""
     entry: Entry | None = None
     """The measured row behind "exact" and "bucket"."""
 
@@ -212,9 +220,6 @@ class Op:
     `cost(*args)` -> the unavoidable work of the call.
     `make(inputs, *, M, N, dtype=torch.bfloat16, ...)` -> arguments from dimensions: its keywords are what `tune`, `explain` and
     `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices.
-    `typical(problem)` -> arguments on meta tensors that such a problem is like, or None: with them the model may choose where
-    nothing was measured. Not the arguments of the call, so that two ranks, or a server and its bundle, choose alike. Only for
-    ops whose problem tells sizes well enough.
     `first(device, problem)` -> the name of the implementation to put before the others, or None: for problems where their order
     does not fit.
     `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.
@@ -238,7 +243,6 @@ class Op:
     examples: tuple[Example, ...]
     impls: tuple[Impl, ...]
     make: Callable[..., tuple[Any, ...]] | None = None
-    typical: Callable[[Any], tuple[Any, ...] | None] | None = None
     first: Callable[[Device, Any], str | None] = lambda device, problem: None
     fake: Callable[..., Any] | None = None
     mutates: tuple[str, ...] = ()
@@ -254,6 +258,7 @@ class Op:
         """How often choices were forgotten: part of the key of what stands on them."""
         reference = self.reference
         self._reference = Choice(Impl(name="reference", launch=lambda config, *args: reference(*args)), {})
+        _NAMES.update(impl.name for impl in self.impls)
         _LIBRARY.define(self.name + torch.library.infer_schema(self.reference, mutates_args=self.mutates))
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(self.name, self.run, key)
@@ -304,6 +309,10 @@ class Op:
         self._choices.clear()
         self.generation += 1
 
+    def chosen_impls(self) -> list[Impl]:
+        """The implementations that `run` has chosen since choices were last forgotten, on any device, each once."""
+        return list({choice.impl.name: choice.impl for choice in self._choices.values()}.values())
+
     def chosen(self, *args: Any) -> Choice:
         """What `run` has chosen for such arguments under the scope in force. Raises KeyError where it has not run them."""
         return self._choices[self.problem(*args), args[0].get_device(), _SCOPE.get()]
@@ -332,21 +341,10 @@ class Op:
         if now.strict and (found is None or found.source != "exact"):
             raise lookup.missing(self.name, problem, device)
         if found is None:
-            # What `first` names was measured, with its default: the model is not asked.
-            modelled = None if impls[0].name == first else self._modelled(device, problem, impls, default.config)
-            choice = modelled or default._replace(source="default")
-            lookup.count(choice.source)
-            return choice
+            lookup.count_default()
+            return default._replace(source="default")
         impl = next(impl for impl in impls if impl.name == found.impl)
         return Choice(impl, found.config, found.source, found.entry)
-
-    def _modelled(self, device: Device, problem: Any, impls: list[Impl], default: Config) -> Choice | None:
-        """What the model clearly prefers to the first implementation with its default, if it may say."""
-        # In the invariant scope a config must not come from numbers that a new fit changes.
-        if self.typical is None or scope().invariant or (args := self.typical(problem)) is None:
-            return None
-        best = better(self.name, device, problem, args, impls, default)
-        return None if best is None else Choice(best.impl, best.config, "model")
 
     def refusals(self, device: Device, problem: Any) -> dict[str, str]:
         """Implementation name -> why it does not take the problem, for those that refuse."""

@@ -1,6 +1,7 @@
 """What the scripts make of certificates: the support table, and the comparison of versions of Triton."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,9 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def script(name: str) -> ModuleType:
+    """A script as a module; it finds its neighbours, as it does when it is run."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

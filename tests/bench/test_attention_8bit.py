@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tilewright.bench import attention_8bit
+from tilewright.hw.device import device_named
 
 
 def test_shapes() -> None:
@@ -37,12 +38,14 @@ def test_bad_input(formats: list[str], shapes: str | None, message: str) -> None
 def test_the_quantiser_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Any] = []
 
-    def timed(calls: Sequence[Callable[[int], Any]], *, sets: int, settle: float) -> list[tuple[float, float]]:
+    def timed(calls: Sequence[Callable[[int], Any]], *, sets: int, settle: float, call_us: float) -> list[tuple[float, float]]:
         assert (sets, settle) == (64, 0.5)
+        assert 0 < call_us < 1
         results.extend(call(sets - 1) for call in calls)
         return [(300.0, 1.0), (200.0, 2.0), (150.0, 3.0)]
 
     monkeypatch.setattr(attention_8bit, "interleaved_us", timed)
+    monkeypatch.setattr(attention_8bit, "device_of", lambda index: device_named("h100"))
     monkeypatch.setattr(attention_8bit, "_normal", lambda size: torch.randn(size, dtype=torch.bfloat16))
     said: list[str] = []
     shapes = attention_8bit.shapes_of(["fp8", "int8"], "B=1 KV=33 Q=5 H=2 G=1 D=32 causal=true")

@@ -23,7 +23,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(args)
         yield {"format": "fp8", "ratio": 2.0}
 
-    monkeypatch.setattr(bench, "_need_gpu", lambda what: None)
+    monkeypatch.setattr(bench, "need_gpu", lambda what: None)
     for module in (attention_8bit, layers, op):
         monkeypatch.setattr(module, "rows", rows)
     return calls

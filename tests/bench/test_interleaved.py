@@ -59,6 +59,16 @@ def test_each_call_has_its_own_time_in_rounds_of_many_orders(monkeypatch: pytest
     assert len(set(rounds)) == 6, "every order comes up"
 
 
+@pytest.mark.parametrize(("call_us", "calls"), [(0.0, 16), (10.0, 16), (400.0, 12), (1000.0, 4), (1e5, 4)])
+def test_a_turn_of_long_calls_is_short(call_us: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = FakeCard()
+    monkeypatch.setattr(harness, "_graph", card.graph)
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    (us, _), *_ = harness.interleaved_us([lambda i: 0], sets=4, rounds=1, call_us=call_us)
+    assert us == pytest.approx(US_OF_CALL[0])
+    assert card.now_us == pytest.approx(3 * calls * US_OF_CALL[0]), "three rounds of so many calls"
+
+
 class HotCard(FakeCard):
     """Draws what its calls do, on average over a tenth of a second, and a draw of 1 is half as much time again."""
 

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 import tilewright.bench.engine
 import tilewright.bench.layers
 import tilewright.bench.ops
-from tests.asm.test_scripts import script
 from tilewright.bench import op
-from tilewright.bench.harness import Results
+from tilewright.bench.results import Results
 from tilewright.cli import bench
 from tilewright.cli.root import app
 from tilewright.kernels.matmul import linear_op
@@ -47,7 +46,7 @@ def test_rows_are_kept_as_they_come(which: str, cut: type[BaseException] | None,
             raise cut("the time ran out")
         yield ROWS[1]
 
-    monkeypatch.setattr(bench, "_need_gpu", lambda _: None)
+    monkeypatch.setattr(bench, "need_gpu", lambda _: None)
     monkeypatch.setattr(where, name, rows)
     monkeypatch.setattr(tilewright.bench.ops, "dispatch_overhead_us", lambda _: {})
     done = CliRunner().invoke(app, ["bench", *words, "--out", str(path)])
@@ -64,7 +63,7 @@ def test_rows_are_kept_as_they_come(which: str, cut: type[BaseException] | None,
 KILLED = """
 import os, sys
 from pathlib import Path
-from tilewright.bench.harness import Results
+from tilewright.bench.results import Results
 
 def rows():
     yield {"us": 1.0}
@@ -93,16 +92,6 @@ def test_an_older_file_stands_until_there_is_a_row(tmp_path: Path) -> None:
     left = json.loads(path.read_text())
     assert list(left) == ["what", "environment", "mean", "rows"]
     assert left["rows"] == ROWS
-
-
-def test_no_table_is_made_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = script("results_table")
-    monkeypatch.setattr(table, "RESULTS", tmp_path)
-    Results(tmp_path / "h100" / "softmax.json", "a set").keep(ROWS)
-    with pytest.raises(SystemExit, match=r"softmax\.json is incomplete"):
-        table.load("h100", "")
-    with pytest.raises(SystemExit, match=r"softmax\.json is incomplete"):
-        table.against("h100")
 
 
 @pytest.mark.parametrize("peer", [True, False])

@@ -33,6 +33,12 @@ def check(scheduler: Scheduler) -> None:
         assert (r.state, r.pages, r.slot, r.computed) == (State.WAITING, [], None, 0)
 
 
+def start_again(scheduler: Scheduler) -> None:
+    """Every running request gives up its pages, as for want of them. Nothing may be in flight."""
+    for running in reversed(tuple(scheduler.running)):
+        scheduler._preempt(running)
+
+
 class Pair:
     """A scheduler and a runner, stepped as the engine steps them."""
 
@@ -47,17 +53,25 @@ class Pair:
         self.scheduler.add(*requests)
         self.arrivals += requests
 
-    def step(self) -> Step | None:
+    def step(self, fault: int | None = None) -> Step | None:
+        """One round. `fault`: the runner refuses a row, that of this number, and the request of that row ends."""
         blocked = {r for r in self.scheduler.running if r.pending}
         step = self.scheduler.schedule()
         check(self.scheduler)
         queued = [*self.scheduler.running, *self.scheduler.waiting]
-        assert queued == [r for r in self.arrivals if r.state is not State.FINISHED], "not in the order of arrival"
+        wanted = sorted((r for r in self.arrivals if r.state is not State.FINISHED), key=lambda r: r.params.priority)
+        assert sorted(queued, key=lambda r: r.params.priority) == wanted, "not in the order of arrival"
         if step is not None:
             self.check_step(step, blocked)
+            if fault is not None:
+                guilty = step.rows[fault % len(step.rows)].request
+                step = self.scheduler.withdraw(step, guilty)
+                self.scheduler.finish(guilty, "error")
+                check(self.scheduler)
+        if step is not None:
             self.in_flight.append((step, self.runner.launch(step)))
         else:
-            assert blocked or not queued, "nothing is in flight and nothing is scheduled"
+            assert blocked or not queued or fault is not None, "nothing is in flight and nothing is scheduled"
         while len(self.in_flight) > (step is not None and self.runner.asynchronous):
             done, ticket = self.in_flight.pop(0)
             self.scheduler.complete(done, self.runner.collect(ticket).tokens)
@@ -71,10 +85,8 @@ class Pair:
         assert len({row.request for row in step.rows}) == len(step.rows)
         if self.scheduler.prefill_chunk is not None:
             assert max(counts) <= self.scheduler.prefill_chunk
-        for row in step.rows:
-            assert not (row.request in blocked and row.request.needs_history), "scheduled before its history is known"
-        oldest = next(r for r in self.arrivals if r.state is not State.FINISHED)
-        if oldest not in blocked:
+        oldest = min((r for r in self.arrivals if r.state is not State.FINISHED), key=lambda r: r.order)
+        if oldest not in blocked and oldest.state is State.RUNNING:
             assert oldest in {row.request for row in step.rows}, "the oldest does not progress"
 
     def finish(self, most_steps: int = 3000) -> None:
@@ -88,7 +100,7 @@ class Pair:
     def check_outputs(self, eos: tuple[int, ...] = ()) -> None:
         for r in self.arrivals:
             tokens = expected(r.prompt_ids, r.params, r.seed, vocab_size=VOCAB, eos_ids=eos)
-            if r.finish_reason == "abort":
+            if r.finish_reason in ("abort", "error"):
                 assert r.output_ids == tokens[: len(r.output_ids)]
             else:
                 assert r.output_ids == tokens, r

@@ -152,10 +152,11 @@ class Pool(RuleBasedStateMachine):
             if not self.owners[page] and page in self.content.values():
                 self.idle.append(page)
 
-    @rule()
-    def reset_cache(self):
-        self.pool.reset_cache()
-        self.content, self.idle = {}, []
+    @rule(pages=st.sets(st.integers(0, PAGES - 1), max_size=4))
+    def forget(self, pages):
+        self.pool.forget(pages)
+        self.content = {digest: page for digest, page in self.content.items() if page not in pages}
+        self.idle = [page for page in self.idle if page not in pages]
 
     @invariant()
     def counts(self):

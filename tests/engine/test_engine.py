@@ -5,9 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.fake_runner import FakeRunner, byte_tokenizer, expected, fault_at, scheduler
+from tests.engine.pair import start_again
 from tests.engine.test_stops import cut
 from tilewright.engine.core import Engine
 from tilewright.engine.request import Delta, QueueFull, RequestTooLong, SamplingParams
+from tilewright.engine.step import DeviceLost, RowFault
 
 TOKENIZER = byte_tokenizer()
 VOCAB = 257
@@ -153,7 +155,7 @@ def test_logprobs_come_with_their_tokens(again_after):
     first = eng.submit(SHORT[:9], SamplingParams(max_tokens=9, seed=1, logprobs=1, ignore_eos=True))
     second = eng.submit(SHORT[:17], SamplingParams(max_tokens=9, seed=2, prompt_logprobs=0, ignore_eos=True))
     deltas = [delta for _ in range(again_after) for delta in eng.step()]
-    eng.scheduler.distrust_pages()
+    start_again(eng.scheduler)
     deltas += drain(eng)
     for delta in deltas:
         asked = delta.request_id == first
@@ -256,3 +258,73 @@ def test_abort_hands_out_a_last_delta(asynchronous):
     assert [(delta.index, delta.finish_reason, delta.token_ids) for delta in last] == [(0, "abort", ()), (1, "abort", ())]
     assert eng.stats().pages_used == 0
     assert all(state in ("free", "cached") for state, _ in eng.scheduler.page_map())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_row_that_cannot_be_packed_ends_alone(asynchronous):
+    """All others have the tokens that they would have had, and what the prefix cache knows stays."""
+    eng = engine(asynchronous=asynchronous, **ROOMY)
+    first = eng.submit(LONG, SamplingParams(max_tokens=8, seed=1))
+    drain(eng)
+    cached = eng.stats().pages_cached
+    names = [eng.submit(SHORT, SamplingParams(max_tokens=6, seed=i, ignore_eos=True)) for i in range(4)]
+    launch, bad = eng.runner.launch, names[2]
+
+    def refuses(step):
+        for row in step.rows:
+            if row.request.id == bad and row.start >= len(SHORT) + 1:
+                raise RowFault(row.request, OverflowError("too wide"))
+        return launch(step)
+
+    eng.runner.launch = refuses
+    deltas = drain(eng)
+    for i, name in enumerate(names):
+        wanted = expected(SHORT, SamplingParams(max_tokens=6), i, vocab_size=VOCAB)
+        tokens, _, reason, _ = joined(deltas, name)
+        assert (tokens, reason) == ((wanted[: len(tokens)], "error") if name == bad else (wanted, "length"))
+        assert len(tokens) >= 1
+    (error,) = {delta.error for delta in deltas if delta.finish_reason == "error"}
+    assert error == "it could not be run: OverflowError: too wide"
+    assert eng.failed_steps == 0, "the step did not fail"
+    assert eng.stats().pages_cached >= cached
+    assert eng.stats().preemptions == 0
+    assert first not in {delta.request_id for delta in deltas}
+
+
+def test_a_fault_of_the_host_leaves_the_prefix_cache_to_those_beside_the_step():
+    eng = engine(**ROOMY)
+    eng.submit(LONG, SamplingParams(max_tokens=8, seed=1))
+    drain(eng)
+    cached = eng.stats().pages_cached
+    eng.submit(SHORT, SamplingParams(max_tokens=6, seed=1))
+    launch = eng.runner.launch
+
+    def wrong(step):
+        eng.runner.launch = launch
+        raise OverflowError("a bug")
+
+    eng.runner.launch = wrong
+    assert [delta.error for delta in drain(eng)] == ["the step failed: OverflowError: a bug"]
+    assert eng.stats().pages_cached == cached
+    again = eng.submit(LONG, SamplingParams(max_tokens=8, seed=1))
+    assert next(delta for delta in drain(eng) if delta.request_id == again).cached_tokens > 100
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("method", ["launch", "collect"])
+def test_a_lost_device_ends_all_requests_and_the_engine(method, asynchronous):
+    eng = engine(asynchronous=asynchronous, max_seqs=2)
+    names = [eng.submit(SHORT, SamplingParams(max_tokens=6, seed=i)) for i in range(4)]
+    eng.step()
+
+    def lost(_):
+        raise DeviceLost("cuda:0 answers no more: an illegal address")
+
+    setattr(eng.runner, method, lost)
+    last = {delta.request_id: delta for delta in drain(eng) if delta.finish_reason is not None}
+    assert {name: last[name].finish_reason for name in names} == dict.fromkeys(names, "error")
+    assert {last[name].error for name in names} == {"cuda:0 answers no more: an illegal address"}
+    assert eng.stats().pages_used == 0
+    assert not eng.has_work
+    with pytest.raises(DeviceLost, match="answers no more"):
+        eng.submit(SHORT)

@@ -26,6 +26,7 @@ def make(monkeypatch, tmp_path):
             return SimpleNamespace(
                 runner=runner,
                 tokenizer_path=tmp_path,
+                tokenizer=None,
                 config=SimpleNamespace(vocab_size=VOCAB + 7),
                 plan=SimpleNamespace(num_pages=pages, page_size=size, max_model_len=200),
             )

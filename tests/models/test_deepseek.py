@@ -154,9 +154,9 @@ REFUSED = {
     ),
     "some layers": ({"moe_layer_freq": 2}, r"moe_layer_freq must be 1 .* got 2"),
     "half a bias": ({"attention_bias": True, "q_lora_rank": None}, "attention_bias without q_lora_rank is not supported"),
-    "rank": ({"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, got 0"),
+    "rank": ({"kv_lora_rank": 0}, "kv_lora_rank is 0, wanted greater than or equal to 1"),
     "odd rotation": ({"qk_rope_head_dim": 7}, "must be even and positive, got 7"),
-    "dense layers": ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a number of layers, got -1"),
+    "dense layers": ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1, wanted greater than or equal to 0"),
 }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tokenizers
-import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
 from tilewright.engine.blocks import BlockPool
@@ -23,7 +22,7 @@ from tilewright.engine.tokenizer import Tokenizer
 from tilewright.server.app import Server, create_app
 from tilewright.server.config import ServerConfig
 from tilewright.server.prompts import Served
-from tilewright.server.serve import bind, url_of
+from tilewright.server.serve import HttpServer, bind, url_of
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' and not loop.first and messages[loop.index0 - 1].role == "
@@ -155,8 +154,9 @@ def running(engine: Engine | None = None, **config: object) -> Iterator[Running]
     settings = ServerConfig(port=0, **config)  # type: ignore[arg-type]
     app = create_app(engine, Served.of(engine, "letters"), settings)
     listener = bind(settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=2))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    server = HttpServer(app, listener)
+    server.config.timeout_graceful_shutdown = 2
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the server ended while starting"

@@ -33,6 +33,31 @@ def refusal(make: object, *args: object, **body: object) -> dict[str, str]:
     return {**error, "status": caught.value.status}
 
 
+# Fields of other servers that change or bound an answer there.
+ELSEWHERE: dict[str, object] = {
+    **dict.fromkeys(
+        ("regex", "ebnf", "grammar", "stop_regex", "guided_regex", "guided_grammar", "lora_path", "cache_salt"), "x"
+    ),
+    "json_schema": {},
+    "guided_json": {},
+    "structured_outputs": {},
+    "kv_transfer_params": {},
+    "cache_salt": "x",
+    **dict.fromkeys(("no_repeat_ngram_size", "mirostat", "mirostat_mode", "min_length", "top_a", "truncate_prompt_tokens"), 2),
+    **dict.fromkeys(("dry_multiplier", "xtc_probability", "typical_p", "length_penalty", "repeat_penalty", "tfs"), 0.5),
+    **dict.fromkeys(("use_beam_search", "continue_final_message", "include_stop_str_in_output", "early_stopping"), True),
+    "documents": [{"text": "x"}],
+    "guided_choice": ["a"],
+    "bad_words": ["a"],
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "skip_special_tokens": False,
+    "logits_processors": ["x"],
+    "n_predict": 3,
+    "audio": {},
+    "web_search_options": {},
+}
+
 # (fields, the param named, words that the message must have)
 REFUSED = [
     ({"prompt": None}, "prompt", "missing"),
@@ -53,24 +78,40 @@ REFUSED = [
     ({"max_tokens": 2.5}, "max_tokens", "2.5, wanted"),
     ({"max_tokens": "5"}, "max_tokens", "'5', wanted"),
     ({"max_tokens": True}, "max_tokens", "True, wanted"),
-    ({"max_tokens": 10**30}, "max_tokens", "maximum context length"),
+    ({"max_tokens": 10**30}, "max_tokens", "wanted at most 2147483647"),
+    ({"max_tokens": 10**4299}, "max_tokens", "an integer of some 4299 digits, wanted at most"),
+    ({"max_tokens": 2**31 - 1}, "max_tokens", "maximum context length"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "9, wanted 0 to 8"),
     ({"temperature": -0.1}, "temperature", "-0.1"),
     ({"temperature": float("nan")}, "temperature", "wanted a finite number"),
     ({"temperature": float("inf")}, "temperature", "wanted a finite number"),
     ({"temperature": "hot"}, "temperature", "'hot', wanted"),
     ({"top_p": 0}, "top_p", "0, wanted above 0"),
-    ({"top_p": 1.1}, "top_p", "1.1, wanted 0 to 1"),
-    ({"top_k": -1}, "top_k", "-1"),
+    ({"top_p": 1.1}, "top_p", "1.1, wanted at most 1"),
+    ({"top_k": -2}, "top_k", "-2, wanted at least -1"),
+    ({"top_k": 2**31}, "top_k", "wanted at most 2147483647"),
+    ({"temperature": 1e308}, "temperature", "wanted at most 100"),
     ({"min_p": 2}, "min_p", "2"),
-    ({"presence_penalty": 3}, "presence_penalty", "wanted -2 to 2"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "wanted above 0"),
-    ({"n": 0}, "n", "0, wanted 1 or more"),
+    ({"presence_penalty": 3}, "presence_penalty", "wanted at most 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "wanted at least 0.01"),
+    ({"repetition_penalty": 1e308}, "repetition_penalty", "wanted at most 100"),
+    ({"n": 0}, "n", "0, wanted at least 1"),
     ({"n": 9}, "n", "9, wanted at most 8"),
-    ({"n": 1_000_000}, "n", "1000000, wanted at most 8"),
+    ({"n": 1_000_000}, "n", "1000000, wanted at most 65536"),
     ({"n": 1e6}, "n", "wanted"),
     ({"n": 8, "prompt": ["a", "b", "c"]}, "prompt", "24 samples (prompts times n), wanted at most 16"),
-    ({"best_of": 3}, "best_of", "not supported yet"),
+    ({"best_of": 1, "n": 2}, "best_of", "wanted at least n, 2"),
+    ({"best_of": 9}, "best_of", "9, wanted at most 8"),
+    ({"best_of": 3, "stream": True}, "best_of", "stream: true"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids", "wanted 0 to"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream: true"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "wanted stream: true with it"),
+    ({"priority": -1}, "priority", "at least 0"),
+    ({"frobnicate": 2}, "frobnicate", "got 2, wanted no such field"),
+    ({"frob\r\n" * 100: 2}, None, "wanted no such field"),
+    *(({name: value}, name, "not supported yet") for name, value in ELSEWHERE.items()),
     ({"seed": 2**63}, "seed", "wanted"),
     ({"seed": 10**400}, "seed", "wanted"),
     ({"logprobs": 21}, "logprobs", "21, wanted at most 20"),
@@ -127,7 +168,13 @@ REFUSED_CHATS = [
     ({"functions": [{}]}, "functions", "not supported yet"),
     ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
     ({"max_completion_tokens": 60}, "max_tokens", "maximum context length is 64"),
-    ({"max_tokens": 0}, "max_tokens", "0, wanted 1 or more"),
+    ({"max_tokens": 0}, "max_tokens", "0, wanted 1 to 2147483647"),
+    ({"prompt": "x"}, "prompt", "wanted messages alone"),
+    ({"echo": True}, "echo", "a last message of the assistant"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "a field of its own"),
+    ({"add_special_tokens": True}, "add_special_tokens", "wanted false"),
+    ({"messages": [{"role": "user", "content": "x" * 70_000}]}, "messages.0.content", "has far more"),
+    *(({name: value}, name, "not supported yet") for name, value in ELSEWHERE.items()),
 ]
 
 
@@ -171,7 +218,14 @@ def test_defaults_are_openais() -> None:
 def test_all_fields_arrive() -> None:
     same = {"max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "n": 2}
     same |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "ignore_eos": True, "seed": -5}
-    others = {"logit_bias": {"65": -100}, "stop": ["x", "y"], "stop_token_ids": [66], "best_of": 2, "logprobs": 3}
+    others = {
+        "logit_bias": {"65": -100},
+        "stop": ["x", "y"],
+        "stop_token_ids": [66],
+        "best_of": 2,
+        "logprobs": 3,
+    }
+    same |= {"priority": 4}
     answer = {"echo": True, "stream": True, "stream_options": {"include_usage": True}, "model": "letters"}
     job = complete(**same, **others, **answer)
     expected = SamplingParams(
@@ -209,9 +263,8 @@ def test_a_model_without_a_chat_template_says_so() -> None:
     assert "no chat template" in refusal(chat, NO_BOS)["message"]
 
 
-def test_unknown_fields_are_ignored_and_named() -> None:
-    job = complete(user="me", metadata={"a": 1}, frobnicate=2, **{"bad\r\nname": 1, "é": 2})
-    assert job.headers == {"x-tilewright-ignored": "user,metadata,frobnicate,+2"}
-    assert chat(**{f"field{i}": i for i in range(30)}).headers["x-tilewright-ignored"].endswith(",field19,+10")
-    assert chat(prompt="x", response_format={"type": "text"}, tools=[]).ignored == ("prompt",)
+def test_fields_without_effect_are_named() -> None:
+    job = complete(user="me", metadata={"a": 1}, store=None)
+    assert job.headers == {"x-tilewright-ignored": "user,metadata"}
+    assert chat(response_format={"type": "text"}, tools=[], store=False).ignored == ("store",)
     assert complete().headers == {}

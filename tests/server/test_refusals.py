@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.server.fake_engine import Running, events, fake_engine, running
+from tests.server.fake_engine import Running, fake_engine, running
+from tilewright.engine.step import DeviceLost
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +106,8 @@ def test_a_full_queue_is_429_and_takes_nothing() -> None:
 def test_a_failing_step_ends_its_requests_and_no_others(client: httpx.Client, server: Running) -> None:
     error = error_of(client.post("/v1/completions", json={"prompt": "a#"}), 500)
     assert "the device is on fire" in error["message"]
-    response = client.post("/v1/completions", json={"prompt": "a#", "stream": True})
-    *_, last = events(response.text)
-    assert "on fire" in last["error"]["message"]
+    error = error_of(client.post("/v1/completions", json={"prompt": "a#", "stream": True}), 500)
+    assert "on fire" in error["message"], "a stream that fails before its first token has a status"
     answer = client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 5, "temperature": 0}).json()
     assert answer["choices"][0]["text"] == "cdefg"
     server.until_idle()
@@ -123,6 +123,40 @@ def test_a_device_that_fails_everything_is_unhealthy_until_it_works_again() -> N
             assert (client.get(path).status_code, client.get(path).json()["status"]) == (503, "failing")
         client.post("/v1/completions", json={"prompt": "a"})
         assert client.get("/health").status_code == 200
+
+
+def test_a_lost_device_ends_what_runs_and_the_engine() -> None:
+    engine = fake_engine(delay_s=0.02)
+    with running(engine) as server, httpx.Client(base_url=server.url) as client:
+        with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 99, "stream": True}) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+
+            def lost(step: object) -> None:
+                raise DeviceLost("cuda:0 answers no more: an illegal address")
+
+            engine.runner.launch = lost  # type: ignore[method-assign]
+            assert "cuda:0 answers no more" in list(lines)[-1]
+        assert client.get("/health").status_code == 503
+        assert "answers no more" in error_of(client.post("/v1/completions", json={"prompt": "a"}), 503)["message"]
+
+
+def test_one_who_has_waited_too_long_is_told_when_to_come_again() -> None:
+    engine = fake_engine(delay_s=0.02, max_seqs=1, max_waiting=50)
+    with running(engine, max_wait_s=0.3) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 99, "stream": True}) as first:
+            lines = first.iter_lines()
+            next(lines)
+            start_s = time.monotonic()
+            for stream in (False, True):
+                response = httpx.post(f"{server.url}/v1/completions", json={"prompt": ["x", "y"], "n": 2, "stream": stream})
+                error = error_of(response, 429)
+                assert "has waited for 0." in error["message"]
+                assert int(response.headers["retry-after"]) >= 1
+            assert 0.6 <= time.monotonic() - start_s < 2
+            assert engine.stats().waiting == 0, "the other prompts and samples went with it"
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        server.until_idle()
 
 
 # Who may ask ----------------------------------------------------------------------------------------------------------

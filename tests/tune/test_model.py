@@ -14,7 +14,7 @@ from tilewright.op import Inputs, Op
 from tilewright.ops import ALL
 from tilewright.tune.constants import CONSTANTS, Constants, constants_of
 from tilewright.tune.model import Held, Work, predict, predict_all, seconds_of
-from tilewright.tune.unmeasured import better, rank
+from tilewright.tune.unmeasured import rank
 
 H100 = device_named("h100")
 CARD = Device(kind="cuda", name="paper", arch=90, sms=100, smem_bytes=232448)
@@ -213,23 +213,6 @@ def test_rank_is_ordered_and_valid() -> None:
     assert {"skinny", "triton", "vendor"} <= {r.impl.name for r in ranked}
     assert all(r.impl.space.refusal(H100, problem, r.config) is None for r in ranked)
     assert not any(r.impl.name == "gemv" for r in ranked)
-
-
-def test_better_needs_a_card_that_was_measured_and_a_clear_lead() -> None:
-    op = next(op for op in ALL if op.name == "linear")
-    assert op.make is not None
-    # 4 programs for 132 SMs: splitting K must win
-    args = op.make(Inputs("meta"), M=16, N=64, K=14336)
-    problem = op.problem(*args)
-    impls = [impl for impl in op.impls if impl.name in ("skinny", "triton")]
-    default = impls[0].space.default(H100, problem)
-    found = better("linear", H100, problem, args, impls, default)
-    assert found is not None
-    assert (found.impl.name, found.config["SPLIT_K"]) == ("triton", 8)
-    a100 = device_named("a100")
-    assert better("linear", a100, problem, args, impls, impls[0].space.default(a100, problem)) is None
-    assert better("linear", H100, problem, args, [impls[1]], dict(found.config)) is None
-    assert better("elsewhere", H100, problem, args, impls, default) is None
 
 
 # ---- the study

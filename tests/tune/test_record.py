@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 from tests.source import ROOT
 from tests.tune.rows import row
-from tilewright.tune import record
-from tilewright.tune.record import MAX_ROW_BYTES, Row, canonical, parse, problem_json, source_hash
+from tilewright.tune.record import MAX_ROW_BYTES, Row, canonical, parse, problem_json
 
 
 class Inner(NamedTuple):
@@ -114,33 +112,6 @@ def test_every_field_is_needed(name: str) -> None:
 def test_text_from_anywhere(text: str | bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse(text)
-
-
-def test_the_source_hash_follows_the_kernels_that_a_module_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"a": "from tilewright.kernels.b import x\n", "b": "from tilewright.kernels.a import y\nx = 1\n", "c": ""}
-    for name, text in files.items():
-        (tmp_path / f"{name}.py").write_text(text)
-
-    class Spec(NamedTuple):
-        origin: str
-
-    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: Spec(str(tmp_path / f"{name.rpartition('.')[2]}.py")))
-
-    def of(module: str) -> str:
-        source_hash.cache_clear()
-        return source_hash(f"tilewright.kernels.{module}")
-
-    before = of("a"), of("c")
-    (tmp_path / "b.py").write_text(files["b"] + "# a comment\n")
-    assert of("a") != before[0], "b belongs to a"
-    assert of("c") == before[1]
-    assert of("gone") == ""
-    source_hash.cache_clear()
-
-
-def test_the_source_hash_of_a_real_kernel_is_stable() -> None:
-    assert source_hash("tilewright.kernels.matmul_tile") == source_hash("tilewright.kernels.matmul_tile")
-    assert source_hash("tilewright.kernels.matmul_tile") != source_hash("tilewright.kernels.softmax")
 
 
 def test_reading_rows_needs_no_torch() -> None:

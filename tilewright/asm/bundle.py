@@ -77,8 +77,9 @@ def toolchain(arch: int) -> dict[str, str]:
 def _source_hash() -> str:
     """Of all kernel files: a comment counts too, for Triton's keys cover line numbers."""
     digest = hashlib.sha256()
-    for path in sorted((Path(__file__).parents[1] / "kernels").glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    folder = Path(__file__).parents[1] / "kernels"
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -10,6 +10,9 @@ from tilewright import ops
 from tilewright.bench.dims import nearest
 from tilewright.bench.harness import interleaved_us, sets_for
 from tilewright.bench.op import checked
+from tilewright.bench.provenance import Hashes, ran_by
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import device_of
 from tilewright.kernels.quantize_keys_values import FORMATS_OF_ATTENTION
 from tilewright.kernels.scaled_attention import scaled_attention_op
 from tilewright.op import Inputs
@@ -51,19 +54,21 @@ def rows(
     """
     for text, dims in shapes:
         say(text)
-        (bf16, _), *coded = _measure(formats, dims, settle)
-        for name, (us, spread) in zip(formats, coded, strict=True):
+        ((bf16, _), *coded), ran = _measure(formats, dims, settle)
+        for name, (us, spread), kernels in zip(formats, coded, ran, strict=True):
             row = {"format": name, "dims": text, "us": round(us, 1), "spread_us": round(spread, 1)}
-            row |= {"bf16_us": round(bf16, 1), "ratio": round(bf16 / us, 3)}
+            row |= {"bf16_us": round(bf16, 1), "ratio": round(bf16 / us, 3), "kernels": kernels}
             say(f"  {name} {row['us']} us; bf16 {row['bf16_us']} us, ratio {row['ratio']}")
             yield row
         torch.cuda.empty_cache()
 
 
-def _measure(formats: Sequence[str], dims: dict[str, Any], settle: float) -> list[tuple[float, float]]:
-    """(microseconds, spread) of bfloat16 and of each format."""
+def _measure(formats: Sequence[str], dims: dict[str, Any], settle: float) -> tuple[list[tuple[float, float]], list[Hashes]]:
+    """(microseconds, spread) of bfloat16 and of each format; and the kernels of each format beside those of bfloat16."""
     assert scaled_attention_op.make is not None
-    q, k, _, _, _, keys, _, causal = scaled_attention_op.make(Inputs("meta"), **dims)
+    made = scaled_attention_op.make(Inputs("meta"), **dims)
+    q, k, _, _, _, keys, _, causal = made
+    call_us = 1e6 * scaled_attention_op.cost(*made).flops / max(ceilings(device_of(0)).flops.values())
     batch, kv_heads, _, dim = k.shape  # of codes: heads first, keys rounded up
     sizes = (q.shape, (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim))
     operands = [[_normal(size) for size in sizes] for _ in range(sets_for(2 * sum(math.prod(size) for size in sizes)))]
@@ -72,7 +77,9 @@ def _measure(formats: Sequence[str], dims: dict[str, Any], settle: float) -> lis
         return lambda i: ops.attention(*operands[i], causal=causal, precision=precision)
 
     with torch.inference_mode():
-        return interleaved_us([call(None), *map(call, formats)], sets=len(operands), settle=settle)
+        calls = [call(None), *map(call, formats)]
+        base, *ran = (ran_by(lambda one=one: one(0)) for one in calls)
+        return interleaved_us(calls, sets=len(operands), settle=settle, call_us=call_us), [base | each for each in ran]
 
 
 def _normal(size: Sequence[int]) -> torch.Tensor:

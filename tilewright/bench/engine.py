@@ -1,16 +1,21 @@
 """The engine on fixed workloads with random weights: output tokens over wall time, prefill inside.
 
-    W1  256 requests, each 100 to 1024 tokens in and 100 to 1024 out (uniform), all submitted at once
+    W1  256 requests, each 100 to 1024 tokens in and 100 to 1024 out (uniform), all submitted at once: the lengths of
+        nano-vllm's benchmark, 142,827 tokens in and 133,966 out
     W2  256 requests of exactly 1024 in and 1024 out
     B1  one request, 128 in, 256 out, decode only: the time from the first token to the last
     B64 the same for 64 requests at once
+
+    E0  128 requests, 128 in, 256 out, decode only, sampled: what a plain step takes (median_step_ms)
+    E50 the same, half of the requests with penalties, a bias, log-probabilities and min_tokens: at most 5 % more is the aim
 
     P4096  16 prompts of 4095 tokens, one token out of each: what counts is input_tok_per_s
     R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out, with sampling, penalties, biases and log-probabilities at
            random: do any kernels compile after the engine is ready?
 
 Every request generates its full length (`ignore_eos`), except in R2000 greedily. A warm run repeats the workload in the
-same process with other prompts, so that the prefix cache does not answer.
+same process with other prompts, so that the prefix cache does not answer. Beside each time stands what the card's memory and
+its arithmetic need at least (`engine_limits`).
 """
 
 import itertools
@@ -24,11 +29,15 @@ from typing import Any
 import torch
 
 from tilewright.asm.jit import CompileCounter
+from tilewright.bench.engine_limits import limits, shares, weights_of
+from tilewright.bench.provenance import chosen_kernels, forget
 from tilewright.engine.llm import EngineConfig, load_engine
 from tilewright.engine.request import SamplingParams
-from tilewright.models import SHAPES
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import device_of
+from tilewright.models import SHAPES, ModelConfig
 
-__all__ = ["WORKLOADS", "Workload", "any_params", "run_engine"]
+__all__ = ["WORKLOADS", "Workload", "any_params", "public_lengths", "run_engine"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,20 @@ class Workload:
     params: Callable[[random.Random, int], SamplingParams] = lambda rng, out: SamplingParams(
         max_tokens=out, temperature=0.0, ignore_eos=True
     )
+
+
+def public_lengths() -> list[tuple[int, int]]:
+    """(tokens in, tokens out) of the 256 requests of nano-vllm's bench.py, which draws with Python's `random` from seed 0.
+
+    It draws each prompt's length and then its tokens, 0 to 10000, all prompts before the first length of an answer.
+    """
+    rng = random.Random(0)
+    told = []
+    for _ in range(256):
+        told.append(rng.randint(100, 1024))
+        for _ in range(told[-1]):
+            rng.randint(0, 10000)
+    return [(length, rng.randint(100, 1024)) for length in told]
 
 
 def any_params(rng: random.Random, out: int) -> SamplingParams:
@@ -59,11 +82,32 @@ def any_params(rng: random.Random, out: int) -> SamplingParams:
     return SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30), **rng.choice(extras))
 
 
+def half_edited(rng: random.Random, out: int) -> SamplingParams:
+    """Every other request, at random, asks for all that is done to logits, and for their log-probabilities."""
+    edits: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logit_bias": {7: 2.0, 11: -5.0},
+        "logprobs": 5,
+        "stop_token_ids": (3,),
+        "min_tokens": out,
+    }
+    return SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30), **(edits if rng.random() < 0.5 else {}))
+
+
 WORKLOADS = {
-    "W1": Workload("W1", lambda rng: [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]),
+    "W1": Workload("W1", lambda rng: public_lengths()),
     "W2": Workload("W2", lambda rng: [(1024, 1024)] * 256),
     "B1": Workload("B1", lambda rng: [(128, 256)], decode_only=True),
     "B64": Workload("B64", lambda rng: [(128, 256)] * 64, decode_only=True),
+    "E0": Workload(
+        "E0",
+        lambda rng: [(128, 256)] * 128,
+        decode_only=True,
+        params=lambda rng, out: SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30)),
+    ),
+    "E50": Workload("E50", lambda rng: [(128, 256)] * 128, decode_only=True, params=half_edited),
     "P4096": Workload("P4096", lambda rng: [(4095, 1)] * 16),
     "R2000": Workload(
         "R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)], params=any_params
@@ -76,20 +120,23 @@ def run_engine(
 ) -> Iterator[dict[str, Any]]:
     """One row a workload and run, as they end: output tokens a second, wall time, steps, preemptions."""
     began = time.perf_counter()
+    forget()
     compiles = CompileCounter().start()
     try:
         engine = load_engine(SHAPES[shape], config, progress)
         compiles.mark_ready()
         ready_s = time.perf_counter() - began
+        card = _Card(engine, SHAPES[shape], config)
         for name in workloads:
             for run in range(runs):
                 progress(f"{shape} {name} run {run}")
-                row = _run(engine, WORKLOADS[name], seed=run, vocab=SHAPES[shape].vocab_size)
+                row = _run(engine, WORKLOADS[name], seed=run, vocab=SHAPES[shape].vocab_size, card=card)
                 row |= {
                     "compiles_after_ready": compiles.after_ready,
                     "late_kernels": sorted({late.kernel for late in compiles.late}),
                 }
                 progress(f"  {row['output_tok_per_s']} output tokens/s, {row['input_tok_per_s']} input, {row['seconds']} s")
+                progress(f"  {row['of_bytes_limit']:.0%} of the limit by bytes, {row['of_flops_limit']:.0%} of that by FLOP")
                 yield {
                     "shape": shape,
                     "weights": config.quantize or config.dtype,
@@ -98,12 +145,33 @@ def run_engine(
                     "run": run,
                     "start_to_ready_s": round(ready_s, 2),
                     **row,
+                    "kernels": chosen_kernels(),
                 }
     finally:
         compiles.stop()
 
 
-def _run(engine: Any, workload: Workload, *, seed: int, vocab: int) -> dict[str, Any]:
+class _Card:
+    """What the limits of a run are computed from."""
+
+    def __init__(self, engine: Any, shape: ModelConfig, config: EngineConfig) -> None:
+        self.shape, self.config, self.weights = shape, config, weights_of(engine.runner.model)
+        self.dtype = engine.runner.model.embed.weight.dtype
+        self.found = ceilings(device_of(engine.runner.model.embed.weight.get_device()))
+
+    def shares(self, workload: Workload, lengths: list[tuple[int, int]], steps: int, seconds: float) -> dict[str, float]:
+        """Columns of a run's row."""
+        # The last step hands out what the one before it launched.
+        passes = max(out for _, out in lengths) - 1 if workload.decode_only else steps - 1
+        found = limits(
+            self.shape, self.weights, lengths, passes, self.found, dtype=self.dtype,
+            cache_dtype=self.dtype if self.config.kv_cache is None else torch.int8, format=self.config.quantize,
+            decode_only=workload.decode_only,
+        )  # fmt: skip
+        return shares(found, seconds)
+
+
+def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card) -> dict[str, Any]:
     rng = random.Random(seed + 1000)
     lengths = workload.lengths(rng)
     prompts = [[rng.randrange(vocab) for _ in range(length)] for length, _ in lengths]
@@ -138,4 +206,5 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int) -> dict[str,
         "steps": len(stamps),
         "median_step_ms": round(1e3 * statistics.median(gaps), 3) if gaps else None,
         "preemptions": engine.stats().preemptions - before.preemptions,
+        **card.shares(workload, lengths, len(stamps), seconds),
     }

@@ -1,7 +1,8 @@
 """Why a call runs the way it does: which implementation and config, who decided, what limits it, what is near, what to try.
 
 `explain` answers for any card, here or not: the choice is the one that a program would make there, the facts come from
-compiling the kernels for that card, the floor from its ceilings, the predicted time from the analytical model. Nothing is run.
+compiling the kernels for that card, the floor from its ceilings, the predicted time from the analytical model. A library's
+kernel cannot be looked into: of a product its waves are estimated for usual tiles (`library_waves`). Nothing is run.
 A time is measured only where a record says so.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 from tilewright.asm.certificate import ConfigFacts, config_facts, config_key
 from tilewright.asm.compile import Binary, CompileFailed, record
 from tilewright.asm.facts import facts
+from tilewright.bench.library_waves import TILES, Product, alignment_cliffs, tile_waves, wave_cliffs
 from tilewright.bench.op import unit_of
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import Device
@@ -27,7 +29,6 @@ __all__ = ["explain"]
 _SOURCES = {
     "exact": "a measured record of this very problem",
     "bucket": "a measured record of a nearby problem",
-    "model": "the analytical model, by a clear lead; nothing near was measured",
     "default": "the built-in rule; nothing near was measured",
     "fixed": "there is nothing to choose",
 }
@@ -73,8 +74,14 @@ def explain(op: Op, dims: Mapping[str, Any], device: Device) -> dict[str, Any]:
         "predicted": _predicted(choice.impl, choice.config, args, device, kernels),
         "kernels": kernels,
         "compile_error": failed,
+        "library_tiles": [],
         "cliffs": list(_cliffs(op, dims, choice, device)),
     }
+    product = _library_product(op, choice, args)
+    if product is not None:
+        answer["library_tiles"] = [_tiles(product, tile, device) for tile in TILES]
+        answer["cliffs"] += [f"{line} (estimate)" for line in wave_cliffs(product, device.sms)]
+        answer["cliffs"] += list(alignment_cliffs(product))
     answer["advice"] = list(_advice(op, answer))
     return answer
 
@@ -174,6 +181,23 @@ def _kernel(binary: Binary, device: Device) -> dict[str, Any]:
         wave = waves(binary.blocks, sms=device.sms, blocks_per_sm=held.blocks)
         row["waves"] = {**asdict(wave), "waves": wave.waves, "efficiency": wave.efficiency}
     return row
+
+
+def _library_product(op: Op, choice: Choice, args: tuple[Any, ...]) -> Product | None:
+    """The product of 16-bit numbers, both operands dense along K, that a library's kernel computes; None for anything else."""
+    if op.name != "linear" or choice.impl.name != "vendor":
+        return None
+    x, weight = args[:2]
+    if x.element_size() != 2 or x.stride(-1) != 1 or weight.stride(-1) != 1:
+        return None
+    batch = x.shape[0] if x.dim() == 3 else 1
+    return Product(m=x.shape[-2], n=weight.shape[-2], k=x.shape[-1], batch=batch)
+
+
+def _tiles(product: Product, tile: tuple[int, int], device: Device) -> dict[str, Any]:
+    """The waves of a product in tiles of one size."""
+    found = tile_waves(product, tile, device.sms)
+    return {"tile": f"{tile[0]} x {tile[1]}", **asdict(found), "waves": found.waves, "efficiency": found.efficiency}
 
 
 def _cliffs(op: Op, dims: Mapping[str, Any], choice: Choice, device: Device) -> Iterator[str]:

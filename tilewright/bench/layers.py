@@ -15,6 +15,9 @@ from torch import Tensor
 from tilewright import ops
 from tilewright.bench.dims import nearest
 from tilewright.bench.harness import interleaved_us, sets_for
+from tilewright.bench.provenance import ran_by
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import device_of
 from tilewright.op import invariant as alike
 from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, quantize_weight
 
@@ -71,8 +74,11 @@ def _measure(
         library = _library(name, m, n, k, len(weights)) if activation == "none" else None
         if library is not None:
             libraries[name], calls[f"library {name}"] = library
+    ran = {name: ran_by(lambda name=name: calls[name](0)) for name in held}
     long = 2 * m * n * k > 1e12
-    times = interleaved_us(list(calls.values()), sets=len(weights), rounds=5 if long else 15, settle=settle)
+    call_us = 2e6 * m * n * k / max(ceilings(device_of(0)).flops.values())
+    rounds = 5 if long else 15
+    times = interleaved_us(list(calls.values()), sets=len(weights), rounds=rounds, settle=settle, call_us=call_us)
     us = {name: round(median, 2) for name, (median, _) in zip(calls, times, strict=True)}
     spread = {name: round(half, 2) for name, (_, half) in zip(calls, times, strict=True)}
     table = []
@@ -83,7 +89,7 @@ def _measure(
         if name in libraries:
             other = us[f"library {name}"]
             row |= {"library": libraries[name], "library_us": other, "library_ratio": round(other / us[name], 3)}
-        table.append(row)
+        table.append(row | {"kernels": ran[name]})
     return table
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from tilewright.bench.dims import nearest, parse_dims
 from tilewright.bench.harness import interleaved_us, sets_for
 from tilewright.bench.peers import NoPeer, default_shapes, inductor, peer
+from tilewright.bench.provenance import ran_by
 from tilewright.bench.sets import SETS, aligned
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import device_of
-from tilewright.hw.roofline import roof
+from tilewright.hw.roofline import Cost, Roof, roof
 from tilewright.op import Inputs, Op, prefer
 
 __all__ = ["checked", "geomean", "measure", "rows", "shapes_of", "unit_of"]
@@ -103,8 +104,10 @@ def measure(
         others = checked(op, beside)
         calls.append(run(preferred, [op.make(Inputs("cuda", seed=i, here=True), **others) for i in range(sets)]))
     with torch.inference_mode():
-        times = interleaved_us(calls, sets=sets, rounds=6 if cost.flops > 1e12 else 20, settle=settle)
-    row = _row(op, words, first, cost, times, opponent, preferred)
+        ran = ran_by(lambda: calls[0](0))
+        rounds, call_us = 6 if cost.flops > 1e12 else 20, 1e6 * _roof(cost, first).seconds
+        times = interleaved_us(calls, sets=sets, rounds=rounds, settle=settle, call_us=call_us)
+    row = _row(op, words, first, cost, times, opponent, preferred) | {"kernels": ran}
     if beside is not None:
         row |= {
             "beside": " ".join(beside),
@@ -114,15 +117,19 @@ def measure(
     return row
 
 
+def _roof(cost: Cost, args: tuple[Any, ...]) -> Roof:
+    found = ceilings(device_of(0))
+    return roof(cost, found, unit_of(args, found.flops))
+
+
 def _row(
-    op: Op, words: Sequence[str], args: tuple[Any, ...], cost: Any, times: list[tuple[float, float]], opponent: str | None,
+    op: Op, words: Sequence[str], args: tuple[Any, ...], cost: Cost, times: list[tuple[float, float]], opponent: str | None,
     preferred: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     with prefer(preferred) if preferred else torch.inference_mode():
         choice = op.choice_for(*args)
     us, spread = times[0]
-    found = ceilings(device_of(0))
-    best = roof(cost, found, unit_of(args, found.flops))
+    best = _roof(cost, args)
     row: dict[str, Any] = {
         "op": op.name,
         "dims": " ".join(words),

@@ -5,13 +5,14 @@ that writes as many bytes as it reads (`neg`): on an H100 the node moves 1 GB an
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 
 from tilewright import ops
 from tilewright.bench.harness import interleaved_us, sets_for
+from tilewright.bench.provenance import ran_by
 from tilewright.op import Inputs, Op
 
 __all__ = ["CASES", "dispatch_overhead_us", "measure"]
@@ -71,14 +72,16 @@ def _cases() -> Iterator[tuple[str, str, Callable[[Inputs], Args]]]:
 CASES = tuple(_cases())
 
 
-def measure(names: set[str] | None, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def measure(
+    names: set[str] | None, progress: Callable[[str], None], done: Container[tuple[str, str]] = ()
+) -> Iterator[dict[str, Any]]:
     """One row a case: microseconds of the op and of a copy of the same bytes, and their ratio (1 = copy speed).
 
-    `copy_us` is the faster of `copy_node_us` and `copy_kernel_us`.
+    `copy_us` is the faster of `copy_node_us` and `copy_kernel_us`. `done`: (op, shape) of cases to leave out.
     """
     by_name = {op.name: op for op in ops.ALL}
     for name, label, make in CASES:
-        if names and name not in names:
+        if (names and name not in names) or (name, label) in done:
             continue
         progress(f"{name} {label}")
         row = _row(by_name[name], label, make)
@@ -96,6 +99,7 @@ def _row(op: Op, label: str, make: Callable[[Inputs], Args]) -> dict[str, Any]:
     elements = -(-moved // 4 // _COPY_STEP) * _COPY_STEP
     sources = [torch.randn(elements, dtype=_BF16, device="cuda") for _ in range(sets)]
     targets = [torch.empty_like(source) for source in sources]
+    ran = ran_by(lambda: op.run(*first))
     calls = [
         lambda i: op.run(*args[i]),
         lambda i: targets[i].copy_(sources[i]),
@@ -117,6 +121,7 @@ def _row(op: Op, label: str, make: Callable[[Inputs], Args]) -> dict[str, Any]:
         "copy_kernel_us": round(copies[1][0], 2),
         "tb_per_s": round(moved / op_us / 1e6, 3),
         "of_copy": round(copy_us / op_us, 3),
+        "kernels": ran,
     }
 
 

@@ -3,11 +3,13 @@
 Nothing heavy is imported before a verb needs it, so that `--help` is immediate.
 """
 
+import os
 import sys
 
 try:
     import tilewright.cli.asm
     import tilewright.cli.bench
+    import tilewright.cli.bench_all
     import tilewright.cli.compare
     import tilewright.cli.explain
     import tilewright.cli.hw
@@ -26,6 +28,9 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Entry point of the `tilewright` command."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # one of stdin, stdout, stderr was closed: the next file that is opened must not take its place
+    os.close(descriptor)
     try:
         app(prog_name="tilewright")
     except KeyboardInterrupt:  # before a verb has begun

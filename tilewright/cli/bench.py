@@ -1,7 +1,8 @@
-"""`tilewright bench OP`, `bench ops`, `bench layers`, `bench attention-8bit` and `bench engine`."""
+"""`tilewright bench OP`, `bench ops`, `bench layers`, `bench attention-8bit` and `bench engine`. `bench all`: bench_all.py."""
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +12,9 @@ from typer.core import TyperGroup
 from tilewright.cli.root import app, plain_errors, say
 
 if TYPE_CHECKING:
-    from tilewright.bench.harness import Results
+    from tilewright.bench.results import Results
 
-__all__ = ["bench"]
+__all__ = ["bench", "need_gpu"]
 
 
 class _Bench(TyperGroup):
@@ -31,6 +32,10 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 _Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file, after each row.")]
+_Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with --out where an earlier process stopped; new rows go to a part beside it."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")]
 _SETTLE_HELP = (
     "Seconds that a call runs alone before it is timed: at its power limit a card's clock takes 0.5 s and more to follow."
@@ -38,7 +43,8 @@ _SETTLE_HELP = (
 _Settle = Annotated[float, typer.Option(min=0, max=10, help=_SETTLE_HELP)]
 
 
-def _need_gpu(what: str) -> None:
+def need_gpu(what: str) -> None:
+    """Exit with a sentence where there is no GPU for `tilewright bench <what>`."""
     from tilewright.hw.device import cuda_count
 
     if not cuda_count():
@@ -65,35 +71,43 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 @bench.command("ops")
 def bench_ops(
+    context: typer.Context,
     names: Annotated[list[str] | None, typer.Argument(help="Operators to measure; all of them when left out.")] = None,
     out: _Out = None,
+    resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
     """Memory-bound operators: microseconds, TB/s, and the share of a device copy of the same bytes (1 = copy speed).
 
     Example: tilewright bench ops rms_norm softmax --out ops.json
     """
-    from tilewright.bench.ops import CASES, dispatch_overhead_us, measure
+    with plain_errors(context):
+        from tilewright.bench.ops import CASES, dispatch_overhead_us, measure
 
-    known = sorted({name for name, _, _ in CASES})
-    wrong = [name for name in names or [] if name not in known]
-    if wrong:
-        raise typer.BadParameter(f"{', '.join(wrong)}: wanted some of {', '.join(known)}")
-    _need_gpu("ops")
-    from tilewright.bench.harness import Results
+        known = sorted({name for name, _, _ in CASES})
+        wrong = [name for name in names or [] if name not in known]
+        if wrong:
+            raise typer.BadParameter(f"{', '.join(wrong)}: wanted some of {', '.join(known)}")
+        need_gpu("ops")
+        from tilewright.bench.results import Results
 
-    results = Results(out, "memory-bound operators against a device copy of the same bytes")
-    results.keep(measure(set(names or []), say))
-    overhead = dispatch_overhead_us("cuda")
-    results.finish(dispatch_us=overhead)
-    _print(results.rows, as_json)
-    say(f"dispatch of ops.rms_norm, host microseconds a call: {overhead}")
+        results = Results(out, "memory-bound operators against a device copy of the same bytes", resume=resume)
+        if not results.whole:
+            done = {(row["op"], row["shape"]) for row in results.before}
+            results.keep(measure(set(names or []), say, done))
+            overhead = dispatch_overhead_us("cuda")
+            results.finish(dispatch_us=overhead)
+            say(f"dispatch of ops.rms_norm, host microseconds a call: {overhead}")
+        _print(results.all_rows, as_json)
 
 
 @bench.command("engine")
 def bench_engine(
+    context: typer.Context,
     shape: Annotated[str, typer.Argument(help="Model shape, random weights: qwen3-0.6b, qwen3-8b, llama-1b, llama-8b.")],
-    workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B64, P4096, R2000; any.")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B64, E0, E50, P4096, R2000; any.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process: the first is cold.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together.")] = 4096,
@@ -102,37 +116,42 @@ def bench_engine(
     kv_cache: Annotated[str | None, typer.Option(help="Codes of keys and values: int8 or fp8; default: dtype.")] = None,
     max_tokens_per_step: Annotated[int, typer.Option(min=256, help="Tokens of one pass of the model.")] = 8192,
     out: _Out = None,
+    resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
     """Output tokens a second of the engine on fixed workloads (W1 256 ragged requests, W2 1024/1024, B1 and B64 decoding).
 
-    P4096 is about prompts. R2000 counts the kernels compiled while 2,000 random requests are served. Example:
-    tilewright bench engine qwen3-0.6b -w W1 -w B1 --out engine.json
+    P4096 is about prompts, E50 against E0 about penalties and log-probabilities. R2000 counts the kernels compiled while
+    2,000 random requests are served. Example: tilewright bench engine qwen3-0.6b -w W1 -w B1 --out engine.json
     """
-    from tilewright.bench.engine import WORKLOADS, run_engine
-    from tilewright.engine.config import EngineConfig
-    from tilewright.models import SHAPES
+    with plain_errors(context):
+        from tilewright.bench.engine import WORKLOADS, run_engine
+        from tilewright.engine.config import EngineConfig
+        from tilewright.models import SHAPES
 
-    if shape not in SHAPES:
-        raise typer.BadParameter(f"shape is {shape!r}, wanted one of {', '.join(SHAPES)}")
-    wrong = [name for name in workload or [] if name not in WORKLOADS]
-    if wrong:
-        raise typer.BadParameter(f"workload is {', '.join(wrong)}; wanted some of {', '.join(WORKLOADS)}")
-    _need_gpu("engine")
-    from tilewright.bench.harness import Results
+        if shape not in SHAPES:
+            raise typer.BadParameter(f"shape is {shape!r}, wanted one of {', '.join(SHAPES)}")
+        wrong = [name for name in workload or [] if name not in WORKLOADS]
+        if wrong:
+            raise typer.BadParameter(f"workload is {', '.join(wrong)}; wanted some of {', '.join(WORKLOADS)}")
+        need_gpu("engine")
+        from tilewright.bench.results import Results
 
-    config = EngineConfig(
-        dtype=dtype,
-        max_model_len=max_model_len,
-        page_size=page_size,
-        max_tokens_per_step=max_tokens_per_step,
-        quantize=quantize,
-        kv_cache=kv_cache,
-    )
-    results = Results(out, f"engine, {shape}, random weights")
-    results.keep(run_engine(shape, workload or ["W1", "B1"], runs=runs, config=config, progress=say))
-    results.finish()
-    _print(results.rows, as_json)
+        config = EngineConfig(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            max_tokens_per_step=max_tokens_per_step,
+            quantize=quantize,
+            kv_cache=kv_cache,
+        )
+        results = Results(out, f"engine, {shape}, random weights", resume=resume)
+        done = Counter(row["workload"] for row in results.before)
+        wanted = [name for name in workload or ["W1", "B1"] if done[name] < runs]
+        if wanted:
+            results.keep(run_engine(shape, wanted, runs=runs, config=config, progress=say))
+        results.finish()
+        _print(results.all_rows, as_json)
 
 
 @bench.command("layers")
@@ -147,6 +166,7 @@ def bench_layers(
     invariant: Annotated[bool, typer.Option("--invariant", help="The layers as inside `with invariant()`: its price.")] = False,
     settle: _Settle = 0.0,
     out: _Out = None,
+    resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
     """Quantised linear layers, quantising of the activation included, against F.linear in bf16. Default: the projections.
@@ -162,10 +182,13 @@ def bench_layers(
             raise ValueError("give one of --shapes and --rows")
         usual = [(m, n, k) for m in counts or ROWS for n, k in PROJECTIONS]
         wanted = [_three_sizes(text) for text in shapes.split(";")] if shapes else usual
-        _need_gpu("layers")
-        from tilewright.bench.harness import Results
+        need_gpu("layers")
+        from tilewright.bench.results import Results
 
-        results = Results(out, "quantised linear layers against F.linear in bf16" + (", invariant" if invariant else ""))
+        what = "quantised linear layers against F.linear in bf16" + (", invariant" if invariant else "")
+        results = Results(out, what, resume=resume)
+        done = Counter((row["M"], row["N"], row["K"]) for row in results.before)
+        wanted = [shape for shape in wanted if done[shape] < len(formats)]
         results.keep(rows(formats, wanted, activation, say, invariant, settle))
         _finish(results, formats, settle, as_json)
 
@@ -177,6 +200,7 @@ def bench_attention_8bit(
     shapes: Annotated[str | None, typer.Option(help='"B=2 KV=8192 H=16 G=16 causal=true;B=1 KV=16384".')] = None,
     settle: _Settle = 0.0,
     out: _Out = None,
+    resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
     """Attention in 8 bits, quantising included, against ours in 16 bits. Default: 8192 to 32768 keys, head dim 128.
@@ -187,10 +211,12 @@ def bench_attention_8bit(
         from tilewright.bench.attention_8bit import rows, shapes_of
 
         wanted = shapes_of(formats, shapes)
-        _need_gpu("attention-8bit")
-        from tilewright.bench.harness import Results
+        need_gpu("attention-8bit")
+        from tilewright.bench.results import Results
 
-        results = Results(out, "attention in 8 bits, quantiser included, against ops.attention in 16 bits")
+        results = Results(out, "attention in 8 bits, quantiser included, against ops.attention in 16 bits", resume=resume)
+        done = Counter(row["dims"] for row in results.before)
+        wanted = [(text, dims) for text, dims in wanted if done[text] < len(formats)]
         results.keep(rows(formats, wanted, say, settle))
         _finish(results, formats, settle, as_json)
 
@@ -199,9 +225,9 @@ def _finish(results: "Results", formats: list[str], settle: float, as_json: bool
     """Write, print and sum up what was measured of 8 and 4 bits beside 16: a geometric mean for each format."""
     from tilewright.bench.op import geomean
 
-    means = {name: geomean([row for row in results.rows if row["format"] == name]) for name in formats}
-    results.finish(geomean_ratio=means, settle_s=settle)
-    _print(results.rows, as_json)
+    means = {name: geomean([row for row in results.all_rows if row["format"] == name]) for name in formats}
+    results.finish(settle_s=settle)
+    _print(results.all_rows, as_json)
     say(f"geometric means of the ratios: {means} (above 1: faster than in 16 bits)")
 
 
@@ -226,6 +252,7 @@ def bench_op(
     counters: Annotated[bool, typer.Option("--counters", help="Add hardware counters by Nsight Compute.")] = False,
     settle: _Settle = 0.0,
     out: _Out = None,
+    resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
     """One operator against what it replaces, measured in turns in one process.
@@ -245,10 +272,12 @@ def bench_op(
         names = [impl.name for impl in found.impls]
         if prefer is not None and prefer not in names:
             raise ValueError(f"{found.name} has no implementation {prefer!r}: {nearest(prefer, names)}")
-        _need_gpu(op)
-        from tilewright.bench.harness import Results
+        need_gpu(op)
+        from tilewright.bench.results import Results
 
-        results = Results(out, f"{found.name} against {against}")
+        results = Results(out, f"{found.name} against {against}", resume=resume)
+        done = {row["dims"] for row in results.before}
+        wanted = [words for words in wanted if " ".join(words) not in done]
         table = results.keep(rows(found, wanted, against, prefer, say, aligned, settle))
         if counters:
             from tilewright.bench.counters import counters_of
@@ -256,8 +285,8 @@ def bench_op(
             for row, words in zip(table, wanted, strict=True):
                 row["counters"] = counters_of(found.name, words, prefer)
                 results.write()
-        mean = geomean(table)
-        results.finish(geomean_ratio=mean, settle_s=settle)
-        _print(table, as_json)
+        results.finish(settle_s=settle)
+        mean = geomean(results.all_rows)
+        _print(results.all_rows, as_json)
         if mean is not None:
             say(f"geometric mean of the ratios: {mean} (above 1: ours is faster)")

@@ -33,6 +33,9 @@ def compare(
     claim: Annotated[float, typer.Option(help="every layer must be this many times faster")] = 1.5,
     report: Annotated[Path | None, typer.Option(help="write it: .html, .json, .md, or .trace.json for a timeline")] = None,
     budget: Annotated[float, typer.Option(help="seconds for building and measuring; it ends earlier when decided")] = 120.0,
+    beside: Annotated[
+        list[str] | None, typer.Option(help="a further engine, timed as the whole model alone; may be given several times")
+    ] = None,
     whole: Annotated[bool, typer.Option("--whole", help="the whole model as one segment, nothing else is built")] = False,
     counters: Annotated[
         bool, typer.Option(help="when all is measured, ask the engines for their own counters (seconds): they prove nothing")
@@ -62,7 +65,8 @@ def compare(
         try:
             found = run(
                 loaded, ours, baseline, claim,
-                budget_s=budget, seed=seed, threads=threads, whole=whole, counters=counters, progress=progress,
+                budget_s=budget, seed=seed, threads=threads, whole=whole, beside=beside or (), counters=counters,
+                progress=progress,
             )  # fmt: skip
         finally:
             progress.end()
@@ -89,7 +93,7 @@ def _print(found: "Comparison") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tilewright.bench.compare.figures import between, headline, ratio, seconds, subline
+    from tilewright.bench.compare.figures import between, claim_line, headline, ratio, seconds, subline, sums
 
     console = Console(highlight=False)
     table = Table("layer", "", title=f"{found.model}: seconds of each layer", title_justify="left")
@@ -98,14 +102,20 @@ def _print(found: "Comparison") -> None:
     for segment in found.segments:
         times = seconds(segment.ours.value), seconds(segment.baseline.value)
         table.add_row(segment.name, _MARKS[segment.verdict], *times, ratio(segment.ratio.value), between(segment.ratio))
+        for layer in segment.layers if len(segment.layers) > 1 else ():
+            table.add_row(f"... {layer}", "", "", "", "", "not by itself")
     table.add_section()
     whole = seconds(found.ours.whole.value), seconds(found.baseline.whole.value)
+    for name, ours, baseline in sums(found):
+        table.add_row(name, "", seconds(ours), seconds(baseline))
     table.add_row("whole model", "", *whole, ratio(found.ratio.value), between(found.ratio))
     console.print(table)
     for point in found.card:
         if point.open:
             console.print(f"[yellow]open[/yellow]  {point.name}: ", end="")
             console.print(point.why, markup=False)
+    for claim in found.claims:
+        console.print(f"whole model: {claim_line(claim)}", markup=False)
     console.print(headline(found), style="bold", markup=False)
     console.print(subline(found), markup=False)
     console.print(f"{_MARKS[found.verdict]}  measured for {found.seconds:.0f} s; ended: {found.environment['ended']}")

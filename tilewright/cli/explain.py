@@ -78,6 +78,13 @@ def _print(said: dict[str, Any]) -> None:
         print(f"  kernels  {said['compile_error']}")
     elif not said["kernels"]:
         print("  kernels  a library's, which cannot be looked into")
+    for number, tile in enumerate(said["library_tiles"]):
+        head = "estimate" if not number else ""
+        tail = f", {tile['tail']} of {tile['slots']} blocks in the last" if tile["tail"] else ""
+        waves = (
+            f"{tile['waves']} wave{'s' if tile['waves'] != 1 else ''}{tail}; {tile['efficiency']:.0%} of the slots have work"
+        )
+        print(f"  {head:<8} if it takes tiles of {tile['tile']}, one an SM: {tile['blocks']} tiles, {waves}")
     for title, lines in (("cliff", said["cliffs"]), ("try", said["advice"])):
         for line in lines:
             print(f"  {title:<8} {line}")

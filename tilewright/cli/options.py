@@ -18,6 +18,9 @@ FRIENDLY: dict[str, tuple[str, Any, int]] = {
     "kv_cache_bytes": ("kv_cache_gib", float | None, 2**30),
     "max_body_bytes": ("max_body_mib", int, 2**20),
     "max_waiting": ("queue", int, 1),
+    "max_wait_s": ("max_wait", float, 1),
+    "drain_timeout_s": ("drain_timeout", float, 1),
+    "cors_origins": ("cors_origin", list[str] | None, 1),
 }
 
 

@@ -9,8 +9,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Annotated
 
@@ -64,7 +64,7 @@ def plain_errors(context: typer.Context) -> Iterator[None]:
     except (ValueError, OSError, MemoryError) as error:
         if context.obj:
             raise
-        say(f"error: {error or type(error).__name__}")
+        say(f"error: {str(error).strip() or type(error).__name__}")
         raise typer.Exit(1) from None
 
 
@@ -78,7 +78,8 @@ def ends_at_once(number: signal.Signals) -> Iterator[None]:
     word, code = (b"interrupted\n", INTERRUPTED) if number == signal.SIGINT else (b"terminated\n", TERMINATED)
 
     def end(caught: int, frame: FrameType | None) -> None:
-        os.write(2, b"\r\x1b[2K" + word if sys.stderr.isatty() else word)
+        with suppress(OSError):
+            os.write(2, b"\r\x1b[2K" + word if os.isatty(2) else word)
         os._exit(code)
 
     before = signal.signal(number, end)
@@ -94,14 +95,18 @@ def ends_on_sigterm() -> AbstractContextManager[None]:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """A line on stderr, if there is one to write to: a command must not fail for want of a reader."""
+    with suppress(OSError, ValueError):  # a full disk, a closed pipe, a closed file
+        if sys.stderr is not None:
+            print(line, file=sys.stderr, flush=True)
 
 
 class Progress:
     """Words of a long task on stderr: on a terminal the line is written over, elsewhere only each new stage is a line."""
 
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
+    def __init__(self, say: Callable[[str], None] = say) -> None:
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._say = say
         self._stage = ""
 
     def __call__(self, words: str) -> None:
@@ -110,7 +115,7 @@ class Progress:
         if self._terminal and "\n" not in words:
             print(f"\r\x1b[2K{words}", end="", file=sys.stderr, flush=True)
         elif stage != self._stage:
-            say(words)
+            self._say(words)
         self._stage = stage
 
     def end(self) -> None:

@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from tilewright.cli.options import Model, options
 from tilewright.cli.root import Progress, app, ends_at_once, ends_on_sigterm, plain_errors, say
 from tilewright.engine.config import EngineConfig
 from tilewright.server.config import ServerConfig
+from tilewright.server.logs import Log
 
 if TYPE_CHECKING:
     from tilewright.engine.llm import LLM
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["run", "serve"]
 
 
-def _load(model: str, options: Mapping[str, Any]) -> "LLM":
+def _load(model: str, options: Mapping[str, Any], say: Callable[[str], None] = say) -> "LLM":
     EngineConfig(model=model, **options)  # what is wrong with the options is said before torch is imported
-    started_s, progress = time.perf_counter(), Progress()
+    started_s, progress = time.perf_counter(), Progress(say)
     with ends_at_once(signal.SIGINT):  # there is nothing to tidy up yet, and the import of torch swallows exceptions
         say(f"Loading {model} ...")
         from tilewright.engine.llm import LLM
@@ -64,19 +65,45 @@ def serve(
         if api_key_file is not None:
             if server["api_key"] is not None:
                 raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
-            server["api_key"] = api_key_file.read_text().strip()
+            server["api_key"] = _key_of(api_key_file)
         config = ServerConfig(**server)
-        from tilewright.server.serve import bind, run_server
-
-        listener = bind(config)
-        llm = _load(model, engine)
-        from tilewright.server.app import create_app
-        from tilewright.server.prompts import Served
-
-        # A folder is served under its own name, not under its path.
-        name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
-        code = run_server(create_app(llm.engine, Served.of(llm.engine, name), config), listener, say)
+        with Log(config.log_level, config.log_format) as log:
+            code = _serve(model, served_name, engine, config, log)
     raise typer.Exit(code)
+
+
+def _key_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise OSError(f"the API key cannot be read from {file}: {error.strerror}; wanted a file that holds the key") from None
+    except ValueError:
+        raise ValueError(f"the API key in {file} is not plain ASCII; wanted what an HTTP header can carry") from None
+
+
+def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: ServerConfig, log: Log) -> int:
+    """Load the model and serve it; the exit code."""
+    from tilewright.server.serve import bind, run_server
+
+    listener = bind(config)
+    if not config.loopback and config.api_key is None:
+        log.say(
+            f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
+            "set one with --api-key-file, or listen on 127.0.0.1"
+        )
+    llm = _load(model, engine, log.say)
+    ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
+    if ids > outputs:
+        log.say(
+            f"warning: the tokenizer has {ids} tokens and the model {outputs}; texts with one of the others are refused. "
+            "They are from different models, or the tokenizer has tokens that were added later"
+        )
+    from tilewright.server.app import create_app
+    from tilewright.server.prompts import Served
+
+    # A folder is served under its own name, not under its path.
+    name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    return run_server(create_app(llm.engine, Served.of(llm.engine, name), config), listener, log)
 
 
 SAMPLING = "Sampling"

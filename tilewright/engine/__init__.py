@@ -7,6 +7,6 @@ step.py       what a step is, and what runs it
 core.py       Engine: step by step
 tokenizer.py, chat.py, stops.py    text
 config.py, llm.py                  options, and LLM for programs
-loading.py and what it imports     the model on a device, the only part that imports torch: plan.py (memory), runner.py,
-                                   batch.py, graphs.py, sampler.py
+trial.py                           a chat template's first run
+loading.py and what it imports     the model on a device: plan.py (memory), runner.py, batch.py, graphs.py, sampler.py
 """

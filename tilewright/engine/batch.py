@@ -6,7 +6,7 @@ Rows of the batch are the step's rows in their order. Whatever the host does not
 named by the slot that will hold it (`feed`), and is filled in on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.request import Request
-from tilewright.engine.sampler import needs_logits
-from tilewright.engine.step import Row, Step
+from tilewright.engine.step import HOST_ERRORS, Row, RowFault, Step
 from tilewright.nn import Batch
 
 __all__ = ["Inputs", "Layout", "Packer"]
@@ -92,10 +91,17 @@ class Layout:
 
 
 class Packer:
-    """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step."""
+    """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
 
-    def __init__(self, *, page_size: int, max_seqs: int, max_pages: int):
+    `place` is called with each request that has come to its slot since the step before. What a request's own numbers raise on
+    the way is a `RowFault` that names it: nothing has been sent to the device then.
+    """
+
+    def __init__(
+        self, *, page_size: int, max_seqs: int, max_pages: int, place: Callable[[Request], None] = lambda request: None
+    ):
         self.page_size = page_size
+        self._place = place
         self.padding_slot = max_seqs
         self.tables = np.zeros((max_seqs, max_pages), np.int32)
         self._known: list[tuple[Request | None, int, int]] = [(None, 0, 0)] * max_seqs
@@ -105,14 +111,13 @@ class Packer:
         self._top_p = np.ones(max_seqs + 1, np.float32)
         self._min_p = np.zeros(max_seqs + 1, np.float32)
         self._seed = np.zeros(max_seqs + 1, np.int64)
-        self._edits = np.zeros(max_seqs, bool)
-
-    def wants_logits(self, step: Step) -> bool:
-        """Whether any row needs its logits beyond `ops.sample`. Call after `refresh`."""
-        return bool(self._edits.any()) and any(self._edits[row.request.slot] for row in step.rows)
 
     def refresh(self, step: Step) -> int:
-        """Bring tables and parameters of the step's slots up to date; returns the pages of the longest table."""
+        """Bring tables and parameters of the step's slots up to date; returns the pages of the longest table.
+
+        Raises:
+            RowFault: those of one request cannot be written.
+        """
         longest = 1
         for request, *_ in step.rows:
             slot, pages = request.slot, request.pages
@@ -120,17 +125,24 @@ class Packer:
             count = len(pages)
             longest = max(longest, count)
             owner, preemptions, held = self._known[slot]
-            if owner is not request or preemptions != request.preemptions:
-                p = request.params
-                self._temperature[slot], self._top_k[slot], self._top_p[slot] = p.temperature, p.top_k, p.top_p
-                self._min_p[slot], self._seed[slot] = p.min_p, request.seed
-                self._edits[slot] = needs_logits(p)
-                held = 0
-            elif held == count:
+            moved = owner is not request or preemptions != request.preemptions
+            if held == count and not moved:
                 continue
-            self.tables[slot, held:count] = pages[held:]
+            try:
+                if moved:
+                    self._arrive(slot, request)
+                    held = 0
+                self.tables[slot, held:count] = pages[held:]
+            except HOST_ERRORS as error:
+                raise RowFault(request, error) from error
             self._known[slot] = (request, request.preemptions, count)
         return longest
+
+    def _arrive(self, slot: int, request: Request) -> None:
+        s = request.settings
+        self._temperature[slot], self._top_k[slot], self._top_p[slot] = s.temperature, s.top_k, s.top_p
+        self._min_p[slot], self._seed[slot] = s.min_p, request.seed
+        self._place(request)
 
     def fill(self, out: dict[str, np.ndarray], step: Step) -> None:
         """Write a step into host arrays, which may be longer than the step: the rest becomes padding rows of one token."""
@@ -163,7 +175,10 @@ class Packer:
             known = min(start + count, len(request.prompt_ids) + len(request.output_ids))
             if known > start:
                 begin = int(ends[i]) - count
-                ids[begin : begin + known - start] = request.tokens(start, known)
+                try:
+                    ids[begin : begin + known - start] = request.tokens(start, known)
+                except HOST_ERRORS as error:
+                    raise RowFault(request, error) from error
             if known < start + count:
                 fed.append(i)
         feed[ends[fed] - 1] = slot[fed]

@@ -42,12 +42,13 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack, so that hot pages are used again
 
-    def reset_cache(self) -> None:
-        """Forget the content of every page: owned ones stay with their owners, cached ones become free."""
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._page.clear()
-        self._digest = [None] * self.num_pages
+    def forget(self, pages: Iterable[int]) -> None:
+        """These pages do not hold what their digests say: owned ones stay with their owners, cached ones become free."""
+        for page in pages:
+            self._forget(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
 
     @property
     def available(self) -> int:

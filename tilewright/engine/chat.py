@@ -2,16 +2,25 @@
 
 A template comes with a model's files and is run in Jinja's immutable sandbox: it reaches neither the disk nor Python, and what
 it may see is what the Hugging Face libraries show to it (messages, tools, special tokens, `raise_exception`, `strftime_now`,
-`tojson`, `break` and `continue`). Its size and that of its result are bounded, its running time is not: a model folder is
-trusted that far.
+`tojson`, `break` and `continue`; `generation` blocks mark what was generated and change nothing). Its size, its running time,
+the texts that it puts together and its result are bounded; filters are not, but it is tried once, in a process of its own,
+when a model is loaded (trial.py).
 """
 
 import json
+import re
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from types import FrameType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["ChatTemplate", "ChatTemplateError"]
@@ -19,10 +28,48 @@ __all__ = ["ChatTemplate", "ChatTemplateError"]
 MAX_TEMPLATE_CHARS = 1 << 20
 """The longest templates in use have some 30 thousand characters."""
 MAX_TEXT_CHARS = 1 << 26
+MAX_SECONDS = 2.0
+"""Of one conversation: thousands of messages take milliseconds."""
+MAX_PRODUCT = 1 << 20
+"""Items of a repeated text or list, and bits of a number."""
+_WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
 
 
 class ChatTemplateError(ValueError):
-    """There is no chat template, it is not valid, or it refuses these messages."""
+    """There is no chat template, it is not valid, it refuses these messages, or it takes too long."""
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`: what is inside, as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The nodes of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with bounded results: Python would compute `"a" * 10**12` to its end."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """left operator right. Raises SecurityError for what would be too large."""
+        sequences = [value for value in (left, right) if isinstance(value, (str, bytes, list, tuple))]
+        numbers = [abs(value) for value in (left, right) if isinstance(value, int)]
+        if operator == "+" and sum(map(len, sequences)) > MAX_TEXT_CHARS:
+            raise SecurityError(f"a text or list of more than {MAX_TEXT_CHARS} items")
+        if operator == "*" and sequences and numbers and len(sequences[0]) * numbers[0] > MAX_PRODUCT:
+            raise SecurityError(f"a repeated text or list of more than {MAX_PRODUCT} items")
+        if operator == "*" and len(numbers) == 2 and sum(number.bit_length() for number in numbers) > MAX_PRODUCT:
+            raise SecurityError(f"a product of more than {MAX_PRODUCT} bits")
+        if operator == "**" and len(numbers) == 2 and numbers[0].bit_length() * numbers[1] > MAX_PRODUCT:
+            raise SecurityError(f"a power of more than {MAX_PRODUCT} bits")
+        if operator == "%" and isinstance(left, str) and _WIDE.search(left):
+            raise SecurityError("a format with a width that is not written out, or of more than 4 digits")
+        return super().call_binop(context, operator, left, right)
 
 
 class ChatTemplate:
@@ -31,29 +78,73 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ChatTemplateError(f"the chat template has {len(source)} characters, wanted at most {MAX_TEMPLATE_CHARS}")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
         environment.globals.update(raise_exception=_refuse, strftime_now=_now)
         environment.filters["tojson"] = _to_json
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template is not valid: {error}") from error
+            raise ChatTemplateError(f"the model's chat template is not valid: {_words(error)}") from error
+        except (RecursionError, MemoryError, OverflowError, SyntaxError, ValueError) as error:
+            # Jinja makes Python of it; what is nested too deeply or holds numbers of a million digits fails there.
+            raise ChatTemplateError(f"the model's chat template cannot be compiled: {type(error).__name__}") from error
 
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, tools: Any = None, **variables: Any
     ) -> str:
-        """The text of a conversation, special tokens in it; encode it with `add_special=False`."""
+        """The text of a conversation, special tokens in it; encode it with `add_special=False`.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, fails on them, or is not done in time.
+        """
         values = {**self._special_tokens, **variables, "messages": messages, "tools": tools}
         try:
-            return _joined(self._template.generate(values, add_generation_prompt=add_generation_prompt))
+            with _Deadline(MAX_SECONDS):
+                return _joined(self._template.generate(values, add_generation_prompt=add_generation_prompt))
         except TemplateError as error:
-            raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ChatTemplateError(f"the chat template refuses these messages: {_words(error)}") from error
+        except ChatTemplateError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             # A template that expects other fields in the messages fails with whatever Python raises.
-            raise ChatTemplateError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
+            words = f"{type(error).__name__}: {_words(error)}"
+            raise ChatTemplateError(f"the chat template fails on these messages: {words}") from error
+
+
+class _Deadline:
+    """Ends a template that runs for too long, from inside: at a line of its own code, in the thread that it runs in.
+
+    Python offers no other way to end code in a thread. A debugger or a coverage tool that traces this thread comes first: then
+    there is no deadline.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._end_s = time.monotonic() + seconds
+        self._own = sys.gettrace() is None
+
+    def __enter__(self) -> None:
+        if self._own:
+            sys.settrace(self._enter_frame)
+
+    def __exit__(self, *_: object) -> None:
+        if self._own:
+            sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._at_line if frame.f_code.co_filename == "<template>" else None
+
+    def _at_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > self._end_s:
+            raise ChatTemplateError(f"the chat template was not done with these messages after {self._seconds:g} s")
+        return self._at_line
+
+
+def _words(error: BaseException) -> str:
+    words = str(error)
+    return words if len(words) <= 300 else words[:297] + "..."
 
 
 def _joined(pieces: Iterable[str]) -> str:

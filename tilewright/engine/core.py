@@ -1,10 +1,12 @@
 """The engine: requests in, deltas out, one step of the model at a time, over any `Runner`.
 
-Not safe for threads: one thread submits, steps and aborts. One bad request never stops it: an error of the runner ends the
-requests of that step (finish_reason "error", with its message), and the others go on.
+Not safe for threads: one thread submits, steps and aborts. One bad request never stops it. What goes wrong ends as few requests
+as possible (finish_reason "error", with its message), and the others go on: a `RowFault` the request of that row, any other
+error of the runner those of the step. Only a lost device ends them all, and the engine (`lost`).
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,25 +14,18 @@ from typing import Any
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
-from tilewright.engine.step import Runner, Step, StepResult
+from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
 from tilewright.engine.stops import OutputText
 from tilewright.engine.tokenizer import Detokenizer, Tokenizer
 
 __all__ = ["Engine"]
 
-RUNNER_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What running a model may raise: out of memory and device errors (RuntimeError), and whatever a fault of its own looks like.
-Not here: interrupts and exits."""
+RUNNER_ERRORS = (*HOST_ERRORS, RuntimeError)
+"""What a runner may raise: a fault of its own, or of the device (RuntimeError: out of memory, a kernel). Not here: interrupts
+and exits."""
+
+
+NOT_NUMBERS = "the model's logits are not numbers (NaN): look at its weights"
 
 
 class _Output:
@@ -74,19 +69,36 @@ class Engine:
         self._outputs: dict[Request, _Output] = {}
         self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
         self._deltas: list[Delta] = []  # not handed out yet
+        self.failed_steps = 0
+        """Steps that failed since one brought a token."""
+        self.lost: DeviceLost | None = None
+        """Why the engine can do nothing any more."""
 
     @property
     def has_work(self) -> bool:
         """True while `step` has something to do or to hand out."""
         return bool(self._outputs or self._in_flight or self._deltas)
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams | None = None, request_id: str | None = None) -> str:
+    def submit(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        max_wait_s: float | None = None,
+    ) -> str:
         """Queue a prompt: one request for each of its `params.n` samples, all or none. Returns their id.
+
+        max_wait_s: how long the first sample may wait to be started; then all end with finish_reason "expired". The others
+            wait as long as it takes. None: so does the first.
 
         Raises:
             ValueError: a token id is not the model's, the id is in use, or (RequestTooLong) prompt and max_tokens do not fit.
-            QueueFull: too many requests wait.
+            QueueFull: too many requests wait, or it would wait for longer than `max_wait_s`.
+            DeviceLost: the engine has ended.
         """
+        if self.lost is not None:
+            raise self.lost
         params = params or SamplingParams()
         name = f"request-{next(self._names)}" if request_id is None else request_id
         if self.scheduler.live(name):
@@ -94,10 +106,14 @@ class Engine:
         self._check_ids("the prompt", prompt_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", list(params.logit_bias))
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop is {params.stop!r}, but this engine has no tokenizer to find text with; use stop_token_ids")
         prompt_ids = list(prompt_ids)  # the caller's may change
-        samples = [Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids) for i in range(params.n)]
+        waits = (max_wait_s, *[None] * (params.n - 1))
+        samples = [
+            Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids, max_wait_s=wait) for i, wait in enumerate(waits)
+        ]
         self.scheduler.add(*samples)
         for request in samples:
             text = None
@@ -120,6 +136,10 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """One round: schedule and launch a step, collect a step. Asynchronous runners keep one in flight behind the other."""
+        for request, retry_s in self.scheduler.expire():
+            waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
+            request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
+            self._end(request, retry_s)
         step = self.scheduler.schedule()
         if step is not None:
             self._launch(step)
@@ -140,19 +160,29 @@ class Engine:
             raise ValueError(f"{what} has the token id {wrong}, wanted 0 to {self.vocab_size - 1}")
 
     def _launch(self, step: Step) -> None:
-        try:
-            ticket = self.runner.launch(step)
-        except RUNNER_ERRORS as error:
-            while self._in_flight:  # what was launched before is not touched by it
-                self._collect()
-            self._fail([step], error)
-        else:
-            self._in_flight.append((step, ticket))
+        rest: Step | None = step
+        while rest is not None:
+            try:
+                self._in_flight.append((rest, self.runner.launch(rest)))
+                return
+            except RowFault as fault:
+                rest = self.scheduler.withdraw(rest, fault.request)
+                self._fail_request(fault.request, f"it could not be run: {fault}")
+            except DeviceLost as error:
+                self._lose(error)
+                return
+            except RUNNER_ERRORS as error:
+                while self._in_flight:  # what was launched before is not touched by it
+                    self._collect()
+                self._fail([rest], error)
+                return
 
     def _collect(self) -> None:
         step, ticket = self._in_flight.popleft()
         try:
             result = self.runner.collect(ticket)
+        except DeviceLost as error:
+            self._lose(error)
         except RUNNER_ERRORS as error:
             # Steps launched after it have read what it should have written.
             steps = [step, *(later for later, _ in self._in_flight)]
@@ -162,15 +192,26 @@ class Engine:
             self._accept(step, result)
 
     def _fail(self, steps: Sequence[Step], error: BaseException) -> None:
+        self.failed_steps += 1
+        self.scheduler.distrust(steps)
         for step in steps:
             for row in step.rows:
-                if row.request in self._outputs:
-                    row.request.error = f"the step failed: {type(error).__name__}: {error}"
-                    self.scheduler.finish(row.request, "error")
-                    self._end(row.request)
-        self.scheduler.distrust_pages()
+                self._fail_request(row.request, f"the step failed: {type(error).__name__}: {error}")
+
+    def _fail_request(self, request: Request, why: str) -> None:
+        if request in self._outputs:
+            request.error = why
+            self.scheduler.finish(request, "error")
+            self._end(request)
+
+    def _lose(self, error: DeviceLost) -> None:
+        self.lost = error
+        self._in_flight.clear()
+        for request in list(self._outputs):
+            self._fail_request(request, str(error))
 
     def _accept(self, step: Step, result: StepResult) -> None:
+        self.failed_steps = 0
         logprobs: dict[Request, TokenLogprobs] = {}
         for row, entry in zip(step.rows, result.logprobs):
             if entry is not None:
@@ -180,11 +221,18 @@ class Engine:
             if entries is not None and output is not None:
                 # Entry i is of token i + 1. A request that was preempted comes by here again.
                 output.prompt_logprobs[row.start :] = entries
+                if any(math.isnan(entry.logprob) for entry in entries):
+                    self._fail_request(row.request, NOT_NUMBERS)
         for request, token in self.scheduler.complete(step, result.tokens):
             self._publish(request, token, logprobs.get(request))
 
     def _publish(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         output = self._outputs[request]
+        if logprobs is not None and math.isnan(logprobs.logprob):
+            self.scheduler.finish(request, "error")
+            request.finish_reason, request.error = "error", NOT_NUMBERS
+            self._end(request)
+            return
         text, stop = "", None
         if output.text is not None and request.finish_reason != "stop":
             text, stop = output.text.push(token)
@@ -198,8 +246,8 @@ class Engine:
         if request.finish_reason is not None:
             del self._outputs[request]
 
-    def _end(self, request: Request) -> None:
-        self._deltas.append(self._delta(request, self._outputs.pop(request)))
+    def _end(self, request: Request, retry_s: float | None = None) -> None:
+        self._deltas.append(self._delta(request, self._outputs.pop(request), retry_after_s=retry_s))
 
     def _delta(
         self,
@@ -208,6 +256,7 @@ class Engine:
         token_ids: tuple[int, ...] = (),
         text: str = "",
         logprobs: tuple[TokenLogprobs, ...] = (),
+        retry_after_s: float | None = None,
     ) -> Delta:
         prompt = None
         if not output.published and request.params.prompt_logprobs is not None:
@@ -223,5 +272,6 @@ class Engine:
             stop_reason=request.stop_reason,
             prompt_logprobs=prompt,
             error=request.error,
+            retry_after_s=retry_after_s,
             cached_tokens=request.cached,
         )

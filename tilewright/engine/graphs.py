@@ -1,7 +1,9 @@
-"""Decode steps captured as CUDA graphs: the launches of a whole step cost the host one call.
+"""Decode steps captured as CUDA graphs: the launches of a whole step cost the host two calls.
 
-A graph is made for a number of rows; a step with fewer runs in the next larger one, with padding rows that write nowhere
-and attend to nothing. Graphs share one memory pool, for they run one after the other on one stream.
+The model's body and what follows it, head and sampling, are captured apart: rows that want more of their logits than a sample
+have the same head, launched eagerly behind the body's graph. A pair of graphs is made
+for a number of rows; a step with fewer runs in the next larger one, with padding rows that write nowhere and attend to nothing.
+Graphs share one memory pool, for they run one after the other on one stream.
 """
 
 from bisect import bisect_left
@@ -13,7 +15,12 @@ from torch import Tensor
 
 from tilewright.engine.batch import Inputs, Layout
 
-__all__ = ["DecodeGraph", "DecodeGraphs", "graph_sizes", "rehearse"]
+__all__ = ["Body", "DecodeGraph", "DecodeGraphs", "Tail", "graph_sizes", "rehearse"]
+
+Body = Callable[[Inputs], Tensor]
+"""A step's inputs -> hidden [T, E], without waiting for the device."""
+Tail = Callable[[Inputs, Tensor], Tensor]
+"""(inputs, hidden) -> the sampled rows' tokens [R], without waiting for the device."""
 
 
 def graph_sizes(max_seqs: int) -> list[int]:
@@ -23,13 +30,14 @@ def graph_sizes(max_seqs: int) -> list[int]:
 
 
 class DecodeGraph:
-    """One captured step. After `replay`, `hidden` [rows, E] and `tokens` [rows] hold its results, until the next replay."""
+    """One captured step. `hidden` [rows, E] holds the result of `replay`, `tokens` [rows] that of `sample`, until the next."""
 
     def __init__(
         self,
         rows: int,
         max_pages: int,
-        forward: Callable[[Inputs], tuple[Tensor, Tensor]],
+        body: Body,
+        tail: Tail,
         *,
         device: torch.device,
         stream: torch.cuda.Stream,
@@ -41,17 +49,23 @@ class DecodeGraph:
         inputs = _padding(self.layout, self._buffer, self._table)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            forward(inputs)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            self.hidden, self.tokens = forward(inputs)
+            tail(inputs, body(inputs))
+        self._body, self._tail = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._body, pool=pool, stream=stream):
+            self.hidden = body(inputs)
+        with torch.cuda.graph(self._tail, pool=pool, stream=stream):
+            self.tokens = tail(inputs, self.hidden)
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def replay(self, packed: Tensor, block_table: Tensor) -> None:
-        """Run a step: `packed` [layout.nbytes] uint8 and `block_table` [B, W] int32, on the device."""
+        """Run a step's body: `packed` [layout.nbytes] uint8 and `block_table` [B, W] int32, on the device."""
         self._buffer.copy_(packed)
         self._table[: block_table.shape[0], : block_table.shape[1]].copy_(block_table)
-        self._graph.replay()
+        self._body.replay()
+
+    def sample(self) -> None:
+        """Run head and sampling behind the body."""
+        self._tail.replay()
 
 
 def _padding(layout: Layout, buffer: Tensor, table: Tensor) -> Inputs:
@@ -62,20 +76,22 @@ def _padding(layout: Layout, buffer: Tensor, table: Tensor) -> Inputs:
     return inputs
 
 
-def rehearse(forward: Callable[[Inputs], tuple[Tensor, Tensor]], *, max_seqs: int, max_pages: int) -> None:
+def rehearse(body: Body, tail: Tail, *, max_seqs: int, max_pages: int) -> None:
     """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
     for rows in graph_sizes(max_seqs):
         layout = Layout(rows, rows, rows)
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
-        forward(_padding(layout, buffer, torch.zeros(rows, max_pages, dtype=torch.int32, device="meta")))
+        inputs = _padding(layout, buffer, torch.zeros(rows, max_pages, dtype=torch.int32, device="meta"))
+        tail(inputs, body(inputs))
 
 
 class DecodeGraphs:
-    """The captured sizes of one model. `forward` maps inputs to (hidden, tokens) without waiting for the device."""
+    """The captured sizes of one model."""
 
     def __init__(
         self,
-        forward: Callable[[Inputs], tuple[Tensor, Tensor]],
+        body: Body,
+        tail: Tail,
         *,
         device: torch.device,
         max_seqs: int,
@@ -89,7 +105,7 @@ class DecodeGraphs:
         # Largest first: the smaller ones then live in memory that the pool has already.
         for i, rows in enumerate(reversed(self._sizes)):
             progress(f"capturing decode graphs {i + 1}/{len(self._sizes)}")
-            self._graphs[rows] = DecodeGraph(rows, max_pages, forward, device=device, stream=stream, pool=pool)
+            self._graphs[rows] = DecodeGraph(rows, max_pages, body, tail, device=device, stream=stream, pool=pool)
 
     def for_rows(self, rows: int) -> DecodeGraph:
         """The smallest graph that holds so many rows; there is one for every number up to max_seqs."""

@@ -15,6 +15,7 @@ from tilewright.asm.jit import CompileCounter, Compiled, log_late, raise_late
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.plan import MemoryPlan, cache_dtype, page_size_of, plan_memory
 from tilewright.engine.runner import ModelRunner, Progress, on_device
+from tilewright.engine.tokenizer import Tokenizer
 from tilewright.hw.device import Device, cuda_count, default_device, device_of
 from tilewright.models import Convert, Model, empty_model, load_config, load_model, random_model, resolve
 from tilewright.models.config import ModelConfig
@@ -60,6 +61,8 @@ class Loaded:
     runner: ModelRunner
     tokenizer_path: Path | None
     """The model's folder; None for random weights, which have no tokenizer."""
+    tokenizer: Tokenizer | None = None
+    """Read before the weights, so that a damaged one costs no time; None where the folder has no tokenizer.json."""
     config: ModelConfig
     plan: MemoryPlan
 
@@ -79,7 +82,13 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
             the model or the card cannot have.
     """
     report, on, wanted = progress or (lambda text: None), _device(options.device), _dtype(options.dtype)
+    if options.invariant and on.type == "cpu":
+        raise ValueError(
+            "invariant is set, but on a CPU the bits of a row depend on the rows beside it (its products are torch's own); "
+            "take a GPU, or leave --invariant out"
+        )
     folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
+    tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
     shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))
     plan = plan_memory(shape, options, device=on, dtype=dtype)
@@ -103,7 +112,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
     compiles.mark_ready()
-    return Loaded(runner=runner, tokenizer_path=folder, config=config, plan=plan)
+    return Loaded(runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan)
 
 
 def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: Device) -> tuple[Model, Convert | None]:

@@ -42,6 +42,8 @@ class MemoryPlan:
     page_size: int
     num_pages: int
     max_model_len: int
+    warnings: tuple[str, ...] = ()
+    """What was asked for, or what the model could do, and is not so."""
 
     @property
     def cache_bytes(self) -> int:
@@ -64,7 +66,8 @@ class MemoryPlan:
         lines = [f"memory plan for {self.device}, contexts up to {self.max_model_len} tokens"]
         lines += [f"  {name:<15}{size:>16,} bytes  {note}".rstrip() for name, size, note in rows]
         limit = "" if self.limit_bytes is None else f" of {self.limit_bytes:,} allowed"
-        return "\n".join([*lines, f"  {'in all':<15}{self.total_bytes:>16,} bytes{limit}"])
+        lines.append(f"  {'in all':<15}{self.total_bytes:>16,} bytes{limit}")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def weights_format(model: Model) -> str:
@@ -82,9 +85,9 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     """Upper bound of what one step allocates beside weights and cache.
 
     Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
-    model's dtype with a float32 copy beside them. Of quantised layers the codes of one's input with a scale for each 128, or
-    one's weight, widened for a product of many rows. Expanded latents are of up to twice the step's tokens, the experts that
-    multiply every token all there are, up to DENSE_TOKENS tokens.
+    model's dtype with a float32 copy beside them, and counts of 2 bytes. Of quantised layers the codes of one's input with a
+    scale for each 128, or one's weight, widened for a product of many rows. Expanded latents are of up to twice the step's
+    tokens, the experts that multiply every token all there are, up to DENSE_TOKENS tokens.
     """
     config = model.config
     widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
@@ -96,7 +99,7 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     if config.experts is not None:
         every = config.experts.routing.experts * (3 * config.experts.inner + config.hidden_size)
         extra += min(DENSE_TOKENS, max_tokens_per_step) * every * dtype.itemsize
-    return tokens + extra + max_seqs * config.vocab_size * (dtype.itemsize + 8)
+    return tokens + extra + max_seqs * config.vocab_size * (dtype.itemsize + 10)
 
 
 def _attention_numbers(config: ModelConfig) -> int:
@@ -141,6 +144,25 @@ def page_size_of(config: ModelConfig, options: EngineConfig) -> int:
     return 64 if config.latent is not None or options.kv_cache is not None else 16
 
 
+def _cuts(
+    config: ModelConfig, options: EngineConfig, cache_bytes: int, max_model_len: int, *, all_useful: bool
+) -> tuple[str, ...]:
+    """What to say about a cache that is smaller than asked for, and contexts that are shorter than the model's."""
+    found = []
+    asked = options.kv_cache_bytes
+    if asked is not None and all_useful and cache_bytes < asked:
+        found.append(
+            f"kv_cache_bytes is {asked:,}, but {options.max_seqs} requests (max_seqs) of {max_model_len} tokens need no more "
+            f"than {cache_bytes:,}; the cache has that"
+        )
+    if options.max_model_len is None and max_model_len < config.max_position_embeddings:
+        found.append(
+            f"contexts are cut to {max_model_len} tokens, what the KV cache holds; the model could take "
+            f"{config.max_position_embeddings}"
+        )
+    return tuple(found)
+
+
 def plan_memory(model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
     """Divide the memory of a device between a model, which may be on "meta", and what runs it.
 
@@ -167,6 +189,7 @@ def plan_memory(model: Model, options: EngineConfig, *, device: torch.device, dt
     if room is None:
         room = _CPU_CACHE_BYTES if limit is None else max(0, limit - weights - tables - working - reserve)
     num_pages = min(room // page_bytes, useful)
+    fitting = wanted or min(longest, num_pages * page_size)
     plan = MemoryPlan(
         device=str(device),
         limit_bytes=limit,
@@ -178,7 +201,8 @@ def plan_memory(model: Model, options: EngineConfig, *, device: torch.device, dt
         page_bytes=page_bytes,
         page_size=page_size,
         num_pages=num_pages,
-        max_model_len=wanted or min(longest, num_pages * page_size),
+        max_model_len=fitting,
+        warnings=_cuts(config, options, num_pages * page_bytes, fitting, all_useful=num_pages == useful),
     )
     over = limit is not None and plan.total_bytes > limit
     least = -(-max(plan.max_model_len, 1) // page_size)

@@ -1,25 +1,62 @@
 """What is asked of the engine, and what comes back: sampling parameters, one request's state, and its deltas.
 
 Pure Python: no tensors. A prompt with `n` samples is `n` requests; they share the pages of the prompt through the prefix cache.
-Not supported: beam search, `best_of`, grammars and other constrained decoding.
+Parameters are checked, and brought to the widths that a device has, when a request is made: no later step can fail on them.
+Not supported: beam search, grammars and other constrained decoding beyond a set of allowed tokens.
 """
 
 import math
+import reprlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Delta", "QueueFull", "Request", "RequestTooLong", "SamplingParams", "State", "TokenLogprobs", "sample_seed"]
+__all__ = [
+    "MAX_LOGIT_ENTRIES",
+    "RANGES",
+    "Delta",
+    "LogitEdits",
+    "QueueFull",
+    "Request",
+    "RequestTooLong",
+    "SamplingParams",
+    "Settings",
+    "State",
+    "TokenLogprobs",
+    "sample_seed",
+    "shown",
+]
 
-MAX_LOGPROBS = 20
-"""Alternatives reported for a token at most; OpenAI's bound."""
+MAX_LOGIT_ENTRIES = 1024
+"""Tokens that one request may bias or ban by their ids: entries of `logit_bias`, and the tokens that `min_tokens` bans."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "n": (1, 65536),
+    "seed": (-(2**63), 2**63 - 1),
+    "priority": (0, 100),
+}
+"""Smallest and largest value of every numeric sampling parameter; `top_p` 0 is refused as well. All of them fit what a device
+computes with: int32 (seeds int64), and float32 without overflow or underflow."""
+MAX_BIAS = 100.0
+"""Largest absolute value in `logit_bias`; OpenAI's bound."""
 
 
 class QueueFull(RuntimeError):
-    """The waiting queue is at its bound. `retry_after_s`: when a place should be free, from the latest finish times."""
+    """No more requests may wait now, or this one has waited too long. `retry_after_s`: when a place should be free."""
 
     def __init__(self, message: str, retry_after_s: float):
         super().__init__(message)
@@ -34,8 +71,9 @@ class RequestTooLong(ValueError):
 class SamplingParams:
     """How one prompt is to be continued. Raises ValueError, its first word the field's name, for a value out of range.
 
-    Seeds: sample i of a prompt draws with `seed + i` (wrapped to int64), or with one random seed each where `seed` is None.
-    The order of the filters is that of `ops.sample`: temperature, top-k, top-p, min-p; 0 is greedy and ignores all of them.
+    Numbers are bounded on both sides (`RANGES`). Seeds: sample i of a prompt draws with `seed + i` (wrapped to int64), or with
+    one random seed each where `seed` is None. The order of the filters is that of `ops.sample`: temperature, top-k, top-p,
+    min-p; 0 is greedy and ignores all of them.
     """
 
     max_tokens: int = 16
@@ -45,12 +83,14 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """0 and -1 are off."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be generated, the end-of-text token too; None: all of them."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these that it completes."""
     stop_token_ids: tuple[int, ...] = ()
@@ -62,64 +102,73 @@ class SamplingParams:
     """The same for the tokens of the prompt, from its second on. Such a request does not use the prefix cache."""
     n: int = 1
     seed: int | None = None
+    priority: int = 0
+    """Who starts first, and who keeps its pages when they run out: lower numbers before higher ones, then by arrival. A request
+    can put itself behind others, never before those that say nothing."""
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _real("temperature", self.temperature, 0.0)
-        _real("top_p", self.top_p, 0.0, 1.0)
+        for name in ("max_tokens", "min_tokens", "top_k", "n", "priority"):
+            _integer(name, getattr(self, name), *RANGES[name])
+        for name in ("logprobs", "prompt_logprobs", "seed"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), *RANGES[name])
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            _real(name, getattr(self, name), *RANGES[name])
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, wanted 0 to {self.max_tokens}, which is max_tokens")
         if self.top_p == 0:
             raise ValueError("top_p is 0, wanted above 0 and at most 1; for the likeliest token set temperature=0")
-        _integer("top_k", self.top_k, 0)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0)
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty is 0, wanted above 0; 1 is off")
-        _integer("n", self.n, 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
         self._check_stops()
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias is {self.logit_bias!r}, wanted a mapping of token id to bias")
+            raise ValueError(f"logit_bias is {shown(self.logit_bias)}, wanted a mapping of token id to bias")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias key", token, 0)
-            _real(f"logit_bias of token {token}", bias, -100.0, 100.0)
+            _integer("logit_bias key", token, 0, 2**31 - 1)
+            _real(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+        banned = len(self.stop_token_ids) if self.min_tokens else 0
+        if len(self.logit_bias) + banned > MAX_LOGIT_ENTRIES:
+            got = f"logit_bias has {len(self.logit_bias)} entries, and min_tokens bans {banned} stop tokens"
+            raise ValueError(f"{got}; wanted at most {MAX_LOGIT_ENTRIES} together")
 
     def _check_stops(self) -> None:
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
+        for name, kind in (("stop", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
             value = getattr(self, name)
+            if value is None and name == "allowed_token_ids":
+                continue
             if isinstance(value, list):
                 object.__setattr__(self, name, value := tuple(value))
             if not isinstance(value, tuple) or not all(type(item) is kind for item in value):
-                raise ValueError(f"{name} is {value!r}, wanted a tuple of {kind.__name__}, such as {name}=({kind(1)!r},)")
+                raise ValueError(f"{name} is {shown(value)}, wanted a tuple of {kind.__name__}, such as {name}=({kind(1)!r},)")
         if "" in self.stop:
-            raise ValueError(f"stop is {self.stop!r}, wanted strings with at least one character")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0)
-
-    @property
-    def needs_history(self) -> bool:
-        """True if a step needs the tokens of all steps before it, so none of them may be still unknown."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+            raise ValueError(f"stop is {shown(self.stop)}, wanted strings with at least one character")
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids is empty, wanted at least one token id, or None for all of them")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _integer(name, token, 0, 2**31 - 1)
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _integer(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, wanted an integer")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name} is {value}, wanted {low} {'or more' if high is None else f'to {high}'}")
+        raise ValueError(f"{name} is {shown(value)}, wanted an integer")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {shown(value)}, wanted {low} to {high}")
 
 
-def _real(name: str, value: Any, low: float, high: float = math.inf) -> None:
+def _real(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, wanted a number")
-    if not math.isfinite(value) or not low <= value <= high:
-        raise ValueError(f"{name} is {value}, wanted {low:g} {'or more, finite' if high == math.inf else f'to {high:g}'}")
+        raise ValueError(f"{name} is {shown(value)}, wanted a number")
+    if not low <= value <= high:  # NaN is in no range
+        raise ValueError(f"{name} is {shown(value)}, wanted {low:g} to {high:g}")
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """A value in an error message, in `most` characters. Python writes no integer of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"{'-' if value < 0 else ''}an integer of some {int(value.bit_length() * 0.30103)} digits"
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    words = short.repr(value)
+    return words if len(words) <= most else words[: most - 3] + "..."
 
 
 def sample_seed(seed: int | None, index: int) -> int:
@@ -127,6 +176,52 @@ def sample_seed(seed: int | None, index: int) -> int:
     if seed is None:
         return secrets.randbits(63)
     return (seed + index + 2**63) % 2**64 - 2**63
+
+
+class Settings(NamedTuple):
+    """What `ops.sample` takes of a request, in its widths: top_k 0 is off."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+class LogitEdits(NamedTuple):
+    """What a request does to its logits before they are sampled; `ops.edit_logits` says in which order."""
+
+    repetition: float
+    presence: float
+    frequency: float
+    entries: tuple[tuple[int, float, float], ...]
+    """(token id, what is added to its logit at positions below `until`, what is added from there on), each id once."""
+    until: int
+    allowed: tuple[int, ...] | None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the tokens before matter."""
+        return self.repetition != 1 or self.presence != 0 or self.frequency != 0
+
+
+def _logit_edits(params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int]) -> LogitEdits | None:
+    banned = stop_ids if params.min_tokens else frozenset()
+    biases = params.logit_bias
+    entries = [(token, -math.inf, float(biases.get(token, 0.0))) for token in sorted(banned)]
+    entries += [(token, float(bias), float(bias)) for token, bias in biases.items() if token not in banned]
+    if len(entries) > MAX_LOGIT_ENTRIES:  # a model with very many end-of-text tokens
+        raise ValueError(
+            f"logit_bias and the tokens that min_tokens bans are {len(entries)}, wanted at most {MAX_LOGIT_ENTRIES}"
+        )
+    made = LogitEdits(
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        entries=tuple(entries),
+        until=prompt_tokens + params.min_tokens,
+        allowed=params.allowed_token_ids,
+    )
+    return made if made.counts or entries or made.allowed is not None else None
 
 
 class State(Enum):
@@ -143,6 +238,9 @@ class Request:
     Compared and hashed by identity. The texts of its attributes:
         prompt_ids, output_ids   the tokens known so far, in two parts; `len(request)` counts both
         seed                     int64, resolved: the same seed, tokens and position draw the same sample
+        settings, edits          what the sampler takes, and what is done to the logits before (None: nothing)
+        order                    (priority, number of arrival): who goes first
+        max_wait_s               how long it may wait for its start; None: for ever
         stop_ids                 tokens that end the text: the model's end-of-text tokens unless ignored, and the caller's
         pages                    the block table: physical page of every `page_size` tokens; [] unless RUNNING
         computed                 tokens whose keys and values are in the cache, or will be once launched steps have run
@@ -150,7 +248,7 @@ class Request:
         cached                   prompt tokens that the prefix cache had, when first started
         slot                     stable row 0..max_seqs-1 while RUNNING, else None
         digests, registered      chain hashes of its first full pages; how many pages the prefix cache knows about
-        arrival_s ...            `time.monotonic()`
+        arrival_s ...            by the scheduler's clock
     """
 
     __slots__ = (
@@ -158,6 +256,7 @@ class Request:
         "cached",
         "computed",
         "digests",
+        "edits",
         "error",
         "finish_reason",
         "finished_s",
@@ -165,7 +264,8 @@ class Request:
         "id",
         "index",
         "max_tokens",
-        "needs_history",
+        "max_wait_s",
+        "order",
         "output_ids",
         "pages",
         "params",
@@ -174,22 +274,34 @@ class Request:
         "prompt_ids",
         "registered",
         "seed",
+        "settings",
         "slot",
         "state",
         "stop_ids",
         "stop_reason",
     )
 
-    def __init__(self, id: str, prompt_ids: list[int], params: SamplingParams, *, index: int = 0, eos_ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        eos_ids: Sequence[int] = (),
+        max_wait_s: float | None = None,
+    ):
         self.id = id
         self.index = index
         self.prompt_ids = prompt_ids
         self.params = params
         self.seed = sample_seed(params.seed, index)
         self.stop_ids = frozenset(params.stop_token_ids if params.ignore_eos else (*eos_ids, *params.stop_token_ids))
-        # Read for every request in every step, so not through the properties of `params`.
-        self.max_tokens = params.max_tokens
-        self.needs_history = params.needs_history
+        self.max_tokens = params.max_tokens  # read for every request in every step
+        self.settings = Settings(float(params.temperature), max(0, params.top_k), float(params.top_p), float(params.min_p))
+        self.edits = _logit_edits(params, len(prompt_ids), self.stop_ids)
+        self.order: tuple[int, int] = (params.priority, 0)
+        self.max_wait_s = max_wait_s
         self.output_ids: list[int] = []
         self.pages: list[int] = []
         self.computed = 0
@@ -227,10 +339,6 @@ class Request:
             return self.output_ids[start - split : stop - split]
         return self.prompt_ids[start:] + self.output_ids[: stop - split]
 
-    def stop_banned(self, position: int) -> bool:
-        """True if the token at `position` may not be one of `stop_ids`, because `min_tokens` have not been generated."""
-        return position - len(self.prompt_ids) < self.params.min_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -255,12 +363,14 @@ class Delta:
     """May lag behind `token_ids`: an unfinished character, or what may become a stop string, is held back."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
-    """stop, length, abort or error."""
+    """stop, length, abort, error, or expired: it had waited too long to be started."""
     stop_reason: str | int | None = None
     """The stop string or the stop token id that ended the text; None for the end-of-text token."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of the prompt's tokens from the second on; in the first delta only, where asked for."""
     error: str | None = None
-    """What went wrong, where `finish_reason` is error."""
+    """What went wrong, where `finish_reason` is error or expired."""
+    retry_after_s: float | None = None
+    """When to ask again, where `finish_reason` is expired."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had when the sample started, in each delta the same."""

@@ -2,7 +2,10 @@
 
 On a GPU `launch` only enqueues, so the host prepares a step while the device runs the one before: samples stay on the device
 (`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
-replay a captured graph; steps with prompts run eagerly. On a CPU the same code runs at once.
+replay captured graphs; steps with prompts run eagerly. On a CPU the same code runs at once.
+
+The head runs once a step, on the rows that sample. Rows that edit their logits, or want log-probabilities, share its result:
+the edits, and the sample behind them, are then launched eagerly for the whole step.
 
 Any thread may load a model and any other run it: what launches is inside `on_device`, because each thread begins with device 0
 as its current one, and Triton launches on the current device, whatever device its arguments are on.
@@ -20,10 +23,10 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.engine.batch import Inputs, Layout, Packer
-from tilewright.engine.graphs import DecodeGraphs, rehearse
+from tilewright.engine.graphs import DecodeGraph, DecodeGraphs, rehearse
 from tilewright.engine.request import TokenLogprobs
-from tilewright.engine.sampler import LogprobTensors, edit_logits, likelihoods
-from tilewright.engine.step import Row, Step, StepResult
+from tilewright.engine.sampler import LogitTables, LogprobTensors, likelihoods
+from tilewright.engine.step import DeviceLost, Row, Step, StepResult
 from tilewright.kernels.paged_space import FEW_QUERIES
 from tilewright.models import Model
 from tilewright.op import invariant
@@ -71,7 +74,9 @@ class ModelRunner:
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
         self.cache = model.empty_cache(num_pages, page_size, cache_dtype)
         self._max_pages = -(-max_model_len // page_size)
-        self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages)
+        vocab = model.config.vocab_size
+        self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
+        self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place)
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
@@ -83,10 +88,15 @@ class ModelRunner:
     # ---- steps
 
     def launch(self, step: Step) -> Ticket:
-        """Enqueue a step; on a CPU, run it."""
+        """Enqueue a step; on a CPU, run it.
+
+        Raises:
+            RowFault: one request's numbers cannot be packed; nothing was launched.
+            DeviceLost: the device answers no more.
+        """
         self.launching = True
         try:
-            with self._entered():
+            with self._entered(), self._told_apart():
                 return self._launch(step)
         finally:
             self.launching = False
@@ -96,30 +106,44 @@ class ModelRunner:
         with on_device(self.device), torch.inference_mode(), self._scope():
             yield
 
+    @contextmanager
+    def _told_apart(self) -> Iterator[None]:
+        """What was raised inside is `DeviceLost` where the device is, which a device that works answers at once."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.device.type == "cuda":
+                try:
+                    torch.cuda.synchronize(self.device)
+                except RuntimeError as lost:
+                    raise DeviceLost(f"{self.device} answers no more: {lost}") from error
+            raise
+
     def _launch(self, step: Step) -> Ticket:
-        if step.copies:
-            pairs = torch.tensor(step.copies, dtype=torch.int64).to(self.device, non_blocking=True)
-            self.cache.copy_pages(pairs[:, 0], pairs[:, 1])
-        width = self._packer.refresh(step)
+        width = self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
         rows = step.rows
         sampled = [i for i, row in enumerate(rows) if row.samples]
         decode = self._graphs is not None and len(sampled) == len(rows) and all(row.count == 1 for row in rows)
         if decode:
             assert self._graphs is not None
             graph = self._graphs.for_rows(len(rows))
-            packed, table = self._to_device(step, graph.layout, width)
-            graph.replay(packed, table)
-            hidden, tokens = graph.hidden[: len(rows)], graph.tokens[: len(rows)]
-            inputs = graph.layout.device(packed, table, 1)
+            layout, longest = graph.layout, 1
         else:
+            graph = None
             layout = Layout(sum(row.count for row in rows), len(rows), len(sampled))
-            packed, table = self._to_device(step, layout, width)
-            inputs = layout.device(packed, table, max(row.count for row in rows))
-            hidden, tokens = self._forward(inputs)
+            longest = max(row.count for row in rows)
+        packed, table = self._to_device(step, layout, width)
+        self._copy_pages(step)
+        inputs = layout.device(packed, table, longest)
         ticket = Ticket(step, sampled, None, None)
-        if self._packer.wants_logits(step):
-            tokens = self._with_logits(ticket, inputs, hidden, tokens)
+        if graph is None:
+            hidden = self._body(inputs)
+        else:
+            graph.replay(packed, table)
+            hidden = graph.hidden
+        ticket.prompt_logprobs = self._prompt_logprobs(rows, hidden)
         if sampled:
+            tokens = self._tokens(ticket, inputs, hidden, graph)
             ticket.tokens = self._arrivals[self._turn][: len(sampled)]
             ticket.tokens.copy_(tokens, non_blocking=True)
         if self.asynchronous:
@@ -128,10 +152,15 @@ class ModelRunner:
         self._turn = (self._turn + 1) % 3
         return ticket
 
+    def _copy_pages(self, step: Step) -> None:
+        if step.copies:
+            pairs = torch.tensor(step.copies, dtype=torch.int64).to(self.device, non_blocking=True)
+            self.cache.copy_pages(pairs[:, 0], pairs[:, 1])
+
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a step and read its samples."""
+        """Wait for a step and read its samples. Raises DeviceLost where the device answers no more."""
         if ticket.done is not None:
-            with on_device(self.device):  # else CUDA may open a context on device 0, half a GB, in order to wait
+            with on_device(self.device), self._told_apart():  # else CUDA may open a context on device 0 in order to wait
                 ticket.done.synchronize()
         rows = ticket.step.rows
         tokens: list[int | None] = [None] * len(rows)
@@ -165,42 +194,47 @@ class ModelRunner:
         arrived = staging[: layout.nbytes + table_bytes].to(self.device, non_blocking=True)
         return arrived[: layout.nbytes], arrived[layout.nbytes :].view(torch.int32).view(seqs, width)
 
-    def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """(hidden [T, E], tokens [R]); the tokens are also left in `_last` for the next step."""
+    def _body(self, inputs: Inputs) -> Tensor:
+        """hidden [T, E]; samples of the step before are taken from `_last`."""
         fed = self._last[inputs.feed.clamp_min(0)]
         token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
-        hidden = self.model(token_ids, inputs.batch, self.cache)
-        rows = inputs.batch.logits_rows
-        if not rows.shape[0]:
-            return hidden, rows
-        logits = self.model.logits(hidden[rows])
-        return hidden, self._sample(logits, inputs)
+        return self.model(token_ids, inputs.batch, self.cache)
+
+    def _tail(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """Tokens [R] of rows that want nothing but a sample; they are also left in `_last` for the next step."""
+        return self._sample(self._logits(inputs, hidden), inputs)
+
+    def _logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden[inputs.batch.logits_rows])
 
     def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
-        n = logits.shape[0]
         tokens = ops.sample(
-            logits, inputs.temperature[:n], inputs.top_k[:n], inputs.top_p[:n], inputs.min_p[:n],
-            inputs.seed[:n], inputs.sampled_at[:n],
-        )  # fmt: skip
-        self._last.index_copy_(0, inputs.sampled_slots[:n], tokens)
+            logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.sampled_at
+        )
+        self._last.index_copy_(0, inputs.sampled_slots, tokens)
         return tokens
 
-    # ---- rows that ask for more than a sample
-
-    def _with_logits(self, ticket: Ticket, inputs: Inputs, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Sample again from edited logits, and note the log-probabilities that were asked for."""
-        rows, sampled = ticket.step.rows, ticket.sampled
-        ticket.prompt_logprobs = self._prompt_logprobs(rows, hidden)
-        if not sampled:
-            return tokens
-        logits = self.model.logits(hidden[inputs.batch.logits_rows[: len(sampled)]])
-        tokens = self._sample(edit_logits(logits, [rows[i].request for i in sampled]), inputs)
-        chosen = [j for j, i in enumerate(sampled) if rows[i].request.params.logprobs is not None]
-        if chosen:
-            at = torch.tensor(chosen, dtype=torch.int64).to(self.device, non_blocking=True)
-            most = max(rows[sampled[j]].request.params.logprobs or 0 for j in chosen)
-            ticket.logprobs = ([sampled[j] for j in chosen], self._sent(likelihoods(logits[at], tokens[at], most)))
+    def _sample_edited(self, logits: Tensor, inputs: Inputs) -> Tensor:
+        edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
+        tokens = self._sample(edited, inputs)
+        self._edits.count(inputs.sampled_slots, tokens)
         return tokens
+
+    def _tokens(self, ticket: Ticket, inputs: Inputs, hidden: Tensor, graph: DecodeGraph | None) -> Tensor:
+        """The step's samples, and, where rows ask, their log-probabilities, from one pass of the head."""
+        requests = [ticket.step.rows[i].request for i in ticket.sampled]
+        explained = [j for j, request in enumerate(requests) if request.params.logprobs is not None]
+        edited = any(self._edits.edited[request.slot or 0] for request in requests)
+        if graph is not None and not explained and not edited:
+            graph.sample()
+            return graph.tokens[: len(requests)]
+        logits = self._logits(inputs, hidden)
+        tokens = self._sample_edited(logits, inputs) if edited else self._sample(logits, inputs)
+        if explained:
+            at = torch.tensor(explained, dtype=torch.int64).to(self.device, non_blocking=True)
+            most = max(requests[j].params.logprobs or 0 for j in explained)
+            ticket.logprobs = ([ticket.sampled[j] for j in explained], likelihoods(logits[at], tokens[at], most).sent())
+        return tokens[: len(requests)]
 
     def _prompt_logprobs(self, rows: tuple[Row, ...], hidden: Tensor) -> list[tuple[int, LogprobTensors]]:
         found, begin = [], 0
@@ -209,15 +243,12 @@ class ModelRunner:
             targets = request.prompt_ids[start + 1 : start + count + 1]
             if alternatives is not None:
                 for at in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
-                    ids = torch.tensor(targets[at : at + _PROMPT_LOGPROB_ROWS], dtype=torch.int64).to(self.device)
+                    ids = torch.tensor(targets[at : at + _PROMPT_LOGPROB_ROWS], dtype=torch.int64)
+                    ids = ids.to(self.device, non_blocking=True)
                     logits = self.model.logits(hidden[begin + at : begin + at + ids.shape[0]])
-                    found.append((i, self._sent(likelihoods(logits, ids, alternatives))))
+                    found.append((i, likelihoods(logits, ids, alternatives).sent()))
             begin += count
         return found
-
-    def _sent(self, tensors: LogprobTensors) -> LogprobTensors:
-        """On the way to the host; arrived when the ticket's event has happened."""
-        return LogprobTensors(*(t.to("cpu", non_blocking=True) for t in tensors))
 
     # ---- readiness
 
@@ -234,10 +265,10 @@ class ModelRunner:
             for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
                 self._warm_prefill(tokens, longest)
         if self.device.type == "meta":
-            rehearse(self._forward, max_seqs=self.max_seqs, max_pages=self._max_pages)
+            rehearse(self._body, self._tail, max_seqs=self.max_seqs, max_pages=self._max_pages)
             return
         self._graphs = DecodeGraphs(
-            self._forward, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages, progress=progress
+            self._body, self._tail, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages, progress=progress
         )
         torch.cuda.synchronize(self.device)
 
@@ -253,10 +284,10 @@ class ModelRunner:
         inputs.feed.fill_(-1)
         inputs.batch.slots.fill_(-1)
         inputs.batch.cu_q[1:] = tokens
-        _, ids = self._forward(inputs)
-        logits = torch.zeros(seqs, self.model.config.vocab_size, dtype=self.model.embed.weight.dtype, device=self.device)
-        likelihoods(logits, ids, 1)
-        self._sample(logits.float(), inputs)
+        inputs.sampled_slots.fill_(self.max_seqs)
+        logits = self._logits(inputs, self._body(inputs))
+        likelihoods(logits, self._sample(logits, inputs), 1)
+        self._sample_edited(logits, inputs)
 
 
 def _powers(limit: int) -> list[int]:

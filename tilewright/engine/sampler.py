@@ -1,62 +1,116 @@
-"""What a request may ask of its logits beyond `ops.sample`: penalties, biases, banned stop tokens, log-probabilities.
+"""What a request may ask of its logits beyond `ops.sample`: penalties, biases, banned and allowed tokens, log-probabilities.
 
 Most requests ask for none of it, and their steps never come here. Order, as in OpenAI's API and its followers:
-log-probabilities are of the model's own logits; then repetition, presence and frequency penalties, then biases and bans,
-then temperature and the filters of `ops.sample`.
+log-probabilities are of the model's own logits; then the edits of `ops.edit_logits`, then temperature and the filters of
+`ops.sample`.
+
+The tables of the edits live on the device, a row for each slot, and are written when a request takes its slot. The counts of
+generated tokens are kept up by each step itself, so nothing waits until a sample is known on the host.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.engine.request import Request, SamplingParams, TokenLogprobs
+from tilewright.engine.request import MAX_LOGIT_ENTRIES, Request, TokenLogprobs
 
-__all__ = ["LogprobTensors", "edit_logits", "likelihoods", "needs_logits"]
+__all__ = ["LogitTables", "LogprobTensors", "likelihoods"]
 
-
-def needs_logits(params: SamplingParams) -> bool:
-    """Whether a request ever needs `edit_logits` or `likelihoods`."""
-    asks = params.logprobs is not None or params.prompt_logprobs is not None
-    return asks or params.needs_history or bool(params.logit_bias) or params.min_tokens > 0
+_MOST_COUNTED = (1 << 14) - 1
+"""Times that a token is counted at most: an int16 holds them beside the bit for the prompt. More would change no sample."""
 
 
-def edit_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Logits [R, V] of R requests after penalties, biases and bans: a float32 copy. The next token of each is sampled."""
-    out = logits.float()
-    out = out.clone() if out is logits else out
-    vocab = logits.shape[1]
-    rows: list[int] = []
-    tokens: list[int] = []
-    repetition: list[float] = []
-    penalty: list[float] = []
-    bias_at: list[tuple[int, int, float]] = []
-    for row, request in enumerate(requests):
-        p = request.params
-        if p.needs_history:
-            counts = Counter(request.output_ids)
-            seen = counts.keys() | request.prompt_ids if p.repetition_penalty != 1 else counts.keys()
-            for token in seen:
-                count = counts[token]
-                rows.append(row)
-                tokens.append(token)
-                repetition.append(p.repetition_penalty)
-                penalty.append(count * p.frequency_penalty + (count > 0) * p.presence_penalty)
-        bias_at += [(row, token, bias) for token, bias in p.logit_bias.items() if token < vocab]
-        if request.stop_ids and request.stop_banned(request.total):
-            bias_at += [(row, token, float("-inf")) for token in request.stop_ids if token < vocab]
-    if rows:
-        at = (_ints(rows, logits), _ints(tokens, logits))
-        factor, minus = _floats(repetition, logits), _floats(penalty, logits)
-        values = out[at]
-        out[at] = torch.where(values > 0, values / factor, values * factor) - minus
-    if bias_at:
-        r, t, b = zip(*bias_at, strict=True)
-        out.index_put_((_ints(r, logits), _ints(t, logits)), _floats(b, logits), accumulate=True)
-    return out
+class LogitTables:
+    """The tables of `ops.edit_logits` for `max_seqs` slots, and one more for padding rows, which is never edited.
+
+    2 bytes for each slot and token of the vocabulary, and little else.
+    """
+
+    def __init__(self, *, max_seqs: int, vocab_size: int, device: torch.device):
+        self.vocab_size = vocab_size
+        slots, words = max_seqs + 1, -(-vocab_size // 32)
+        self._counts = torch.zeros(slots, vocab_size, dtype=torch.int16, device=device)
+        self._penalties = torch.tensor([1.0, 0.0, 0.0], device=device).repeat(slots, 1)
+        self._ids = torch.full((slots, MAX_LOGIT_ENTRIES), -1, dtype=torch.int32, device=device)
+        self._before = torch.zeros(slots, MAX_LOGIT_ENTRIES, device=device)
+        self._after = torch.zeros(slots, MAX_LOGIT_ENTRIES, device=device)
+        self._until = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._allowed = torch.full((slots, words), -1, dtype=torch.int32, device=device)
+        self.edited = [False] * max_seqs
+        """By slot: whether the request that has it edits its logits."""
+
+    def place(self, request: Request) -> None:
+        """A request takes its slot, anew or again: write the slot's rows. All tokens that it has must be known."""
+        slot, edits = request.slot, request.edits
+        assert slot is not None
+        if edits is None:
+            if self.edited[slot]:
+                self._write(slot, (1.0, 0.0, 0.0), (), 0, None)
+                self.edited[slot] = False
+            return
+        self._write(slot, (edits.repetition, edits.presence, edits.frequency), edits.entries, edits.until, edits.allowed)
+        if edits.counts:
+            self._counts[slot].copy_(torch.from_numpy(self._counted(request)), non_blocking=True)
+        self.edited[slot] = True
+
+    def _counted(self, request: Request) -> np.ndarray:
+        counts = np.bincount(np.asarray(request.output_ids, np.int64), minlength=self.vocab_size)
+        counts = (2 * np.minimum(counts, _MOST_COUNTED)).astype(np.int16)
+        if request.edits is not None and request.edits.repetition != 1:
+            counts[request.prompt_ids] |= 1
+        return counts
+
+    def _write(
+        self,
+        slot: int,
+        penalties: tuple[float, float, float],
+        entries: Sequence[tuple[int, float, float]],
+        until: int,
+        allowed: Sequence[int] | None,
+    ) -> None:
+        ids = np.full(MAX_LOGIT_ENTRIES, -1, np.int32)
+        values = np.zeros((2, MAX_LOGIT_ENTRIES), np.float32)
+        for i, (token, before, after) in enumerate(entries):
+            ids[i], values[0, i], values[1, i] = token, before, after
+        bits = np.full(self._allowed.shape[1] * 4, 0xFF, np.uint8)
+        if allowed is not None:
+            flags = np.zeros(self._allowed.shape[1] * 32, bool)
+            flags[np.asarray(allowed, np.int64)] = True
+            bits = np.packbits(flags, bitorder="little")
+        rows = (
+            (self._penalties, np.asarray(penalties, np.float32)),
+            (self._ids, ids),
+            (self._before, values[0]),
+            (self._after, values[1]),
+            (self._until, np.asarray(until, np.int64)),
+            (self._allowed, bits.view(np.int32)),
+        )
+        for table, row in rows:
+            table[slot].copy_(torch.from_numpy(row), non_blocking=True)
+
+    def edit(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Logits [R, V] of rows in `slots` [R] after their edits, float32; `positions` [R]: those of the tokens to be drawn."""
+        return ops.edit_logits(
+            logits,
+            slots,
+            positions,
+            counts=self._counts,
+            penalties=self._penalties,
+            ids=self._ids,
+            before=self._before,
+            after=self._after,
+            until=self._until,
+            allowed=self._allowed,
+        )
+
+    def count(self, slots: Tensor, tokens: Tensor) -> None:
+        """One more of each row's token [R], which has just been drawn. Several padding rows may share their slot."""
+        had = self._counts[slots, tokens]
+        self._counts[slots, tokens] = torch.where(had < 2 * _MOST_COUNTED, had + 2, had)
 
 
 class LogprobTensors(NamedTuple):
@@ -77,18 +131,17 @@ class LogprobTensors(NamedTuple):
             for i, n in enumerate(wanted)
         ]
 
+    def sent(self) -> "LogprobTensors":
+        """Their copies on the host, once the device has come to this point: pinned, or each copy would wait for the device."""
+        if self.logprob.device.type != "cuda":
+            return self
+        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in self]
+        return LogprobTensors(*(host.copy_(t, non_blocking=True) for host, t in zip(hosts, self)))
+
 
 def likelihoods(logits: Tensor, token_ids: Tensor, alternatives: int) -> LogprobTensors:
     """Log-probability and rank of one token a row of logits [N, V], and the likeliest `alternatives` tokens beside it."""
     logprob, rank = ops.token_logprobs(logits, token_ids)
     own = logits.gather(1, token_ids[:, None]).float()
-    top, top_ids = logits.float().topk(alternatives, dim=1)
-    return LogprobTensors(token_ids, logprob, rank, top_ids, top - own + logprob[:, None])
-
-
-def _ints(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(like.device, non_blocking=True)
-
-
-def _floats(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(like.device, non_blocking=True)
+    top, top_ids = logits.topk(alternatives, dim=1)
+    return LogprobTensors(token_ids, logprob, rank, top_ids, top.float() - own + logprob[:, None])

@@ -8,7 +8,23 @@ from typing import Any, NamedTuple, Protocol
 
 from tilewright.engine.request import Request, TokenLogprobs
 
-__all__ = ["Row", "Runner", "Step", "StepResult"]
+__all__ = ["HOST_ERRORS", "DeviceLost", "Row", "RowFault", "Runner", "Step", "StepResult"]
+
+HOST_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError, TypeError, ValueError)
+"""What Python raises where a program, or the numbers that it was given, are wrong. Not here: what a device says
+(RuntimeError), interrupts and exits."""
+
+
+class RowFault(RuntimeError):
+    """A runner cannot launch one row of a step, for a reason that lies in its request. Nothing of the step was launched."""
+
+    def __init__(self, request: Request, error: BaseException):
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.request = request
+
+
+class DeviceLost(RuntimeError):
+    """The device answers no more: every launch from now on will fail, and what its memory held is gone."""
 
 
 class Row(NamedTuple):
@@ -35,6 +51,8 @@ class Step:
     rows: tuple[Row, ...]
     copies: tuple[tuple[int, int], ...] = ()
     """(source, destination) pages, copied in all layers before the pass. No destination is a source, so their order is free."""
+    fills: frozenset[int] = frozenset()
+    """Pages that the prefix cache counts on: full once the step has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +71,8 @@ class Runner(Protocol):
     """Runs steps in the order in which they were launched.
 
     `launch` reads all it needs of the requests (tokens, pages, slot) before it returns: by the time the step runs they may
-    have been finished or preempted, and their pages and slots given to others in a later step. An exception out of either
+    have been finished or preempted, and their pages and slots given to others in a later step. `RowFault` out of `launch` is
+    about one row, and the others are launched again without it. `DeviceLost` ends the engine. Any other exception out of either
     method fails the requests of that step and of those launched after it, whose tickets are then dropped, never collected.
     """
 

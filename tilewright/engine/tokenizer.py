@@ -7,6 +7,7 @@ SentencePiece `tokenizer.model` or with tokenizer code of its own (nothing from 
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,19 @@ from typing import Any
 import tokenizers
 
 from tilewright.engine.chat import ChatTemplate, ChatTemplateError
+from tilewright.engine.trial import try_template
+from tilewright.models.errors import ModelError
+from tilewright.models.fields import check_generation
+from tilewright.models.files import read_json, read_text
 
 __all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet one."""
+SHORT_CHARS = 2048
+"""Texts up to this are encoded at once, in well under a millisecond; the way that lets other threads run costs 50 us."""
+_BARRED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 PROMPT_WINDOW = 8
 """Tokens of the prompt's end that generated text is decoded with: a character has 4 bytes, so 4 tokens, at most."""
 
@@ -61,6 +69,10 @@ class Tokenizer:
         self.suffixes: dict[int, str] = {}
         """What `suffix` has found so far; a text stream looks here first."""
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special)
+        added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+        named = [text for text in added if text.strip() and (text in (chat_template or "") or _BARRED.fullmatch(text))]
+        self._special_texts = _starts(text for text, special in added.items() if special)
+        self._control_texts = _starts([*named, *(text for text, special in added.items() if special)])
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
@@ -70,26 +82,32 @@ class Tokenizer:
             raise TokenizerError(f"{folder} is no folder, wanted a model folder with a tokenizer.json")
         try:
             return cls._read(folder)
+        except ModelError as error:  # its message has the path
+            raise TokenizerError(str(error)) from error
         except ValueError as error:
             raise TokenizerError(f"{folder}: {error}") from error
 
     @classmethod
     def _read(cls, folder: Path) -> "Tokenizer":
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise TokenizerError("has no tokenizer.json (a SentencePiece tokenizer.model alone is not enough; convert it)")
         backend = _backend(path)
         config = _json(folder / "tokenizer_config.json")
         special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
-        eos = _json(folder / "generation_config.json").get("eos_token_id")
-        if eos is None:
-            eos = _json(folder / "config.json").get("eos_token_id")
+        eos = None
+        for name in ("generation_config.json", "config.json"):
+            found = _json(folder / name)
+            check_generation(found, name)
+            eos = found.get("eos_token_id") if eos is None else eos
         eos_ids = () if eos is None else eos if isinstance(eos, list) else (eos,)
         template_path = folder / "chat_template.jinja"
-        if template_path.is_file():
-            template = template_path.read_text(encoding="utf-8")
+        if template_path.exists():
+            template = read_text(template_path)
         else:
             template = _default_template(config.get("chat_template"))
+        if template is not None:
+            try_template(template, special)
         return cls(backend, eos_ids=eos_ids, special_tokens=special, chat_template=template)
 
     def _special_id(self, special: Mapping[str, str], name: str) -> int | None:
@@ -103,9 +121,20 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special`: with what the model's files put around it, such as BOS.
 
-        A special token written out in the text becomes that token.
+        A special token written out in the text becomes that token. Other threads run while a long text is encoded.
+
+        Raises:
+            TokenizerError: the library fails on this text.
         """
-        return self._backend.encode(text, add_special_tokens=add_special).ids
+        try:
+            if len(text) <= SHORT_CHARS:
+                return self._backend.encode(text, add_special_tokens=add_special).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids  # without Python's lock
+        except BaseException as error:
+            # A fault inside the library, such as a regular expression that gives up, is no `Exception` of Python's.
+            if type(error).__name__ == "PanicException" or type(error) is Exception:
+                raise TokenizerError(f"the tokenizer fails on this text: {str(error)[:200]}") from None
+            raise
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, without special and unknown ones. Bytes that are no UTF-8 become U+FFFD."""
@@ -151,6 +180,47 @@ class Tokenizer:
         if self._chat is None:
             raise ChatTemplateError("this model has no chat template (it is a base model); wanted a plain prompt instead")
         return self._chat(messages, **variables)
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], *, allow_special: bool = False, **variables: Any) -> list[int]:
+        """Token ids of a conversation, through the chat template. Raises ChatTemplateError or TokenizerError.
+
+        What is written in the messages is text: a control token that is spelled out there, by which a turn could be forged, is
+        encoded in pieces, none of which is that token. Control tokens are the special ones and, of the other added ones, those
+        that the template names or that are written <|so|>; in assistant turns only the special ones, since templates look for
+        the others there ("</think>"). With `allow_special` they are what they spell. One of a single character is never text.
+        """
+        if allow_special:
+            return self.encode(self.apply_chat_template(messages, **variables), add_special=False)
+        cut = _Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
+        safe = [
+            cut.apart(message, self._special_texts if message.get("role") == "assistant" else self._control_texts)
+            for message in messages
+        ]
+        text = self.apply_chat_template(safe, **cut.apart(variables, self._control_texts))
+        return [token for piece in text.split(cut.mark) for token in self.encode(piece, add_special=False)]
+
+
+class _Cut:
+    """Puts a mark, a character that is nowhere in `texts`, behind the first character of what is to be kept apart."""
+
+    def __init__(self, texts: str):
+        self.mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in texts)
+
+    def apart(self, value: Any, wanted: re.Pattern[str] | None) -> Any:
+        """A value of messages with marks in all its texts, however deep."""
+        if wanted is None:
+            return value
+        if isinstance(value, str):
+            return wanted.sub(lambda found: found[0] + self.mark, value)
+        if isinstance(value, Mapping):
+            return {key: self.apart(item, wanted) for key, item in value.items()}
+        return [self.apart(item, wanted) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _starts(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds the first character of each occurrence of the texts, also of those inside one another."""
+    longer = sorted({text for text in texts if len(text) > 1})
+    return re.compile(f"(?=(?:{'|'.join(map(re.escape, longer))})).", re.DOTALL) if longer else None
 
 
 class Detokenizer:
@@ -258,10 +328,11 @@ def _prompt_end(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return tokenizers.Tokenizer.from_str(read_text(path))
     except BaseException as error:
-        # The library raises a bare Exception for a file that it does not understand; anything else is not about the file.
-        if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
+        # The library raises a bare Exception for a file that it does not understand, or panics, which is no Exception at all;
+        # anything else is not about the file.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"{path.name} is not a tokenizer: {error}; fetch it again") from error
 
@@ -279,15 +350,7 @@ def _byte_tokens(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path.name} is not JSON: {error}; fetch it again") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path.name} holds a {type(content).__name__}, wanted an object")
-    return content
+    return read_json(path) if path.exists() else {}
 
 
 def _content(token: Any) -> str:

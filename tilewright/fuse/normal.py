@@ -2,7 +2,7 @@
 
     activation    act(y), by the name that our operators know it by
     batch_norm    in evaluation, (weight, bias, mean, variance, eps)
-    product       y * other, y / number
+    factor        y * other, y / number
     sum           y + other
 
 Reading is strict: what an argument changes (alpha, approximate, a rounding mode, a type or shape that the call changes) is
@@ -32,7 +32,7 @@ class Step:
     """One thing that is computed from a value."""
 
     kind: str
-    """activation, batch_norm, product, sum."""
+    """activation, batch_norm, factor, sum."""
     node: Node
     """Whose value it is."""
     inside: tuple[Node, ...] = ()
@@ -40,7 +40,7 @@ class Step:
     name: str = ""
     """The activation's."""
     operand: Any = None
-    """product, sum: the other operand, a node or a number. batch_norm: (weight, bias, mean, variance)."""
+    """factor, sum: the other operand, a node or a number. batch_norm: (weight, bias, mean, variance)."""
     eps: float = 0.0
 
 
@@ -55,7 +55,7 @@ class Activation(NamedTuple):
 
 
 _ACTIVATIONS: dict[Any, str] = {
-    aten.relu.default: "relu", aten.relu_.default: "relu", aten.silu.default: "silu", aten.relu6.default: "relu6",
+    aten.relu.default: "relu", aten.silu.default: "silu", aten.relu6.default: "relu6",
     aten.hardswish.default: "hardswish", aten.hardsigmoid.default: "hardsigmoid", aten.tanh.default: "tanh",
     aten.sigmoid.default: "sigmoid", aten.leaky_relu.default: "leaky_relu", aten.hardtanh.default: "hardtanh",
     aten.elu.default: "elu", aten.mish.default: "mish", aten.softplus.default: "softplus", aten.prelu.default: "prelu",
@@ -117,12 +117,12 @@ def step_behind(here: Node, node: Node) -> Step | str | None:
         alpha = node.kwargs.get("alpha", 1)
         return Step(kind="sum", node=node, operand=other) if alpha == 1 else f"a sum with alpha {alpha}"
     if node.target is aten.mul.Tensor:
-        return Step(kind="product", node=node, operand=other)
+        return Step(kind="factor", node=node, operand=other)
     inverse = _inverse(other) if node.args[0] is here else None
     return (
         "a quotient that is no value over a number other than 0"
         if inverse is None
-        else Step(kind="product", node=node, operand=inverse)
+        else Step(kind="factor", node=node, operand=inverse)
     )
 
 

@@ -84,7 +84,7 @@ def calls_of(run: Callable[[], Any]) -> list[Called]:
 def choices(run: Callable[[], Any]) -> list[dict[str, Any]]:
     """What each op of a run launches, and what says so: {"op", "problem", "count", "impl", "config", "source", "us"}.
 
-    source: "exact" or "bucket" for a measured row, whose microseconds stand in "us"; else "model", "default" or "fixed".
+    source: "exact" or "bucket" for a measured row, whose microseconds stand in "us"; else "default" or "fixed".
     """
     return [
         {

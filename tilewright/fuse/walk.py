@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tilewright.fuse.anchors import Anchor, read, symbolic, tensor_of
+from tilewright.fuse.anchors import Anchor, symbolic, tensor_of
+from tilewright.fuse.anchors_ops import read
 from tilewright.fuse.columns import columns_of
 from tilewright.fuse.decisions import Decision
 from tilewright.fuse.gates import gate_of
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.normal import Activation, Step, activation_behind, activation_of, step_behind
 from tilewright.fuse.plan import FUSED, LEFT, Gate, Group, Plan, merge_name
-from tilewright.fuse.rules import MERGED, Dialect, Tip, slot_of
+from tilewright.fuse.rules import ACTIVATIONS, EPILOGUES, MERGED, Dialect, Tip, slot_of
 from tilewright.fuse.view_calls import is_part, is_view, plain_source
 
 __all__ = ["EXPORTED", "plan"]
@@ -114,7 +115,8 @@ class _Walk:
             self._decide(node, "inside", True, f"it is computed inside of {group.name}")
         if anchor.kind in MERGED and self.dialect.parameters:
             self._merge(MERGED[anchor.kind](anchor))
-        self._grow(Tip(group, anchor.node, columns_of(anchor)))
+        if anchor.kind in EPILOGUES:
+            self._grow(Tip(group, anchor.node, columns_of(anchor)))
 
     # ---- growth
 
@@ -126,7 +128,8 @@ class _Walk:
             return
         step = Step(kind="activation", node=found.node, inside=tuple(found.inside - {found.node}), name=found.name)
         reason = self._offer(tip, step, found)
-        if reason is not None:
+        alone = found.name not in ACTIVATIONS and isinstance(self.dialect.read(found.node), Anchor)
+        if reason is not None and not alone:  # else it is a launch by itself, once it is visited
             self._refuse(step, tip, reason)
 
     def _offer(self, tip: Tip, step: Step, found: Activation | None = None) -> str | None:
@@ -171,7 +174,7 @@ class _Walk:
             self._leave(node)
 
     def _refuse(self, step: Step, tip: Tip, reason: str) -> None:
-        kind = {"product": "scale" if self.dialect.parameters else self.left, "sum": "residual"}.get(step.kind, step.kind)
+        kind = {"factor": "scale" if self.dialect.parameters else self.left, "sum": "residual"}.get(step.kind, step.kind)
         for node in step.inside:
             self._decide(node, "inside", False, f"it is a part of {step.node.name}", tip.group)
         self._decide(step.node, kind, False, reason, tip.group)

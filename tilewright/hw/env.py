@@ -1,13 +1,13 @@
 """The only reader of the process environment.
 
 Behaviour is chosen by arguments and scopes, never by variables; what stands here is where the machine, not the caller, speaks:
-the Triton interpreter and the cache folder.
+the Triton interpreter, the cache folder, and which commit a copy of the code is of.
 """
 
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "interpreting", "library_path"]
+__all__ = ["cache_dir", "commit", "interpreting", "library_path"]
 
 
 def interpreting() -> bool:
@@ -19,6 +19,14 @@ def cache_dir() -> Path:
     """Folder for what may be rebuilt (measurements, compiled bundles): `$XDG_CACHE_HOME/tilewright`, not created here."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "tilewright"
+
+
+def commit() -> str | None:
+    """The commit that a copy of the code without its git history is of, for result files: `TILEWRIGHT_COMMIT`.
+
+    Its value is what `git describe --always --dirty --abbrev=40 --exclude='*'` says where the history is.
+    """
+    return os.environ.get("TILEWRIGHT_COMMIT") or None
 
 
 def library_path() -> list[str]:

@@ -15,13 +15,16 @@ from tilewright.hw import nvml
 __all__ = ["State", "others_share", "state"]
 
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-# nvmlClocksEventReasons: the card is slowed down by what nobody asked for.
+# nvmlClocksEventReasons.
+_POWER_CAP = 0x04
+"""The clock is what the power limit leaves: how a busy card runs, not a disturbance."""
 _SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
+"""The card is slowed down by what nobody asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,8 @@ class State:
     governor: str | None
     """Of the processor's frequency: "performance", "powersave" ..."""
     gpu: dict[str, Any] = field(default_factory=dict)
-    """"sm", "memory", "sm_max", "memory_max" in MHz, "slowdowns" (reasons), "processes" computing on it; or empty."""
+    """"sm", "memory", "sm_max", "memory_max" in MHz, "slowdowns" (reasons that nobody asked for), "power_capped" (whether the
+    power limit holds the clock down), "processes" computing on it; or empty."""
 
 
 def state(cuda: int | None = None) -> State:
@@ -98,4 +102,5 @@ def _gpu(index: int) -> dict[str, Any]:
         slowdowns, processes = nvml.disturbances(index)
     except nvml.NoDriver:
         return {}
-    return {**clocks, "slowdowns": [text for bit, text in _SLOWDOWNS.items() if slowdowns & bit], "processes": processes}
+    reasons = [text for bit, text in _SLOWDOWNS.items() if slowdowns & bit]
+    return {**clocks, "slowdowns": reasons, "power_capped": bool(slowdowns & _POWER_CAP), "processes": processes}

@@ -24,6 +24,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import gated_arguments, gelu_arguments
 from tilewright.kernels.arguments_pointwise import gated_mul_arguments
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -171,7 +172,7 @@ def gelu_tanh(x):
     return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "gate_row_stride", "up_row_stride"])
 def _gated_kernel(
     gate_ptr, up_ptr, y_ptr, n_rows, gate_row_stride, up_row_stride,
     F: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -180,8 +181,8 @@ def _gated_kernel(
     rows = ((tl.program_id(0) // TILES) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
     cols = (tl.program_id(0) % TILES) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
     mask = (rows < n_rows) & (cols < F)
-    gate = tl.load(gate_ptr + rows * gate_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + rows * up_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row_start(rows, gate_row_stride, F) + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row_start(rows, up_row_stride, F) + cols, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         y = silu(gate) * up
     elif ACTIVATION == "gelu":

@@ -30,6 +30,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_norms import add_layer_norm_arguments
 from tilewright.kernels.dependent import release
 from tilewright.kernels.layer_norm import layer_norm_op
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.work import add_layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
@@ -119,7 +120,7 @@ EXAMPLES = (
 # ---- kernel
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride", "residual_row_stride"])
 def _add_layer_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, n_rows, x_row_stride, residual_row_stride, eps,
     D: tl.constexpr, HAS_BIAS: tl.constexpr, WANT_SUM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -128,8 +129,8 @@ def _add_layer_norm_kernel(
     rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
     block = tl.arange(0, BLOCK_D)[None, :]
     mask = (rows < n_rows) & (block < D)
-    x = tl.load(x_ptr + rows * x_row_stride + block, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + rows * residual_row_stride + block, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + block, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row_start(rows, residual_row_stride, D) + block, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
     bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
     # Formed in float32, then rounded: the same bits as the eager sum, and the interpreter can do it.

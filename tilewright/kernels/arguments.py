@@ -20,6 +20,7 @@ __all__ = [
     "attention_arguments",
     "block_scaled_linear_arguments",
     "dense_attention_arguments",
+    "edit_logits_arguments",
     "gated_arguments",
     "gated_quantize_arguments",
     "gelu_arguments",
@@ -385,6 +386,18 @@ def sample_arguments(
     parameters = [inputs.tensor([value] * M, dtype) for value, dtype in each]
     seeds, positions = inputs.randint(-(2**62), 2**62, M), inputs.randint(0, 2**20, M)
     return inputs.randn(M, N, dtype=dtype, scale=3.0), *parameters, seeds, positions
+
+
+def edit_logits_arguments(inputs: Inputs, *, M: int, N: int = 151936, entries: int = 16, dtype: torch.dtype = _BF16) -> Args:
+    """logits [M, N] and tables of M slots: each other one has penalties and one token in eight seen, all have entries."""
+    slots = inputs.permutation(M)
+    counts = inputs.randint(-48, 8, M, N).clamp_min(0).to(torch.int16)
+    penalties = inputs.tensor([[1.1, 0.5, 0.25] if slot % 2 else [1.0, 0.0, 0.0] for slot in range(M)], torch.float32)
+    ids = (inputs.permutation(N)[:entries] if entries <= N else inputs.permutation(N)).to(torch.int32).repeat(M, 1)
+    values = [inputs.randn(M, ids.shape[1], dtype=torch.float32) for _ in range(2)]
+    until, positions = inputs.randint(0, 100, M), inputs.randint(0, 100, M)
+    allowed = inputs.tensor([[-1]], torch.int32).repeat(M, -(-N // 32))
+    return inputs.randn(M, N, dtype=dtype, scale=3.0), slots, positions, counts, penalties, ids, *values, until, allowed
 
 
 def logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, dtype: torch.dtype = _BF16) -> Args:

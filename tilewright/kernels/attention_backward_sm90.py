@@ -54,7 +54,7 @@ from tilewright.kernels.attention_backward_sm90_work import (
     load_tiles,
     store_tiles,
 )
-from tilewright.kernels.hopper import take
+from tilewright.kernels.hopper import release, take
 
 __all__ = ["attention_backward_sm90_kernel"]
 
@@ -117,10 +117,10 @@ def _gradients(
                 dq, dv, weights, s = warpgroup_mma_wait(1, deps=(dq, dv, weights, s))
             else:
                 dq, dv, weights = warpgroup_mma_wait(1, deps=(dq, dv, weights))
-            mbarrier.arrive(do_empty.index(stage))
+            release(do_empty.index(stage), PRODUCTS=True)
             add(results, place, member, j, dq, shape, wg, KEYS, M, CAUSAL)
             dk, of_scores = warpgroup_mma_wait(0, deps=(dk, of_scores))
-            mbarrier.arrive(q_empty.index(stage))
+            release(q_empty.index(stage), PRODUCTS=True)
     finish(bufs, bars, results, dk * scale, dv, place, key, 0, shape, kv, phase, wg, D, SETS)
     return it
 
@@ -161,10 +161,10 @@ def _gradients_wide(
             dq = part_of_dq(ds_bufs, side, k_bufs, zero, wg, COLS)
             dk = warpgroup_mma(ds_bufs.index(side), columns_of(q_bufs.index(stage), wg, COLS), dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
-            mbarrier.arrive(do_empty.index(stage))
+            release(do_empty.index(stage), PRODUCTS=True)
             add(results, place, member, j, dq, shape, wg, KEYS, M, CAUSAL)
             dk = warpgroup_mma_wait(0, deps=(dk,))
-            mbarrier.arrive(q_empty.index(stage))
+            release(q_empty.index(stage), PRODUCTS=True)
             it += 1
     finish(bufs, bars, results, dk * scale, dv, place, key, wg * COLS, shape, 0, phase, wg, D, SETS)
     return it

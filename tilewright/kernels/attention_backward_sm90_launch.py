@@ -108,7 +108,7 @@ that stay, one an SM; 0: a program for each block of keys."""
 # ---- kernels before and after
 
 
-@triton.jit(do_not_specialize=["blocks", "max_q", "H"])
+@triton.jit(do_not_specialize=["blocks", "max_q", "total_q", "H"])
 def _rows_kernel(
     do_ptr, out_ptr, lse_ptr, bounds_ptr, blocks, max_q, total_q, H, per_scale,
     do_batch_stride, do_row_stride, do_head_stride, out_batch_stride, out_row_stride, out_head_stride,

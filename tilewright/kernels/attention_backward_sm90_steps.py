@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention_backward_sm90_work import ROWS, turn
-from tilewright.kernels.hopper import block_barrier
+from tilewright.kernels.hopper import block_barrier, release
 
 __all__ = [
     "add",
@@ -201,8 +201,7 @@ def weigh(s, dp, key, query, shape, scale_log2, bar, phase, CAUSAL: gl.constexpr
 def share(bar):
     """Let the other warpgroup, and the tensor cores, see what this one has stored."""
     fence_async_shared()
-    block_barrier()
-    mbarrier.arrive(bar)
+    release(bar)
 
 
 @gluon.jit
@@ -210,8 +209,7 @@ def _hand_over(bufs, bars, dk, dv, kv, phase, wg: gl.constexpr, SETS: gl.constex
     """The set of buffers to the warp that stores, with dk and dv in it; neither warpgroup multiplies by it any more."""
     kv_done, out_full = bars[7]
     PARTS: gl.constexpr = bufs[2].shape[0] // SETS
-    block_barrier()
-    mbarrier.arrive(kv_done.index(kv))
+    release(kv_done.index(kv))
     mbarrier.wait(kv_done.index(kv), phase)
     flat(bufs[3].index(kv * PARTS + wg)).store(dv.to(bufs[3].dtype))
     flat(bufs[2].index(kv * PARTS + wg)).store(dk.to(bufs[2].dtype))
@@ -228,8 +226,7 @@ def finish(
         _hand_over(bufs, bars, dk, dv, kv, phase, wg, SETS)
     else:
         if SETS == 1:
-            block_barrier()
-            mbarrier.arrive(bars[6].index(kv))
+            release(bars[6].index(kv))
         _, kv_head, b, _, _ = place
         _store(results[2], dv, b, kv_head, key, col, shape, D)
         _store(results[1], dk, b, kv_head, key, col, shape, D)

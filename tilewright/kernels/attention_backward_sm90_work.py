@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewright.kernels.hopper import BEHIND, block_barrier, hand_out, load_box, next_tile, store_box, take
+from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile, release, store_box, take
 
 __all__ = ["PLACE", "ROWS", "SLOT", "deal_tiles", "keys_of", "load_one", "load_tiles", "store_tiles", "turn"]
 
@@ -154,7 +154,7 @@ def load_tiles(descs, bufs, bars, shape, total, slots_ptr, head_strides, KEYS: g
         for step in range(ahead, early):
             j = first + step % count
             _load_queries(descs, bufs, bars, b, head + step // count, heads, j, blocks, head_strides, it + step)
-        mbarrier.arrive(asked.index(0))
+        release(asked.index(0))
         for step in range(early, steps):
             j = first + step % count
             _load_queries(descs, bufs, bars, b, head + step // count, heads, j, blocks, head_strides, it + step)
@@ -203,7 +203,6 @@ def store_tiles(dk_desc, dv_desc, bufs, bars, total, slots_ptr, KEYS: gl.constex
             store_box(dv_desc, at, v_bufs.index(kv * PARTS + i))
             store_box(dk_desc, at, k_bufs.index(kv * PARTS + i))
         tma.store_wait(pendings=0)
-        block_barrier()
-        mbarrier.arrive(kv_empty.index(kv))
+        release(kv_empty.index(kv))
         n += 1
         tile, place = take(n, slots_ptr, bars[8][0], bars[8][1], SLOT, PLACE)

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention_sm90_tiles import PLACE, ROWS, SLOT, deal_tiles, load_tiles
-from tilewright.kernels.hopper import block_barrier, clear_end, store_box, take, viewed
+from tilewright.kernels.hopper import block_barrier, clear_end, release, store_box, take, viewed
 
 __all__ = ["attend", "attention_sm90_kernel", "barriers"]
 
@@ -176,8 +176,8 @@ def _step(
         o = _weigh(o, p, v_bufs, v_full, before)
         s = _scores(bufs, slot, k_full, it, TAIL)
         o, p, s = warpgroup_mma_wait(0, deps=(o, p, s))
-        mbarrier.arrive(v_empty.index(before % STAGES))
-    mbarrier.arrive(k_empty.index(it % STAGES))
+        release(v_empty.index(before % STAGES))
+    release(k_empty.index(it % STAGES))
     if RIGHT:
         if n >= whole:
             s = _masked(s, n, row, offset, k_len, window, RIGHT, False, PACK)
@@ -190,7 +190,7 @@ def _step(
         # The assembler would wait for P V before the exponentials, but moves nothing across a loop. This one ends at once.
         mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
         o, p, e = warpgroup_mma_wait(0, deps=(o, p, e))
-        mbarrier.arrive(v_empty.index(before % STAGES))
+        release(v_empty.index(before % STAGES))
     p = _as_operand(e, o, v_bufs.dtype)
     return _scaled_rows(o, alpha), p, m, l
 
@@ -285,7 +285,7 @@ def attend(
     s = _first_scores(bufs, bars, it, n, tile, total, wg, CONSUMERS, TAIL)
     s = warpgroup_mma_wait(0, deps=(s,))
     while tile < total:
-        mbarrier.arrive(k_empty.index(it % STAGES))
+        release(k_empty.index(it % STAGES))
         row, head, q_start, q_len, _k_start, k_len, last, count, whole, cut = place
         row += wg * ROWS
         slot = n % Q_BUFS * CONSUMERS + wg
@@ -301,18 +301,17 @@ def attend(
             )  # fmt: skip
             it += 1
         if not SHARE_Q:
-            mbarrier.arrive(q_empty.index(slot))
+            release(q_empty.index(slot))
         o = _weigh(o, p, v_bufs, v_full, it - 1)
         n += 1
         tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
         o, p = warpgroup_mma_wait(0, deps=(o, p))
-        mbarrier.arrive(v_empty.index((it - 1) % STAGES))
+        release(v_empty.index((it - 1) % STAGES))
         if SHARE_Q:
             _finish(o, m, l, o_bufs.index(wg), out, row, head, q_start, q_len, floor, scale, PACK)
             tma.store_wait(pendings=0)
             fence_async_shared()
-            block_barrier()
-            mbarrier.arrive(q_empty.index(slot))
+            release(q_empty.index(slot))
         # The next tile's first scores are computed while this one's result is divided, rounded and stored.
         s = _first_scores(bufs, bars, it, n, tile, total, wg, CONSUMERS, TAIL)
         if not SHARE_Q:

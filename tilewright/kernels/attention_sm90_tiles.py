@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile, take
+from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile, release, take
 
 __all__ = ["PLACE", "ROWS", "SLOT", "deal_tiles", "load_tiles"]
 
@@ -129,7 +129,7 @@ def load_tiles(
         early = gl.maximum(count - BEHIND, 0)
         for j in range(early):
             _fetch(descs, cols, bufs, bars, key - j * N, it + j)
-        mbarrier.arrive(bars[8].index(0))
+        release(bars[8].index(0))
         for j in range(early, count):
             _fetch(descs, cols, bufs, bars, key - j * N, it + j)
         it += count

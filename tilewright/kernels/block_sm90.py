@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from tilewright.kernels.hopper import viewed
+from tilewright.kernels.hopper import release, viewed
 from tilewright.kernels.matmul_sm90 import load_tiles, piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.matmul_sm90_end import add_parts, column_blocks, finish_tile, leave_part
 
@@ -130,7 +130,7 @@ def _sum_blocks(
             part_scales = scales[p // C_PARTS * BLOCKS + p % C_PARTS * BLOCKS // C_PARTS]
             if OVERLAP != "parts":
                 accs = _replaced(accs, p, accs[p] + part * gl.expand_dims(part_scales, 1))
-        mbarrier.arrive(empty.index(stage))
+        release(empty.index(stage))
         scales = _products(next_rows, next_blocks)
         stage += 1
         if stage == STAGES:
@@ -209,7 +209,7 @@ def _sum_turns(
         rows, blocks = _step_scales(at, first, end, COUNT, COLS, HALVES, layout)
         odd, accs = _waited(_start_step(x_bufs, w_bufs, full, filled, odd, wg, CONSUMERS, STAGES), accs)
         odd_scales = _products(rows, blocks)
-        mbarrier.arrive(empty.index(filled % STAGES))
+        release(empty.index(filled % STAGES))
         filled += 1
     even_rows, even_blocks = _step_scales(at, start, end, COUNT, COLS, HALVES, layout)
     odd_rows, odd_blocks = _step_scales(at, start + 1, end, COUNT, COLS, HALVES, layout)
@@ -223,10 +223,10 @@ def _sum_turns(
         accs = _added(accs, odd, odd_scales)
         next_started = _start_step(x_bufs, w_bufs, full, filled + 1, odd, wg, CONSUMERS, STAGES)
         even = warpgroup_mma_wait(1, deps=(started,))
-        mbarrier.arrive(empty.index(filled % STAGES))
+        release(empty.index(filled % STAGES))
         accs = _added(accs, even, even_scales)
         odd, accs = _waited(next_started, accs)
-        mbarrier.arrive(empty.index((filled + 1) % STAGES))
+        release(empty.index((filled + 1) % STAGES))
         odd_scales = next_scales
         filled += 2
     return _added(accs, odd, odd_scales)

@@ -28,8 +28,6 @@ three spatial dims.
 
 # N images, C channels, O output channels; boxes of pixels; K = filter positions * C
 
-from importlib.metadata import version
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,13 +38,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, load_box, store_box, viewed
+from tilewright.kernels.hopper import TRITON, load_box, release, store_box, viewed
 from tilewright.kernels.matmul_sm90 import piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.matmul_sm90_end import activate, add_parts, column_blocks, leave_part, rounded
 
 __all__ = ["VIEWS_REACH_ON", "conv_sm90_kernel"]
 
-VIEWS_REACH_ON = tuple(int(part) for part in version("triton").split(".")[:2]) < (3, 8)
+VIEWS_REACH_ON = TRITON < (3, 8)
 """Whether a view of shared memory may reach beyond the part it is taken of, as a column of the filter needs it."""
 
 
@@ -252,15 +250,15 @@ def _sum_steps(
             # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
             acc = warpgroup_mma_wait(1, deps=(started,))
             if t == 0:
-                mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > first)
+                release(empty.index(_before(stage, STAGES)), pred=step > first)
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     if M_BOXES == 1:
-        mbarrier.arrive(turns.index(1 - wg))
+        release(turns.index(1 - wg))
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(_before(stage, STAGES)))
+    release(empty.index(_before(stage, STAGES)))
     return acc
 
 
@@ -312,8 +310,7 @@ def _finish(
             mbarrier.wait(full.index(stage), (passed + j) // STAGES & 1)
             residual = _matrix_at(x_units, (stage * M_BOXES + wg) * UNITS, residual_desc.dtype, ROWS, COLS, SWIZZLE)
             y += residual.load(y.type.layout).to(gl.float32)
-            block_barrier()  # one thread gives the stage back for all
-            mbarrier.arrive(empty.index(stage))
+            release(empty.index(stage))
         y = activate(y, ACTIVATION)
         if CODES:
             y = rounded(y, _image_scales(x_scale_ptr, box, N, boxes_h, boxes_w, box_shape, y), y_desc.dtype)

@@ -44,7 +44,7 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.conv_common import Problem, Three, empty_output, sizes_of
 from tilewright.kernels.conv_sm90 import VIEWS_REACH_ON
 from tilewright.kernels.conv_sm90_boxes import Again, fetched_box, refuse_boxes
-from tilewright.kernels.hopper import block_barrier, load_box, store_box, viewed
+from tilewright.kernels.hopper import load_box, release, store_box, viewed
 from tilewright.kernels.matmul_sm90_end import activate
 from tilewright.kernels.prepared import Held, Prepared, pointer_kind
 from tilewright.kernels.shapes import ceil_div, next_pow2
@@ -169,8 +169,7 @@ def _place_weights(w_ptr, w_bufs, placed, first_col, wg: gl.constexpr, OWN: gl.c
         ptrs = w_ptr + (first_col + o) * (TAPS * OWN) + (t * OWN + c % OWN)
         w_bufs.index(t).store(gl.load(ptrs, mask=o // OWN == c // OWN, other=0.0))
     fence_async_shared()
-    block_barrier()
-    mbarrier.arrive(placed)
+    release(placed)
 
 
 @gluon.jit
@@ -193,7 +192,7 @@ def _sum_column(
         # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
         acc = warpgroup_mma_wait(1, deps=(started,))
         if i == 0:
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=begun)
+            release(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=begun)
     return acc
 
 
@@ -259,9 +258,9 @@ def _multiply_boxes(
                     if stage == STAGES:
                         stage = 0
                         phase ^= 1
-        mbarrier.arrive(turns.index(1 - wg))
+        release(turns.index(1 - wg))
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
+        release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
         stage += STEPS  # the other's tile
         while stage >= STAGES:
             stage -= STAGES

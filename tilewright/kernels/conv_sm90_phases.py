@@ -44,7 +44,7 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.conv_common import Problem, Three, sizes_of
 from tilewright.kernels.conv_sm90 import VIEWS_REACH_ON
 from tilewright.kernels.conv_sm90_boxes import Again, fetched_box, refuse_boxes
-from tilewright.kernels.hopper import load_box, store_box, viewed
+from tilewright.kernels.hopper import load_box, release, store_box, viewed
 from tilewright.kernels.matmul_sm90_end import activate, column_blocks
 from tilewright.kernels.prepared import Held, Prepared, pointer_kind
 from tilewright.kernels.shapes import ceil_div, next_pow2
@@ -207,14 +207,14 @@ def _sum_steps(
             started = warpgroup_mma(x, w_bufs.index(stage * TAPS + t), acc, use_acc=(step > 0) | (t > 0), is_async=True)
             # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
             acc = warpgroup_mma_wait(1, deps=(started,))
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=(step > 0) & (t == 0))
+            release(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=(step > 0) & (t == 0))
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    mbarrier.arrive(turn)
+    release(turn)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
+    release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
     return acc
 
 

@@ -40,7 +40,7 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.conv_common import Sizes, sizes_of
 from tilewright.kernels.conv_sm90 import VIEWS_REACH_ON
 from tilewright.kernels.conv_sm90_boxes import fetched_box
-from tilewright.kernels.hopper import load_box, viewed
+from tilewright.kernels.hopper import load_box, release, viewed
 from tilewright.kernels.prepared import Held, Prepared
 from tilewright.kernels.shapes import ceil_div, next_pow2
 from tilewright.op import Impl, scope
@@ -161,7 +161,7 @@ def _multiply_boxes(
             accs = (waited,)
         else:
             accs = waited
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=step > first)
+        release(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=step > first)
         stage += 1
         if stage == STAGES:
             stage = 0

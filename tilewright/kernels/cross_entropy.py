@@ -34,6 +34,8 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import cross_entropy_arguments, cross_entropy_gradient_arguments
 from tilewright.kernels.cross_entropy_split import launch_split, refuse_split, row_ends
 from tilewright.kernels.row_parts import SPLIT_SPACE
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import rows_of
 from tilewright.kernels.wide_rows import columns, load_block, store_block
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -250,7 +252,8 @@ def _wide_row(
 
 
 @triton.jit(
-    do_not_specialize=["n_rows", "scale_stride", "ignore_index"], do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"]
+    do_not_specialize=["n_rows", "x_row_stride", "y_row_stride", "scale_stride", "ignore_index"],
+    do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"],
 )
 def _cross_entropy_kernel(
     x_ptr, targets_ptr, scale_ptr, loss_ptr, y_ptr,
@@ -263,7 +266,7 @@ def _cross_entropy_kernel(
         cols = tl.arange(0, BLOCK_V)[None, :]
         mask = (rows < n_rows) & (cols < V)
         target = tl.load(targets_ptr + rows, mask=rows < n_rows, other=0)
-        x = tl.load(x_ptr + rows * x_row_stride + cols, mask=mask, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + row_start(rows, x_row_stride, V) + cols, mask=mask, other=float("-inf")).to(tl.float32)
         top = tl.max(x, axis=1, keep_dims=True)
         mass = tl.sum(tl.exp2((x - top) * _LOG2E), axis=1, keep_dims=True)
         # Not from memory, which the gradient may already have overwritten.
@@ -276,13 +279,13 @@ def _cross_entropy_kernel(
             inside = (target >= 0) & (target < V)
             rate = tl.where(inside, (1.0 + 2.0 * z_loss * lse) / mass, float("nan"))
             y = _gradient(x, cols, top, rate, target, target == ignore_index, scale, smoothing, V)
-            tl.store(y_ptr + rows * y_row_stride + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + row_start(rows, y_row_stride, V) + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         row = tl.program_id(0).to(tl.int64)
         target = tl.load(targets_ptr + row)
         scale = tl.load(scale_ptr + row * scale_stride) if GRADIENT else 1.0
         _wide_row(
-            x_ptr + row * x_row_stride, y_ptr + row * y_row_stride, loss_ptr + row, target, scale,
+            x_ptr + row_start(row, x_row_stride, V), y_ptr + row_start(row, y_row_stride, V), loss_ptr + row, target, scale,
             ignore_index, smoothing, z_loss, V, GRADIENT, SMOOTHED, BLOCK_V, HELD,
         )  # fmt: skip
 
@@ -300,7 +303,7 @@ def _run(
     if rows:
         _cross_entropy_kernel[(triton.cdiv(rows, block_t),)](
             logits, targets, loss if scale is None else scale, loss, logits if grad is None else grad,
-            rows, logits.stride(0), vocab if grad is None else grad.stride(0), 0 if scale is None else scale.stride(0),
+            rows, rows_of(logits)[1], vocab if grad is None else rows_of(grad)[1], 0 if scale is None else scale.stride(0),
             ignore_index, smoothing, z_loss,
             V=vocab, GRADIENT=grad is not None, SMOOTHED=smoothing != 0, BLOCK_T=block_t, **config,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.row_parts import PART_BYTES, draw, edges, lead_of, meet, packed, places, start_of, starts
+from tilewright.kernels.shapes import rows_of
 from tilewright.tune.space import Config
 
 __all__ = ["launch_split", "refuse_split", "row_ends"]
@@ -112,7 +113,8 @@ def _write(
 
 
 @triton.jit(
-    do_not_specialize=["n_rows", "scale_stride", "ignore_index"], do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"]
+    do_not_specialize=["n_rows", "x_row_stride", "y_row_stride", "scale_stride", "ignore_index"],
+    do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"],
 )
 def _split_kernel(
     x_ptr, targets_ptr, scale_ptr, loss_ptr, y_ptr, parts_ptr, counters_ptr,
@@ -175,7 +177,7 @@ def launch_split(
         counters = torch.zeros(1 + rows, dtype=torch.int32, device=logits.device)
         _split_kernel[(rows * parts,)](
             logits, targets, scale, loss, grad, sums, counters,
-            rows, logits.stride(0), grad.stride(0), scale.stride(0), ignore_index, smoothing, z_loss,
+            rows, rows_of(logits)[1], rows_of(grad)[1], scale.stride(0), ignore_index, smoothing, z_loss,
             V=vocab, SMOOTHED=smoothing != 0, PARTS=parts, STARTS=where,
             WIDTH=triton.cdiv(vocab + 7 * (where == "lead"), 8 * parts) * 8,
             maxnreg=1024 // config["num_warps"], **config,

@@ -21,6 +21,7 @@ from tilewright.kernels.activation import SPACE, Problem, gelu, gelu_tanh, silu
 from tilewright.kernels.arguments_pointwise import gated_backward_arguments
 from tilewright.kernels.pointwise import sigmoid
 from tilewright.kernels.pointwise_backward import gelu_slope, gelu_tanh_slope, silu_slope
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -103,7 +104,7 @@ EXAMPLES = (
 # ---- kernel
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "gate_row_stride", "up_row_stride"])
 def _gated_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, d_ptr, n_rows, dy_row_stride, gate_row_stride, up_row_stride,
     F: tl.constexpr, ACTIVATION: tl.constexpr, GATE_FIRST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -112,9 +113,9 @@ def _gated_backward_kernel(
     rows = ((tl.program_id(0) // TILES) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
     cols = (tl.program_id(0) % TILES) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
     mask = (rows < n_rows) & (cols < F)
-    dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + rows * gate_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + rows * up_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row_start(rows, dy_row_stride, F) + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row_start(rows, gate_row_stride, F) + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row_start(rows, up_row_stride, F) + cols, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         act, slope = silu(gate), silu_slope(gate)
     elif ACTIVATION == "gelu":

@@ -7,16 +7,45 @@ as another shape.
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-__all__ = ["BEHIND", "block_barrier", "clear_end", "hand_out", "load_box", "next_tile", "store_box", "take", "viewed"]
+__all__ = [
+    "BEHIND",
+    "block_barrier",
+    "clear_end",
+    "hand_out",
+    "load_box",
+    "next_tile",
+    "release",
+    "store_box",
+    "take",
+    "viewed",
+]
 
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+"""The version of the module that is imported, whatever the package is called that brought it."""
+
+
+@gluon.jit
+def release(bar, pred=True, PRODUCTS: gl.constexpr = False):
+    """Tell another group of warps that this one is done: with a slot of a ring, which may be filled again, or with its turn.
+
+    One thread arrives for all warps of the group, so all of them meet first: none may still be reading what is given back.
+    `mbarrier.arrive` does not see to that. Triton puts a barrier before it only where its analysis finds a hazard in shared
+    memory, and knows neither of reads of global memory (`take`) nor that an arrival lets others write to another buffer.
+    PRODUCTS: the group has only multiplied from it and waited for the products, which complete for its four warps together.
+    """
+    if not PRODUCTS:
+        block_barrier()
+    mbarrier.arrive(bar, count=1, pred=pred)
 
 
 @gluon.jit
@@ -77,7 +106,7 @@ def hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT: gl.constexp
     gl.store(ptr, tile)
     for i in gl.static_range(len(place)):
         gl.store(ptr + 1 + i, place[i])
-    mbarrier.arrive(tile_full.index(n & 1))
+    release(tile_full.index(n & 1))
 
 
 @gluon.jit
@@ -89,5 +118,5 @@ def take(n, slots_ptr, tile_full, tile_empty, SLOT: gl.constexpr, COUNT: gl.cons
     place = ()
     for i in gl.static_range(COUNT):
         place += (gl.load(ptr + 1 + i, volatile=True),)
-    mbarrier.arrive(tile_empty.index(n & 1))
+    release(tile_empty.index(n & 1))
     return tile, place

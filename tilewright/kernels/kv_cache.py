@@ -28,7 +28,8 @@ from tilewright.kernels.arguments import kv_write_arguments
 from tilewright.kernels.paged_checks import check_slots
 from tilewright.kernels.paged_space import CODES, misfit, value_shape
 from tilewright.kernels.quantize import UNFUSED, encode_tile, magnitude, scales_of
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -199,7 +200,7 @@ def copy_heads(
         tl.store(head_ptr + slot % S * D + cols, x.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit(do_not_specialize=["room", "k_row_stride", "v_row_stride"])
 def _kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, room, k_row_stride, v_row_stride,
     K_HEAD_STRIDE: tl.constexpr, V_HEAD_STRIDE: tl.constexpr,
@@ -211,12 +212,12 @@ def _kernel(
     if (slot >= 0) & (slot < room):
         heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         copy_heads(
-            k_ptr + token * k_row_stride, k_cache_ptr, k_scale_ptr, slot, heads, heads < G, K_HEAD_STRIDE, False,
+            k_ptr + row_start(token, k_row_stride, D), k_cache_ptr, k_scale_ptr, slot, heads, heads < G, K_HEAD_STRIDE, False,
             G, D, S, LARGEST, HEAD_SCALES, BLOCK_D,
         )  # fmt: skip
         copy_heads(
-            v_ptr + token * v_row_stride, v_cache_ptr, v_scale_ptr, slot, heads, heads < G, V_HEAD_STRIDE, LARGEST > 0,
-            G, D, S, LARGEST, HEAD_SCALES, BLOCK_D,
+            v_ptr + row_start(token, v_row_stride, D), v_cache_ptr, v_scale_ptr, slot, heads, heads < G, V_HEAD_STRIDE,
+            LARGEST > 0, G, D, S, LARGEST, HEAD_SCALES, BLOCK_D,
         )  # fmt: skip
 
 
@@ -244,7 +245,7 @@ def _launch(
     if tokens:
         _kernel[(tokens, triton.cdiv(kv_heads, config["BLOCK_H"]))](
             k, v, k_cache, v_cache, k if k_scale is None else k_scale, v if v_scale is None else v_scale, slots,
-            room_of_cache(k_cache), k.stride(0), v.stride(0),
+            room_of_cache(k_cache), token_stride(k), token_stride(v),
             K_HEAD_STRIDE=k.stride(1), V_HEAD_STRIDE=v.stride(1), G=kv_heads, D=dim, S=k_cache.shape[2],
             BLOCK_D=next_pow2(dim), **coding(k_cache, k_scale), **config,
         )  # fmt: skip
@@ -320,4 +321,4 @@ def kv_cache_write(
         ValueError: shapes, dtypes or layouts do not fit; on a CPU, a slot beyond the cache.
     """
     check_write("kv_cache_write", k, v, k_cache, v_cache, slots, k_scale, v_scale)
-    kv_cache_write_op(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    kv_cache_write_op(tokens_ready(k), tokens_ready(v), k_cache, v_cache, slots, k_scale, v_scale)

@@ -29,6 +29,7 @@ from tilewright.kernels.arguments import layer_norm_arguments
 from tilewright.kernels.dependent import release
 from tilewright.kernels.norm_split import LAYER_SPLIT, split_first
 from tilewright.kernels.prepared import launch
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import columns, load_block, store_block, wide_refusal
 from tilewright.kernels.work import layer_norm_work
@@ -200,7 +201,7 @@ def _wide_row(
     return mean, scale
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _layer_norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, n_rows, x_row_stride, eps,
     D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
@@ -209,7 +210,7 @@ def _layer_norm_kernel(
     release()
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
-        x_rows, y_rows = rows * x_row_stride, rows * D
+        x_rows, y_rows = row_start(rows, x_row_stride, D), rows * D
         block = tl.arange(0, BLOCK_D)[None, :]
         mask = (rows < n_rows) & (block < D)
         x = tl.load(x_ptr + x_rows + block, mask=mask, other=0.0).to(tl.float32)
@@ -233,7 +234,7 @@ def _layer_norm_kernel(
         tl.store(y_ptr + y_rows + block, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         row = tl.program_id(0).to(tl.int64)
-        x_ptr += row * x_row_stride
+        x_ptr += row_start(row, x_row_stride, D)
         mean, scale = _wide_row(x_ptr, weight_ptr, bias_ptr, y_ptr + row * D, eps, D, HAS_BIAS, BLOCK_D, HELD)
         if stats_ptr is not None:
             tl.store(stats_ptr + row, mean)

@@ -37,6 +37,7 @@ from tilewright.kernels.quantize import (
     quantize_rows_op,
     scales_of,
 )
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -129,7 +130,7 @@ EXAMPLES = (
 # ---- kernel
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _layer_norm_quantize_kernel(
     x_ptr, weight_ptr, bias_ptr, q_ptr, scale_ptr, y_ptr, n_rows, x_row_stride, eps,
     D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -139,7 +140,7 @@ def _layer_norm_quantize_kernel(
     rows = row[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = (rows < n_rows) & (cols < D)
-    given = tl.load(x_ptr + rows * x_row_stride + cols, mask=mask, other=0.0)
+    given = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0)
     bias = tl.load(bias_ptr + cols, mask=cols < D, other=0.0) if HAS_BIAS else weight
     x = given.to(tl.float32)

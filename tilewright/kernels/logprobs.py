@@ -19,7 +19,8 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import logprob_arguments
-from tilewright.kernels.shapes import next_pow2, rows_ready
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -88,12 +89,12 @@ EXAMPLES = (
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["ids_ptr"])
 def _token_logprobs_kernel(
     logits_ptr, ids_ptr, logprob_ptr, rank_ptr, row_stride, V: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * row_stride
+    logits_ptr += row_start(row, row_stride, V)
     chosen = tl.load(logits_ptr + tl.load(ids_ptr + row)).to(tl.float32)
     # A lane that has only met -inf must not subtract it from itself: its maximum starts at the lowest finite float.
     top = tl.full([BLOCK_V], -3.4028234663852886e38, tl.float32)
@@ -119,7 +120,7 @@ def _launch(config: Config, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor
     logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _token_logprobs_kernel[(rows,)](logits, ids, logprob, rank, logits.stride(0), V=vocab, **config)
+        _token_logprobs_kernel[(rows,)](logits, ids, logprob, rank, rows_of(logits)[1], V=vocab, **config)
     return logprob, rank
 
 

@@ -156,28 +156,6 @@ EXAMPLES = (
 # ---- op
 
 
-def _typical(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, str, Tensor | None] | None:
-    """Arguments with as many rows as the bucket holds. None where the sizes do not tell which loads are narrow.
-
-    The certificates are of wide loads. Rows that start anywhere have narrow ones, but those who mind lose by a factor there.
-    """
-    m, n, k = problem.m_bucket, problem.n, problem.k
-    w_dense = problem.w_major == "k"
-    if problem.dtype.itemsize != 2 or problem.batched or problem.x_major != "k" or not n or not k:
-        return None
-    if problem.aligned != (k % 8 == 0 and (w_dense or n % 8 == 0)):
-        return None
-    if problem.aligned and (k % 16 or (not w_dense and n % 16)):
-        return None
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=problem.dtype, device="meta")
-
-    residual = empty(m, n // 2 if problem.gated else n) if problem.residual else None
-    bias = empty(n) if problem.bias else None
-    return empty(m, k), empty(n, k) if w_dense else empty(k, n).mT, bias, problem.activation, residual
-
-
 _CUBLAS_OF_16_ROWS = frozenset({(8192, 8192), (10240, 5120)})
 """(N, K) at which, of the projections measured, cuBLAS is 2 to 3 % before every config of `skinny` (H100, docs/log.md)."""
 
@@ -281,7 +259,6 @@ linear_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=linear_arguments,
-    typical=_typical,
     first=_first,
     rows_in_problem=True,
     impls=(GEMV, SKINNY, VENDOR, SM90, TRITON_TMA, TRITON, UNEVEN, UNEVEN_TMA, INVARIANT),

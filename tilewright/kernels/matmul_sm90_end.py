@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilewright.kernels.hopper import block_barrier, store_box
+from tilewright.kernels.normal import A1, A2, A3, A4, A5, RATE
 
 __all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part", "residual_blocks", "rounded"]
 
@@ -114,10 +115,10 @@ def _power_of_two(x):
 def _normal_cdf(x):
     """Phi(x) within 3e-7; libdevice's erf goes for float32's last bit, with many more instructions.
 
-    The tail below -|x| is erfc(|x| / sqrt 2) / 2 by Abramowitz and Stegun 7.1.26, constants folded.
+    The tail below -|x| as normal.py has it.
     """
-    t = _reciprocal(1.0 + 0.23164190 * gl.abs(x))
-    poly = ((((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796) * t
+    t = _reciprocal(1.0 + RATE * gl.abs(x))
+    poly = ((((A5 * t + A4) * t + A3) * t + A2) * t + A1) * t
     tail = poly * _power_of_two(x * (x * -0.7213475204))
     return gl.where(x < 0, tail, 1.0 - tail)
 

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewright.kernels.hopper import release
 from tilewright.kernels.matmul_sm90_end import column_blocks
 
 __all__ = ["sum_piece"]
@@ -106,15 +107,15 @@ def _sum_steps(
         started = _start_products(x, w_bufs, stage, accs, step > first, wg, CONSUMERS, W_MAJOR, STAGES)
         # One step's products stay in flight. Those before are over: the producer may overwrite what they read.
         accs = _waited(OWN, started)
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > first)
+        release(empty.index(_before(stage, STAGES)), pred=step > first)
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     if CONSUMERS == "tiles":
-        mbarrier.arrive(turns.index(1 - wg))
+        release(turns.index(1 - wg))
     accs = _waited(0, accs)
-    mbarrier.arrive(empty.index(_before(stage, STAGES)))
+    release(empty.index(_before(stage, STAGES)))
     return accs
 
 
@@ -148,9 +149,9 @@ def _sum_span(
         mbarrier.wait(full.index(stage), phase)
         x = _own_rows(x_bufs, stage, wg, CONSUMERS, STAGES)
         accs = _waited(OWN, _start_products(x, w_bufs, stage, accs, True, wg, CONSUMERS, "k", STAGES))
-        mbarrier.arrive(empty.index(_before(stage, STAGES)))
+        release(empty.index(_before(stage, STAGES)))
     accs = _waited(0, accs)
-    mbarrier.arrive(empty.index(stage))
+    release(empty.index(stage))
     return accs, totals
 
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tilewright.kernels.hopper import load_box, viewed
+from tilewright.kernels.hopper import load_box, release, viewed
 from tilewright.kernels.matmul_sm90 import piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.matmul_sm90_end import activate, add_parts, leave_part
 from tilewright.kernels.mixed_codes import minus, widen, widen_pairs
@@ -246,7 +246,7 @@ def _sum_steps(
                     part = warpgroup_mma_wait(0, deps=(part,))
                     acc += part * gl.expand_dims(scales[h * GROUPS // 2], 1)
                 if h % SPAN == SPAN - 1:
-                    mbarrier.arrive(empty.index(stage))
+                    release(empty.index(stage))
             else:
                 if BLOCK_COLS:
                     w = _scaled(w, scales[h * GROUPS // 2], W)
@@ -254,7 +254,7 @@ def _sum_steps(
                 # One product stays in flight. The one before is over: the producer may overwrite what it read.
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 if h % SPAN == 0:
-                    mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=(step > first) | (h == 1))
+                    release(empty.index(_before(stage, STAGES)), pred=(step > first) | (h == 1))
             if h % SPAN == SPAN - 1:
                 stage += 1
                 if stage == STAGES:
@@ -264,7 +264,7 @@ def _sum_steps(
             ahead = _stage_numbers(scales_ptr, zeros_ptr, weights, N, step + 1, K, scales_stride, BLOCK_ROWS, BLOCK_COLS)
     if not ON_SUMS:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(_before(stage, STAGES)))
+        release(empty.index(_before(stage, STAGES)))
     return acc
 
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, clear_end, load_box
+from tilewright.kernels.hopper import clear_end, load_box, release
 
 __all__ = ["mla_sm90_kernel"]
 
@@ -116,8 +116,7 @@ def _hand_over(e, alpha, bufs, bars, j, dtype: gl.constexpr):
     p_buf.store(e.to(dtype))
     alpha_buf.store(alpha)
     fence_async_shared()
-    block_barrier()
-    mbarrier.arrive(p_full)
+    release(p_full)
 
 
 @gluon.jit
@@ -170,8 +169,8 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
     mbarrier.wait(q_full, 0)
     s = _scores(bufs, full, 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(empty[1].index(0))
-    mbarrier.arrive(empty[2].index(0))
+    release(empty[1].index(0))
+    release(empty[2].index(0))
     if limit - last * ROWS < ROWS:
         clear_end(k_wide.index(0), limit - last * ROWS, 32)
     cols = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, s.type.layout)), 0)
@@ -187,10 +186,10 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
         o = warpgroup_mma(p, k_wide.index(before % STAGES * 2), o, is_async=True)
         s = _scores(bufs, full, j)
         o, p = warpgroup_mma_wait(3, deps=(o, p))
-        mbarrier.arrive(empty[0].index(before % STAGES))
+        release(empty[0].index(before % STAGES))
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(empty[1].index(j % STAGES))
-        mbarrier.arrive(empty[2].index(j % STAGES))
+        release(empty[1].index(j % STAGES))
+        release(empty[2].index(j % STAGES))
         e, m, alpha = _exponentials(s, m, scale)
         l = l * alpha + gl.sum(e, 1)
     _hand_over(e, alpha, bufs, bars, count - 1, dtype)
@@ -201,8 +200,7 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
     share = gl.where(l == 0.0, 0.0, 1.0 / l)
     mbarrier.wait(bars[4], (count - 1) & 1)
     bufs[5].store(share)
-    block_barrier()
-    mbarrier.arrive(bars[3])
+    release(bars[3])
     _store(o, gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), out, row, live, 0, SPLIT)
     if SPLIT:
         rows = gl.arange(0, ROWS, layout=m.type.layout)
@@ -229,9 +227,8 @@ def _second(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
         o = o * gl.expand_dims(alpha_buf.load(ROW_LAYOUT), 1)
         o = warpgroup_mma(p_buf, k_wide.index(stage * 2 + 1), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-        block_barrier()
-        mbarrier.arrive(p_empty)
-        mbarrier.arrive(empty[1].index(stage))
+        release(p_empty)
+        release(empty[1].index(stage))
     mbarrier.wait(p_full, count & 1)
     _store(o, alpha_buf.load(ROW_LAYOUT), out, row, live, 1, SPLIT)
 

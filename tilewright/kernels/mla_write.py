@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.paged_checks import check_slots
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -137,7 +138,7 @@ def _turn(
     tl.store(y_ptr + rows * y_stride + second, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["room", "max_pos"])
+@triton.jit(do_not_specialize=["room", "max_pos", "lead_row_stride", "turned_row_stride", "kv_row_stride"])
 def _mla_rope_write_kernel(
     lead_ptr, turned_ptr, kv_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, q_ptr, room, max_pos,
     lead_row_stride, lead_head_stride, turned_row_stride, turned_head_stride, kv_row_stride, eps,
@@ -153,17 +154,18 @@ def _mla_rope_write_kernel(
         live = heads < H
         cols = tl.arange(0, BLOCK_L)[None, :]
         q_ptr += token * H * (L + E)
-        lead = tl.load(lead_ptr + token * lead_row_stride + heads * lead_head_stride + cols, mask=live & (cols < L), other=0.0)
+        lead_ptr += row_start(token, lead_row_stride, L)
+        lead = tl.load(lead_ptr + heads * lead_head_stride + cols, mask=live & (cols < L), other=0.0)
         tl.store(q_ptr + heads * (L + E) + cols, lead, mask=live & (cols < L))
         _turn(
-            turned_ptr + token * turned_row_stride, q_ptr + L, cos_sin_ptr, heads, turned_head_stride, L + E, live,
+            turned_ptr + row_start(token, turned_row_stride, E), q_ptr + L, cos_sin_ptr, heads, turned_head_stride, L + E, live,
             E, INTERLEAVED, BLOCK_HALF,
         )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + token)
         if (slot >= 0) & (slot < room):
             cols = tl.arange(0, BLOCK_R)
-            kv_ptr += token * kv_row_stride
+            kv_ptr += row_start(token, kv_row_stride, W)
             latent = tl.load(kv_ptr + cols, mask=cols < R, other=0.0).to(tl.float32)
             latent *= tl.rsqrt(tl.sum(latent * latent, 0) / R + eps)
             latent *= tl.load(weight_ptr + cols, mask=cols < R, other=0.0).to(tl.float32)
@@ -186,7 +188,7 @@ def _launch(
         _mla_rope_write_kernel[(tokens, 1 + triton.cdiv(heads, config["BLOCK_H"]))](
             lead, turned, kv, weight, positions, cos_sin, cache, slots, q,
             cache.shape[0] * cache.shape[1], cos_sin.shape[0],
-            lead.stride(0), lead.stride(1), turned.stride(0), turned.stride(1), kv.stride(0), eps,
+            token_stride(lead), lead.stride(1), token_stride(turned), turned.stride(1), rows_of(kv)[1], eps,
             H=heads, L=width, E=rotated, R=rank, INTERLEAVED=interleaved,
             BLOCK_L=next_pow2(width), BLOCK_HALF=next_pow2(rotated // 2), BLOCK_R=next_pow2(rank), **config,
         )  # fmt: skip
@@ -258,4 +260,6 @@ def mla_rope_write(
     check_slots("mla_rope_write", slots, cache.shape[0] * cache.shape[1])
     if not cache.is_contiguous() or any(t.stride(-1) != 1 for t in (lead, turned, kv)):
         raise ValueError("mla_rope_write: wants a contiguous cache, and lead, turned and kv with dense last dims")
-    return mla_rope_write_op(lead, turned, kv, weight, positions, cos_sin, cache, slots, eps, interleaved)
+    return mla_rope_write_op(
+        tokens_ready(lead), tokens_ready(turned), rows_ready(kv), weight, positions, cos_sin, cache, slots, eps, interleaved
+    )

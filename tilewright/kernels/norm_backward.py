@@ -39,6 +39,7 @@ from tilewright.kernels.norm_backward_wide import wide_gradients
 from tilewright.kernels.prepared import launch
 from tilewright.kernels.reduce import two_sums
 from tilewright.kernels.row_space import row_space
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import ceil_div, next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -205,7 +206,7 @@ def _statistics(stats_ptr, rows, n_rows):
     return tl.load(stats_ptr + rows, mask=there, other=0.0), tl.load(stats_ptr + n_rows + rows, mask=there, other=0.0)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "x_row_stride", "more_row_stride"])
 def _norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, of_weight_ptr, of_bias_ptr, stats_ptr,
     n_rows, dy_row_stride, x_row_stride, more_row_stride, eps,
@@ -223,8 +224,8 @@ def _norm_backward_kernel(
     for start in tl.range(tl.program_id(0) * BLOCK_T, n_rows, tl.num_programs(0) * BLOCK_T, num_stages=STAGES):
         rows = (start + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < D)
-        x = tl.load(x_ptr + rows * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_start(rows, dy_row_stride, D) + cols, mask=mask, other=0.0).to(tl.float32)
         given = weight.to(tl.float32) * dy
         if stats_ptr is not None:
             # A block ahead, in registers: so few numbers are not worth a place in shared memory.
@@ -250,7 +251,7 @@ def _norm_backward_kernel(
             of_weight += dy * (x * scale)
             dx = scale * (given - x * (crossed * scale * scale / D))
         if HAS_MORE:
-            dx += tl.load(more_ptr + rows * more_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+            dx += tl.load(more_ptr + row_start(rows, more_row_stride, D) + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + rows * D + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     at = tl.program_id(0).to(tl.int64) * D + cols
     tl.store(of_weight_ptr + at, tl.sum(of_weight, axis=0, keep_dims=True), mask=cols < D)

@@ -162,7 +162,7 @@ def _finish(
     return of_weight, of_bias
 
 
-@gluon.jit(do_not_specialize=["n_rows"])
+@gluon.jit(do_not_specialize=["n_rows", "dy_row_step", "x_row_step", "more_row_step"])
 def _split_kernel(
     dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, of_weight_ptr, of_bias_ptr, parts_ptr, counters_ptr,
     n_rows, dy_row_step, x_row_step, more_row_step, eps,

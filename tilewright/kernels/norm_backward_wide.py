@@ -17,6 +17,7 @@ from tilewright.hw.device import device_of
 from tilewright.kernels.column_sums import column_sums
 from tilewright.kernels.layer_norm import join_lanes, moments
 from tilewright.kernels.reduce import two_sums
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import rows_of
 from tilewright.kernels.wide_rows import load_block, store_block
 from tilewright.tune.space import Config
@@ -44,7 +45,7 @@ def _write(
     store_block(dx_ptr, block, dx, D, BLOCK_D, MASKED)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "x_row_stride", "more_row_stride"])
 def _wide_kernel(
     dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, stats_ptr, n_rows, dy_row_stride, x_row_stride, more_row_stride, eps,
     D: tl.constexpr, CENTERED: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
@@ -53,9 +54,9 @@ def _wide_kernel(
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
     row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row * dy_row_stride
-    x_ptr += row * x_row_stride
-    more_ptr += row * more_row_stride
+    dy_ptr += row_start(row, dy_row_stride, D)
+    x_ptr += row_start(row, x_row_stride, D)
+    more_ptr += row_start(row, more_row_stride, D)
     dx_ptr += row * D
     shift = tl.zeros([BLOCK_D // 8], tl.float32)
     if CENTERED:
@@ -98,7 +99,7 @@ def _wide_kernel(
         _write(dy, x, weight_ptr, more_ptr, dx_ptr, mean, scale, c1, c2, j, D, HAS_MORE, BLOCK_D, False)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "x_row_stride"])
 def _wide_kept_kernel(
     dy_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, n_rows, dy_row_stride, x_row_stride,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
@@ -108,8 +109,8 @@ def _wide_kept_kernel(
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
     row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row * dy_row_stride
-    x_ptr += row * x_row_stride
+    dy_ptr += row_start(row, dy_row_stride, D)
+    x_ptr += row_start(row, x_row_stride, D)
     dx_ptr += row * D
     mean, scale = tl.load(stats_ptr + row), tl.load(stats_ptr + n_rows + row)
     given, crossed = tl.zeros([BLOCK_D // 8], tl.float32), tl.zeros([BLOCK_D // 8], tl.float32)
@@ -140,7 +141,7 @@ def _wide_kept_kernel(
         _write(dy, x, weight_ptr, dx_ptr, dx_ptr, mean, scale, c1, c2, j, D, False, BLOCK_D, False)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "x_row_stride"])
 def _weights_kernel(
     dy_ptr, x_ptr, stats_ptr, of_weight_ptr, of_bias_ptr, n_rows, dy_row_stride, x_row_stride,
     D: tl.constexpr, CENTERED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -152,8 +153,8 @@ def _weights_kernel(
     for start in tl.range(tl.program_id(1) * BLOCK_T, n_rows, tl.num_programs(1) * BLOCK_T, num_stages=2):
         rows = (start + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < D)
-        dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + rows * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_start(rows, dy_row_stride, D) + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(stats_ptr + rows, mask=rows < n_rows, other=0.0)
         scale = tl.load(stats_ptr + n_rows + rows, mask=rows < n_rows, other=0.0)
         of_weight += dy * ((x - mean) * scale)

@@ -78,7 +78,7 @@ def _joined(of_row, n_rows, there, D: tl.constexpr, PARTS: tl.constexpr, WIDTH: 
     return mean, tl.sum(each + away * away * count, axis=0)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _layer_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, parts_ptr, counters_ptr, stats_ptr, n_rows, x_row_stride, eps,
     D: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr,
@@ -139,7 +139,7 @@ def _layer_kernel(
             tl.store(y_ptr + (first + r) * D + cols, y.to(y_ptr.dtype.element_ty), mask=there, cache_modifier=".cs")
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _rms_kernel(
     x_ptr, weight_ptr, y_ptr, parts_ptr, counters_ptr, n_rows, x_row_stride, eps,
     D: tl.constexpr, STARTS: tl.constexpr,

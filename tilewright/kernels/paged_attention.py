@@ -60,7 +60,8 @@ from tilewright.kernels.paged_space import (
 from tilewright.kernels.paged_stream import STREAM
 from tilewright.kernels.paged_varlen_sm90_launch import INVARIANT_SM90, VARLEN_SM90
 from tilewright.kernels.paged_walk import length_of, normalise, walk
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import next_pow2, token_stride, tokens_ready
 from tilewright.kernels.work import varlen_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -213,7 +214,7 @@ EXAMPLES = (
 # ---- kernels
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "table_row_stride", "window"])
+@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "q_row_stride", "table_row_stride", "window"])
 def _varlen_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
     batch, tokens, pages, room, q_row_stride, table_row_stride, scale_log2, window,
@@ -247,7 +248,7 @@ def _varlen_kernel(
     token = (q_begin + queries).to(tl.int64)
     live_rows = (queries < q_len) & (rows < BLOCK_Q * GROUP) & (token >= 0) & (token < tokens)
     live = live_rows[:, None] & (dims < D)[None, :]
-    q = tl.load(q_ptr + (token * q_row_stride + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
+    q = tl.load(q_ptr + (row_start(token, q_row_stride, D) + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
     at = kv_len - q_len + queries
     first_at = kv_len - q_len + q_first
     first = 0
@@ -282,7 +283,7 @@ def _varlen_launch(
         _varlen_kernel[(tiles, kv_heads)](
             q, codes_of(k_cache), codes_of(v_cache), q if k_scale is None else k_scale, q if v_scale is None else v_scale,
             q if sinks is None else sinks, block_table, kv_lens, cu_q, o,
-            batch, tokens, k_cache.shape[0], room_of(k_cache, block_table), q.stride(0), block_table.stride(0),
+            batch, tokens, k_cache.shape[0], room_of(k_cache, block_table), token_stride(q), block_table.stride(0),
             scale * _LOG2_E, window or 0, G=kv_heads, GROUP=group, D=dim, S=page_size, HAS_WINDOW=window is not None,
             CODED=k_scale is not None, HEAD_SCALES=0 if k_scale is None else k_scale.stride(1),
             HAS_SINKS=sinks is not None, BLOCK_D=block_d, **config,
@@ -404,5 +405,5 @@ def paged_attention(
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1, or None for all keys; got {window}")
     return paged_attention_op(
-        q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks
+        tokens_ready(q), k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks
     )

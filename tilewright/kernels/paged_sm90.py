@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, clear_end, load_box, viewed
+from tilewright.kernels.hopper import block_barrier, clear_end, load_box, release, viewed
 from tilewright.kernels.paged_sm90_ranges import (
     PANEL,
     ROWS,
@@ -193,7 +193,7 @@ def _walk(
         s = s * scale
         s = only_seen(s, start + rows, at, start, kv_len, window, QUERIES, HAS_WINDOW)
         high = gl.maximum(m, column_maxima(s, tops))
-        mbarrier.arrive(k_empty.index(stage))
+        release(k_empty.index(stage))
         p, alpha, sums = weigh(s, m, high, sums)
         m = high
         o = o * gl.expand_dims(alpha, 0)
@@ -205,8 +205,7 @@ def _walk(
         block_barrier()  # (c)
         o = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), weights, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-        block_barrier()  # (d)
-        mbarrier.arrive(v_empty.index(stage))
+        release(v_empty.index(stage))  # (d)
         j += 1
     return o, m, gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), COLUMNS), j
 
@@ -234,7 +233,7 @@ def _attend(
             q_begin = gl.load(cu_q_ptr + b).to(gl.int64)
         token = q_begin + rows // GROUP
         live = (rows < HELD) & (rows // GROUP < q_len) & (token >= 0) & (token < tokens)
-        places = token * q_row_stride + (g * GROUP + rows % GROUP) * D
+        places = token * (q_row_stride // 8) * 8 + (g * GROUP + rows % GROUP) * D
         q_buf.store(gl.load(q_ptr + gl.expand_dims(places, 1) + dims, mask=gl.expand_dims(live, 1), other=0.0))
         fence_async_shared()
         block_barrier()  # (a)
@@ -254,7 +253,7 @@ def _attend(
 # ---- kernel
 
 
-@gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "table_row_stride"])
+@gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "q_row_stride", "table_row_stride"])
 def paged_sm90_kernel(
     k_desc, v_desc, k_end_desc, v_end_desc, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
     batch, tokens, room, window, q_row_stride, table_row_stride, scale,

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, load_box, viewed
+from tilewright.kernels.hopper import block_barrier, load_box, release, viewed
 from tilewright.kernels.mixed_codes import widen
 from tilewright.kernels.paged_sm90 import WARPS, column_maxima, only_seen, pairs_of_rows, tall_sums, weigh
 from tilewright.kernels.paged_sm90_ranges import ROWS, barriers, end_pair, page_rows, range_of, stretch
@@ -227,7 +227,7 @@ def _walk(
         s = s * (k_scale * gl.expand_dims(scales, 0))
         s = only_seen(s, start + rows, at, start, kv_len, window, QUERIES, HAS_WINDOW)
         high = gl.maximum(m, column_maxima(s, tops))
-        mbarrier.arrive(k_empty.index(stage))
+        release(k_empty.index(stage))
         p, alpha, sums = weigh(s, m, high, sums)
         m = high
         o = o * gl.expand_dims(alpha, 0)
@@ -235,8 +235,7 @@ def _walk(
         mbarrier.wait(v_full.index(stage), phase)
         v = _values_operand(v_tiles.index(stage).load(V_WORDS), like, FORMAT, D, BOXES, TALL)
         fence_async_shared()
-        block_barrier()  # (c)
-        mbarrier.arrive(v_empty.index(stage))
+        release(v_empty.index(stage))  # (c)
         o = warpgroup_mma(v, weights, o, is_async=True)
         o, v = warpgroup_mma_wait(0, deps=(o, v))
         j += 1
@@ -266,7 +265,7 @@ def _attend(
             q_begin = gl.load(cu_q_ptr + b).to(gl.int64)
         token = q_begin + rows // GROUP
         live = (rows < HELD) & (rows // GROUP < q_len) & (token >= 0) & (token < tokens)
-        places = token * q_row_stride + (g * GROUP + rows % GROUP) * D
+        places = token * (q_row_stride // 8) * 8 + (g * GROUP + rows % GROUP) * D
         q = gl.load(q_ptr + gl.expand_dims(places, 1) + dims, mask=gl.expand_dims(live, 1), other=0.0)
         power = _store_queries(own[0], q)
         fence_async_shared()
@@ -289,7 +288,7 @@ def _attend(
 # ---- kernel
 
 
-@gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "held", "table_row_stride"])
+@gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "held", "q_row_stride", "table_row_stride"])
 def paged_sm90_codes_kernel(
     k_desc, v_desc, k_scale_ptr, v_scale_ptr, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
     batch, tokens, room, window, held, q_row_stride, table_row_stride, scale,

@@ -17,7 +17,7 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.paged_sm90 import paged_sm90_kernel
 from tilewright.kernels.paged_sm90_codes import paged_sm90_codes_kernel
 from tilewright.kernels.paged_space import CODES, Problem, room_of, stream_refusal
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.shapes import next_pow2, token_stride
 from tilewright.kernels.work import stream_work
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
@@ -118,7 +118,7 @@ def _launch(
     part = torch.empty(2 * grid * queries * group * (dim + 2), dtype=torch.float32, device=q.device)
     out = (q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks)
     lengths = (block_table, kv_lens, cu_q, batch, tokens, room_of(k_cache, block_table), window or 0)
-    strides = (q.stride(0), block_table.stride(0), scale * _LOG2_E)
+    strides = (token_stride(q), block_table.stride(0), scale * _LOG2_E)
     constants: dict[str, Any] = {
         "G": kv_heads, "GROUP": group, "D": dim, "N": _columns(queries * group), "S": page_size, "QUERIES": queries,
         "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "BLOCK_R": block_r,

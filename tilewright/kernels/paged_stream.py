@@ -23,7 +23,8 @@ from torch import Tensor
 from tilewright.hw.device import CARD_OF_ARCH, device_of
 from tilewright.kernels.paged_space import STREAM_SPACE, codes_of, room_of, stream_refusal
 from tilewright.kernels.paged_walk import length_of, normalise, walk
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import next_pow2, token_stride
 from tilewright.kernels.work import stream_work
 from tilewright.kernels.workspace import tickets
 from tilewright.op import Impl, scope
@@ -161,7 +162,7 @@ def _combine(
     tl.store(o_ptrs, o, mask=live[:, None] & (dims < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "table_row_stride", "window"])
+@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "q_row_stride", "table_row_stride", "window"])
 def _stream_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
     part_ptr, ticket_ptr, batch, tokens, pages, room, q_row_stride, table_row_stride, scale_log2, window,
@@ -195,7 +196,7 @@ def _stream_kernel(
         heads = g * GROUP + rows % GROUP
         live = (rows < ROWS) & (queries < q_len) & (token >= 0) & (token < tokens)
         mask = live[:, None] & (dims < D)[None, :]
-        q = tl.load(q_ptr + (token * q_row_stride + heads * D)[:, None] + dims[None, :], mask=mask, other=0.0)
+        q = tl.load(q_ptr + (row_start(token, q_row_stride, D) + heads * D)[:, None] + dims[None, :], mask=mask, other=0.0)
         acc, m, l = walk(
             q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D,
             k_scale_ptr + g * HEAD_SCALES, v_scale_ptr + g * HEAD_SCALES,
@@ -244,7 +245,7 @@ def _launch(
     _stream_kernel[(grid,)](
         q, k_codes, v_codes, q if k_scale is None else k_scale, q if v_scale is None else v_scale,
         q if sinks is None else sinks, block_table, kv_lens, cu_q, o, part, tickets(q.device, batch * kv_heads),
-        batch, tokens, k_cache.shape[0], room_of(k_cache, block_table), q.stride(0), block_table.stride(0),
+        batch, tokens, k_cache.shape[0], room_of(k_cache, block_table), token_stride(q), block_table.stride(0),
         scale * _LOG2_E, window or 0,
         G=kv_heads, GROUP=group, D=dim, S=page_size, QUERIES=rows // group, HAS_WINDOW=window is not None,
         CODED=k_scale is not None, HEAD_SCALES=0 if k_scale is None else k_scale.stride(1), HAS_SINKS=sinks is not None,

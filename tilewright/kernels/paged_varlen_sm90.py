@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.attention_sm90 import attend, barriers
 from tilewright.kernels.attention_sm90_tiles import PLACE, ROWS, SLOT
-from tilewright.kernels.hopper import hand_out, load_box, next_tile, take
+from tilewright.kernels.hopper import hand_out, load_box, next_tile, release, take
 from tilewright.kernels.paged_sm90_ranges import PANEL, boxes_joined, page_rows
 
 __all__ = ["paged_varlen_sm90_kernel"]
@@ -133,7 +133,7 @@ def _load(
         early = gl.maximum(count - BEHIND, 0)
         for j in range(early):
             _fetch(descs, boxes, bars, row_ptr, (last - j) * N, k_len, g, it + j, G, S, N, STAGES)
-        mbarrier.arrive(bars[8].index(0))
+        release(bars[8].index(0))
         for j in range(early, count):
             _fetch(descs, boxes, bars, row_ptr, (last - j) * N, k_len, g, it + j, G, S, N, STAGES)
         it += count

@@ -28,6 +28,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import quantize_rows_arguments
 from tilewright.kernels.dependent import release
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block
 from tilewright.op import Example, Impl, Inputs, Op
@@ -260,7 +261,7 @@ def _wide_row(
         store_block(q_ptr, j, encode_tile(x, inverse, dtype, zero), W, BLOCK_D, False)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def rows_kernel(
     x_ptr, q_ptr, scale_ptr, given_ptr, zero_ptr, n_rows, x_row_stride,
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, GIVEN: tl.constexpr,
@@ -278,16 +279,15 @@ def rows_kernel(
         row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
         rows = row[:, None]
         cols = tl.arange(0, BLOCK_D)[None, :]
-        x = tl.load(x_ptr + rows * x_row_stride + cols, mask=(rows < n_rows) & (cols < D), other=0.0)
+        x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=(rows < n_rows) & (cols < D), other=0.0)
         scale, inverse = _scales(tl.max(magnitude(x), axis=1), given_ptr, GIVEN, LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
         q = encode_tile(x, inverse[:, None], q_ptr.dtype.element_ty, zero)
         tl.store(q_ptr + rows * W + cols, q, mask=(rows < n_rows) & (cols < W))
         tl.store(scale_ptr + row, scale, mask=row < n_rows)
     else:
         row = tl.program_id(0).to(tl.int64)
-        _wide_row(
-            x_ptr + row * x_row_stride, q_ptr + row * W, scale_ptr + row, given_ptr, zero, D, W, LARGEST, GIVEN, BLOCK_D, HELD
-        )
+        x_ptr += row_start(row, x_row_stride, D)
+        _wide_row(x_ptr, q_ptr + row * W, scale_ptr + row, given_ptr, zero, D, W, LARGEST, GIVEN, BLOCK_D, HELD)
 
 
 # ---- launchers and ops

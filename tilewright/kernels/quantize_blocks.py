@@ -35,6 +35,7 @@ from tilewright.kernels.quantize import (
     refuse_format,
     scales_of,
 )
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import rows_of, rows_ready
 from tilewright.op import Impl, Op
 from tilewright.tune.space import Config, Space
@@ -107,7 +108,7 @@ def power_scales_of(bits, EXPONENT: tl.constexpr):
     return tl.where(finite, biased, 255).to(tl.uint8), tl.where(finite, inverse, 0.0)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _groups_kernel(
     x_ptr, q_ptr, scale_ptr, n_rows, x_row_stride,
     D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -119,7 +120,7 @@ def _groups_kernel(
     row = (group // GROUPS).to(tl.int64)
     rows = row[:, None]
     cols = (group % GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + rows * x_row_stride + cols, mask=(rows < n_rows) & (cols < D), other=0.0)
+    x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=(rows < n_rows) & (cols < D), other=0.0)
     bits = tl.max(magnitude(x), axis=1)
     if EXPONENT is None:
         scale, inverse = scales_of(bits, LARGEST)

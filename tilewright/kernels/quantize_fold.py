@@ -39,6 +39,7 @@ from tilewright.kernels.quantize import (
     refuse_format,
 )
 from tilewright.kernels.quantize_blocks import MX_FORMATS, power_scales_of
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import rows_of, rows_ready
 from tilewright.op import Impl, Op
 from tilewright.tune.space import Config, Space
@@ -155,7 +156,7 @@ _EXAMPLES = (
 # ---- kernel
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _fold_kernel(
     x_ptr, q_ptr, scale_ptr, n_rows, x_row_stride,
     D: tl.constexpr, EXPONENT: tl.constexpr, FURTHEST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -170,7 +171,7 @@ def _fold_kernel(
     blocks = group[:, None] * 4 + tl.arange(0, 4)[None, :]
     cols = tl.reshape(blocks, [4 * BLOCK_G])[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
     inside = (rows < n_rows) & (cols < D)
-    x = tl.load(x_ptr + rows * x_row_stride + cols, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=inside, other=0.0)
     biased, inverse = power_scales_of(tl.max(magnitude(x), axis=2), EXPONENT)  # pyright: ignore[reportGeneralTypeIssues]
     is_nan = biased == 255
     low = tl.where(is_nan, 0, biased.to(tl.int32))

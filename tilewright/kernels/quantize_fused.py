@@ -40,6 +40,7 @@ from tilewright.kernels.quantize import (
     scales_of,
 )
 from tilewright.kernels.rms_norm import add_rms_norm_op, rms_norm_op
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -218,7 +219,7 @@ def _examples(with_weight: bool, tensors: int) -> tuple[Example, ...]:
 # ---- kernels
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride", "residual_row_stride"])
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, total_ptr, n_rows, x_row_stride, residual_row_stride, eps,
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -229,9 +230,9 @@ def _norm_kernel(
     rows = row[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = (rows < n_rows) & (cols < D)
-    x = tl.load(x_ptr + rows * x_row_stride + cols, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + rows * residual_row_stride + cols, mask=mask, other=0.0)
+        residual = tl.load(residual_ptr + row_start(rows, residual_row_stride, D) + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + rows * D + cols, x, mask=mask)
     wide = x.to(tl.float32)
@@ -250,7 +251,7 @@ def _part(part: tl.constexpr, BLOCK_D: tl.constexpr):
     return part * BLOCK_D + tl.arange(0, BLOCK_D // 16)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "gate_row_stride", "up_row_stride"])
 def _silu_kernel(
     gate_ptr, up_ptr, q_ptr, scale_ptr, n_rows, gate_row_stride, up_row_stride,
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -264,8 +265,8 @@ def _silu_kernel(
     for part in tl.static_range(PARTS):
         cols = _part(part, BLOCK_D)
         mask = (rows < n_rows) & (cols < D)
-        gate = tl.load(gate_ptr + rows * gate_row_stride + cols, mask=mask, other=0.0)
-        up = tl.load(up_ptr + rows * up_row_stride + cols, mask=mask, other=0.0)
+        gate = tl.load(gate_ptr + row_start(rows, gate_row_stride, D) + cols, mask=mask, other=0.0)
+        up = tl.load(up_ptr + row_start(rows, up_row_stride, D) + cols, mask=mask, other=0.0)
         y = (silu(gate.to(tl.float32)) * up.to(tl.float32)).to(gate.dtype)
         held = held + (y,)
         largest = tl.maximum(largest, tl.max(magnitude(y), axis=2))

@@ -38,6 +38,7 @@ from tilewright.kernels.quantize import (
     refuse_format,
     scales_of,
 )
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block
 from tilewright.kernels.workspace import tickets
@@ -113,7 +114,7 @@ def _given(example: Example, zero: int | None = None) -> Example:
 # ---- kernel
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "x_row_stride"])
 def _largest_kernel(
     x_ptr, given_ptr, counters_ptr, tiles, x_row_stride, D: tl.constexpr, LARGEST: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -122,7 +123,7 @@ def _largest_kernel(
     largest = tl.zeros([BLOCK_D // 8], tl.int32)
     for i in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
         tile = tl.program_id(0) + i * tl.num_programs(0)
-        row_ptr = x_ptr + (tile // PER_ROW).to(tl.int64) * x_row_stride
+        row_ptr = x_ptr + row_start((tile // PER_ROW).to(tl.int64), x_row_stride, D)
         x = load_block(row_ptr, tile % PER_ROW, D, BLOCK_D, D % BLOCK_D != 0, "once", 0.0)
         largest = tl.maximum(largest, tl.max(magnitude(x), axis=1))
     tl.atomic_max(counters_ptr, tl.max(largest, axis=0), sem="relaxed")

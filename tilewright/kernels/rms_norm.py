@@ -24,6 +24,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import add_norm_arguments, norm_arguments
 from tilewright.kernels.norm_split import RMS_SPLIT, split_first
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
 from tilewright.kernels.work import add_norm_work, norm_work
@@ -202,7 +203,7 @@ def _wide_row(
         _wide_scaled(again, scale, weight_ptr, y_ptr, j, D, BLOCK_D, False)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride", "residual_row_stride"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr,
     n_rows, x_row_stride, residual_row_stride, eps,
@@ -213,7 +214,7 @@ def _rms_norm_kernel(
         y_rows = rows * D
         block = tl.arange(0, BLOCK_D)[None, :]
         mask = (rows < n_rows) & (block < D)
-        x_at, residual_at = rows * x_row_stride + block, rows * residual_row_stride + block
+        x_at, residual_at = row_start(rows, x_row_stride, D) + block, row_start(rows, residual_row_stride, D) + block
         x = _load_total(x_ptr, residual_ptr, x_at, residual_at, mask, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(total_ptr + y_rows + block, x, mask=mask)
@@ -223,8 +224,8 @@ def _rms_norm_kernel(
         tl.store(y_ptr + y_rows + block, (wide * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
     else:
         row = tl.program_id(0).to(tl.int64)
-        x_ptr += row * x_row_stride
-        residual_ptr += row * residual_row_stride
+        x_ptr += row_start(row, x_row_stride, D)
+        residual_ptr += row_start(row, residual_row_stride, D)
         _wide_row(
             x_ptr, residual_ptr, weight_ptr, y_ptr + row * D, total_ptr + row * D, eps, D, HAS_RESIDUAL, BLOCK_D, HELD
         )  # fmt: skip

@@ -27,7 +27,8 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import rope_arguments
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -281,7 +282,7 @@ def _rotate_heads(
             tl.store(y_ptr + y_head + rest, tl.load(x_ptr + x_head + rest, mask=in_head, other=0.0), mask=in_head)
 
 
-@triton.jit(do_not_specialize=["n_tokens"], do_not_specialize_on_alignment=["positions_ptr"])
+@triton.jit(do_not_specialize=["n_tokens", "q_row_stride", "k_row_stride"], do_not_specialize_on_alignment=["positions_ptr"])
 def _rope_kernel(
     q_ptr, k_ptr, positions_ptr, cos_sin_ptr, q_out_ptr, k_out_ptr,
     n_tokens, q_row_stride, k_row_stride,
@@ -304,12 +305,12 @@ def _rope_kernel(
         sin = -sin
     if tile < Q_TILES:
         _rotate_heads(
-            q_ptr, q_out_ptr, tokens * q_row_stride, tokens * (H * D), tile * BLOCK_H, live, cos, sin,
+            q_ptr, q_out_ptr, row_start(tokens, q_row_stride, D), tokens * (H * D), tile * BLOCK_H, live, cos, sin,
             H, D, HALF, INTERLEAVED, BLOCK_H, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
     else:
         _rotate_heads(
-            k_ptr, k_out_ptr, tokens * k_row_stride, tokens * (G * D), (tile - Q_TILES) * BLOCK_H, live, cos, sin,
+            k_ptr, k_out_ptr, row_start(tokens, k_row_stride, D), tokens * (G * D), (tile - Q_TILES) * BLOCK_H, live, cos, sin,
             G, D, HALF, INTERLEAVED, BLOCK_H, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
 
@@ -327,7 +328,7 @@ def _launch(
     tiles = triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h)
     if tokens:
         _rope_kernel[(triton.cdiv(tokens, config["BLOCK_T"]) * tiles,)](
-            q, k, positions, cos_sin, q_out, k_out, tokens, q.stride(0), k.stride(0),
+            q, k, positions, cos_sin, q_out, k_out, tokens, token_stride(q), token_stride(k),
             H=heads, G=kv_heads, D=head_dim, HALF=half, INTERLEAVED=interleaved, INVERSE=inverse,
             BLOCK_HALF=next_pow2(half), BLOCK_REST=next_pow2(head_dim - 2 * half), **config,
         )  # fmt: skip
@@ -367,5 +368,5 @@ def rope(
 
 
 def _heads_ready(x: Tensor) -> Tensor:
-    """x itself when the heads of a token lie one after the other, else a contiguous copy."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    """x itself when the heads of a token lie one after the other, and tokens where kernels count on; else a contiguous copy."""
+    return tokens_ready(x) if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -33,7 +33,8 @@ from tilewright.kernels.kv_cache import (
     written_bytes,
 )
 from tilewright.kernels.quantize import encode_tile, magnitude, scales_of
-from tilewright.kernels.shapes import next_pow2
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
@@ -172,7 +173,7 @@ def _turn(
         tl.store(y_ptr + heads * y_head_stride + rest_cols, rest.to(out), mask=rest_mask)
 
 
-@triton.jit(do_not_specialize=["room", "max_pos"])
+@triton.jit(do_not_specialize=["room", "max_pos", "q_row_stride", "k_row_stride", "v_row_stride"])
 def _rope_kv_write_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slots_ptr,
     q_norm_ptr, k_norm_ptr, q_out_ptr, room, max_pos, q_row_stride, k_row_stride, v_row_stride, eps,
@@ -199,21 +200,21 @@ def _rope_kv_write_kernel(
         if block < q_blocks:
             heads = block * BLOCK_H + lane
             _turn(
-                q_ptr + token * q_row_stride, q_norm_ptr, q_out_ptr + token * H * D, k_scale_ptr, heads, heads < H,
+                q_ptr + row_start(token, q_row_stride, D), q_norm_ptr, q_out_ptr + token * H * D, k_scale_ptr, heads, heads < H,
                 Q_HEAD_STRIDE, D, cos, sin, eps, D, R, S, HAS_NORM, INTERLEAVED, 0, 0, BLOCK_HALF, BLOCK_REST,
             )  # fmt: skip
         elif slot >= 0:
             heads = (block - q_blocks) * BLOCK_H + lane
             _turn(
-                k_ptr + token * k_row_stride, k_norm_ptr, k_cache_ptr + place * D, scale_ptr, heads, heads < G,
+                k_ptr + row_start(token, k_row_stride, D), k_norm_ptr, k_cache_ptr + place * D, scale_ptr, heads, heads < G,
                 K_HEAD_STRIDE, S * D, cos, sin, eps, D, R, S, HAS_NORM, INTERLEAVED, LARGEST, HEAD_SCALES,
                 BLOCK_HALF, BLOCK_REST,
             )  # fmt: skip
     elif slot >= 0:
         heads = (block - q_blocks - kv_blocks) * BLOCK_H + lane
         copy_heads(
-            v_ptr + token * v_row_stride, v_cache_ptr, v_scale_ptr, slot, heads, heads < G, V_HEAD_STRIDE, LARGEST > 0,
-            G, D, S, LARGEST, HEAD_SCALES, BLOCK_D,
+            v_ptr + row_start(token, v_row_stride, D), v_cache_ptr, v_scale_ptr, slot, heads, heads < G, V_HEAD_STRIDE,
+            LARGEST > 0, G, D, S, LARGEST, HEAD_SCALES, BLOCK_D,
         )  # fmt: skip
 
 
@@ -234,7 +235,7 @@ def _launch(
             q, k, v, positions, cos_sin, k_cache, v_cache,
             k if k_scale is None else k_scale, v if v_scale is None else v_scale, slots,
             q if q_norm is None else q_norm, k if k_norm is None else k_norm, q_out,
-            room_of_cache(k_cache), cos_sin.shape[0], q.stride(0), k.stride(0), v.stride(0), eps,
+            room_of_cache(k_cache), cos_sin.shape[0], token_stride(q), token_stride(k), token_stride(v), eps,
             Q_HEAD_STRIDE=q.stride(1), K_HEAD_STRIDE=k.stride(1), V_HEAD_STRIDE=v.stride(1),
             H=q_heads, G=kv_heads, D=dim, R=rotated, S=k_cache.shape[2],
             HAS_NORM=q_norm is not None, INTERLEAVED=interleaved,
@@ -297,5 +298,6 @@ def rope_kv_write(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("rope_kv_write: give both q_norm and k_norm, or neither")
     return rope_kv_write_op(
-        q, k, v, positions, cos_sin, k_cache, v_cache, slots, q_norm, k_norm, eps, interleaved, k_scale, v_scale
-    )
+        tokens_ready(q), tokens_ready(k), tokens_ready(v), positions, cos_sin, k_cache, v_cache, slots, q_norm, k_norm, eps,
+        interleaved, k_scale, v_scale,
+    )  # fmt: skip

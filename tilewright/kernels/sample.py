@@ -39,7 +39,8 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import sample_arguments
 from tilewright.kernels.philox import LANES, gumbel, gumbel_reference
-from tilewright.kernels.shapes import next_pow2, rows_ready
+from tilewright.kernels.row_start import row_start
+from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -207,7 +208,7 @@ def _settings(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V: tl.const
 _ROW_POINTERS = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=_ROW_POINTERS)
 def _scan_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, work_ptr, row_stride,
     V: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
@@ -217,7 +218,7 @@ def _scan_kernel(
     work_ptr += row * (2 * TILES * (1 + PER_TILE)) + tile
     scale, _k, _p, _log_min_p, filtered = _settings(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V)
     counter = tile * _LANES + tl.arange(0, _LANES)
-    x, token = _load_four(logits_ptr + row * row_stride, counter, counter >= 0, V, _LANES)
+    x, token = _load_four(logits_ptr + row_start(row, row_stride, V), counter, counter >= 0, V, _LANES)
     if filtered:
         group_max = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])).reshape(PER_TILE, WIDTH), axis=1)
         group = 2 * TILES + tile * (PER_TILE - 1) + tl.arange(0, PER_TILE)
@@ -311,7 +312,7 @@ def _list_groups(
     return n_live, low
 
 
-@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=_ROW_POINTERS)
 def _finish_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, work_ptr, ids_ptr, row_stride,
     V: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -332,7 +333,7 @@ def _finish_kernel(
         mass = tl.where(tile < TILES, second, 0).to(tl.float32, bitcast=True)
         total = tl.sum(mass * tl.exp2((first - row_max) * (scale * 1.4426950408889634)), axis=0)
         n_listed, low = _list_groups(group_ptr, list_ptr, row_max, total, scale, k, p, log_min_p, V, GROUPS, BLOCK_G, WIDTH)
-        row_ptr = logits_ptr + row * row_stride
+        row_ptr = logits_ptr + row_start(row, row_stride, V)
         top = _key(row_max)
         if (k < V) & (p < 1.0):
             # The k-th largest key: `high` has fewer than k keys above it, `low` has not (or is -inf).
@@ -381,7 +382,7 @@ def _launch(
     settings = (temperature, top_k, top_p, min_p, seed, position)
     constants = {"V": vocab, "TILES": tiles, "WIDTH": width}
     if rows:
-        stride = logits.stride(0)
+        stride = rows_of(logits)[1]
         _scan_kernel[(rows * tiles,)](logits, *settings, work, stride, **constants, num_warps=config["SCAN_WARPS"])
         _finish_kernel[(rows,)](
             logits, *settings, work, ids, stride, **constants, BLOCK_TILES=next_pow2(tiles),

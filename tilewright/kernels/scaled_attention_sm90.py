@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper import block_barrier, store_box, take
+from tilewright.kernels.hopper import block_barrier, release, store_box, take
 from tilewright.kernels.scaled_attention_sm90_tiles import CONSUMERS, KEYS, PLACE, ROWS, SLOT, deal_tiles, load_tiles
 
 __all__ = ["scaled_attention_sm90_kernel"]
@@ -184,8 +184,7 @@ def _code_queries(q_bufs, raw_bufs, raw_full, raw_empty, n, wg: gl.constexpr, sc
     inverse = gl.div_rn(gl.full([ROWS], _LARGEST, gl.float32, amax.type.layout), amax)
     q_bufs.index(wg).store((x * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
     fence_async_shared()
-    block_barrier()
-    mbarrier.arrive(raw_empty.index(wg))
+    release(raw_empty.index(wg))
     return gl.convert_layout(amax * (scale / _LARGEST), gl.SliceLayout(1, scores), assert_trivial=True)
 
 
@@ -234,7 +233,7 @@ def _step(bufs, wg: gl.constexpr, bars, state, it, n, seen, scale_ptrs, factor, 
         o, p = warpgroup_mma_wait(0, deps=(o, p))
         s = _product(q_bufs.index(wg), k_bufs.index(stage))
         s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(empty.index(stage))
+    release(empty.index(stage))
     return s, o, m, l, next_k_scale, own_v_scale
 
 
@@ -294,7 +293,7 @@ def _first_scores(
     factor = _code_queries(bufs[0], bufs[4], raw_full, raw_empty, n, wg, scale)
     for i in range(it, it + last - own_last):
         mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-        mbarrier.arrive(empty.index(i % STAGES))
+        release(empty.index(i % STAGES))
     it += last - own_last
     mbarrier.wait(full.index(it % STAGES), it // STAGES & 1)
     return it, own_last, whole, factor, k_scale, v_scale, k_scale_ptr, v_scale_ptr
@@ -319,7 +318,7 @@ def _attend(
     s = _product(q_bufs.index(wg), k_bufs.index(it % STAGES))
     s = warpgroup_mma_wait(0, deps=(s,))
     while tile < total:
-        mbarrier.arrive(empty.index(it % STAGES))
+        release(empty.index(it % STAGES))
         it += 1
         row, head, _last = place
         row += wg * ROWS

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile, take
+from tilewright.kernels.hopper import BEHIND, hand_out, load_box, next_tile, release, take
 
 __all__ = ["CONSUMERS", "KEYS", "PLACE", "ROWS", "SLOT", "deal_tiles", "load_tiles"]
 
@@ -90,7 +90,7 @@ def load_tiles(descs, bufs, bars, slots_ptr, where, H, SHARED, q_head_stride, pa
         early = gl.maximum(last + 2 - BEHIND, 0)
         for u in range(early):
             _fetch(descs, group, start, u, last, bufs, full, empty, it + u)
-        mbarrier.arrive(asked.index(0))
+        release(asked.index(0))
         for u in range(early, last + 2):
             _fetch(descs, group, start, u, last, bufs, full, empty, it + u)
         it += last + 2

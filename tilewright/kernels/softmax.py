@@ -25,6 +25,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments import softmax_arguments
 from tilewright.kernels.row_space import row_space
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.softmax_split import LOG_SPLIT, SPLIT, split_first
 from tilewright.kernels.wide_rows import load_block, store_block, wide_refusal
@@ -179,14 +180,14 @@ def _wide_row(x_ptr, y_ptr, D: tl.constexpr, LOG: tl.constexpr, BLOCK_D: tl.cons
         store_block(y_ptr, j, _probability(x, row_top, row_mass, LOG), D, BLOCK_D, False)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _softmax_kernel(
     x_ptr, y_ptr, n_rows, x_row_stride,
     D: tl.constexpr, LOG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
-        x_rows, y_rows = rows * x_row_stride, rows * D
+        x_rows, y_rows = row_start(rows, x_row_stride, D), rows * D
         block = tl.arange(0, BLOCK_D)[None, :]
         mask = (rows < n_rows) & (block < D)
         x = tl.load(x_ptr + x_rows + block, mask=mask, other=float("-inf")).to(tl.float32)
@@ -197,7 +198,7 @@ def _softmax_kernel(
         tl.store(y_ptr + y_rows + block, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         row = tl.program_id(0).to(tl.int64)
-        _wide_row(x_ptr + row * x_row_stride, y_ptr + row * D, D, LOG, BLOCK_D, HELD)
+        _wide_row(x_ptr + row_start(row, x_row_stride, D), y_ptr + row * D, D, LOG, BLOCK_D, HELD)
 
 
 # ---- launchers and ops

@@ -22,6 +22,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.arguments_reduce import log_softmax_backward_arguments, softmax_backward_arguments
 from tilewright.kernels.row_space import row_space
+from tilewright.kernels.row_start import row_start
 from tilewright.kernels.shapes import next_pow2, rows_of
 from tilewright.kernels.softmax_backward_split import SPLIT_SPACE, gradient, launch_split, refuse_split, term
 from tilewright.kernels.wide_rows import load_block, store_block
@@ -143,7 +144,7 @@ def _wide_row(dy_ptr, y_ptr, dx_ptr, D: tl.constexpr, LOG: tl.constexpr, BLOCK_D
         store_block(dx_ptr, j, gradient(dy, y, total, LOG), D, BLOCK_D, False)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "y_row_stride"])
 def _softmax_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, n_rows, dy_row_stride, y_row_stride,
     D: tl.constexpr, LOG: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
@@ -152,13 +153,15 @@ def _softmax_backward_kernel(
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         cols = tl.arange(0, BLOCK_D)[None, :]
         mask = (rows < n_rows) & (cols < D)
-        dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=mask, other=0.0)
-        y = tl.load(y_ptr + rows * y_row_stride + cols, mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + row_start(rows, dy_row_stride, D) + cols, mask=mask, other=0.0)
+        y = tl.load(y_ptr + row_start(rows, y_row_stride, D) + cols, mask=mask, other=0.0)
         total = tl.sum(term(dy, y, LOG), axis=1, keep_dims=True)
         tl.store(dx_ptr + rows * D + cols, gradient(dy, y, total, LOG).to(dx_ptr.dtype.element_ty), mask=mask)
     else:
         row = tl.program_id(0).to(tl.int64)
-        _wide_row(dy_ptr + row * dy_row_stride, y_ptr + row * y_row_stride, dx_ptr + row * D, D, LOG, BLOCK_D, HELD)
+        dy_ptr += row_start(row, dy_row_stride, D)
+        y_ptr += row_start(row, y_row_stride, D)
+        _wide_row(dy_ptr, y_ptr, dx_ptr + row * D, D, LOG, BLOCK_D, HELD)
 
 
 # ---- launchers and ops

@@ -35,7 +35,7 @@ def gradient(dy, y, total, LOG: tl.constexpr):
     return dy - tl.exp2(y * _LOG2E) * total if LOG else y * (dy - total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dy_row_stride", "y_row_stride"])
 def _split_kernel(
     dy_ptr, y_ptr, dx_ptr, parts_ptr, counters_ptr, dy_row_stride, y_row_stride,
     D: tl.constexpr, LOG: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -29,7 +29,7 @@ def _probability(x, top, rate, LOG: tl.constexpr):
     return x - top - rate if LOG else tl.exp2((x - top) * _LOG2E) * rate
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _split_kernel(
     x_ptr, y_ptr, parts_ptr, counters_ptr, n_rows, x_row_stride,
     D: tl.constexpr, LOG: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr, BLOCK: tl.constexpr,

@@ -41,8 +41,16 @@ def tickets(device: torch.device, count: int) -> Tensor:
     a call that ran once before on that stream saves this. Graphs that hold one stream's counters are replayed one after the
     other: side by side they would count each other's programs, and wait for ever or give wrong sums. With `own_tickets`
     each has its own.
+
+    Raises:
+        RuntimeError: a graph is captured with counters of its own (`own_tickets`), and a launch of it wants more than those.
     """
-    if _OWN and _OWN[-1].device == device and _OWN[-1].numel() >= count and torch.cuda.is_current_stream_capturing():
+    if _OWN and _OWN[-1].device == device and torch.cuda.is_current_stream_capturing():
+        if _OWN[-1].numel() < count:
+            raise RuntimeError(
+                f"a launch of the graph that is being captured wants {count} counters, the graph has {_OWN[-1].numel()}; "
+                f"capture it with own_tickets(device, {count}) or more"
+            )
         return _OWN[-1]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     held = _TICKETS.get((device, stream))

@@ -12,10 +12,11 @@ from tilewright.models.config import SHAPES, ModelConfig, ModelError, architectu
 from tilewright.models.decoder import Decoder
 from tilewright.models.deepseek import deepseek
 from tilewright.models.dense import llama, mistral, qwen2, qwen3
+from tilewright.models.files import read_json
 from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_codes
 from tilewright.models.prompt import prompt_inputs
 from tilewright.models.saving import save_quantized
-from tilewright.models.weights import Checkpoint, read_json, resolve
+from tilewright.models.weights import Checkpoint, resolve
 from tilewright.ops.weights import QuantizedWeight
 
 __all__ = [

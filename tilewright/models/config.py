@@ -15,6 +15,7 @@ import torch
 
 from tilewright.kernels.rope import rope_frequencies
 from tilewright.models.errors import ModelError
+from tilewright.models.fields import check_fields, check_generation
 from tilewright.models.latent import LATENT, LATENT_DEFAULTS, Experts, Latent
 from tilewright.models.quantization import Quantization
 
@@ -80,12 +81,18 @@ class ModelConfig:
                 f"num_attention_heads must be a multiple of num_key_value_heads; "
                 f"got {self.num_attention_heads} and {self.num_key_value_heads}"
             )
-        try:
-            rope_frequencies(self.rotated_dim, self.rope_theta, self.rope_scaling)
-        except ValueError as error:
-            raise ModelError(f"config.json asks for a rotation that is not supported: {error}") from error
+        self._check_rotation()
         if len(self.windows) != self.num_hidden_layers:
             raise ModelError(f"one window a layer is needed, {self.num_hidden_layers} in all; got {len(self.windows)}")
+
+    def _check_rotation(self) -> None:
+        try:
+            frequencies, factor = rope_frequencies(self.rotated_dim, self.rope_theta, self.rope_scaling)
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise ModelError(f"config.json asks for a rotation that is not supported: {error}") from error
+        if not (bool(torch.isfinite(frequencies).all()) and 0 < factor < float("inf")):
+            numbers = f"rope_theta {self.rope_theta:g} and scaling {dict(self.rope_scaling or {})}"
+            raise ModelError(f"config.json asks for a rotation whose angles are no finite numbers, by {numbers}")
 
     @property
     def rotated_dim(self) -> int:
@@ -105,6 +112,8 @@ class ModelConfig:
             ModelError: a key is missing or asks for something that is not supported; the message names it.
         """
         architecture = architecture_of(raw)
+        check_fields(raw)
+        check_generation(generation or {})
         raw = {**_FAMILY_DEFAULTS.get(architecture, {}), **raw}
         theta, scaling = _rope(raw)
         heads = _integer(raw, "num_attention_heads")
@@ -120,10 +129,10 @@ class ModelConfig:
             head_dim=_head_dim(raw, heads) if latent is None else latent.nope_dim + latent.rope_dim,
             max_position_embeddings=_integer(raw, "max_position_embeddings"),
             windows=_windows(raw),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=1e-6 if raw.get("rms_norm_eps") is None else float(raw["rms_norm_eps"]),
             rope_theta=theta,
             rope_scaling=scaling,
-            hidden_act=raw.get("hidden_act", "silu"),
+            hidden_act=raw.get("hidden_act") or "silu",
             attention_bias=bool(raw.get("attention_bias", False)),
             mlp_bias=bool(raw.get("mlp_bias", False)),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -139,8 +148,9 @@ class ModelConfig:
 def architecture_of(raw: Mapping[str, Any]) -> str:
     """The one architecture that config.json names. Raises ModelError when it does not name one."""
     names = raw.get("architectures") or ()
-    if len(names) != 1:
-        raise ModelError(f'config.json must name one architecture, like "architectures": ["LlamaForCausalLM"]; got {names}')
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        got = repr(names)[:200]
+        raise ModelError(f'config.json must name one architecture, like "architectures": ["LlamaForCausalLM"]; got {got}')
     return names[0]
 
 
@@ -148,7 +158,7 @@ def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     value = raw.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"config.json: {key} must be a positive integer, got {value}")
     return value
 
@@ -179,7 +189,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
     given = {**(raw.get("rope_scaling") or raw.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ModelError(f"rope parameters that differ by layer type ({', '.join(given)}) are not supported")
-    theta = float(given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    theta = float(given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)  # neither may be 0
     kind = given.pop("rope_type", None) or given.get("type") or "default"
     given.pop("type", None)
     rotated = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0

@@ -13,6 +13,8 @@ from tilewright.nn import Routing
 
 __all__ = ["LATENT", "LATENT_DEFAULTS", "Experts", "Latent"]
 
+MAX_EXPERTS = 1 << 16
+"""Of all layers together; each has three tensors. The largest published models have some 24 thousand."""
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 """Architectures with latent attention."""
 
@@ -119,6 +121,9 @@ class Experts:
             )
         except ValueError as error:
             raise ModelError(f"config.json asks for a mixture of experts that is not supported: {error}") from error
+        experts, layers = routing.experts, raw.get("num_hidden_layers") or 0
+        if experts * layers > MAX_EXPERTS:
+            raise ModelError(f"config.json has {experts} experts in {layers} layers, wanted at most {MAX_EXPERTS} in all")
         first = raw["first_k_dense_replace"]
         if not isinstance(first, int) or first < 0:
             raise ModelError(f"config.json: first_k_dense_replace must be a number of layers, got {first}")

@@ -19,6 +19,9 @@ __all__ = ["Quantization"]
 
 _HEAD = "lm_head"
 _GROUPS = (32, 64, 128)
+MAX_PATTERN_CHARS = 500
+_NESTED = re.compile(r"[*+}]\)[*+{]")
+"""A repeated group that ends with a repeat, as in `(a+)+`: time that doubles with every character."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,11 @@ class Quantization:
         method = str(raw.get("quant_method"))
         if method not in _READERS:
             raise _refused("quant_method", raw.get("quant_method"), " or ".join(_READERS), "or use the unquantised model")
-        return _READERS[method](raw)
+        try:
+            return _READERS[method](raw)
+        except (AttributeError, KeyError, TypeError, re.error) as error:  # an object where a list should be, and the like
+            words = f"quantization_config has a field of a wrong type or form ({error}); mend it or download the model again"
+            raise ModelError(words) from error
 
 
 def _ignores(pattern: str, name: str) -> bool:
@@ -72,6 +79,11 @@ def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     names = raw.get(key) or ()
     if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise _refused(key, names, "a list of names", "the config is damaged")
+    for name in names:
+        if name.startswith("re:"):
+            re.compile(name[3:])
+            if len(name) > MAX_PATTERN_CHARS or _NESTED.search(name):
+                raise _refused(key, name[:60], "a plain regular expression: one that repeats repeats takes for ever", _ADVICE)
     return tuple(names)
 
 

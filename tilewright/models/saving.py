@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from tilewright.models.decoder import Decoder
 from tilewright.models.errors import ModelError
+from tilewright.models.files import read_json
 from tilewright.models.fill import part_names
 from tilewright.models.layouts import Own
-from tilewright.models.weights import read_json, resolve
+from tilewright.models.weights import resolve
 from tilewright.nn import Linear
 from tilewright.ops.weights import QuantizedWeight
 

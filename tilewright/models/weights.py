@@ -3,7 +3,6 @@
 Refuses: pickled weights (*.bin, *.pt, *.pth), and code: nothing in a model folder is ever run.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tilewright.models.errors import ModelError
+from tilewright.models.files import check_plain_file, read_json
 
-__all__ = ["Checkpoint", "read_json", "resolve"]
+__all__ = ["Checkpoint", "resolve"]
 
 _EMBEDDED = Path(__file__).parent.parent / "assets"
 _EMBEDDED_MODELS = ("bookworm",)
 _HUB_WANTED = ["*.json", "*.safetensors", "*.jinja"]
 _HUB_UNWANTED = ["*/*", "consolidated*"]  # other formats' folders, and the second copy of the weights in Mistral's repositories
+MAX_SHARDS = 1024
+"""Files of weights; each stays open while the model loads. The largest models in use have some 160."""
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
@@ -53,17 +55,9 @@ def resolve(name_or_path: str | Path) -> Path:
         raise ModelError(f"no folder {name}, and the hub does not give it: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelError when the file is missing or broken."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing; a model folder has config.json and *.safetensors") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+def _is_plain(name: str) -> bool:
+    """Whether a path is the name of a file in the folder itself. A shard elsewhere could be any file of the machine."""
+    return name == Path(name).name and name not in ("", ".", "..") and "\\" not in name and "\0" not in name
 
 
 class Checkpoint:
@@ -81,14 +75,21 @@ class Checkpoint:
         self.dtypes: dict[str, str] = {}
         for path in _weight_files(folder):
             try:
-                file = safe_open(path, framework="pt", device="cpu")
+                self._open(path)
             except SafetensorError as error:
                 raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again") from error
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                header = file.get_slice(name)
-                self._files[name] = file
-                self.shapes[name] = tuple(header.get_shape())
-                self.dtypes[name] = header.get_dtype()
+            except OSError as error:
+                raise ModelError(f"{path} cannot be read ({error}); check its permissions") from error
+
+    def _open(self, path: Path) -> None:
+        file = safe_open(path, framework="pt", device="cpu")
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            if name in self._files:
+                raise ModelError(f"{path} has the tensor {name[:200]!r}, and so has another file; download the model again")
+            header = file.get_slice(name)
+            self._files[name] = file
+            self.shapes[name] = tuple(header.get_shape())
+            self.dtypes[name] = header.get_dtype()
 
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU, backed by the mapped file."""
@@ -101,12 +102,21 @@ def _weight_files(folder: Path) -> list[Path]:
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise ModelError(f"{index} must have a weight_map, tensor name -> file name; download it again")
-        paths = [folder / name for name in sorted(set(shards.values()))]
-        if missing := [path.name for path in paths if not path.is_file()]:
-            raise ModelError(f"{folder} lacks {', '.join(missing)}, which {index.name} lists; finish the download")
+        names = sorted(set(shards.values()))
+        if outside := [name for name in names if not _is_plain(name)]:
+            raise ModelError(f"{index} names {outside[0][:200]!r} as a file of weights, wanted the name of a file beside it")
+        if not names or len(names) > MAX_SHARDS:
+            raise ModelError(f"{index} lists {len(names)} files of weights, wanted 1 to {MAX_SHARDS}; download it again")
+        paths = [folder / name for name in names]
+        if missing := [path.name for path in paths if not path.exists()]:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise ModelError(f"{folder} lacks {', '.join(missing[:5])}{more}, which {index.name} lists; finish the download")
+        for path in paths:
+            check_plain_file(path)
         return paths
     single = folder / "model.safetensors"
-    if single.is_file():
+    if single.exists():
+        check_plain_file(single)
         return [single]
     if pickled := sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern)):
         raise ModelError(

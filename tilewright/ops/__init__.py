@@ -6,6 +6,7 @@ from tilewright.kernels.attention import attention_op
 from tilewright.kernels.attention_backward import attention_backward_op
 from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.batch_statistics import batch_statistics_op
+from tilewright.kernels.biased_attention import biased_attention_op
 from tilewright.kernels.block_scaled_linear import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.cast_linear import cast_linear, cast_linear_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
@@ -15,6 +16,7 @@ from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_gradient_op, cross_entropy_op
 from tilewright.kernels.dropout import dropout_op
+from tilewright.kernels.edit_logits import edit_logits, edit_logits_op
 from tilewright.kernels.embedding import embedding_bag_op
 from tilewright.kernels.embedding_backward import embedding_backward_op
 from tilewright.kernels.gated_backward import gated_backward_op
@@ -110,6 +112,7 @@ __all__ = [
     "conv_transpose3d",
     "cross_entropy",
     "dropout",
+    "edit_logits",
     "embedding",
     "embedding_bag",
     "fold_batch_norm",
@@ -169,6 +172,7 @@ ALL = (
     avg_pool_op,
     batch_norm_backward_op,
     batch_statistics_op,
+    biased_attention_op,
     block_scaled_linear_op,
     cast_linear_op,
     channel_affine_op,
@@ -181,6 +185,7 @@ ALL = (
     cross_entropy_gradient_op,
     cross_entropy_op,
     dropout_op,
+    edit_logits_op,
     embedding_backward_op,
     embedding_bag_op,
     gated_backward_op,

@@ -1,7 +1,9 @@
-"""What quantising did to each layer: the error, the bytes, and why a layer stayed as it was."""
+"""What quantising did to each layer: the error, the bytes, why a layer stayed as it was; and what the format does to speed."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from tilewright.quant.speed import speed_of, speed_text
 
 __all__ = ["LayerReport", "Report"]
 
@@ -47,10 +49,19 @@ class Report:
         """The layers that have codes now."""
         return tuple(layer for layer in self.layers if layer.format is not None)
 
+    @property
+    def speed(self) -> dict[str, Any] | None:
+        """Speed of the format's layers against bf16 as measured: "card", "measured" (the day), "ratios" by rows of the input.
+
+        A ratio below 1 is slower than bf16. None for a format that was not measured. Of the model at hand nothing is timed.
+        """
+        found = speed_of(self.format)
+        return None if found is None else found._asdict()
+
     def to_json(self) -> dict[str, Any]:
         """Plain lists, numbers and strings."""
         totals = {"format": self.format, "calibrated": self.calibrated}
-        totals |= {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        totals |= {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "speed": self.speed}
         return {**totals, "layers": [{**asdict(layer), "shape": list(layer.shape)} for layer in self.layers]}
 
     def __str__(self) -> str:
@@ -64,7 +75,7 @@ class Report:
             f"{len(self.quantized)} of {len(self.layers)} linear layers are {self.format} now: "
             f"{self.bytes_before:,} bytes before, {self.bytes_after:,} after ({saved:.2f} times less); errors are of the {what}"
         )
-        return "\n".join([*lines, total])
+        return "\n".join([*lines, total, *filter(None, [speed_text(self.format)])])
 
 
 def _row(layer: LayerReport) -> tuple[str, ...]:

@@ -4,19 +4,18 @@
     GET  /v1/models  /v1/models/{name}             the one model that is served
     POST /tokenize  /detokenize                    text <-> token ids
     GET  /health  /ready  /version  /metrics       alive; taking requests; which build; Prometheus
+    GET  /openapi.json                             the API's description
     GET  /  /live                                  the playground, and the engine state that it draws
 
-With an API key, everything but the page's files, /health, /ready and /version asks for it. Without one, a server on a loopback
-address refuses requests for another host name, so that a web page elsewhere cannot reach it through DNS rebinding; and since
-only `application/json` bodies are read and no CORS header is sent, it cannot post to it either.
+With an API key, everything but the page's files, /health, /ready and /version asks for it. gate.py holds that check and those
+that keep foreign web pages out, access.py the log of requests, connections.py the deadlines of connections.
 
-Not here: TLS, CORS, several models, quotas. A proxy does these.
+Not here: TLS, several models, quotas. A proxy does these.
 """
 
 import asyncio
-import hmac
 import logging
-import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,32 +23,37 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
 from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.server import errors
+from tilewright.server.access import Access, tokens_of
 from tilewright.server.config import ServerConfig
+from tilewright.server.connections import Connections
 from tilewright.server.errors import ApiError, unavailable
+from tilewright.server.gate import Gate
+from tilewright.server.intake import Intake
 from tilewright.server.live import LiveView
-from tilewright.server.metrics import CONTENT_TYPE, Metrics
+from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
+from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
 from tilewright.server.prompts import Served, encode
 from tilewright.server.protocol import Job, chat_job, completion_job, parse
 from tilewright.server.stream import Answer
+from tilewright.server.watchdog import Watchdog
 from tilewright.server.worker import EngineStopped, EngineWorker
 
 __all__ = ["Server", "create_app"]
 
-INLINE_BODY_BYTES = 4096
-"""Bodies up to this are parsed and tokenized on the event loop; longer ones would hold it up and go to a thread."""
-
 MAX_FAILURES = 10
-"""Failed samples without a token in between, after which the device, not the requests, is to blame."""
+"""Failed steps without a token in between, after which the device, not the requests, is to blame."""
+
+LOOK_TIMEOUT_S = 10.0
+"""How long /metrics and /live wait for the end of a step."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long the end of the server waits for the end of a step."""
 
 PAGE = Path(__file__).parent / "page"
 PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -62,8 +66,7 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-OPEN_PATHS = {"/health", "/ready", "/version"}
-LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
+PAGE_FILES = {path.name: path for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,30 +76,53 @@ class Server:
     """The endpoints and what they share. Its worker exists between startup and shutdown of the app."""
 
     worker: EngineWorker
+    intake: Intake
+    watchdog: Watchdog
 
     def __init__(self, engine: Engine, served: Served, config: ServerConfig):
         self.engine = engine
         self.served = served
         self.config = config
         self.compiles = CompileCounter()
-        self.metrics = Metrics(lambda: self.compiles.after_ready)
+        self.connections = Connections(config)
+        counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
+        self.metrics = Metrics(lambda: self.compiles.after_ready, counts)
         self.draining = False
         """Set once: no new generation is taken, running ones finish."""
         self.failure: BaseException | None = None
         """What stopped the engine."""
+        self.hung = False
+        """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
+        self._body_bytes = 0  # of all requests whose body is being read
         self.live = LiveView(engine)
         self._created_s = int(time.time())
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Start the engine's thread, and end it with the app. From here on no kernel should be compiled."""
-        self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed)
+        self.intake = Intake()
+        self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed, max_wait_s=self.config.max_wait_s)
+        self.watchdog = Watchdog(self.worker, self.config.step_timeout_s)
+        watching = asyncio.ensure_future(self.watchdog.run())
         self.compiles.start().mark_ready()
         try:
             yield
         finally:
-            self.worker.close()
+            watching.cancel()
+            await self._close()
+            self.intake.close()
             self.compiles.stop()
+
+    async def _close(self) -> None:
+        """End the engine's thread, or give up on it: a step that hangs must not hold the end of the process."""
+        closing = threading.Thread(target=self.worker.close, name="tilewright-close", daemon=True)
+        closing.start()
+        end_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while closing.is_alive() and time.monotonic() < end_s:
+            await asyncio.sleep(0.005)
+        self.hung = closing.is_alive()
+        if self.hung:
+            logger.error("a step of the engine did not end within %g s; the process ends without it", CLOSE_TIMEOUT_S)
 
     def _failed(self, error: BaseException) -> None:
         self.failure = error
@@ -115,13 +141,43 @@ class Server:
     async def _answer(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
+        if self.watchdog.hangs:
+            raise unavailable("the engine is in a step that does not end; the server needs a restart", code="hanging")
         job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
-        return Answer(job, self.served, self.worker)
+        answer = Answer(job, self.served, self.worker)
+        tokens = tokens_of(request.scope)
+        tokens.prompt, tokens.completion = sum(map(len, job.prompts)), lambda: answer.completion_tokens
+        return answer
 
     async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
         """`read(body)`, off the event loop where that is worth it."""
-        raw = await read_body(request, self.config)
-        return read(raw) if len(raw) <= INLINE_BODY_BYTES else await run_in_threadpool(read, raw)
+        raw = await self._body(request)
+        return await self.intake.run(raw, read, inline=request.url.path != "/v1/chat/completions")
+
+    async def _body(self, request: Request) -> bytes:
+        """The request's JSON body, as bytes. Raises `ApiError` 415, 413, 408 or 503."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            wanted = "wanted application/json (curl: -H 'content-type: application/json')"
+            raise ApiError(415, f"content-type is {kind[:80]!r}, {wanted}")
+        config, body = self.config, bytearray()
+        too_large = ApiError(413, f"the body is larger than {config.max_body_bytes} bytes, the most this server takes")
+        if int(request.headers.get("content-length", 0)) > config.max_body_bytes:
+            raise too_large
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    self._body_bytes += len(chunk)
+                    if len(body) > config.max_body_bytes:
+                        raise too_large
+                    if self._body_bytes > config.max_bodies * config.max_body_bytes:
+                        raise unavailable("too many large bodies are arriving at once; come again later", code="bodies")
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
+        finally:
+            self._body_bytes -= len(body)
+        return bytes(body)
 
     # Text and tokens -------------------------------------------------------------------------------------------------
 
@@ -170,7 +226,7 @@ class Server:
         }
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the engine lives and does not fail request after request; 503 asks for a restart."""
+        """GET /health: 200 while the engine's steps end and do not fail request after request; 503 asks for a restart."""
         return self._state(healthy=self._alive)
 
     async def ready(self, request: Request) -> Response:
@@ -179,18 +235,24 @@ class Server:
 
     @property
     def _alive(self) -> bool:
-        return self.worker.stopped is None and self.worker.failures < MAX_FAILURES
+        return self.worker.stopped is None and self.worker.failures < MAX_FAILURES and not self.watchdog.hangs
 
     def _state(self, *, healthy: bool) -> Response:
         if self._alive:
             status = "draining" if self.draining else "ready"
+        elif self.worker.stopped is not None:
+            status = "stopped"
         else:
-            status = "failing" if self.worker.stopped is None else "stopped"
+            status = "hanging" if self.watchdog.hangs else "failing"
         return JSONResponse({"status": status}, 200 if healthy else 503)
 
     async def version(self, request: Request) -> Response:
         """GET /version."""
         return JSONResponse({"version": __version__})
+
+    async def description(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        return JSONResponse(openapi(self.config))
 
     async def prometheus(self, request: Request) -> Response:
         """GET /metrics."""
@@ -199,118 +261,68 @@ class Server:
     async def live_view(self, request: Request) -> Response:
         """GET /live: the engine's state for the page; ask a few times a second."""
         view = await self._look(self.live.snapshot)
+        if self.draining:
+            view = view.removesuffix(b"}") + b', "draining": true}'
         return Response(view, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def _look(self, look: Callable[[], T]) -> T:
         try:
-            return await self.worker.call(look)
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                return await self.worker.call(look)
         except EngineStopped as error:
             raise unavailable(str(error)) from None
+        except TimeoutError:
+            raise unavailable(f"the engine's step did not end within {LOOK_TIMEOUT_S:g} s", code="busy") from None
 
     # The page --------------------------------------------------------------------------------------------------------
 
     async def page(self, request: Request) -> Response:
         """GET / and /page/{name}: static files of the playground."""
-        path = PAGE / request.path_params.get("name", "index.html")
-        if path.parent != PAGE or path.suffix not in PAGE_TYPES or not path.is_file():
-            raise ApiError(404, f"the page has no file {request.url.path}")
+        path = PAGE_FILES.get(request.path_params.get("name", "index.html"))
+        if path is None:
+            raise ApiError(404, f"the page has no file {request.url.path[:200]}")
         return Response(path.read_bytes(), media_type=PAGE_TYPES[path.suffix], headers=PAGE_HEADERS)
-
-
-class TokenizeBody(BaseModel):
-    """Fields of /tokenize."""
-
-    model_config = ConfigDict(strict=True)
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class DetokenizeBody(BaseModel):
-    """Fields of /detokenize."""
-
-    model_config = ConfigDict(strict=True)
-    model: str | None = None
-    tokens: list[int]
-
-
-async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """The request's JSON body, as bytes. Raises `ApiError` 415, 413 or 408."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(
-            415, f"content-type is {kind[:80]!r}, wanted application/json (curl: -H 'content-type: application/json')"
-        )
-    too_large = ApiError(413, f"the body is larger than {config.max_body_bytes} bytes, the most this server takes")
-    if int(request.headers.get("content-length", 0)) > config.max_body_bytes:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(config.body_timeout_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > config.max_body_bytes:
-                    raise too_large
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
-    return bytes(body)
-
-
-class Gate:
-    """ASGI middleware: the API key, or the Host check of a keyless local server."""
-
-    def __init__(self, app: ASGIApp, config: ServerConfig):
-        self._app = app
-        self._key = None if config.api_key is None else config.api_key.encode()
-        self._local_only = config.loopback and self._key is None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
-        refusal = self._refusal(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self._app if refusal is None else refusal.response())(scope, receive, send)
-
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        host = headers.get("host", "")
-        if self._local_only and not LOCAL_HOST.fullmatch(host):
-            hint = "set an API key or another --host to serve other names"
-            return ApiError(403, f"this server answers on localhost only, not as {host[:80]!r}; {hint}", code="wrong_host")
-        if self._key is None or path in OPEN_PATHS or path == "/" or path.startswith("/page/"):
-            return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key):
-            return None
-        got = "a wrong key" if given else "none"
-        message = (
-            f"Incorrect API key: got {got}, wanted 'Authorization: Bearer <key>' with the key this server was started with"
-        )
-        return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
     """The ASGI app that serves `engine`; its `Server` is at `app.state.server`."""
     server = Server(engine, served, config)
-    # No generated docs: their page loads scripts from elsewhere.
+    counts = server.metrics.http
+    # Generated docs would load scripts from elsewhere; the description is made of the bodies' own models (openapi.py).
     app = FastAPI(title="tilewright", lifespan=server.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
-    app.add_middleware(Gate, config=config)
+    app.add_middleware(Gate, config=config, counts=counts)
+    if config.cors_origins:
+        exposed = ["x-request-id", "x-tilewright-ignored", "retry-after"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
+    app.add_middleware(Access, counts=counts)
     errors.install(app)
-    for path, endpoint in {
+    posts = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
-    }.items():
-        app.add_route(path, endpoint, methods=["POST"])
-    for path, endpoint in {
+    }
+    gets = {
         "/": server.page,
         "/page/{name}": server.page,
         "/health": server.health,
         "/live": server.live_view,
         "/metrics": server.prometheus,
+        "/openapi.json": server.description,
         "/ready": server.ready,
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,
         "/version": server.version,
-    }.items():
-        app.add_route(path, endpoint, methods=["GET"])
+    }
+    for paths, method in ((posts, "POST"), (gets, "GET")):
+        for path, endpoint in paths.items():
+            app.add_route(path, endpoint, methods=[method])
+    counts.paths = frozenset({*posts, *gets})
     return app

@@ -1,10 +1,16 @@
 """What a server is told at its start: where it listens and how much one client may ask for."""
 
+import math
+import re
 from dataclasses import dataclass
 
 from tilewright.engine.config import option
 
-__all__ = ["ServerConfig"]
+__all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerConfig"]
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+_ORIGIN = re.compile(r"https?://[^/\s*]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +25,24 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0 takes any free one")
     api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer <key>`; default: none")
     max_body_bytes: int = option(16 << 20, "largest request body, in MiB")
+    max_connections: int = option(4096, "connections open at once; idle ones are closed for new ones")
+    drain_timeout_s: float = option(60.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C")
+    cors_origins: tuple[str, ...] | None = option(
+        None, "origin of a web page that may use this server, such as https://chat.example; may be given several times"
+    )
+    log_level: str = option("info", f"what is logged: {', '.join(LOG_LEVELS)}; each request is a line of info")
+    log_format: str = option("text", f"lines of the log: {' or '.join(LOG_FORMATS)}")
+    head_timeout_s: float = 10.0
+    """Longest time that the head of a request may take to arrive, and that a connection may be idle before its first."""
     body_timeout_s: float = 60.0
     """Longest time that a request body may take to arrive."""
+    max_wait_s: float = option(2.0, "seconds that a request may wait to be started; it is refused where it would wait longer")
+    write_timeout_s: float = 30.0
+    """A client that takes no byte of its answer for this long loses its connection."""
+    step_timeout_s: float = 120.0
+    """A step of the engine that takes longer makes /health answer 503: it hangs, as far as anybody can tell."""
+    max_bodies: int = 64
+    """Request bodies of `max_body_bytes` that may be in memory at once, all requests together."""
     max_prompts: int = 256
     """Most prompts in one completion request."""
     max_n: int = 128
@@ -39,12 +61,27 @@ class ServerConfig:
     """Most messages in one chat request."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.max_wait_s < math.inf:
+            raise ValueError(f"max_wait_s is {self.max_wait_s}, wanted seconds above 0; a large number is no limit")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, wanted 0 to 65535 (0: any free port)")
         if not self.host:
             raise ValueError("host is empty, wanted an address such as 127.0.0.1, or 0.0.0.0 for every interface")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ValueError("api_key has characters that an HTTP header cannot carry; wanted printable ASCII, not empty")
+
+        for name, known in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, wanted one of {', '.join(known)}")
+        if self.max_connections < 1:
+            raise ValueError(f"max_connections is {self.max_connections}, wanted 1 or more")
+        if not 0 <= self.drain_timeout_s <= 86400:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, wanted 0 to 86400 seconds")
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes is {self.max_body_bytes}, wanted 1 or more")
+        for origin in self.cors_origins or ():
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"the origin {origin!r} of cors_origins is none; wanted scheme and host, https://chat.example")
 
     @property
     def loopback(self) -> bool:

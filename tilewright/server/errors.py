@@ -77,7 +77,9 @@ def _http_error(request: Request, error: Exception) -> Response:
 def _bug(request: Request, error: Exception) -> Response:
     # Starlette logs the traceback after this answer is sent; the client learns nothing of the inside.
     message = "the server failed on this request; its log has the traceback"
-    return ApiError(500, message, type="server_error", code="internal_error").response()
+    # This answer goes around the middleware that would add the id.
+    headers = {"x-request-id": request.scope.get("request_id", "")}
+    return ApiError(500, message, type="server_error", code="internal_error", headers=headers).response()
 
 
 def install(app: FastAPI) -> None:

@@ -1,18 +1,20 @@
-"""What `/metrics` says: the engine's own numbers, read when asked for, and two histograms that only the server can measure.
+"""What `/metrics` says: the engine's own numbers, read when asked for, and what only the server can measure.
 
-Everything but the histograms is derived from `EngineStats` at the moment of the scrape, so it cannot drift from the engine.
+The engine's numbers are derived from `EngineStats` at the moment of the scrape, so they cannot drift from the engine. The
+server adds two histograms of latencies, counts of HTTP requests and connections, and `process_*` (memory, time, files).
 Each server has its own registry: two of them in one process do not share numbers.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tilewright.engine.outputs import EngineStats
 
-__all__ = ["CONTENT_TYPE", "Latencies", "Metrics"]
+__all__ = ["CONTENT_TYPE", "HttpCounts", "Latencies", "Metrics"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -64,15 +66,52 @@ class Latencies:
             self._next.observe(seconds / tokens)
 
 
+class HttpCounts:
+    """Requests that were answered, and connections; `paths` are those with a label of their own.
+
+    Each number a client can choose would make a new time series: of other paths only the first part is looked at.
+    """
+
+    def __init__(self, connections: Callable[[], int], ended: Counter[str]):
+        self.paths: frozenset[str] = frozenset()
+        self.requests: Counter[tuple[str, int]] = Counter()
+        """(path, status) -> requests."""
+        self.wrong_keys = 0
+        self._connections = connections
+        self._ended = ended
+
+    def count(self, path: str, status: int) -> None:
+        """A request for `path` was answered with `status`."""
+        above = next((f"{start}*" for start in ("/page/", "/v1/models/") if path.startswith(start)), "other")
+        self.requests[path if path in self.paths else above, status] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of these counts."""
+        family = CounterMetricFamily("tilewright_http_requests", "HTTP requests answered", labels=("path", "status"))
+        for (path, status), number in sorted(self.requests.items()):
+            family.add_metric((path, str(status)), number)
+        yield family
+        yield CounterMetricFamily("tilewright_http_wrong_keys", "Requests without the right API key", value=self.wrong_keys)
+        yield GaugeMetricFamily("tilewright_http_connections", "Connections that are open", value=self._connections())
+        ended = CounterMetricFamily(
+            "tilewright_http_connections_ended", "Connections that the server ended, by reason", labels=("reason",)
+        )
+        for reason, number in sorted(self._ended.items()):
+            ended.add_metric((reason,), number)
+        yield ended
+
+
 class Metrics(Collector):
     """Everything `/metrics` shows. `compiles()` counts kernels compiled since the server was ready; it should stay 0."""
 
-    def __init__(self, compiles: Callable[[], int]):
+    def __init__(self, compiles: Callable[[], int], http: HttpCounts):
         self._registry = CollectorRegistry()
         self.latencies = Latencies(self._registry)
+        self.http = http
         self._compiles = compiles
         self._stats: EngineStats | None = None
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def render(self, stats: EngineStats) -> bytes:
         """The exposition text for these numbers of the engine."""
@@ -89,3 +128,4 @@ class Metrics(Collector):
             yield CounterMetricFamily(f"tilewright_{name}", words, value=getattr(self._stats, field))
         words = "Kernels compiled after the server was ready"
         yield CounterMetricFamily("tilewright_jit_compiles_after_ready", words, value=self._compiles())
+        yield from self.http.collect()

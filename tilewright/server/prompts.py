@@ -5,11 +5,16 @@ from typing import Any
 
 from tilewright.engine.chat import ChatTemplateError
 from tilewright.engine.core import Engine
-from tilewright.engine.tokenizer import Tokenizer
+from tilewright.engine.tokenizer import Tokenizer, TokenizerError
 from tilewright.server.errors import ApiError, bad_request, not_supported
 from tilewright.server.spelling import Spellings
 
 __all__ = ["Served", "chat_prompt", "encode", "read_prompts"]
+
+LONG_CHARS = 1 << 16
+"""Texts beyond this are looked at in pieces first, so that what can never fit costs no more than what does."""
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")
+"""Variables of a chat template that have fields of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +83,20 @@ class Served:
 
 
 def encode(text: str, served: Served, param: str = "prompt", *, add_special: bool = True) -> list[int]:
-    """Token ids of a prompt; an empty text is the model's BOS token. Raises a 400 where the model has none."""
+    """Token ids of a prompt; an empty text is the model's BOS token.
+
+    Raises:
+        ApiError: 400; the text is no Unicode, cannot fit the model, or is empty and the model has no BOS token.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise bad_request(f"{param} has a lone surrogate at character {error.start}, wanted valid Unicode", param) from None
-    ids = served.tokenizer.encode(text, add_special=add_special)
+    try:
+        _check_length(text, served, param)
+        ids = served.tokenizer.encode(text, add_special=add_special)
+    except TokenizerError as error:
+        raise bad_request(f"{param}: {error}", param) from None
     if ids:
         return ids
     if served.tokenizer.bos_id is None:
@@ -91,7 +104,23 @@ def encode(text: str, served: Served, param: str = "prompt", *, add_special: boo
     return [served.tokenizer.bos_id]
 
 
-def read_prompts(prompt: Any, served: Served, max_prompts: int) -> list[list[int]]:
+def _check_length(text: str, served: Served, param: str) -> None:
+    """Raise a 400 for a text that has far too many tokens, without encoding all of it: by its pieces, from the first on."""
+    if len(text) <= LONG_CHARS:
+        return
+    tokens = 0
+    for start in range(0, len(text), LONG_CHARS):
+        tokens += len(served.tokenizer.encode(text[start : start + LONG_CHARS], add_special=False))
+        # A cut changes the tokens beside it, of thousands in a piece: no text has half as many as its pieces together.
+        if tokens > 2 * served.max_model_len:
+            message = (
+                f"This model's maximum context length is {served.max_model_len} tokens, and {param} has far more: "
+                f"its first {start + LONG_CHARS} of {len(text)} characters have some {tokens}. Shorten it"
+            )
+            raise bad_request(message, param, "context_length_exceeded")
+
+
+def read_prompts(prompt: Any, served: Served, max_prompts: int, *, add_special: bool = True) -> list[list[int]]:
     """Token ids of every prompt in a completion request.
 
     `prompt` is a string, a list of strings, a list of token ids or a list of lists of token ids. Raises `ApiError`.
@@ -107,7 +136,9 @@ def read_prompts(prompt: Any, served: Served, max_prompts: int) -> list[list[int
         raise bad_request(f"prompt is {_kind(prompt)}, wanted {wanted}", "prompt")
     if len(prompts) > max_prompts:
         raise bad_request(f"prompt has {len(prompts)} prompts, wanted at most {max_prompts}", "prompt")
-    return [encode(p, served) if isinstance(p, str) else served.check_ids(p, "prompt") for p in prompts]
+    return [
+        encode(p, served, add_special=add_special) if isinstance(p, str) else served.check_ids(p, "prompt") for p in prompts
+    ]
 
 
 def _is_ids(value: Any) -> bool:
@@ -126,19 +157,33 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """Role in a request -> role in chat templates, which do not know OpenAI's newer word for system."""
 
 
-def chat_prompt(messages: Any, served: Served, max_messages: int) -> list[int]:
-    """Token ids of a chat, through the model's chat template. Raises `ApiError`."""
+def chat_prompt(
+    messages: Any, served: Served, max_messages: int, *, allow_special: bool = False, variables: dict[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a chat, through the model's chat template.
+
+    Args:
+        allow_special: control tokens that are spelled out in the messages are those tokens, not text.
+        variables: further variables of the template, such as add_generation_prompt.
+
+    Raises:
+        ApiError: 400; the messages are not understood, or the template or the model do not take them.
+    """
     if not isinstance(messages, list) or not messages:
         raise bad_request("messages is missing or empty, wanted a list of {role, content}", "messages")
     if len(messages) > max_messages:
         raise bad_request(f"messages has {len(messages)} entries, wanted at most {max_messages}", "messages")
     turns = [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
+    for index, turn in enumerate(turns):
+        _check_length(turn["content"], served, f"messages.{index}.content")
     try:
-        text = served.tokenizer.apply_chat_template(turns)
-    except ChatTemplateError as error:
-        # There is none, or it refuses what the model was not trained on, such as two user turns in a row.
+        ids = served.tokenizer.chat_ids(turns, allow_special=allow_special, **(variables or {}))
+    except (ChatTemplateError, TokenizerError) as error:
+        # There is no template, or it refuses what the model was not trained on, such as two user turns in a row.
         raise bad_request(str(error), "messages") from None
-    return served.tokenizer.encode(text, add_special=False)
+    if not ids:
+        raise bad_request("messages give an empty prompt in the model's chat template, wanted some text", "messages")
+    return ids
 
 
 def _turn(message: Any, where: str) -> dict[str, str]:

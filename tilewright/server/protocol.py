@@ -1,14 +1,8 @@
 """What a client may ask for: a request body becomes a `Job`, or an `ApiError` that names the field.
 
-The fields are OpenAI's (`/v1/completions`, `/v1/chat/completions`), with the extensions that open-source servers share: top_k,
-min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids. Three rules:
+fields.py has the fields and their ranges. Every size that a client names has a cap besides, in `ServerConfig`.
 
-- A field that we do not know, or that has no effect here (user, metadata, store ...), is ignored and named in the response
-  header `x-tilewright-ignored`.
-- A field that would change the result and is not supported (tools, response_format, suffix ...) is refused with a 400.
-- Every size that a client names has a cap, in `ServerConfig`. Ranges of sampling parameters are `SamplingParams`' own.
-
-Not here: tools and function calls, images and audio, structured output, best_of beyond n, suffix.
+Not here: tools and function calls, images and audio, structured output, suffix.
 """
 
 import dataclasses
@@ -17,95 +11,24 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from tilewright.engine.request import SamplingParams
+from tilewright.engine.request import SamplingParams, shown
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import bad_request, not_supported
-from tilewright.server.prompts import Served, chat_prompt, read_prompts
+from tilewright.server.fields import ChatBody, CompletionBody, ignored_names
+from tilewright.server.prompts import RESERVED_VARIABLES, Served, chat_prompt, read_prompts
 
 __all__ = ["ChatBody", "CompletionBody", "Job", "chat_job", "completion_job", "parse"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What /v1/completions generates when max_tokens is not given; OpenAI's number."""
-
-# Fields that would change the result -> the values that ask for nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
+MAX_MARKS = 1 << 20
+"""Commas, colons and brackets in a body: so many values are parsed in 0.3 s, in which Python does nothing else."""
 
 MAX_IGNORED_NAMES = 20
+_BOUNDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "above"}
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class StreamOptions(_Body):
-    """`stream_options`: only include_usage has an effect."""
-
-    include_usage: bool | None = None
-
-
-class CompletionBody(_Body):
-    """Fields of /v1/completions, before any rule that looks at more than one of them."""
-
-    model: str | None = None
-    prompt: Any = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: Any = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-
-
-class ChatBody(CompletionBody):
-    """Fields of /v1/chat/completions."""
-
-    messages: Any = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
-    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +46,16 @@ class Job:
     """max_tokens 0: the prompt is scored and nothing is generated."""
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """Every chunk of a stream says the usage so far."""
+    best: int | None = None
+    """Of the samples of each prompt only so many, the likeliest, are answered with; None: all."""
+    logprobs: bool = False
+    """The answer shows the log-probabilities of its tokens, and with echo those of the prompt."""
+    prompt_logprobs: bool = False
+    """It shows those of the prompt, beside the text."""
+    token_ids: bool = False
+    """It shows the token ids of prompt and answer."""
     ignored: tuple[str, ...] = ()
     """Names of fields without effect."""
 
@@ -146,6 +79,8 @@ B = TypeVar("B", bound=BaseModel)
 
 def parse(raw: bytes, body: type[B]) -> B:
     """A JSON body as `body`. Raises `ApiError` (400) naming the field, what it got and what was wanted."""
+    if sum(map(raw.count, (b",", b":", b"[", b"{"))) > MAX_MARKS:
+        raise bad_request(f"the body has more than {MAX_MARKS} commas, colons and brackets, wanted fewer", code="invalid_json")
     try:
         fields = pydantic_core.from_json(raw, allow_inf_nan=True)
     except ValueError as error:
@@ -160,29 +95,26 @@ def parse(raw: bytes, body: type[B]) -> B:
 
 def _refuse_field(error: ValidationError) -> NoReturn:
     first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(shown(part, 60).strip("'") for part in first["loc"])
+    if first["type"] == "missing":
+        raise bad_request(f"{where} is missing", param=where)
     wanted = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    raise bad_request(f"{where} is {_short(first['input'])}, wanted {wanted}", param=where)
-
-
-def _short(value: Any) -> str:
-    words = repr(value)
-    return words if len(words) <= 60 else words[:57] + "..."
+    for words, short in _BOUNDS.items():
+        wanted = wanted.replace(words, short)
+    raise bad_request(f"{where} is {shown(first['input'], 60)}, wanted {wanted}", param=where)
 
 
 def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
     """The job that a /v1/completions body asks for. Raises `ApiError`."""
     body = parse(raw, CompletionBody)
     served.check_name(body.model)
-    ignored = _unknown(body)
-    prompts = read_prompts(body.prompt, served, config.max_prompts)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise not_supported("best_of", f"wanted {body.n or 1}, the value of n, got {body.best_of}")
+    ignored = ignored_names(body)
     fields = _sampling_fields(body, served, config)
     if body.logprobs is not None:
         fields["logprobs"] = _at_most("logprobs", body.logprobs, config.max_logprobs)
         if body.echo:
-            fields["prompt_logprobs"] = body.logprobs
+            fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    prompts = read_prompts(body.prompt, served, config.max_prompts, add_special=body.add_special_tokens is not False)
     only_echo = body.max_tokens == 0
     if only_echo and not body.echo:
         raise bad_request("max_tokens is 0, wanted at least 1 (0 is allowed with echo, to score a prompt)", "max_tokens")
@@ -193,9 +125,9 @@ def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
         params=_params(fields, prompts, asked, DEFAULT_COMPLETION_TOKENS, served),
         echo=tuple(served.tokenizer.decode(ids) for ids in prompts) if body.echo else (),
         only_echo=only_echo,
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        logprobs=body.logprobs is not None,
         ignored=ignored,
+        **_answer_fields(body),
     )
 
 
@@ -203,40 +135,81 @@ def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
     """The job that a /v1/chat/completions body asks for. Raises `ApiError`."""
     body = parse(raw, ChatBody)
     served.check_name(body.model)
-    unused = ("prompt", "echo", "best_of")
-    ignored = (*(name for name in unused if getattr(body, name) is not None), *_unknown(body))
-    prompts = [chat_prompt(body.messages, served, config.max_messages)]
+    if body.prompt is not None:
+        raise bad_request("prompt is no field of a chat, wanted messages alone", "prompt")
+    ignored = ignored_names(body)
     fields = _sampling_fields(body, served, config)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs is set, wanted logprobs: true with it", "top_logprobs")
     if body.logprobs:
         fields["logprobs"] = _at_most("top_logprobs", body.top_logprobs or 0, config.max_logprobs)
+    if body.add_special_tokens:
+        raise not_supported("add_special_tokens", "got true, wanted false: the chat template puts them where they belong")
+    prompts = [
+        chat_prompt(
+            body.messages,
+            served,
+            config.max_messages,
+            allow_special=bool(body.allow_special_tokens),
+            variables=_template_variables(body),
+        )
+    ]
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return Job(
         chat=True,
         prompts=tuple(prompts),
         params=_params(fields, prompts, asked, None, served),
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        echo=_chat_echo(body),
+        logprobs=bool(body.logprobs),
         ignored=ignored,
+        **_answer_fields(body),
     )
 
 
-def _unknown(body: CompletionBody) -> tuple[str, ...]:
-    """Names of the fields that have no effect. Raises `ApiError` for those that would change the result."""
-    extra = body.model_extra or {}
-    for name, harmless in REFUSED.items():
-        value = extra.get(name)
-        if value is not None and value not in harmless:
-            wanted = " or ".join(["no such field", *(_short(v) for v in harmless)])
-            raise not_supported(name, f"got {_short(value)}, wanted {wanted}")
-    return tuple(name for name, value in extra.items() if value is not None and name not in REFUSED)
+def _template_variables(body: ChatBody) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    for name in RESERVED_VARIABLES:
+        if name in variables:
+            raise bad_request(f"chat_template_kwargs has {name}, which is a field of its own", "chat_template_kwargs")
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    return variables
+
+
+def _chat_echo(body: ChatBody) -> tuple[str, ...]:
+    """The assistant's own last turn, which the answer goes on from. Raises `ApiError` where there is none."""
+    if not body.echo:
+        return ()
+    last = body.messages[-1]
+    if last["role"] != "assistant" or not isinstance(last["content"], str):
+        raise bad_request("echo is set, wanted a last message of the assistant, as one text, to be repeated", "echo")
+    return (last["content"],)
+
+
+def _answer_fields(body: CompletionBody) -> dict[str, Any]:
+    """What of a `Job` says how to answer. Raises `ApiError`."""
+    stream, options = bool(body.stream), body.stream_options
+    if options is not None and not stream:
+        raise bad_request("stream_options is set, wanted stream: true with it", "stream_options")
+    if stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs is set with stream: true, wanted one of them", "prompt_logprobs")
+    several = body.best_of is not None and body.best_of != (body.n or 1)
+    if stream and several:
+        raise bad_request("best_of is above n with stream: true, wanted one of them", "best_of")
+    return {
+        "stream": stream,
+        "include_usage": bool(options and options.include_usage),
+        "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
+        "best": (body.n or 1) if several else None,
+        "prompt_logprobs": body.prompt_logprobs is not None,
+        "token_ids": bool(body.return_token_ids),
+    }
 
 
 # Fields that SamplingParams knows by the same name and checks.
 _SAME = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "ignore_eos", "seed", "n"),
+    *("repetition_penalty", "ignore_eos", "seed", "n", "priority"),
 )
 
 
@@ -244,6 +217,18 @@ def _sampling_fields(body: CompletionBody, served: Served, config: ServerConfig)
     """Arguments of SamplingParams that do not depend on the prompt."""
     fields = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     _at_most("n", body.n or 1, config.max_n)
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise bad_request(f"best_of is {body.best_of}, wanted at least n, {body.n}", "best_of")
+        fields["n"] = _at_most("best_of", body.best_of, config.max_n)
+        if body.best_of > (body.n or 1):
+            fields["logprobs"] = 0  # by which the best are told
+    if body.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = _at_most("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
+    if body.allowed_token_ids is not None:
+        if not body.allowed_token_ids:
+            raise bad_request("allowed_token_ids is empty, wanted at least one token id", "allowed_token_ids")
+        fields["allowed_token_ids"] = tuple(served.check_ids(body.allowed_token_ids, "allowed_token_ids"))
     if body.stop is not None:
         fields["stop"] = _stop(body.stop, config)
     if body.stop_token_ids is not None:
@@ -257,14 +242,14 @@ def _sampling_fields(body: CompletionBody, served: Served, config: ServerConfig)
 
 def _at_most(name: str, value: int, cap: int, unit: str = "") -> int:
     if value > cap:
-        raise bad_request(f"{name} is {_short(value)} {unit}".rstrip() + f", wanted at most {cap}", param=name)
+        raise bad_request(f"{name} is {shown(value, 60)} {unit}".rstrip() + f", wanted at most {cap}", param=name)
     return value
 
 
 def _stop(stop: Any, config: ServerConfig) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-        raise bad_request(f"stop is {_short(stop)}, wanted a string or a list of strings, none of them empty", "stop")
+        raise bad_request(f"stop is {shown(stop, 60)}, wanted a string or a list of strings, none of them empty", "stop")
     _at_most("stop", len(strings), config.max_stop, "strings")
     for string in strings:
         _at_most("stop", len(string), config.max_stop_chars, "characters")
@@ -274,7 +259,7 @@ def _stop(stop: Any, config: ServerConfig) -> tuple[str, ...]:
 def _logit_bias(bias: dict[str, float], served: Served) -> dict[int, float]:
     if not all(re.fullmatch(r"[0-9]{1,10}", key) for key in bias):
         wrong = next(key for key in bias if not re.fullmatch(r"[0-9]{1,10}", key))
-        raise bad_request(f"logit_bias has the key {_short(wrong)}, wanted token ids", "logit_bias")
+        raise bad_request(f"logit_bias has the key {shown(wrong, 60)}, wanted token ids", "logit_bias")
     served.check_ids([int(key) for key in bias], "logit_bias")
     return {int(key): value for key, value in bias.items()}
 

@@ -3,14 +3,18 @@
 The socket is bound before a model is loaded, so that a port in use is known at once; it listens only when the app is ready.
 
 Signals: the first SIGTERM or Ctrl-C drains (/ready turns 503, new generations are refused, running ones finish, then exit code
-0); the second ends running requests with an error and exits with 128 + its number (130 for Ctrl-C, 143 for SIGTERM); the third
-ends the process on the spot. A failed engine answers what is open with errors and exits with 1. What a signal does before the
+0). The second, or `drain_timeout_s` after the first, ends running requests with an error and exits with 128 + the signal's
+number (130 for Ctrl-C, 143 for SIGTERM); the third ends the process on the spot. Neither a client that does not read nor a step
+that hangs can hold up the end. A failed engine answers what is open with errors and exits with 1. What a signal does before the
 server is ready is the caller's: `tilewright serve` ends (`ends_on_sigterm` in cli/root.py).
 """
 
+import asyncio
 import errno
+import functools
 import os
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -19,8 +23,15 @@ from fastapi import FastAPI
 
 from tilewright.server.app import Server
 from tilewright.server.config import ServerConfig
+from tilewright.server.connections import Connection
+from tilewright.server.files import connections_allowed
+from tilewright.server.logs import Log
 
-__all__ = ["bind", "run_server", "url_of"]
+__all__ = ["HttpServer", "bind", "run_server", "url_of"]
+
+BACKLOG = 2048
+"""Connections that the kernel holds until they are accepted."""
+MAX_HEAD_BYTES = 32 << 10
 
 FLUSH_TIMEOUT_S = 10
 """How long slow readers may take for what is already written to them, once the last request has finished."""
@@ -57,38 +68,86 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_server(app: FastAPI, listener: socket.socket, announce: Callable[[str], None], *, quiet: bool = False) -> int:
-    """Serve until a signal or a failure of the engine; the process' exit code. `announce` gets lines for the user."""
-    config = uvicorn.Config(
+def _config(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves an app of ours: HTTP/1.1 through `Connection`, nothing else."""
+    connection = functools.partial(Connection, pool=app.state.server.connections)
+    return uvicorn.Config(
         app,
-        log_level="error" if quiet else "warning",
+        http=connection,  # pyright: ignore[reportArgumentType]  # called like the class
+        ws="none",
+        log_config=None,
+        log_level="error",  # its warnings are about requests that are no HTTP: a client could fill the log with them
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        # One connection is accepted at a time: asyncio goes on accepting when it is out of files, as often as this says.
+        backlog=1,
         lifespan="on",
     )
-    server = _Uvicorn(config, app.state.server, announce, url_of(listener))
-    server.run(sockets=[listener])
+
+
+def run_server(app: FastAPI, listener: socket.socket, log: Log) -> int:
+    """Serve until a signal or a failure of the engine; the process' exit code. `log` has been entered.
+
+    Does not return where a step of the engine hangs: the process ends here then.
+
+    Raises:
+        ValueError: the process may not open enough files to serve anybody.
+    """
+    ours: Server = app.state.server
+    limit = connections_allowed(ours.config.max_connections)
+    if limit < ours.config.max_connections:
+        wanted = f"--max-connections says {ours.config.max_connections}"
+        log.say(f"warning: at most {limit} connections, because of the limit on open files (ulimit -n); {wanted}")
+    ours.connections.limit = limit
+    server = _Draining(app, listener, log.say)
+    server.run()
+    if ours.hung:
+        log.close()
+        os._exit(server.exit_code or 1)
     return server.exit_code
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn with draining: its own shutdown closes the socket first, so nobody could ask whether it is still ready."""
+class HttpServer(uvicorn.Server):
+    """uvicorn for an app of ours, on a bound socket: `run()` serves until `should_exit` is set."""
 
-    def __init__(self, config: uvicorn.Config, server: Server, announce: Callable[[str], None], url: str):
-        super().__init__(config)
+    def __init__(self, app: FastAPI, listener: socket.socket):
+        super().__init__(_config(app))
+        self._server: Server = app.state.server
+        self._listener = listener
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve; `sockets` are those of the constructor."""
+        super().run(sockets=sockets or [self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        asyncio.get_running_loop().set_exception_handler(self._server.connections.on_loop_error)
+        await super().startup(sockets)
+        if self.started:
+            self._listener.listen(BACKLOG)
+
+
+class _Draining(HttpServer):
+    """The same with draining: uvicorn's own shutdown closes the socket first, so nobody could ask whether it is still ready."""
+
+    def __init__(self, app: FastAPI, listener: socket.socket, announce: Callable[[str], None]):
+        super().__init__(app, listener)
         self.exit_code = 0
-        self._server = server
         self._announce = announce
-        self._url = url
         self._signals: list[int] = []
-        self._seen = 0
+        self._drain_end_s: float | None = None
+        """When draining turns into aborting."""
+        self._abort_end_s: float | None = None
+        """When the end no longer waits for requests."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
         if self.started:
-            self._announce(f"Serving {self._server.served.name} at {self._url}  (API: {self._url}/v1, Ctrl-C ends)")
+            url = url_of(self._listener)
+            self._announce(f"Serving {self._server.served.name} at {url}  (API: {url}/v1, Ctrl-C ends)")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note the signal; `on_tick` acts on it, on the event loop. The third one does not wait for that."""
@@ -100,20 +159,31 @@ class _Uvicorn(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: move towards the end that was asked for."""
-        worker = self._server.worker
-        while self._seen < len(self._signals):
-            self._seen += 1
-            if self._seen == 1:
-                self._server.draining = True
-                if worker.open_channels:
-                    self._announce(f"Finishing {worker.open_channels} running requests; a second signal aborts them")
-            else:
-                worker.stop_all("the server was told to stop at once")
-                self.config.timeout_graceful_shutdown = ABORT_FLUSH_TIMEOUT_S
-                self.exit_code = 128 + self._signals[self._seen - 1]
+        running = self._server.worker.open_channels
+        if self._signals and self._drain_end_s is None:
+            self._server.draining = True
+            seconds = self._server.config.drain_timeout_s
+            self._drain_end_s = time.monotonic() + seconds
+            if running:
+                words = f"Finishing {running} running requests, for at most {seconds:g} s; a second signal aborts them"
+                self._announce(words)
+        if self._drain_end_s is not None and self._abort_end_s is None:
+            if len(self._signals) > 1:
+                self._abort("the server was told to stop at once")
+            elif running and time.monotonic() > self._drain_end_s:
+                self._announce(f"Aborting {running} requests that did not finish in time")
+                self._abort("the server is shutting down and the request did not finish in time")
         if self._server.failure is not None:
             self.exit_code = 1
             self.should_exit = True
-        if self._server.draining and worker.open_channels == 0:
+        late = self._abort_end_s is not None and time.monotonic() > self._abort_end_s
+        if self._server.draining and (running == 0 or late):
             self.should_exit = True
         return await super().on_tick(counter)
+
+    def _abort(self, reason: str) -> None:
+        """End running requests with an error, and the process soon after, whether their clients read it or not."""
+        self._server.worker.stop_all(reason)
+        self._abort_end_s = time.monotonic() + ABORT_FLUSH_TIMEOUT_S
+        self.config.timeout_graceful_shutdown = ABORT_FLUSH_TIMEOUT_S
+        self.exit_code = 128 + self._signals[-1]

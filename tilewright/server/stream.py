@@ -2,18 +2,19 @@
 
 `Answer` is an HTTP response that does the work while it is being sent, because only then does it own the connection: it watches
 for the client going away and leaves the engine's channel at once when that happens, in a stream and in a plain wait alike.
-What can be refused is refused before the first byte, with a status; once a stream has begun, an error is its last event.
+A stream begins with its first token: what goes wrong before, in the queue too, has a status; after that an error is its last
+event. Long answers are written in pieces, and other requests have their turn between two of them.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from secrets import token_hex
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.engine.request import Delta, QueueFull
@@ -26,6 +27,8 @@ from tilewright.server.worker import Channel, EngineStopped, EngineWorker
 __all__ = ["Answer", "unless_gone"]
 
 EVENT_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+WRITE_BYTES = 1 << 14
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -46,6 +49,18 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _together(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Small chunks in one write, but none of them held back for long."""
+    waiting = bytearray()
+    for chunk in chunks:
+        waiting += chunk
+        if len(waiting) >= WRITE_BYTES:
+            yield bytes(waiting)
+            waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
 class Answer(Response):
     """The response to a job, made while it is sent."""
 
@@ -53,6 +68,8 @@ class Answer(Response):
         super().__init__()
         self._job = job
         self._worker = worker
+        self.completion_tokens = 0
+        """Tokens generated so far, for the access log."""
         name = f"{'chatcmpl' if job.chat else 'cmpl'}-{token_hex(12)}"
         self._reply = Reply(name, int(time.time()), job, served)
 
@@ -74,35 +91,40 @@ class Answer(Response):
             if self._job.stream:
                 await self._stream(channel, send)
                 return
-            response = JSONResponse(await self._whole(channel), headers=self._job.headers)
-        await response(scope, receive, send)
+            body = await self._whole(channel)
+        await Response(body, media_type="application/json", headers=self._job.headers)(scope, receive, send)
 
-    async def _whole(self, channel: Channel) -> dict[str, Any]:
-        deltas: list[Delta] = []
-        while new := await self._take(channel):
-            deltas += new
-        return self._reply.whole(deltas)
+    async def _whole(self, channel: Channel) -> bytes:
+        while deltas := await self._take(channel):
+            for _ in self._reply.add(deltas):
+                await asyncio.sleep(0)
+        return self._reply.whole()
 
     async def _take(self, channel: Channel) -> list[Delta]:
         try:
             deltas = await channel.take()
         except EngineStopped as error:
             raise unavailable(str(error)) from None
-        failed = next((delta for delta in deltas if delta.finish_reason in ("abort", "error")), None)
+        self.completion_tokens += sum(len(delta.token_ids) for delta in deltas)
+        failed = next((delta for delta in deltas if delta.finish_reason in ("abort", "error", "expired")), None)
+        if failed is not None and failed.finish_reason == "expired":
+            raise overloaded(failed.error or "the request has waited too long", failed.retry_after_s or 1.0)
         if failed is not None:
             why = "the server aborted it" if failed.finish_reason == "abort" else failed.error or "the model runner failed"
             raise ApiError(500, f"the request could not be finished: {why}", type="server_error", code="engine_error")
         return deltas
 
     async def _stream(self, channel: Channel, send: Send) -> None:
+        deltas = await self._take(channel)
         headers = {**EVENT_HEADERS, **self._job.headers}
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
         try:
-            while deltas := await self._take(channel):
-                chunks = b"".join(self._reply.chunks(deltas))
-                if chunks:
+            while deltas:
+                for chunks in _together(self._reply.chunks(deltas)):
                     await send({"type": "http.response.body", "body": chunks, "more_body": True})
+                    await asyncio.sleep(0)
+                deltas = await self._take(channel)
             end = self._reply.last_chunk() + b"data: [DONE]\n\n"
         except ApiError as error:
             end = b"data: " + json.dumps(error.body).encode() + b"\n\n"

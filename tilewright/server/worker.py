@@ -4,10 +4,10 @@ One executor thread owns the engine: commands (submit, abort, look) and steps ar
 two steps and never beside one. What a step produced goes to the event loop in a single `call_soon_threadsafe`, however many
 requests it touched, and from there into each request's `Channel`.
 
-A request that the engine refuses fails alone: its exception travels back through its future. A step that raises stops the
-engine for good (its state can no longer be trusted): every open channel then raises `EngineStopped`, and so does every later
-submission. A channel that is left before its end, for whatever reason, aborts its requests, which frees their pages before
-the next step.
+A request that the engine refuses fails alone: its exception travels back through its future. A step that raises, or a device
+that is lost, stops the engine for good (its state can no longer be trusted): every open channel then raises `EngineStopped`,
+and so does every later submission. A channel that is left before its end, for whatever reason, aborts its requests, which frees
+their pages before the next step.
 """
 
 import asyncio
@@ -73,28 +73,46 @@ class Channel:
         return deltas
 
 
+def _take_exception(found: asyncio.Future[T]) -> None:
+    """A caller that has gone takes no exception, and the log would show a traceback for each."""
+    if not found.cancelled():
+        found.exception()
+
+
 class EngineWorker:
     """Runs `engine` in a thread of its own. Create it on the event loop that it shall serve; `close` ends the thread.
 
-    `on_failure` is called on the event loop, with the exception, when a step failed.
+    `on_failure` is called on the event loop, with the exception, when the engine can do no more.
+    `max_wait_s`: how long a request may wait for its start; None: for ever.
     """
 
-    def __init__(self, engine: Engine, latencies: Latencies, on_failure: Callable[[BaseException], None]):
+    def __init__(
+        self,
+        engine: Engine,
+        latencies: Latencies,
+        on_failure: Callable[[BaseException], None],
+        *,
+        max_wait_s: float | None = None,
+    ):
         self.engine = engine
+        self._max_wait_s = max_wait_s
         self._latencies = latencies
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tilewright-engine")
         self._channels: dict[str, Channel] = {}
         self._stopped: str | None = None
-        self.failures = 0
-        """Samples that ended with an error since the last token: a device that is lost fails all of them, one by one."""
         self._stepping = False  # only touched in the engine's thread: a step is queued or running
 
     @property
     def stopped(self) -> str | None:
         """Why the engine takes no more work, or None while it does."""
         return self._stopped
+
+    @property
+    def failures(self) -> int:
+        """Steps that failed since one brought a token."""
+        return self.engine.failed_steps
 
     @property
     def open_channels(self) -> int:
@@ -129,8 +147,10 @@ class EngineWorker:
         """The result of `look()`, run in the engine's thread between two steps."""
         if self._stopped is not None:
             raise EngineStopped(self._stopped)
+        found = asyncio.wrap_future(self._executor.submit(look), loop=self._loop)
+        found.add_done_callback(_take_exception)
         # shield: a command whose caller has gone still runs, so that the abort behind it finds what it must end.
-        return await asyncio.shield(asyncio.wrap_future(self._executor.submit(look), loop=self._loop))
+        return await asyncio.shield(found)
 
     def stop_all(self, reason: str) -> None:
         """End every open channel with `EngineStopped`, and take no more work."""
@@ -151,7 +171,8 @@ class EngineWorker:
         taken: list[str] = []
         try:
             for request_id, prompt, param in zip(ids, prompts, params, strict=True):
-                self.engine.submit(prompt, param, request_id)
+                # What comes behind the first waits as long as it takes: the request as a whole has been started by then.
+                self.engine.submit(prompt, param, request_id, max_wait_s=None if taken else self._max_wait_s)
                 taken.append(request_id)
         finally:
             if len(taken) < len(ids):
@@ -178,7 +199,7 @@ class EngineWorker:
         self._stepping = False
         if step.cancelled():
             return
-        error = step.exception()
+        error = step.exception() or self.engine.lost
         if error is None:
             self._keep_stepping()
         else:
@@ -188,10 +209,6 @@ class EngineWorker:
 
     def _deliver(self, deltas: Sequence[Delta], now_s: float) -> None:
         for delta in deltas:
-            if delta.token_ids:
-                self.failures = 0
-            elif delta.finish_reason == "error":
-                self.failures += 1
             channel = self._channels.get(delta.request_id)
             if channel is None:
                 continue  # its client has gone; the abort is on its way

@@ -15,7 +15,8 @@ from typing import Any
 
 from tilewright.asm.certificate import ConfigFacts, config_facts, config_key
 from tilewright.hw.device import Device
-from tilewright.tune.record import canonical, problem_json, source_hash
+from tilewright.tune.record import canonical, problem_json
+from tilewright.tune.source import source_hash
 from tilewright.tune.space import Config
 from tilewright.tune.unmeasured import rank
 

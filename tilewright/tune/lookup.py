@@ -28,7 +28,8 @@ from tilewright.hw.device import Device, card_slug
 from tilewright.tune.database import Database, DatabaseError, database_path
 from tilewright.tune.frozen import TABLES, FrozenTable
 from tilewright.tune.ranking import Entry, Stack, ranked
-from tilewright.tune.record import Row, problem_json, source_hash, versions
+from tilewright.tune.record import Row, problem_json, versions
+from tilewright.tune.source import source_hash
 from tilewright.tune.space import Config, Space
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
     "Candidate",
     "Found",
     "NoRecord",
-    "count",
+    "count_default",
     "counters",
     "find",
     "measured",
@@ -136,16 +137,16 @@ def missing(op_name: str, problem: Any, device: Device) -> NoRecord:
 def counters() -> dict[str, int]:
     """Choices of this process since its start, by where they came from.
 
-    exact, bucket, model, default: their sum is the number of choices. stale: how many of the first two were measured under
+    exact, bucket, default: their sum is the number of choices. stale: how many of the first two were measured under
     other versions. ignored: rows that were passed over, their config being outside today's space.
     """
-    return {name: _COUNTS[name] for name in ("exact", "bucket", "model", "default", "stale", "ignored")}
+    return {name: _COUNTS[name] for name in ("exact", "bucket", "default", "stale", "ignored")}
 
 
-def count(source: str) -> None:
-    """Note a choice that no row decided: "model" or "default"."""
+def count_default() -> None:
+    """Note a choice that no row decided."""
     with _LOCK:
-        _COUNTS[source] += 1
+        _COUNTS["default"] += 1
 
 
 def use_table(path: Path | str, device: Device) -> str:

@@ -16,6 +16,10 @@ length, the longest may outlast them. The launch takes the slower of that and of
 
 The constants are fitted to measurements on an H100 (`constants.py`; docs/regret.md says how good they are). Measured were
 arguments that are not in L2, in a CUDA graph, in bf16. Everything else is extrapolation, other cards most of all.
+
+Shares of a ceiling may be fitted above 1: products of microseconds run at a higher clock than the sustained ones by which
+ceilings are measured. Such a number orders candidates; a time that is told (`predict`, `predict_all`, `unmeasured.rank`) is
+never below what the ceilings allow (`least_seconds`).
 """
 
 from collections.abc import Callable, Sequence
@@ -36,6 +40,7 @@ __all__ = [
     "Work",
     "columns_of",
     "held_by",
+    "least_seconds",
     "library_seconds",
     "predict",
     "predict_all",
@@ -200,8 +205,13 @@ def library_seconds(work: Work, found: Ceilings, c: Constants) -> float:
     return float(_library(work, found.flops[work.unit], found.read, c)[0])
 
 
+def least_seconds(work: Work, found: Ceilings) -> Numbers:
+    """What the ceilings allow for the operations and bytes of some work: the floor that `hw.roofline` has for such a cost."""
+    return np.maximum(work.flops / found.flops[work.unit], work.dram_bytes / found.copy)
+
+
 def seconds_of(work: Work, held: Held, device: Device, found: Ceilings, c: Constants) -> Numbers:
-    """The formula's seconds of every entry, in one unit; `found` are the ceilings of `device`."""
+    """The formula's seconds of every entry, in one unit, which order them; `found` are the ceilings of `device`."""
     peak = found.flops[work.unit]
     own, _ = _parts(work, held, device.sms, peak, found.read, c, wanted=False)
     if not np.any(work.library):
@@ -243,7 +253,8 @@ def predict(device: Device, work: Work, facts: Facts | None, found: Ceilings | N
         waves = float(np.max(work.blocks)) / (device.sms * (1 if work.persistent else held.resident))
     single = {name: float(np.max(value)) for name, value in parts.items()}
     limiter = max(single, key=lambda name: single[name])
-    return Prediction(float(np.max(seconds)), limiter, waves, occupied, single, c.source.startswith("fitted"))
+    told = float(np.max(np.maximum(seconds, least_seconds(work, found))))
+    return Prediction(told, limiter, waves, occupied, single, c.source.startswith("fitted"))
 
 
 def held_by(arch: int, facts: Facts) -> Held:
@@ -258,7 +269,7 @@ def held_by(arch: int, facts: Facts) -> Held:
 def predict_all(
     device: Device, work: Callable[..., Work], configs: Sequence[Config], facts: Sequence[Facts], args: Sequence[Any]
 ) -> list[float]:
-    """Seconds of each config of one implementation (`Impl.work`) with its facts; infinity where no block fits an SM."""
+    """`predict`'s seconds of each config of one implementation (`Impl.work`); infinity where no block fits an SM."""
     if not configs:
         return []
     columns = columns_of(configs)
@@ -266,7 +277,8 @@ def predict_all(
     found = ceilings(device)
     done = work(device, columns, *args)
     each = Held(*(np.array(column) for column in zip(*held, strict=True)))
-    seconds = np.broadcast_to(seconds_of(done, each, device, found, constants_of(device.arch)), len(configs))
+    seconds = np.maximum(seconds_of(done, each, device, found, constants_of(device.arch)), least_seconds(done, found))
+    seconds = np.broadcast_to(seconds, len(configs))
     return [float(s) if fits else float("inf") for s, fits in zip(seconds, each.resident, strict=True)]
 
 

@@ -10,7 +10,6 @@ anything but integers, bools, strings, None, dtypes and tuples of those. Needs n
 """
 
 import hashlib
-import importlib.util
 import json
 import math
 import re
@@ -18,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from tilewright.tune.ranking import Stack
@@ -32,7 +30,6 @@ __all__ = [
     "now",
     "parse",
     "problem_json",
-    "source_hash",
     "versions",
 ]
 
@@ -83,7 +80,7 @@ class Row:
     status: str
     environment: Environment
     source: str
-    """`source_hash` of the implementation's module."""
+    """`tune.source.source_hash` of the implementation's module."""
     us: float | None = None
     """Median microseconds; None unless the status is "ok"."""
     us_spread: float | None = None
@@ -185,27 +182,6 @@ def now() -> str:
 
 
 # ---- versions
-
-
-@cache
-def source_hash(module: str) -> str:
-    """16 hex digits over the text of a kernel module and of the kernel modules that it imports, directly or not.
-
-    A changed comment changes it too: what it guards is that old times are not taken for the new kernel's. "" when a module
-    has no file.
-    """
-    digest, waiting, seen = hashlib.sha256(), [module], set()
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-            return ""
-        text = Path(spec.origin).read_bytes().replace(b"\r\n", b"\n")
-        digest.update(name.encode() + b"\0" + text)
-        imported = re.findall(rb"^\s*from (tilewright\.kernels\.\w+) import", text, re.MULTILINE)
-        waiting += sorted({found.decode() for found in imported} - seen - set(waiting))
-    return digest.hexdigest()[:16]
 
 
 @cache

@@ -1,8 +1,6 @@
-"""What to take where nothing was measured: candidates in the order of the analytical model, and when that may decide.
+"""Candidates in the order of the analytical model: what `tune` measures first, where nothing was measured yet.
 
-`better` is what a running program asks. It answers only where it may be trusted: on a card of an architecture that constants
-are fitted for, where every implementation that has a space has it certified for the card, and with a lead over the default
-that the study shows to be enough (docs/regret.md). It costs well under a millisecond, and never measures.
+A running program does not ask: by the study its default is as good as the model's first (docs/regret.md).
 """
 
 import json
@@ -14,21 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tilewright.asm.certificate import config_facts, config_key
+from tilewright.asm.certificate import config_facts
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import Device
 from tilewright.tune.constants import constants_of
-from tilewright.tune.model import Held, Work, columns_of, held_by, library_seconds, seconds_of
+from tilewright.tune.model import Held, Work, columns_of, held_by, least_seconds, library_seconds, seconds_of
 from tilewright.tune.space import Config, Space
 
-__all__ = ["LEAD_S", "MARGIN", "Candidate", "Ranked", "better", "rank"]
-
-MARGIN = 0.6
-"""By what fraction of its own predicted time another candidate must beat the default before it is taken unmeasured. As much as
-the model was ever too fast by near the best: 1.56 times, for a library (docs/regret.md)."""
-
-LEAD_S = 3e-6
-"""And by how many seconds: of launches this short the model knows little, the least product measured took 4.7 us."""
+__all__ = ["Candidate", "Ranked", "rank"]
 
 
 class Candidate(Protocol):
@@ -59,23 +50,21 @@ class _Certified(NamedTuple):
     configs: list[dict[str, Any]]
     columns: dict[str, np.ndarray]
     held: Held
-    place: dict[str, int]
-    """`config_key` -> where it stands."""
 
 
 @cache
 def _certified(op_name: str, impl_name: str, arch: int) -> _Certified | None:
     """Those that compile and fit; None without a certificate."""
     rows = [
-        (key, json.loads(key), held)
+        (json.loads(key), held)
         for key, facts in config_facts(op_name, impl_name, arch).items()
         if facts.error is None and (held := held_by(arch, facts)).resident
     ]
     if not rows:
         return None
-    configs = [config for _, config, _ in rows]
-    held = Held(*(np.array(column, float) for column in zip(*(held for _, _, held in rows), strict=True)))
-    return _Certified(configs, columns_of(configs), held, {key: i for i, (key, _, _) in enumerate(rows)})
+    configs = [config for config, _ in rows]
+    held = Held(*(np.array(column, float) for column in zip(*(held for _, held in rows), strict=True)))
+    return _Certified(configs, columns_of(configs), held)
 
 
 _COLUMNS = [(at, name) for at, name in enumerate(Work._fields) if name not in ("unit", "library")]
@@ -135,7 +124,21 @@ def rank(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls:
         args: of the op, or tensors like them on "meta".
         impls: those that take the problem.
     """
-    yield from _ordered(_predicted(op_name, device, args, impls), device, problem)
+    least = _least(op_name, device, args, impls)
+    for ranked in _ordered(_predicted(op_name, device, args, impls), device, problem):
+        yield ranked._replace(seconds=max(ranked.seconds, least))
+
+
+def _least(op_name: str, device: Device, args: Sequence[Any], impls: Sequence[Candidate]) -> float:
+    """What the ceilings allow the candidate with the least work; 0 without any. One number for all keeps their order."""
+    found, least = ceilings(device), []
+    for impl in impls:
+        certified = _certified(op_name, impl.name, device.arch)
+        if impl.work is None or (certified is None and impl.space.axes):
+            continue
+        work = impl.work(device, {} if certified is None else certified.columns, *args)
+        least.append(float(np.min(least_seconds(work, found))))
+    return min(least, default=0.0)
 
 
 def _ordered(predicted: Sequence[_Predicted], device: Device, problem: Any) -> Iterator[Ranked]:
@@ -153,29 +156,3 @@ def _ordered(predicted: Sequence[_Predicted], device: Device, problem: Any) -> I
         config = certified.configs[place]
         if impl.space.refusal(device, problem, config) is None:
             yield Ranked(impl, config, float(seconds[at]), bool(certified.held.spill_bytes[place]))
-
-
-def better(
-    op_name: str, device: Device, problem: Any, args: Sequence[Any], impls: Sequence[Candidate], default: Config
-) -> Ranked | None:
-    """What to take instead of the first implementation with its default config, or None to leave that.
-
-    Args as `rank` has them; `default` is the config of `impls[0]`.
-    """
-    if not constants_of(device.arch).source.startswith("fitted"):
-        return None
-    with_space = [impl for impl in impls if impl.space.axes]
-    if any(impl.work is None or _certified(op_name, impl.name, device.arch) is None for impl in with_space):
-        return None
-    predicted = _predicted(op_name, device, args, impls)
-    own = next((p for p in predicted if p.impl is impls[0]), None)
-    if own is None:
-        return None
-    place = own.certified.place.get(config_key(default)) if own.certified else 0
-    if place is None:
-        return None
-    now = float(own.seconds[place])
-    first = next((r for r in _ordered(predicted, device, problem) if not r.spills), None)
-    if first is None or now <= max(first.seconds * (1 + MARGIN), first.seconds + LEAD_S):
-        return None
-    return first

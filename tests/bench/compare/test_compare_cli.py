@@ -103,7 +103,7 @@ def test_verdicts_are_exit_codes(ours: str, baseline: str, claim: str, budget: s
     assert "whole model" in done.stdout
     if budget == "1e-6":  # one segment is the model as it was measured
         (segment,) = [line.split("│")[3:] for line in done.stdout.splitlines() if "layers)" in line]
-        (whole,) = [line.split("│")[3:] for line in done.stdout.splitlines() if "whole model" in line]
+        (whole,) = [line.split("│")[3:] for line in done.stdout.splitlines() if "whole model  " in line]
         assert segment[2] == whole[2]
     assert "measuring" in done.stderr
 
@@ -117,6 +117,14 @@ def test_the_whole_model_alone() -> None:
     assert [s.layers for s in found.segments] == [["0", "2", "4"]]
     assert found.segments[0].ratio == found.ratio
     assert found.ratio.value == pytest.approx(2, rel=0.05)  # a call costs something beside its layers
+
+
+def test_engines_beside_are_measured_in_the_same_rounds() -> None:
+    done = compare("--ours", "fake:1", "--baseline", "fake:2", "--beside", "fake:3", "--budget", "20", "--whole", "--json")
+    found = Comparison.from_json(json.loads(done.stdout))
+    assert [(claim.engine, claim.equal) for claim in found.claims] == [("fake:2", True), ("fake:3", True)]
+    assert [claim.ratio.value for claim in found.claims] == pytest.approx([2, 3], rel=0.05)
+    assert all(claim.ratio.low <= claim.ratio.value <= claim.ratio.high for claim in found.claims)
 
 
 def test_json_is_one_object_and_has_the_truth() -> None:

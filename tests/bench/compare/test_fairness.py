@@ -193,6 +193,16 @@ OPEN: dict[str, tuple[str, str, Change]] = {
         lambda a, b: (told(a, copies="none: static"), told(b, copies="in and out")),
     ),
     "copies nobody knows of": ("copies in a call", "does not tell its copies", lambda a, b: (a, told(b, copies=None))),
+    "another stop-watch for layers": (
+        "stop-watch",
+        "on the device alone",
+        lambda a, b: (told(a, **{"clock of layers": "device"}), told(b, **{"clock of layers": "host"})),
+    ),
+    "16 bits instead of int8": (
+        "precision",
+        "was asked for int8 and answered in fp16",
+        lambda a, b: (told(a, **{"precision": "int8", "computes in": "fp16"}), b),
+    ),
     "another stop-watch": ("stop-watch", "on the device alone", lambda a, b: (a, told(b, clock="wall clock, synchronised"))),
     "no version": ("versions", "eager does not tell its versions", lambda a, b: (a, told(b, versions={}))),
     "few runs": (
@@ -296,4 +306,4 @@ def test_the_machine_tells_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state().gpu == {}
     monkeypatch.setattr(nvml, "clocks_mhz", lambda index: {"sm": 1000 + index})
     monkeypatch.setattr(nvml, "disturbances", lambda index: (0x40 | 0x04, 2))
-    assert state(3).gpu == {"sm": 1003, "slowdowns": ["hardware thermal slowdown"], "processes": 2}
+    assert state(3).gpu == {"sm": 1003, "slowdowns": ["hardware thermal slowdown"], "power_capped": True, "processes": 2}

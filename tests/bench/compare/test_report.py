@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.compare.synthetic import NASTY, counting, passing, resnet50
+from tests.bench.compare.synthetic import NASTY, counting, resnet50
 from tilewright.bench.compare import figures, report
 from tilewright.bench.compare.charts import charts
 from tilewright.bench.compare.charts.strip import strip
@@ -315,58 +315,6 @@ def test_the_timeline_has_both_engines_and_all_runs(measured: Comparison, tmp_pa
         for before, after in pairwise(layers):
             assert after["ts"] == pytest.approx(before["ts"] + before["dur"])
         assert sum((e["ph"], e["pid"], e.get("tid")) == ("X", 2, track) for e in events) == len(side.runs)
-
-
-def together(c: Comparison) -> Comparison:
-    """With all layers as one segment, as `--whole` measures them."""
-    return replace(c, segments=[replace(c.segments[0], layers=[layer for s in c.segments for layer in s.layers])])
-
-
-HEADLINES = {
-    "all pass": (lambda c: passing(c), "Every layer is at least 1.5× as fast, fp16 against fp32 (tf32 convolutions)"),
-    "one precision": (
-        lambda c: passing(replace(c, baseline=replace(c.baseline, facts={"precision": "fp16"}))),
-        "Every layer is at least 1.5× as fast",
-    ),
-    "one undecided": (
-        lambda c: replace(c, verdict="undecided"),
-        "Undecided whether every layer is 1.5× as fast, fp16 against fp32 (tf32 convolutions): fc stays open",
-    ),
-    "one segment, passed": (
-        lambda c: passing(together(c)),
-        "The whole model is at least 1.5× as fast, fp16 against fp32 (tf32 convolutions)",
-    ),
-    "one segment, failed": (
-        lambda c: replace(together(c), verdict="fail"),
-        "The whole model is not 1.5× as fast, fp16 against fp32 (tf32 convolutions)",
-    ),
-    "one segment, undecided": (
-        lambda c: replace(together(c), verdict="undecided"),
-        "Undecided whether the whole model is 1.5× as fast, fp16 against fp32 (tf32 convolutions)",
-    ),
-    "no card": (lambda c: replace(passing(c), card=[]), "Headline withheld, there is no fairness card"),
-    "an open point": (
-        lambda c: replace(passing(c), card=[replace(c.card[0], open=True), *c.card[1:]]),
-        "Headline withheld, 1 point of the fairness card open: precision",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HEADLINES)
-def test_the_headline_says_what_was_found_and_no_more(measured: Comparison, name: str) -> None:
-    change, wanted = HEADLINES[name]
-    assert figures.headline(change(measured)) == wanted
-
-
-def test_layers_that_do_not_add_up_are_said_beside_the_headline(measured: Comparison) -> None:
-    loose = replace(measured.baseline, additive=False)
-    assert figures.subline(measured).endswith("segments at once with 95% confidence.")
-    wanted = f"confidence, wider because nothing shows that the layers add up on {loose.engine}."
-    assert figures.subline(replace(measured, baseline=loose)).endswith(wanted)
-    assert wanted in " ".join(markdown(replace(measured, baseline=loose)).replace("\\", "").split())
-    both = replace(measured, ours=replace(measured.ours, additive=False), baseline=loose)
-    assert figures.subline(both).endswith("add up on either side.")
-    assert "add up" not in figures.subline(replace(measured, baseline=loose, segments=measured.segments[:1]))
 
 
 NUMBERS = [

@@ -48,6 +48,15 @@ def table(c: Comparison) -> Table | None:
             row[-1] += ", outside" if said is not None and not interval.low <= said <= interval.high else ""
         last[0] += ["", seconds(rest) if rest else "none", ""]
         last[1] += _beside(side.whole.value, sum(counter.seconds for counter in side.counters))
+    if all(side.counters_exact for _, side in both):
+        columns.append("speed-up by their kernels")
+        sums = [_sums(side, c.segments)[0] for _, side in both]
+        for row, ours, baseline in zip(cells, *sums, strict=True):
+            row.append(ratio(baseline / ours) if ours and baseline else "not known")
+        totals = [sum(counter.seconds for counter in side.counters) for _, side in both]
+        for row in last:
+            row.append("")
+        last[1][-1] = ratio(totals[1] / totals[0]) if totals[0] else "not known"
     listed = [(f"{name}: {side.engine}", _listed(side)) for name, side in telling]
     return Table(columns=columns, rows=[*cells, *last] if telling else [], notes=notes, listed=listed)
 

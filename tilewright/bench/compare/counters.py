@@ -39,7 +39,8 @@ def counted(
         try:
             counters = looked_over(side.counters(), side.name)
             operations = built.operations if isinstance(built, Counting) else ()
-            told.append(replace(was, counters=attributed(counters, operations, chain)))
+            exact = bool(getattr(built, "exact", False))
+            told.append(replace(was, counters=attributed(counters, operations, chain), counters_exact=exact))
         except EngineError as error:
             told.append(replace(was, counters_note=str(error)[:600]))
         except KeyboardInterrupt:

@@ -160,6 +160,7 @@ class Counting(Protocol):
 
     operations: Sequence[Operation]
     """Of the program as it was given, each behind what it reads; empty where none has a name. Read after `counters`."""
+    # A build may also have `exact = True`: its counters are the device's own records of its kernels (kernel_records.py).
 
     def counters(self) -> list[Counter]:
         """What its profiler says of each of its operations in one run, the median of several. `layers` are not its business.

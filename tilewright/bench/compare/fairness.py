@@ -122,12 +122,13 @@ def yardsticks(module: nn.Module, inputs: tuple[Tensor, ...], truth: Sequence[Te
 
 def card(
     ours: Side, baseline: Side, *, depth: int, before: State, after: State, measured: Mapping[str, float] | None = None,
-    despite: bool = False,
+    despite: bool = False, clocks: Mapping[str, Any] | None = None,
 ) -> list[Point]:  # fmt: skip
     """Every point, in the order in which they are read.
 
     `before` and `after` are looks at the machine around the measurement, `depth` and `measured` as for `precision_of`;
-    `despite`: the verdict would be the same if all ratios were off by what the sides drifted apart. Facts that are read:
+    `despite`: the verdict would be the same if all ratios were off by what the sides drifted apart; `clocks`: what was seen of
+    the GPU's clock while runs were made (`Watch.summary`). Facts that are read:
     "precision", "device", "inputs", "threads", "graph", "copies", "clock", "versions" (docs/compare.md).
     """
     on_cpu = str(ours.facts.get("device", "cpu")).startswith("cpu")
@@ -144,7 +145,7 @@ def card(
         _runs(ours, baseline),
         _order(ours, baseline),
         _drift(ours, baseline, despite),
-        _clocks(before, after, on_cpu),
+        _clocks(before, after, on_cpu, clocks or {}),
         _load(before, after, on_cpu),
     ]
 
@@ -152,6 +153,8 @@ def card(
 def _precision(ours: Side, baseline: Side, depth: int, measured: Mapping[str, float] | None) -> Point:
     shown, faults = [], []
     for side in (ours, baseline):
+        if (instead := side.facts.get("computes in")) is not None:
+            faults.append(f"{side.engine} was asked for {_told(side.facts.get('precision'))} and answered in {instead}")
         said = side.facts.get("precision")
         found = precision_of(side.output_error, depth, measured)
         shown.append(f"{_told(said)}; error {side.output_error:.1e}: {found}")
@@ -247,10 +250,21 @@ def _clock(ours: Side, baseline: Side) -> Point:
     if a is None or b is None:
         return _point("stop-watch", a, b, _silent(ours, baseline, "clock"))
     ours_only_device = "event" in str(a).lower() and "event" not in str(b).lower()
-    open_because = (
-        "Ours is timed on the device alone, the baseline with what its calls cost the host." if ours_only_device else None
-    )
-    return _point("stop-watch", a, b, open_because, "Nothing is in the baseline's time that ours is spared.")
+    # The layers' programs may be timed otherwise than the whole model.
+    layers = [str(side.facts.get("clock of layers", "call")) for side in (ours, baseline)]
+    shown = [f"{told}; layers: {_STOPWATCHES.get(layer, layer)}" for told, layer in zip((a, b), layers, strict=True)]
+    open_because = None
+    if ours_only_device or (layers[0] == "device" and layers[1] != "device"):
+        open_because = "Ours is timed on the device alone, the baseline with what its calls cost the host."
+    return _point("stop-watch", *shown, open_because, "Nothing is in the baseline's time that ours is spared.")
+
+
+_STOPWATCHES = {
+    "call": "whole calls",
+    "host": "the host's time of a call",
+    "device": "the device's time of a call",
+}
+"""`Contender.clock` in words."""
 
 
 def _versions(ours: Side, baseline: Side) -> Point:
@@ -307,7 +321,7 @@ def _drift_of(runs: Sequence[Run]) -> float:
     return statistics.median(relative[-third:]) / statistics.median(relative[:third]) - 1 if third else 0.0
 
 
-def _clocks(before: State, after: State, on_cpu: bool) -> Point:
+def _clocks(before: State, after: State, on_cpu: bool, seen: Mapping[str, Any]) -> Point:
     if on_cpu:
         shown = f"governor {before.governor}" if before.governor else "no governor to read"
         return _point("clocks", shown, shown, None, "One processor for both, runs interleaved.")
@@ -315,10 +329,13 @@ def _clocks(before: State, after: State, on_cpu: bool) -> Point:
         return _point("clocks", None, None, "No driver told the clocks: they may differ between the runs.")
     sm = [state.gpu.get("sm") for state in (before, after)]
     shown = f"{sm[0]} to {sm[1]} of {after.gpu.get('sm_max')} MHz"
-    slow = sorted({*before.gpu.get("slowdowns", []), *after.gpu.get("slowdowns", [])})
-    return _point(
-        "clocks", shown, shown, f"The card slows itself down: {', '.join(slow)}." if slow else None, "One card, interleaved."
-    )
+    slow = sorted({*before.gpu.get("slowdowns", []), *after.gpu.get("slowdowns", []), *seen.get("slowdowns", [])})
+    why = "One card, interleaved."
+    if seen:
+        low, middle, high = seen["sm_mhz"]
+        shown = f"{low} to {high}, median {middle}, of {after.gpu.get('sm_max')} MHz in {seen['samples']} samples"
+        why = f"One card, interleaved; its power limit held the clock down in {seen['power_capped']:.0%} of the samples."
+    return _point("clocks", shown, shown, f"The card slows itself down: {', '.join(slow)}." if slow else None, why)
 
 
 def _load(before: State, after: State, on_cpu: bool) -> Point:

@@ -2,9 +2,9 @@
 
 import math
 
-from tilewright.bench.compare.results import MOST_RATIO, Comparison, Interval, Segment, Side
+from tilewright.bench.compare.results import MOST_RATIO, Claim, Comparison, Interval, Segment, Side
 
-__all__ = ["amount", "between", "headline", "precisions", "ratio", "seconds", "subline"]
+__all__ = ["amount", "between", "claim_line", "headline", "precisions", "ratio", "seconds", "shown_alone", "subline", "sums"]
 
 _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -58,39 +58,83 @@ def _precision(side: Side) -> str:
     return str(side.facts.get("precision") or side.precision)
 
 
+def claim_line(claim: Claim) -> str:
+    """ "1.42× (1.40× to 1.45×) as fast as graph:fp16; equal precision and launch mode"."""
+    return f"{ratio(claim.ratio.value)} ({between(claim.ratio)}) as fast as {claim.engine}; {claim.words}"
+
+
+def sums(comparison: Comparison) -> list[tuple[str, float, float]]:
+    """(name, ours, baseline) in seconds: the layers together, what a call costs without any, and what neither explains."""
+    sides = comparison.ours, comparison.baseline
+    layers = [sum(getattr(segment, which).value for segment in comparison.segments) for which in ("ours", "baseline")]
+    rest = [side.whole.value - side.overhead.value - total for side, total in zip(sides, layers, strict=True)]
+    return [
+        ("sum of the layers", layers[0], layers[1]),
+        ("overhead of a call", sides[0].overhead.value, sides[1].overhead.value),
+        ("not explained", rest[0], rest[1]),
+    ]
+
+
+def shown_alone(comparison: Comparison) -> tuple[int, int, int]:
+    """(layers that pass by themselves, layers in segments of several, all layers)."""
+    alone = [s for s in comparison.segments if len(s.layers) <= 1]
+    joined = sum(len(s.layers) for s in comparison.segments if len(s.layers) > 1)
+    return sum(s.verdict == "pass" for s in alone), joined, len(alone) + joined
+
+
 def headline(comparison: Comparison) -> str:
-    """What was found out about the claim; or, while a point of the fairness card is open, that it is withheld, and why."""
+    """What was found out; while a point of the fairness card is open, that it is withheld, and why.
+
+    The whole model at equal precision and launch mode comes first, where the baseline is not of both itself.
+    """
     open_points = [point.name for point in comparison.card if point.open]
     if open_points or not comparison.card:
         points = "1 point" if len(open_points) == 1 else f"{len(open_points)} points"
         why = f"{points} of the fairness card open: {', '.join(open_points)}" if open_points else "there is no fairness card"
         return f"Headline withheld, {why}"
+    return _equal(comparison) + _about_layers(comparison)
+
+
+def _equal(comparison: Comparison) -> str:
+    """The claim at equal precision and launch mode, where it is about another engine than the baseline."""
+    equal = next((claim for claim in comparison.claims if claim.equal), None)
+    if equal is None or equal.engine == comparison.baseline.engine:
+        return ""
+    return f"{ratio(equal.ratio.value)} as fast as {equal.engine} at equal precision and launch mode. "
+
+
+def _about_layers(comparison: Comparison) -> str:
     claim = f"{comparison.claim:g}× as fast"
     ours, baseline = _precision(comparison.ours), _precision(comparison.baseline)
     types = "" if ours == baseline else f", {ours} against {baseline}"
     if len(comparison.segments) == 1:
         said = {"pass": "The whole model is at least", "fail": "The whole model is not"}
         return f"{said.get(comparison.verdict, 'Undecided whether the whole model is')} {claim}{types}"
+    than = f"{claim} as {comparison.baseline.engine}" if comparison.claims else claim
+    joined = shown_alone(comparison)[1]
     if comparison.verdict == "pass":
-        return f"Every layer is at least {claim}{types}"
+        what = f"Every segment, with {joined} layers not shown by themselves," if joined else "Every layer"
+        return f"{what} is at least {than}{types}"
     if comparison.verdict == "fail":
-        return f"Not every layer is {claim}{types}: {_named(comparison.segments, 'fail')} short"
-    return f"Undecided whether every layer is {claim}{types}: {_named(comparison.segments, 'undecided')} open"
+        return f"Not every layer is {than}{types}: {_named(comparison.segments, 'fail')} short"
+    return f"Undecided whether every layer is {than}{types}: {_named(comparison.segments, 'undecided')} open"
 
 
 def _named(segments: list[Segment], verdict: str) -> str:
     names = [segment.name for segment in segments if segment.verdict == verdict]
     if len(names) == 1:
-        return f"{names[0]} {'falls' if verdict == 'fail' else 'stays'}"
+        return f"layer “{names[0]}” {'falls' if verdict == 'fail' else 'stays'}"
     return f"{len(names)} of {len(segments)} segments {'fall' if verdict == 'fail' else 'stay'}"
 
 
 def subline(comparison: Comparison) -> str:
     """Who against whom, in which precision, and how the intervals are meant."""
+    none_equal = bool(comparison.claims) and not any(claim.equal for claim in comparison.claims)
+    unequal = " No engine of our precision and launch mode was measured." if none_equal else ""
     segments = "the one segment" if len(comparison.segments) == 1 else f"all {len(comparison.segments)} segments at once"
     return (
         f"{comparison.ours.engine} against {comparison.baseline.engine}, {precisions(comparison)}. "
-        f"Intervals hold for {segments} with {comparison.confidence:.0%} confidence{_apart(comparison)}."
+        f"Intervals hold for {segments} with {comparison.confidence:.0%} confidence{_apart(comparison)}.{unequal}"
     )
 
 

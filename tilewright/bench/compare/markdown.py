@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tilewright.bench.compare.claims import WORTH, table
-from tilewright.bench.compare.figures import between, headline, ratio, seconds, subline
+from tilewright.bench.compare.figures import between, claim_line, headline, ratio, seconds, subline, sums
 from tilewright.bench.compare.results import Comparison
 
 __all__ = ["markdown"]
@@ -15,10 +15,12 @@ def markdown(comparison: Comparison) -> str:
     """The text; what a model or an engine named itself cannot break out of its cell or become markup."""
     c = comparison
     sides = [f"{name} {seconds(side.whole.value)}" for name, side in (("ours", c.ours), ("baseline", c.baseline))]
-    segments = [
-        [s.name, seconds(s.ours.value), seconds(s.baseline.value), ratio(s.ratio.value), between(s.ratio), _MARKS[s.verdict]]
-        for s in c.segments
-    ]
+    segments = []
+    for s in c.segments:
+        times = seconds(s.ours.value), seconds(s.baseline.value)
+        segments.append([s.name, *times, ratio(s.ratio.value), between(s.ratio), _MARKS[s.verdict]])
+        segments += [[f"... {layer}", "", "", "", "", "not shown by itself"] for layer in s.layers if len(s.layers) > 1]
+    segments += [[name, seconds(a), seconds(b), "", "", ""] for name, a, b in sums(c)]
     card = [[p.name, "**open**" if p.open else "closed", p.ours, p.baseline, p.why] for p in c.card]
     said = table(c)
     claims = ["## What the engines say of themselves", "", f"**The engine's own claim, not measured here.** {WORTH}", ""]
@@ -32,6 +34,8 @@ def markdown(comparison: Comparison) -> str:
             "",
             _plain(subline(c)),
             "",
+            *(f"- {_plain(claim_line(claim))}" for claim in c.claims),
+            *([""] if c.claims else []),
             f"Whole model {ratio(c.ratio.value)} ({between(c.ratio)}): {', '.join(sides)}.",
             "",
             *_table(["segment", "ours", "baseline", "speed-up", "interval", f"{c.claim:g}×"], segments),

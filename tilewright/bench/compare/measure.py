@@ -316,8 +316,9 @@ def _guilty(side: Contender, wrong: "Variant", variants: Sequence["Variant"], de
 
 
 def race(
-    sides: Sequence[Contender], decided: Callable[[], bool], until: float, seed: int, started: float, progress: Progress
-) -> str:
+    sides: Sequence[Contender], decided: Callable[[], bool], until: float, seed: int, started: float, progress: Progress,
+    look_at_machine: Callable[[], None] = lambda: None,
+) -> str:  # fmt: skip
     """Rounds until `decided()`, asked whenever their number has doubled, or `time.monotonic()` reaches `until`.
 
     Returns why it ended: "decided", "budget" or "interrupted" (Ctrl-C: what was measured stays).
@@ -333,6 +334,7 @@ def race(
     try:
         while True:
             order.shuffle(turns)
+            look_at_machine()
             cold = time.monotonic() < warm
             found = [(side, side.turn(name, started)) for side, name in turns]
             rounds = min(rounds + 1, 0) if cold else rounds + 1

@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined
 
 from tilewright.bench.compare.charts import charts
 from tilewright.bench.compare.claims import WORTH, table
-from tilewright.bench.compare.figures import amount, between, headline, ratio, seconds, subline
+from tilewright.bench.compare.figures import amount, between, headline, ratio, seconds, shown_alone, subline, sums
 from tilewright.bench.compare.markdown import markdown
 from tilewright.bench.compare.results import Comparison
 from tilewright.bench.compare.timeline import timeline
@@ -124,18 +124,19 @@ def _inert(value: Any) -> str:
 
 def _tiles(c: Comparison) -> list[tuple[str, str, str]]:
     counts = Counter(segment.verdict for segment in c.segments)
-    others = [
-        f"{counts[verdict]} {word}" for verdict, word in (("fail", "fail"), ("undecided", "undecided")) if counts[verdict]
+    others = [f"{counts[verdict]} {verdict}" for verdict in ("fail", "undecided") if counts[verdict]]
+    joined = shown_alone(c)[1]
+    others += [f"{joined} layers not shown by themselves"] if joined else []
+    layers = sums(c)[0]
+    whole = [
+        (f"Whole model, {claim.engine}", ratio(claim.ratio.value), f"{claim.words}; {between(claim.ratio)}")
+        for claim in c.claims
     ]
     return [
-        ("Whole model", ratio(c.ratio.value), between(c.ratio)),
-        (f"Ours: {c.ours.engine}", seconds(c.ours.whole.value), between(c.ours.whole, seconds)),
-        (f"Baseline: {c.baseline.engine}", seconds(c.baseline.whole.value), between(c.baseline.whole, seconds)),
-        (
-            f"Segments at {c.claim:g}×",
-            f"{counts['pass']} of {len(c.segments)}",
-            " · ".join(["pass", *others]),
-        ),
+        *(whole or [("Whole model", ratio(c.ratio.value), between(c.ratio))]),
+        (f"Ours: {c.ours.engine}", seconds(c.ours.whole.value), f"the layers add up to {seconds(layers[1])}"),
+        (f"Baseline: {c.baseline.engine}", seconds(c.baseline.whole.value), f"the layers add up to {seconds(layers[2])}"),
+        (f"Segments that pass at {c.claim:g}×", f"{counts['pass']} of {len(c.segments)}", " · ".join(others)),
     ]
 
 

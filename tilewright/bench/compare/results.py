@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
-    "MOST_COUNTERS", "MOST_KIND", "MOST_NAME", "MOST_RATIO", "Comparison", "Counter", "Interval", "Point", "Run", "Segment",
-    "Side", "Verdict",
+    "MOST_COUNTERS", "MOST_KIND", "MOST_NAME", "MOST_RATIO", "Claim", "Comparison", "Counter", "Interval", "Point", "Run",
+    "Segment", "Side", "Verdict",
 ]  # fmt: skip
 
 Verdict = Literal["pass", "fail", "undecided"]
@@ -82,6 +82,8 @@ class Side:
     runs: list[Run]
     counters: list[Counter] = field(default_factory=list)
     """In the engine's order; empty where it was not asked or does not tell."""
+    counters_exact: bool = False
+    """Whether they are the device's own records of every kernel, each known to be of one layer."""
     counters_note: str = ""
     """Why there are none, where it was asked."""
 
@@ -102,6 +104,26 @@ class Segment:
     """Smallest traffic: inputs, weights and outputs once, in the precision of ours."""
     why: str = ""
     """Why its layers are one segment; empty for a layer alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """How many times as fast as one engine the whole model is, and what is equal on both sides."""
+
+    engine: str
+    """As it was asked for: "graph:fp16"."""
+    precision: str
+    """What it says it computes in."""
+    launch: str
+    """How it starts its work: "CUDA graph", "calls" or "not told"."""
+    seconds: Interval
+    """Of its whole model."""
+    ratio: Interval
+    """Its time over ours. An interval of its own, not simultaneous with those of the segments."""
+    equal: bool
+    """Whether it computes in our precision and starts its work as ours does."""
+    words: str
+    """What is equal, or what differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +159,8 @@ class Comparison:
     """What `optimize` decided, when it is one side: see tilewright.fuse."""
     tuning: list[dict[str, Any]] = field(default_factory=list)
     """Op, implementation, config and where it came from, for each launch of ours."""
+    claims: list[Claim] = field(default_factory=list)
+    """Of the whole model against the baseline and the engines beside it, the one at equal precision and launch mode first."""
     ceilings: dict[str, float] = field(default_factory=dict)
     """Measured: "bytes_per_s", and "flops_per_s.<dtype>"; empty where the machine has not been measured."""
     environment: dict[str, Any] = field(default_factory=dict)

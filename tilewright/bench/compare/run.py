@@ -4,15 +4,18 @@ Everything that is measured is kept in the answer; nothing is printed or written
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from tilewright.bench.compare.attribution import Design
 from tilewright.bench.compare.ballast import Looked, look, merged, only_whole, without_hidden
+from tilewright.bench.compare.beside import beside as engines_beside
+from tilewright.bench.compare.beside import claims
 from tilewright.bench.compare.counters import counted
 from tilewright.bench.compare.engine import Settings, engine_of, is_stepwise
 from tilewright.bench.compare.fairness import DRIFT, card, drifted_apart, precision_of, yardsticks
@@ -21,7 +24,8 @@ from tilewright.bench.compare.models import Model
 from tilewright.bench.compare.plan import only_needed, plan, refined
 from tilewright.bench.compare.results import Comparison, Interval, Point, Side, Verdict
 from tilewright.bench.compare.segments import Attribution, SideFit, attribute, decided
-from tilewright.bench.harness import environment
+from tilewright.bench.compare.watch import Watch
+from tilewright.bench.provenance import environment
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.cpu import cpu
 from tilewright.hw.device import device_of
@@ -47,6 +51,7 @@ def compare(
     seed: int = 0,
     threads: int | None = None,
     whole: bool = False,
+    beside: Sequence[str] = (),
     counters: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Comparison:
@@ -61,6 +66,7 @@ def compare(
         seed: of the order of runs.
         threads: of a call on a CPU; default: PyTorch's number.
         whole: the whole model as one segment: nothing else is built, for engines that take minutes to build.
+        beside: further engines, measured as the whole model alone (`tilewright.bench.compare.beside`).
         counters: ask both engines for their own counters when everything is measured.
         progress: told where it is.
 
@@ -74,29 +80,34 @@ def compare(
     with _threads(threads) as count, ExitStack() as ends:
         settings = Settings(device=device, threads=count, host_clock=apart)
         sides = [_started(name, settings, ends, progress) for name in (ours, baseline)]
+        others = engines_beside(sides[0], sides[1], beside, settings, ends, progress)
         progress("looking for layers")
         planned = plan(model.module, model.inputs, whole=whole)
         only = only_whole(planned)
-        _, began_at = build_all(sides, [only, only], budget_s, progress)
+        _, began_at = build_all([*sides, *others], [only] * (2 + len(others)), budget_s, progress)
         looked = look(sides, only if whole else planned, began_at + _PROBING * budget_s, progress)
         looked, ready = _built(sides, looked, budget_s, began_at, progress)
         design = merged(looked, [is_stepwise(side.engine) for side in sides])
         before, started = _look(device), time.monotonic()
+        watch = Watch(cuda=(device.index or 0) if device.type == "cuda" else None)
 
-        def enough() -> bool:
-            runs = sides[0].runs, sides[1].runs
-            if not decided(*runs, design, claim):
-                return False
-            apart, found = drifted_apart(*runs), _measured_whole(attribute(*runs, design, claim), claim)
-            return found.verdict != "undecided" and (apart <= DRIFT or found.holds(claim, apart))
-
-        ended = race(sides, enough, began_at + budget_s, seed, started, progress)
+        enough = partial(_enough, sides, design, claim)
+        ended = race([*sides, *others], enough, began_at + budget_s, seed, started, progress, watch.look)
         after = _look(device)
         progress("fitting")
         found = attribute(sides[0].runs, sides[1].runs, design, claim, confidence=CONFIDENCE, seed=seed)
-        found, run = _measured_whole(found, claim), _Run(model, design, sides, looked, ready, before, after)
+        found, run = _measured_whole(found, claim), _Run(model, design, sides, others, looked, ready, before, after, watch)
         answer = run.comparison(found, claim, {"seed": seed, "budget_s": budget_s, "ended": ended}, time.monotonic() - began)
         return counted(answer, sides, planned.chain, progress) if counters else answer
+
+
+def _enough(sides: list[Contender], design: Design, claim: float) -> bool:
+    """Whether the claim is decided, and would be if every ratio were off by what the sides have drifted apart."""
+    ours, baseline = sides[0].runs, sides[1].runs
+    if not decided(ours, baseline, design, claim):
+        return False
+    apart, found = drifted_apart(ours, baseline), _measured_whole(attribute(ours, baseline, design, claim), claim)
+    return found.verdict != "undecided" and (apart <= DRIFT or found.holds(claim, apart))
 
 
 def _started(name: str, settings: Settings, ends: ExitStack, progress: Callable[[str], None]) -> Contender:
@@ -133,10 +144,13 @@ class _Run:
     model: Model
     design: Design
     sides: list[Contender]
+    others: list[Contender]
+    """Engines beside them, of which the whole model alone was timed."""
     looked: Looked
     ready: list[list[str]]
     before: State
     after: State
+    watch: Watch
 
     @property
     def short(self) -> bool:
@@ -162,10 +176,12 @@ class _Run:
             card=[*self._card(ours, baseline, depth, despite), self._told_apart(len(found.segments))],
             fusions=_reported(self.sides[0], "decisions"),
             tuning=_reported(self.sides[0], "launches"),
+            claims=claims(self.sides[0], [self.sides[1], *self.others], CONFIDENCE, asked["seed"]),
             ceilings=_ceilings(self.model.inputs[0].device),
             environment={
                 **environment(),
                 "processor": cpu().name,
+                "clocks while measuring": self.watch.summary(),
                 **asked,
                 "variants": {name: [self.design.layers[i] for i in self.design.parts[name]] for name in names},
             },
@@ -175,7 +191,8 @@ class _Run:
     def _card(self, ours: Side, baseline: Side, depth: int, despite: bool) -> list[Point]:
         module, inputs = self.model.module, self.model.inputs
         measured, looks = yardsticks(module, inputs, truth_of(module, inputs)), {"before": self.before, "after": self.after}
-        found = card(ours, baseline, depth=depth, **looks, measured=measured, despite=despite)
+        clocks = self.watch.summary()
+        found = card(ours, baseline, depth=depth, **looks, measured=measured, despite=despite, clocks=clocks)
         calls = self.looked.point()
         return found if calls is None else [*found, calls]
 
@@ -214,8 +231,10 @@ def _side(side: Contender, fit: SideFit, depth: int) -> Side:
     error = side.errors["whole"]
     return Side(
         engine=side.name,
-        facts={**side.engine.facts, **of_whole, "additivity": fit.why, "noise of a run": fit.noise, "variants": len(side.built),
-               "all builds_s": side.build_s, "calls of a batch": side.calls["whole"]},
+        facts={
+            **side.engine.facts, **of_whole, "clock of layers": side.clock, "additivity": fit.why, "noise of a run": fit.noise,
+            "variants": len(side.built), "all builds_s": side.build_s, "calls of a batch": side.calls["whole"],
+        },
         whole=fit.whole,
         layers=fit.layers,
         overhead=fit.overhead,

@@ -45,7 +45,11 @@ def roofline(c: Comparison) -> Chart:
         title="Roofline",
         about="What each segment achieves against what the machine was measured to do at most, for both engines. A point's "
         "area is its share of its engine's time; a thin line joins the two points of a segment.",
-        legend=[("ours", "circle", "ours"), ("baseline", "square", "baseline"), ("ink", "line", "measured ceiling")],
+        legend=[
+            ("ours", "circle", "ours"),
+            ("baseline", "square", "baseline"),
+            *([("ink", "line", "measured ceiling")] if c.ceilings else []),
+        ],
         spec=spec(data=data, height=430, layer=_layers(span, heights)),
         columns=list(_TOLD.values()),
         rows=[[p[key] for key in _TOLD] for p in points],

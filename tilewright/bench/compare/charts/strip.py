@@ -16,7 +16,10 @@ _TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70
 
 def strip(c: Comparison) -> Chart:
     """The chart; a bound at nothing or infinity ends at the frame."""
-    entries = [("whole model", c.ratio, "whole model"), *((s.name, s.ratio, s.verdict) for s in c.segments)]
+    every = [("whole model", c.ratio, "whole model"), *((s.name, s.ratio, s.verdict) for s in c.segments)]
+    # An interval from nothing to infinity is no drawing.
+    entries = [entry for entry in every if entry[1].low > 0 or entry[1].high < MOST_RATIO]
+    boundless = [name for name, r, _ in every if r.low <= 0 and r.high >= MOST_RATIO]
     shown = [x for _, r, _ in entries for x in (*r, c.claim) if 0 < x < MOST_RATIO]
     low, high = max(min(shown), c.claim / 30) / 1.12, min(max(shown), c.claim * 60) * 1.08
     data = [
@@ -37,6 +40,8 @@ def strip(c: Comparison) -> Chart:
         for key, word in (("fail", "Short of the claim:"), ("undecided", "Undecided:"))
         if named[key]
     ]
+    if boundless:
+        notes.append(f"Not drawn, for their intervals have no bounds: {', '.join(boundless)}.")
     return Chart(
         key="strip",
         title="Verdict strip",
@@ -45,9 +50,16 @@ def strip(c: Comparison) -> Chart:
         legend=[(_COLOURS[v].removeprefix("$"), _SHAPES[v], v) for v in _SHAPES] + [("ink", "dashes", f"claim, {c.claim:g}×")],
         spec=spec(data={"segments": data, "claim": [{"value": c.claim}]}, height=ROW_PX * len(data), layer=_layers(low, high)),
         columns=["segment", "speed-up", "interval", "verdict"],
-        rows=[[row["name"], row["ratio"], row["interval"], row["verdict"] if i else ""] for i, row in enumerate(data)],
+        rows=[row for name, r, verdict in every for row in _rows(c, name, ratio(r.value), between(r), verdict)],
         notes=notes,
     )
+
+
+def _rows(c: Comparison, name: str, speed: str, interval: str, verdict: str) -> list[list[str]]:
+    """A segment, and below it each of its layers, if they are several."""
+    layers = next((s.layers for s in c.segments if s.name == name), [])
+    inside = [[f"... {layer}", "", "", "not shown by itself"] for layer in layers if len(layers) > 1]
+    return [[name, speed, interval, "" if verdict == "whole model" else verdict], *inside]
 
 
 def _layers(low: float, high: float) -> list[dict[str, Any]]:

@@ -5,18 +5,46 @@ model is traced as a user's is; its variants are parts of one more trace (cuttin
 """
 
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tilewright.bench.compare.cutting import Cutter, NotCut
-from tilewright.bench.compare.engine import EngineError, Settings
+from tilewright.bench.compare.engine import EngineError, Operation, Settings
+from tilewright.bench.compare.engines.kernel_records import counters_of, node_ranges
 from tilewright.bench.compare.engines.torch_engines import Ahead, Called, described, precision_name, shapes_of
+from tilewright.bench.compare.results import Counter
 from tilewright.bench.compare.variants import Variant
 from tilewright.fuse.optimize import PRECISIONS, optimize
 
 __all__ = ["Optimize"]
+
+
+class _Replayed(Ahead):
+    """A captured graph whose kernels are known by the layers that its calls are of."""
+
+    exact = True
+
+    def __init__(
+        self, call: Callable[[], Any], settings: Settings, facts: dict[str, Any], replay: Callable[[], Any],
+        fused: fx.GraphModule, inputs: tuple[Tensor, ...],
+    ):  # fmt: skip
+        super().__init__(call, settings, facts, alone=replay)
+        self._run: Callable[[], Any] | None = node_ranges(fused, inputs)
+        self._replay = replay
+        self.operations: list[Operation] = []
+
+    def counters(self) -> list[Counter]:
+        assert self._run is not None, "not after close"
+        found, self.operations = counters_of(self._replay, self._run, nullcontext)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self._run = None
 
 
 class Optimize:
@@ -43,10 +71,12 @@ class Optimize:
             optimized(*inputs)
         said = optimized.report.as_dict()
         facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs), "optimize": said["facts"], "report": said}
+        if self._precision == "int8" and not any(d["kind"] == "quantise" and d["taken"] for d in said["decisions"]):
+            facts["computes in"] = "fp16, for no product is faster in int8"
         captured = getattr(optimized, "captured", None)
         if captured is None:
             return Called(lambda: optimized(*inputs), self._settings, facts)
-        return Ahead(lambda: optimized(*inputs), self._settings, facts, alone=captured.replay)
+        return _Replayed(lambda: optimized(*inputs), self._settings, facts, captured.replay, optimized.fused, inputs)
 
     def build_variant(self, variant: Variant) -> Called:
         """A part of the model that `variant` was made from."""

@@ -1,7 +1,9 @@
 """PyTorch's own profiler on a module in eager mode, on a CPU: seconds of each operator, with the module that called it.
 
+On a GPU the kernels are what counts (kernel_records.py), by the same ranges around modules.
+
 An operator is counted as a whole, with what it calls itself. A call of a module is seen by hooks, which are gone afterwards.
-Compiled and captured modules are not taken: nothing tells which module their kernels are of. On a GPU neither.
+Compiled modules are not taken: nothing tells which module their kernels are of.
 """
 
 import os
@@ -17,12 +19,13 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tilewright.bench.compare.engine import EngineError, Operation, repeated
+from tilewright.bench.compare.engines.kernel_records import RANGE as _MODULE
 from tilewright.bench.compare.results import Counter
 
-__all__ = ["profiled"]
+__all__ = ["module_ranges", "profiled"]
 
-_RUN, _MODULE = "tilewright run", "tilewright module "
-"""Of ranges that are put around a run, and, with its path, around a module's call."""
+_RUN = "tilewright run"
+"""Of ranges that are put around a run; those around a module's call are called by its path."""
 
 
 def profiled(call: Callable[[], Any], module: nn.Module) -> tuple[list[Counter], list[Operation]]:
@@ -35,7 +38,7 @@ def profiled(call: Callable[[], Any], module: nn.Module) -> tuple[list[Counter],
         with record_function(_RUN):
             call()
 
-    with torch.inference_mode(), _ranges(module), _silent():
+    with torch.inference_mode(), module_ranges(module), _silent():
         repeated(call)
         found = profile(use_kineto=False)
         with found:
@@ -74,7 +77,7 @@ def _operators(events: list[FunctionEvent]) -> list[list[tuple[str, str, float]]
 
 
 @contextmanager
-def _ranges(module: nn.Module) -> Iterator[None]:
+def module_ranges(module: nn.Module) -> Iterator[None]:
     """Calls of `module` and those inside are ranges of the profile."""
     paths = {id(one): path for path, one in module.named_modules()}
     open_ranges: list[tuple[int, record_function]] = []

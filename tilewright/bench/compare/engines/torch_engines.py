@@ -2,7 +2,7 @@
 
     eager      the module under inference_mode, called in a loop
     graph      the same captured once and replayed; needs a GPU. Inputs and outputs stay in their buffers: nothing is copied
-    compile    torch.compile(mode="max-autotune"), which captures a CUDA graph of its own and copies inputs into it
+    compile    torch.compile(mode="max-autotune") with frozen weights, which captures a CUDA graph and copies inputs into it
 
 Nobody's settings are changed: on a GPU, float32 convolutions use tf32 as PyTorch does unless told otherwise.
 """
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tilewright import __version__
 from tilewright.bench.compare.clocks import Behind, launched, timed
 from tilewright.bench.compare.engine import DTYPES, EngineError, Operation, Settings, cast, dtype_of, flat_outputs
-from tilewright.bench.compare.engines.torch_counters import profiled
+from tilewright.bench.compare.engines.kernel_records import counters_of
+from tilewright.bench.compare.engines.torch_counters import module_ranges, profiled
 from tilewright.bench.compare.results import Counter
 from tilewright.hw.device import device_of
 from tilewright.hw.tf32 import allows_tf32
@@ -75,7 +76,34 @@ class Ahead(Called):
         self._alone = self._behind = None
 
 
-class _Launched(Ahead):
+class _Kernels(Called):
+    """One on a GPU whose kernels are known by the modules that launch them; captured or not."""
+
+    exact = True
+
+    def __init__(
+        self, call: Callable[[], Any], module: nn.Module, inputs: tuple[Tensor, ...], settings: Settings, facts: dict[str, Any],
+        renew: Callable[[], None],
+    ):  # fmt: skip
+        super().__init__(call, settings, facts, renew)
+        self._module: nn.Module | None = module
+        self._inputs = inputs
+        self.operations: list[Operation] = []
+
+    def counters(self) -> list[Counter]:
+        assert self._call is not None, "not after close"
+        assert self._module is not None, "not after close"
+        module, inputs = self._module, self._inputs
+        with torch.inference_mode():
+            found, self.operations = counters_of(self._call, lambda: module(*inputs), lambda: module_ranges(module))
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self._module = None
+
+
+class _Launched(_Kernels, Ahead):
     """One whose work a host starts, operator by operator."""
 
     def host_time(self, calls: int) -> float:
@@ -135,7 +163,10 @@ class Eager:
         facts = {"build_s": time.perf_counter() - began, "inputs": shapes_of(inputs)}
         if self.name == "eager" and self._settings.device.type == "cpu":
             return _Profiled(call, module, self._settings, facts, renew)
-        return (_Launched if self.name == "eager" else Called)(call, self._settings, facts, renew)
+        if self.name in ("eager", "graph"):
+            kind = _Launched if self.name == "eager" else _Kernels
+            return kind(call, module, inputs, self._settings, facts, renew)
+        return Called(call, self._settings, facts, renew)
 
     def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
         return lambda: module(*inputs)
@@ -201,13 +232,17 @@ class Compile(Eager):
         self.graph = "cuda graph" if settings.device.type == "cuda" else False
         self.copies = "in: inputs into the graph's buffers" if self.graph else "none"
         super().__init__(option, settings)
-        self.facts |= {"mode": "max-autotune"}
+        self.facts |= {"mode": "max-autotune, frozen weights"}
 
     def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+        from torch._inductor import config  # seconds to import
+
         compiled = torch.compile(module, mode="max-autotune", dynamic=False)
-        for _ in range(3):  # compiled, warmed up, recorded
-            torch.compiler.cudagraph_mark_step_begin()
-            compiled(*inputs)
+        # Batch norms are folded and weights laid out anew; as an option of torch.compile `freezing` does nothing.
+        with config.patch(freezing=True), torch.no_grad():
+            for _ in range(3):  # compiled, warmed up, recorded
+                torch.compiler.cudagraph_mark_step_begin()
+                compiled(*inputs)
 
         def call() -> Any:
             torch.compiler.cudagraph_mark_step_begin()

@@ -1,0 +1,81 @@
+"""How long requests wait: who is refused at once, who is given up, and who is let alone."""
+
+import pytest
+
+from tests.engine.fake_runner import scheduler
+from tests.engine.pair import start_again
+from tilewright.engine.request import QueueFull, Request, SamplingParams, State
+from tilewright.engine.schedule import Scheduler
+
+
+class Queue:
+    """One slot, a clock of seconds, and requests that each hold the slot for two of them."""
+
+    def __init__(self):
+        self.now_s = 100.0
+        blocks = scheduler().blocks
+        self.sched = Scheduler(
+            blocks=blocks, max_seqs=1, max_tokens_per_step=8, max_model_len=50, max_waiting=50, clock=lambda: self.now_s
+        )
+        self.asked = 0
+
+    def ask(self, max_wait_s: float | None) -> Request:
+        self.asked += 1
+        made = Request(str(self.asked), [1, 2], SamplingParams(max_tokens=2), max_wait_s=max_wait_s)
+        self.sched.add(made)
+        return made
+
+    def second(self) -> list[tuple[Request, float]]:
+        late = self.sched.expire()
+        step = self.sched.schedule()
+        assert step is not None
+        self.now_s += 1
+        self.sched.complete(step, [7])
+        return late
+
+
+def test_a_request_waits_for_as_long_as_it_may_and_is_refused_where_it_would_wait_longer():
+    queue = Queue()
+    asked = [queue.ask(7.0) for _ in range(6)]
+    late = [pair for _ in range(6) for pair in queue.second()]
+    assert late == []
+    assert [request.finish_reason for request in asked] == ["length"] * 3 + [None] * 3
+    # Three wait; in the last five seconds two were started.
+    with pytest.raises(QueueFull, match=r"3 requests wait, and this one would wait some 7\.5 s, wanted at most 7 s") as error:
+        queue.ask(7.0)
+    assert error.value.retry_after_s == 1.0
+    with pytest.raises(QueueFull, match="wanted at most 2 s") as error:
+        queue.ask(2.0)
+    assert error.value.retry_after_s == pytest.approx(5.5)
+    assert queue.ask(9.0).state is State.WAITING
+    patient = queue.ask(None)
+    late = [pair for _ in range(3) for pair in queue.second()]
+    assert [request for request, _ in late] == asked[4:], "they came at 100 s, and are not started by 108"
+    assert all(request.finish_reason == "expired" and retry_s >= 1 for request, retry_s in late)
+    while patient.state is not State.FINISHED:
+        queue.second()
+    assert patient.finish_reason == "length"
+    assert queue.sched.stats().expired == len(late)
+    assert queue.ask(0.5).state is State.WAITING, "an empty queue takes the most impatient"
+
+
+def test_the_samples_of_an_overdue_one_go_with_it():
+    queue = Queue()
+    queue.ask(None)
+    samples = [Request("n", [1], SamplingParams(n=3), index=i, max_wait_s=None if i else 1.5) for i in range(3)]
+    queue.sched.add(*samples)
+    late = [pair for _ in range(2) for pair in queue.second()] + queue.sched.expire()
+    assert [request for request, _ in late] == samples
+    assert not queue.sched.waiting
+
+
+def test_whoever_was_started_does_not_expire():
+    queue = Queue()
+    one = queue.ask(1.0)
+    queue.second()
+    start_again(queue.sched)
+    queue.now_s += 100
+    assert queue.sched.expire() == []
+    while one.state is not State.FINISHED:
+        queue.second()
+    assert one.finish_reason == "length"

@@ -1,0 +1,167 @@
+"""Twice as many requests as a server can answer: `python -m tests.server.overload [--seconds 60] [--seed 0]`.
+
+Starts `tilewright serve bookworm` with its defaults on the CPU. Measures what it can answer when many clients ask at once, then
+sends twice that rate, by a Poisson process, and counts
+
+    in time     answers within 5 s of their request, as a share of what the server could have answered (wanted: 85 %)
+    refused     every other request has a 429 with a retry-after, and had it within 5 s
+    honest      how often requests that come again when they were told to are answered then, beside the share of first requests
+    recovered   the latency of single requests from 5 s after the end, against that before (wanted: at most twice)
+
+With `--step 0.1` the server runs in this process on an engine whose steps take so many seconds and no processor: on a machine
+that is busy otherwise the embedded model's own speed would decide.
+
+Prints the numbers and exits with 1 where one is not as wanted. Loopback only; ends by itself.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from tests.server.fake_engine import fake_engine, running
+
+IN_TIME_S = 5.0
+WANTED_SHARE = 0.85
+RECOVERY_S = 5.0
+TOKENS = 16
+CLIENTS = 96
+"""That ask again and again while the capacity is measured."""
+
+
+@dataclass
+class Asked:
+    """One request: when it was sent, its status, how long it took, and when it was told to come again."""
+
+    sent_s: float
+    status: int
+    took_s: float
+    retry_s: float = 0.0
+
+
+async def ask(port: int, rng: random.Random) -> Asked:
+    """Send one completion on a connection of its own."""
+    words = " ".join(rng.choice(("sea", "ship", "captain", "wind", "night", "land")) for _ in range(8))
+    fields = {"prompt": words, "max_tokens": TOKENS, "ignore_eos": True, "seed": rng.randrange(1 << 30)}
+    body = json.dumps(fields).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    sent_s = time.monotonic()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        answer = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+    except (OSError, TimeoutError):
+        return Asked(sent_s, 0, time.monotonic() - sent_s)
+    retry = re.search(rb"(?i)retry-after: (\d+)", answer)
+    status = int(answer[9:12] or 0)
+    return Asked(sent_s, status, time.monotonic() - sent_s, float(retry[1]) if retry else 0.0)
+
+
+async def capacity(port: int, seconds: float, rng: random.Random) -> float:
+    """Answers a second with enough clients that each ask again at once."""
+    end_s, done = time.monotonic() + seconds, []
+
+    async def client() -> None:
+        while time.monotonic() < end_s:
+            one = await ask(port, rng)
+            if one.status == 200:
+                done.append(time.monotonic())
+            else:
+                await asyncio.sleep(0.1)
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    counted = [at for at in done if end_s - 0.75 * seconds < at <= end_s]
+    return len(counted) / (0.75 * seconds)
+
+
+async def flood(port: int, rate: float, seconds: float, rng: random.Random) -> tuple[list[Asked], list[Asked]]:
+    """(first requests at this rate, a tenth of those that were told to come again, when they did)."""
+    start_s, at_s = time.monotonic(), 0.0
+    first: list[asyncio.Task[Asked]] = []
+    again: list[asyncio.Task[Asked]] = []
+
+    async def come_again(one: asyncio.Task[Asked]) -> Asked:
+        refused = await one
+        if refused.status != 429 or refused.sent_s + refused.took_s + refused.retry_s > start_s + seconds:
+            return refused
+        await asyncio.sleep(refused.retry_s)
+        return await ask(port, rng)
+
+    while (at_s := at_s + rng.expovariate(rate)) < seconds:
+        await asyncio.sleep(max(0.0, start_s + at_s - time.monotonic()))
+        first.append(asyncio.create_task(ask(port, rng)))
+        if rng.random() < 0.1:
+            again.append(asyncio.create_task(come_again(first[-1])))
+    asked = await asyncio.gather(*first)
+    later = [one for one in await asyncio.gather(*again) if all(one is not early for early in asked)]
+    return asked, later
+
+
+async def single(port: int, count: int, rng: random.Random) -> float:
+    """The median latency of requests one after the other."""
+    return statistics.median([(await ask(port, rng)).took_s for _ in range(count)])
+
+
+async def run(port: int, seconds: float, rng: random.Random) -> bool:
+    """All of it; whether everything is as wanted."""
+    idle_s = await single(port, 8, rng)
+    able = await capacity(port, max(12.0, seconds / 3), rng)
+    print(f"idle: {idle_s * 1e3:.0f} ms a request of {TOKENS} tokens; capacity: {able:.1f} requests/s", flush=True)
+    asked, later = await flood(port, 2 * able, seconds, rng)
+    await asyncio.sleep(max(0.0, asked[-1].sent_s + RECOVERY_S - time.monotonic()))
+    after_s = await single(port, 8, rng)
+    answered = [one for one in asked if one.status == 200]
+    in_time = sum(one.took_s <= IN_TIME_S for one in answered)
+    refused = [one for one in asked if one.status == 429]
+    share = in_time / (able * seconds)
+    took = sorted(one.took_s for one in answered)
+    late = sum(one.took_s > IN_TIME_S or not one.retry_s for one in refused)
+    others = len(asked) - len(answered) - len(refused)
+    print(f"sent {len(asked)} at {len(asked) / seconds:.1f}/s; answered {len(answered)}, refused {len(refused)}, else {others}")
+    print(f"in time: {in_time}, {share:.0%} of capacity; answers: median {took[len(took) // 2]:.2f} s, last {took[-1]:.2f} s")
+    retries = sorted(one.retry_s for one in refused) or [0.0]
+    middle = retries[len(retries) // 2]
+    print(f"refusals: {late} late or without retry-after; retry-after median {middle:.0f} s, most {retries[-1]:.0f} s")
+    if later:
+        again = sum(one.status == 200 for one in later) / len(later)
+        print(f"came again when told: {again:.0%} of {len(later)} answered; first requests: {len(answered) / len(asked):.0%}")
+    print(f"{RECOVERY_S:g} s after: {after_s * 1e3:.0f} ms a request")
+    return share >= WANTED_SHARE and not late and not others and after_s <= 2 * idle_s + 0.05
+
+
+def main() -> int:
+    """Start a server, flood it, end it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("options", nargs="*", help="further options of `tilewright serve`, after --")
+    parser.add_argument("--step", type=float, help="seconds a step of a simulated engine takes")
+    given = parser.parse_args()
+    rng = random.Random(given.seed)
+    if given.step is not None:
+        with running(fake_engine(delay_s=given.step, max_seqs=64, max_waiting=4096, pages=4096)) as fake:
+            return 0 if asyncio.run(run(fake.port, given.seconds, rng)) else 1
+    command = [sys.executable, "-m", "tilewright.cli", "serve", "bookworm", "--device", "cpu", "--port", "0", *given.options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            said = ""
+            while not (found := re.search(r"http://127\.0\.0\.1:(\d+)", said)):
+                said += (line := server.stderr.readline())
+                assert line, f"the server ended: {said}"
+            threading.Thread(target=server.stderr.read, daemon=True).start()
+            return 0 if asyncio.run(run(int(found[1]), given.seconds, rng)) else 1
+        finally:
+            server.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What `tilewright serve` warns of before it serves, without a socket that anybody could reach."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from tests.server.tiny_model import write_tiny_model
+from tilewright.cli import serve as verb
+from tilewright.server import serve
+from tilewright.server.config import ServerConfig
+from tilewright.server.logs import Log
+
+
+class Lines(Log):
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        """Keep it."""
+        self.lines.append(line)
+
+
+@pytest.fixture
+def warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The warnings of a start with these options."""
+    monkeypatch.setattr(serve, "run_server", lambda app, listener, log: listener.close() or 0)
+
+    def start(*, host: str = "127.0.0.1", api_key: str | None = None, added: int = 0, **engine: Any) -> list[str]:
+        folder = write_tiny_model(tmp_path / "tiny")
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_tokens([f"<added{number}>" for number in range(added)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        log = Lines()
+        options = {"device": "cpu", "max_seqs": 2, **engine}
+        assert verb._serve(str(folder), None, options, ServerConfig(host=host, port=0, api_key=api_key), log) == 0
+        return [line for text in log.lines for line in text.splitlines() if line.startswith("warning: ")]
+
+    return start
+
+
+def test_a_usual_start_warns_of_nothing(warnings: Callable[..., list[str]]) -> None:
+    assert warnings() == []
+
+
+def test_everybody_may_come(warnings: Callable[..., list[str]]) -> None:
+    (words,) = warnings(host="0.0.0.0")
+    assert "everybody who can reach 0.0.0.0 may use this server, as there is no API key" in words
+    assert warnings(host="0.0.0.0", api_key="k") == []
+
+
+def test_a_tokenizer_of_another_model(warnings: Callable[..., list[str]]) -> None:
+    (words,) = warnings(added=3)
+    assert "the tokenizer has 261 tokens and the model 258" in words
+
+
+def test_a_cache_that_was_cut(warnings: Callable[..., list[str]]) -> None:
+    (words,) = warnings(kv_cache_bytes=1 << 30)
+    assert "kv_cache_bytes is 1,073,741,824, but 2 requests (max_seqs) of 128 tokens need no more than" in words
+
+
+def test_contexts_that_were_cut(warnings: Callable[..., list[str]]) -> None:
+    (words,) = warnings(kv_cache_bytes=20_000)
+    assert "contexts are cut to 64 tokens, what the KV cache holds; the model could take 128" in words
+
+
+def test_a_line_that_does_not_fit_its_arguments_is_still_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    import logging
+
+    with Log("info", "json") as log:
+        logging.getLogger("tilewright.x").info("%d files", "many")
+        logging.getLogger("tilewright.x").info("fine")
+        logging.getLogger("somebody.else").info("not ours")
+        log.say("Serving")
+    first, *rest = capfd.readouterr().err.splitlines()
+    assert "could not be written" in first
+    assert [json.loads(line)["message"] for line in rest] == ["fine", "Serving"]

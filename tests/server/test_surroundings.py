@@ -1,0 +1,408 @@
+"""What clients, signals and a log's reader can do to a server process while a stream runs: nothing that the stream would feel.
+
+Each row of HOSTILE is one thing to do to a real server over real sockets; a victim's stream runs beside it, and may neither
+change nor wait. What ends the server has a test of its own below the table.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.server.test_lifecycle import until
+from tests.server.tiny_model import write_tiny_model
+from tests.server.victim import ALPHABET, ALPHABET_TEXT, ServerProcess, Victim, server_process, victim
+
+MANY = 40
+"""Connections that the table's server takes."""
+OPTIONS = (
+    f"max_connections={MANY}", "head_timeout_s=1.0", "write_timeout_s=1.0", "body_timeout_s=1.0", "drain_timeout_s=1.5",
+    "max_body_bytes=100_000", "log_level='info'",
+)  # fmt: skip
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with server_process("tests.server.fake_server", "0.005", *OPTIONS) as server:
+        yield server
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    found = b""
+    while piece := connection.recv(65536):
+        found += piece
+    return found
+
+
+def with_length(body: bytes) -> bytes:
+    return POST + f"content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def generation(**fields: object) -> bytes:
+    return with_length(json.dumps({"prompt": "ab", "max_tokens": 3000, "stream": True, **fields}).encode())
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+def idle_connections(server: ServerProcess, stack: ExitStack) -> None:
+    before = server.metric('tilewright_http_connections_ended_total{reason="evicted"}')
+    for _ in range(5 * MANY):
+        stack.enter_context(connect(server))
+    assert server.post(prompt="ab", max_tokens=3)[0] == 200
+    assert server.metric('tilewright_http_connections_ended_total{reason="evicted"}') > before + 3 * MANY
+    assert server.metric("tilewright_http_connections") <= MANY + 1
+
+
+def busy_connections(server: ServerProcess, stack: ExitStack) -> None:
+    """All connections have a request: the next is told so."""
+    for _ in range(MANY - 1):  # and the victim's
+        one = stack.enter_context(connect(server))
+        one.sendall(generation())
+        assert one.recv(12) == b"HTTP/1.1 200"
+    one = stack.enter_context(connect(server))
+    one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    refused = answer(one)
+    assert b"503 Service Unavailable" in refused
+    assert b"too_many_connections" in refused
+
+
+def slow_heads(server: ServerProcess, stack: ExitStack) -> None:
+    slow = [stack.enter_context(connect(server)) for _ in range(MANY // 2)]
+    silent = stack.enter_context(connect(server))
+    for letter in b"GET / HTTP/1":
+        for one in slow:
+            one.sendall(bytes([letter]))
+        time.sleep(0.02)
+    assert all(b"408 Request Timeout" in answer(one) for one in slow)
+    assert answer(silent) == b""
+
+
+def clients_that_vanish(server: ServerProcess, stack: ExitStack) -> None:
+    for number in range(300):
+        with connect(server) as one:
+            one.sendall(generation()[: None if number % 2 else -10])
+            if number % 3 == 0:  # a reset instead of an end
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until(lambda: server.metric("tilewright_requests_running") + server.metric("tilewright_requests_waiting") <= 1, 10)
+
+
+def a_client_that_does_not_read(server: ServerProcess, stack: ExitStack) -> None:
+    name = 'tilewright_http_connections_ended_total{reason="write_timeout"}'
+    before = server.metric(name)
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    stack.enter_context(one).connect(("127.0.0.1", server.port))
+    one.sendall(generation(n=32, logprobs=5, max_tokens=4000))
+    until(lambda: server.metric(name) > before, 30)
+    until(lambda: server.metric("tilewright_requests_running") <= 1, 10)
+
+
+def two_lengths(server: ServerProcess, stack: ExitStack) -> None:
+    one = stack.enter_context(connect(server))
+    smuggled = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    one.sendall(POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled)
+    found = answer(one)
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert found.count(b"HTTP/1.1 ") == 1, "what was smuggled is not answered"
+
+
+def too_large_while_writing(server: ServerProcess, stack: ExitStack) -> None:
+    body = b" " * 20_000_000
+    status, _, said = server.request("POST", "/v1/completions", body, content_type="application/json")
+    assert (status, b"larger than 100000 bytes" in said) == (413, True)
+
+
+def chunks_that_are_none(server: ServerProcess, stack: ExitStack) -> None:
+    one = stack.enter_context(connect(server))
+    one.sendall(POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n" + b"x" * 100_000)
+    assert b"invalid_http" in answer(one)
+
+
+def no_http(server: ServerProcess, stack: ExitStack) -> None:
+    tls = b"\x16\x03\x01\x02\x00\x01\x00" * 50
+    for words in (tls, b"GET / HTTP/1.1\r\nhost : x\r\n\r\n", b"A" * 100_000, b"GET /\r\n\r\n"):
+        one = stack.enter_context(connect(server))
+        one.sendall(words)
+        assert b'"code": "invalid_http"' in answer(one)
+
+
+def a_body_without_end(server: ServerProcess, stack: ExitStack) -> None:
+    """Of a request that is answered already: it is dropped, not kept."""
+    one = stack.enter_context(connect(server))
+    one.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n")
+    assert one.recv(1000).startswith(b"HTTP/1.1 200")
+    for _ in range(100):
+        one.sendall(b"x" * 100_000)
+
+
+def a_body_that_does_not_come(server: ServerProcess, stack: ExitStack) -> None:
+    one = stack.enter_context(connect(server))
+    one.sendall(POST + b"content-length: 500\r\n\r\n{")
+    assert one.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def pipelined_requests(server: ServerProcess, stack: ExitStack) -> None:
+    one = stack.enter_context(connect(server))
+    last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    one.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500 + last)
+    assert answer(one).count(b"HTTP/1.1 200") == 501
+
+
+def websockets(server: ServerProcess, stack: ExitStack) -> None:
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_key": "x", "sec_websocket_version": "13"}
+    assert server.request("GET", "/live", **upgrade)[0] == 200
+
+
+def refusals(server: ServerProcess, stack: ExitStack) -> None:
+    """Requests whose answer is a status."""
+    assert server.request("GET", f"/page/{'a' * 300}.js")[0] == 404
+    assert server.request("GET", "/page/..%2f..%2fapp.py")[0] == 404
+    assert server.request("GET", f"/v1/models/{'m' * 3000}")[0] == 404
+    body = b'{"prompt": "ab", "max_tokens": 2}'
+    for origin, status in (("https://evil.example", 403), ("null", 403), ("http://localhost:1", 403), ("http://[", 403)):
+        assert server.request("POST", "/v1/completions", body, content_type="application/json", origin=origin)[0] == status
+    own = f"http://127.0.0.1:{server.port}"
+    assert server.request("POST", "/v1/completions", body, content_type="application/json", origin=own)[0] == 200
+    assert server.request("DELETE", "/v1/models")[0] == 405
+
+
+HOSTILE: tuple[Callable[[ServerProcess, ExitStack], None], ...] = (
+    a_body_that_does_not_come,
+    a_body_without_end,
+    a_client_that_does_not_read,
+    busy_connections,
+    chunks_that_are_none,
+    clients_that_vanish,
+    idle_connections,
+    no_http,
+    pipelined_requests,
+    refusals,
+    slow_heads,
+    too_large_while_writing,
+    two_lengths,
+    websockets,
+)
+
+
+@pytest.mark.parametrize("attack", HOSTILE, ids=lambda attack: attack.__name__)
+def test_nobody_beside_it_feels_it(attack: Callable[[ServerProcess, ExitStack], None], server: ServerProcess) -> None:
+    until(lambda: server.metric("tilewright_requests_running") == 0)
+    errors = len([line for line in server.lines if "Traceback" in line or " ERROR " in line])
+    with victim(server.port, ALPHABET, ALPHABET_TEXT), ExitStack() as stack:
+        attack(server, stack)
+    status = server.request("GET", "/health")[0]
+    assert status == 200
+    assert len([line for line in server.lines if "Traceback" in line or " ERROR " in line]) == errors, server.lines[-20:]
+
+
+# The log and the metrics ----------------------------------------------------------------------------------------------
+
+
+def test_every_request_is_a_line_with_its_id_and_without_its_text(server: ServerProcess) -> None:
+    secret = "attackatdawn"
+    asked = json.dumps({"prompt": secret, "max_tokens": 4}).encode()
+    headers = {"content_type": "application/json", "x_request_id": "my-id-1"}
+    status, got, _ = server.request("POST", f"/v1/completions?{secret}", asked, **headers)
+    assert (status, got["x-request-id"]) == (200, "my-id-1")
+    until(lambda: any("my-id-1" in line for line in server.lines))
+    line = next(line for line in server.lines if "my-id-1" in line)
+    assert re.match(r"\S+Z INFO POST /v1/completions 200 \d+\.\d+s  12\+4 tokens, first byte \S+s  my-id-1 127\.0\.0\.1$", line)
+    for bad in ("two words", "x" * 200, ""):
+        assert re.fullmatch(r"req-[0-9a-f]{24}", server.request("GET", "/health", x_request_id=bad)[1]["x-request-id"])
+    assert not any(secret in line for line in server.lines)
+
+
+def test_metrics_count_statuses_and_the_process(server: ServerProcess) -> None:
+    name = 'tilewright_http_requests_total{path="/tokenize",status="200"}'
+    before = server.metric(name)
+    assert server.post("/tokenize", prompt="abc")[0] == 200
+    assert server.metric(name) == before + 1
+    other = server.metric('tilewright_http_requests_total{path="other",status="404"}')
+    for number in range(3):
+        server.request("GET", f"/nothing/{number}")
+    assert server.metric('tilewright_http_requests_total{path="other",status="404"}') == other + 3
+    assert server.metric("process_open_fds") > 3
+    assert server.metric("process_resident_memory_bytes") > 1e6
+
+
+def test_json_lines_keys_and_origins() -> None:
+    options = ("api_key='k'", "log_level='info'", "log_format='json'", "cors_origins=('https://chat.example',)")
+    with server_process("tests.server.fake_server", "0.0", *options) as server:
+        allowed = {"authorization": "Bearer k", "content_type": "application/json", "origin": "https://chat.example"}
+        status, headers, _ = server.request("POST", "/v1/completions", b'{"prompt": "ab", "max_tokens": 3}', **allowed)
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        asked = {"origin": "https://chat.example", "access_control_request_method": "POST"}
+        preflight = server.request("OPTIONS", "/v1/completions", access_control_request_headers="authorization", **asked)
+        assert preflight[0] == 200, "a preflight brings no key"
+        wrong = {**allowed, "origin": "https://evil.example"}
+        assert server.request("POST", "/v1/completions", b"{}", **wrong)[0] == 403
+        for key in ("", "Bearer x", "Bearer k2"):
+            assert server.request("GET", "/v1/models", authorization=key)[0] == 401
+        text = server.request("GET", "/metrics", authorization="Bearer k")[2].decode()
+        assert "tilewright_http_wrong_keys_total 3.0" in text
+        until(lambda: len(server.lines) >= 6)
+        entries = [json.loads(line) for line in server.lines]
+        fields = {"time", "level", "logger", "message", "request_id", "method", "path", "status", "duration_s", "client"}
+        assert fields <= set(entries[0])
+        assert (entries[0]["prompt_tokens"], entries[0]["completion_tokens"]) == (2, 3)
+        description = json.loads(server.request("GET", "/openapi.json", authorization="Bearer k")[2])
+        assert "temperature" in description["components"]["schemas"]["CompletionBody"]["properties"]
+        assert description["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
+
+
+# Ends -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_does_not_read_does_not_hold_the_end() -> None:
+    with server_process("tests.server.fake_server", "0.001", "drain_timeout_s=1.0") as server:
+        one = socket.socket()
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        with one:
+            one.connect(("127.0.0.1", server.port))
+            one.sendall(generation(n=32, logprobs=5, max_tokens=4000))
+            until(lambda: server.metric("tilewright_requests_running") > 0)
+            time.sleep(1)  # what the kernel holds is full
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(6) == 143
+
+
+def test_requests_that_take_too_long_are_aborted_with_words() -> None:
+    with server_process("tests.server.fake_server", "0.05", "drain_timeout_s=0.5") as server:
+        one = Victim(server.port, ALPHABET, ALPHABET_TEXT)
+        one.start()
+        assert one.started.wait(10)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: b'"draining": true' in server.request("GET", "/live")[2])
+        one.join(10)
+        assert "did not finish in time" in one.ended
+        assert server.process.wait(5) == 143
+
+
+def test_a_step_that_hangs_is_noticed_and_does_not_hold_the_end() -> None:
+    with server_process("tests.server.fake_server", "0", "hangs", "step_timeout_s=0.5", "drain_timeout_s=0.5") as server:
+        assert server.request("GET", "/health")[0] == 200
+        with connect(server) as one:
+            one.sendall(generation())
+            until(lambda: server.request("GET", "/health")[0] == 503)
+            assert json.loads(server.request("GET", "/ready")[2]) == {"status": "hanging"}
+            assert json.loads(server.post(prompt="x")[2])["error"]["code"] == "hanging"
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(15) == 143
+        server.reader.join(5)
+        assert any("has been running for more than 0.5 s" in line for line in server.lines)
+
+
+def test_streams_go_on_when_the_reader_of_the_log_has_gone() -> None:
+    command = [sys.executable, "-m", "tests.server.fake_server", "0.01", "log_level='info'"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = re.search(r"127\.0\.0\.1:(\d+)", process.stderr.readline())
+        assert found
+        one = Victim(int(found[1]), {**ALPHABET, "max_tokens": 150}, ALPHABET_TEXT)
+        one.start()
+        assert one.started.wait(10)
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        one.join(20)
+        assert (one.ended, one.text) == ("data: [DONE]\n", ALPHABET_TEXT[:150])
+        assert process.wait(5) == 0
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
+    """The reader sleeps: the pipe is full after 64 KiB."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.server.fake_server", "0", "log_level='info'"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        found = re.search(r"127\.0\.0\.1:(\d+)", process.stderr.readline())
+        assert found
+        server = ServerProcess(process, int(found[1]))
+        with connect(server) as one:
+            last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            one.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1500 + last)
+            assert answer(one).count(b"HTTP/1.1 200") == 1501
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+
+
+def test_out_of_files_is_a_pause_and_a_line() -> None:
+    with server_process("tests.server.fake_server", "0.005") as server:
+        pid = server.process.pid
+        with victim(server.port, ALPHABET, ALPHABET_TEXT), ExitStack() as stack:
+            limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + 10, limits[1]))
+            for _ in range(200):
+                stack.enter_context(connect(server))  # the kernel takes them all
+            before_s = server.cpu_s()
+            time.sleep(2)
+            assert server.cpu_s() - before_s < 1.2, "one core does not spin"
+            assert server.post(prompt="ab", max_tokens=3)[0] == 200
+        said = [line for line in server.lines if "no new connections for a second" in line]
+        assert len(said) == 1
+        assert sum(map(len, server.lines)) < 10_000
+
+
+def test_fewer_files_than_connections_is_said() -> None:
+    script = (
+        "import resource, runpy, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))\n"
+        "sys.argv = ['fake_server', '0']\n"
+        "runpy.run_module('tests.server.fake_server', run_name='__main__')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, "120"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert re.match(r"warning: at most \d\d connections, .* --max-connections says 4096", process.stderr.readline())
+        process.kill()
+    done = subprocess.run([sys.executable, "-c", script, "40"], capture_output=True, text=True, timeout=60)
+    assert "this process may open 40 files and needs" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&- >&- <&-"])
+def test_a_start_without_anybody_to_tell(redirection: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = f"exec {sys.executable} -m tilewright.cli serve {folder} --device cpu --max-seqs 4 --port {port} {redirection}"
+    with subprocess.Popen(command, shell=True) as process:
+        server = ServerProcess(process, port)
+
+        def ready() -> bool:
+            assert process.poll() is None
+            try:
+                return server.request("GET", "/ready")[0] == 200
+            except ConnectionRefusedError:
+                return False
+
+        try:
+            until(ready, 60)
+            assert server.post(prompt="ab", max_tokens=3, ignore_eos=True)[0] == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.long
+def test_everything_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.server.storm"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,174 @@
+"""What must be true of an engine after every step, and of every answer at its end."""
+
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+from tests.engine.fake_runner import FakeRunner, byte_tokenizer, draw, mix
+from tests.engine.test_stops import cut
+from tests.simulation.scenario import VOCAB
+from tilewright.engine.blocks import page_digest
+from tilewright.engine.core import Engine
+from tilewright.engine.request import Delta, Request, SamplingParams, State
+
+__all__ = ["EOS", "TOKENIZER", "Ledger", "check_answer", "definition"]
+
+TOKENIZER = byte_tokenizer()
+EOS = (0, 7, 33, 120, 256)
+
+
+def _tokens(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> list[int]:
+    """All tokens that a request must get if nothing disturbs it; stop strings are not looked at."""
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+    state = folded = 1
+    found: list[int] = []
+    for position, token in enumerate(prompt):
+        state = mix(state, token * 10_007 + position)
+        folded = mix(folded, state)
+    while len(found) < params.max_tokens:
+        token = draw(folded, seed, VOCAB)
+        state = mix(state, token * 10_007 + len(prompt) + len(found))
+        folded = mix(folded, state)
+        found.append(token)
+        if token in stops and len(found) > params.min_tokens:
+            break
+    return found
+
+
+Answer = tuple[list[int], str, str | None, Any]
+"""Tokens, text, finish reason, stop reason."""
+
+
+def definition(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> Answer:
+    """What a sample must be."""
+    tokens = _tokens(prompt, params, seed)
+    end, stops = tokens[-1], {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+    by_token = end in stops and len(tokens) > params.min_tokens
+    used = tokens[:-1] if by_token else tokens
+    for count in range(max(1, params.min_tokens), len(used) + 1) if params.stop else ():
+        before = len(TOKENIZER.decode(used[: params.min_tokens - 1])) if params.min_tokens > 1 else 0
+        text, stop = _cut_after(TOKENIZER.decode(used[:count]), params.stop, before)
+        if stop is not None:
+            return tokens[:count], text, "stop", stop
+    reason = end if by_token and end in params.stop_token_ids else None
+    return tokens, TOKENIZER.decode(used), "stop" if by_token else "length", reason
+
+
+def _cut_after(text: str, stops: tuple[str, ...], exempt: int) -> tuple[str, str | None]:
+    """`cut`, for stop strings that end behind the first `exempt` characters."""
+    if not exempt:
+        return cut(text, list(stops))
+    for end in range(exempt + 1, len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            stop = max(done, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+def check_answer(prompt: tuple[int, ...], params: SamplingParams, index: int, deltas: list[Delta], failures: bool) -> None:
+    """Deltas of one sample against its definition; all of them where it came to its end, else the first."""
+    ends = [delta.finish_reason is not None for delta in deltas]
+    assert not any(ends[:-1]), "deltas behind the end of a sample"
+    reason = deltas[-1].finish_reason if deltas else None
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    text = "".join(delta.text for delta in deltas)
+    assert params.seed is not None, "scenarios have seeds"
+    want = definition(prompt, params, params.seed + index)
+    if reason in ("stop", "length"):
+        assert (tokens, text, reason, deltas[-1].stop_reason) == want, f"got {tokens} {text!r}, wanted {want}"
+    else:
+        assert reason is None or (reason == "error" and failures), f"ended by {reason!r} though nothing failed"
+        assert tokens == want[0][: len(tokens)], f"got {tokens}, wanted the beginning of {want[0]}"
+        assert want[1].startswith(text), f"got {text!r}, wanted the beginning of {want[1]!r}"
+    asked = params.logprobs is not None
+    for delta in deltas:
+        assert [entry.token_id for entry in delta.logprobs] == (list(delta.token_ids) if asked else []), "logprobs of others"
+    if params.prompt_logprobs is not None and tokens:
+        assert [entry.token_id for entry in deltas[0].prompt_logprobs or ()] == list(prompt[1:]), "prompt logprobs"
+
+
+@lru_cache(maxsize=200_000)
+def _digest(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    return page_digest(parent, tokens)
+
+
+class Ledger:
+    """Checks an engine after each of its steps.
+
+    Args:
+        engine: over a `FakeRunner`.
+    """
+
+    def __init__(self, engine: Engine, runner: FakeRunner):
+        self.engine, self.runner = engine, runner
+        self.steps = 0
+        self.arrivals: dict[Request, int] = {}
+        self.known: dict[bytes, list[int]] = {}
+        """Digest of a page -> what layer 0 of it must hold."""
+
+    def check(self) -> None:
+        """After a step. Raises AssertionError."""
+        self.steps += 1
+        self._queues()
+        self._pages()
+        for request in self.engine.scheduler.running:
+            self._request(request)
+        if not self.runner.queue:
+            self._contents()
+
+    def _queues(self) -> None:
+        scheduler = self.engine.scheduler
+        slots = [request.slot for request in scheduler.running]
+        assert sorted([*slots, *scheduler._slots]) == list(range(scheduler.max_seqs)), "a slot is lost or taken twice"
+        for request in scheduler.running:
+            assert request.state is State.RUNNING, "a request runs that is not RUNNING"
+        for request in scheduler.waiting:
+            found = (request.state, request.pages, request.slot, request.computed, request.pending)
+            assert found == (State.WAITING, [], None, 0, 0), f"a waiting request still holds something: {found}"
+        queued = Counter([*scheduler.running, *scheduler.waiting])
+        listed = Counter(request for siblings in scheduler._by_id.values() for request in siblings)
+        assert queued == listed, "a request is forgotten, or queued twice"
+        for request in queued:
+            self.arrivals.setdefault(request, len(self.arrivals))
+        order = [self.arrivals[request] for request in queued]
+        assert order == sorted(order), "a younger request stands before an older one"
+        assert set(queued) == set(self.engine._outputs), "the engine and its scheduler know different requests"
+
+    def _pages(self) -> None:
+        blocks = self.engine.scheduler.blocks
+        tables = Counter(page for request in self.engine.scheduler.running for page in request.pages)
+        assert blocks._owners == [tables[page] for page in range(blocks.num_pages)], "a page is lost or owned twice"
+        free, cached = blocks._free, list(blocks._cached)
+        assert sorted([*free, *cached, *tables]) == list(range(blocks.num_pages)), "a page is in two states, or in none"
+        named = {page: digest for page, digest in enumerate(blocks._digest) if digest is not None}
+        assert named == {page: digest for digest, page in blocks._page.items()}, "the prefix cache names a page twice"
+        assert named.keys() >= set(cached), "a cached page has no content to be found by"
+        assert named.keys().isdisjoint(free), "a free page can still be found"
+
+    def _request(self, request: Request) -> None:
+        blocks = self.engine.scheduler.blocks
+        assert len(set(request.pages)) == len(request.pages) >= blocks.pages_for(request.computed), "too few pages"
+        assert 0 <= request.pending <= 2, f"{request.pending} samples are pending"
+        assert request.computed < request.total, "more is computed than is known"
+        size, digest = blocks.page_size, b""
+        for index in range(min(request.registered, len(request.pages))):
+            tokens = tuple(request.tokens(index * size, index * size + size))
+            digest = _digest(digest, tokens)
+            assert request.digests[index] == digest, "a page's digest is not that of its tokens"
+            self.known[digest] = [token * 10_007 + index * size + i for i, token in enumerate(tokens)]
+
+    def _contents(self) -> None:
+        """Pages that can be found hold what their digest says. Once everything launched has run."""
+        if self.engine._in_flight:
+            return
+        for digest, page in self.engine.scheduler.blocks._page.items():
+            if digest in self.known:
+                assert self.runner.layers[0][page] == self.known[digest], f"page {page} does not hold what its digest says"
+
+    def idle(self) -> None:
+        """At the end of an episode: nothing is held, nothing is forgotten."""
+        stats = self.engine.stats()
+        assert not self.engine.has_work, "the engine still has work"
+        assert stats.running == stats.waiting == stats.pages_used == 0, f"something is still held: {stats}"
+        assert self.engine.scheduler.blocks.available == stats.pages_total, "pages are lost"

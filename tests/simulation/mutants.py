@@ -1,0 +1,161 @@
+"""Faults planted into the scheduler, the pool, the engine and the worker: each must break a promise that the simulation checks.
+
+A simulation that finds nothing proves something only if it finds these.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from tilewright.engine import prefixes, schedule
+from tilewright.engine.blocks import BlockPool
+from tilewright.engine.core import Engine
+from tilewright.engine.schedule import Scheduler
+from tilewright.server.worker import Channel, EngineWorker
+
+__all__ = ["MUTANTS"]
+
+
+def _wrapped(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[Any]:
+    return patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _release_forgets_the_last_page() -> AbstractContextManager[Any]:
+    return _wrapped(BlockPool, "release", lambda old: lambda self, pages: old(self, list(pages)[:-1]))
+
+
+def _release_frees_what_others_share() -> AbstractContextManager[Any]:
+    def release(self: BlockPool, pages: Any) -> None:
+        for page in pages:
+            if self._owners[page]:
+                self._owners[page] = 0
+                self._free.append(page)
+
+    return patch.object(BlockPool, "release", release)
+
+
+def _evicted_pages_can_still_be_found() -> AbstractContextManager[Any]:
+    return patch.object(BlockPool, "_forget", lambda self, page: None)
+
+
+def _digest_ignores_what_came_before() -> AbstractContextManager[Any]:
+    return patch.object(prefixes, "page_digest", lambda parent, tokens, real=prefixes.page_digest: real(b"", tokens))
+
+
+def _preempted_requests_keep_their_place() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def preempt(self: Scheduler, request: Any) -> None:
+            computed = request.computed
+            old(self, request)
+            request.computed = max(0, computed - 1)
+
+        return preempt
+
+    return _wrapped(Scheduler, "_preempt", make)
+
+
+def _a_slot_is_not_given_back() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def leave(self: Scheduler, request: Any) -> None:
+            old(self, request)
+            if request.preemptions:
+                self._slots.pop()
+
+        return leave
+
+    return _wrapped(Scheduler, "_leave", make)
+
+
+def _copies_are_dropped() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def planned(self: Scheduler) -> Any:
+            step = old(self)
+            return step and schedule.Step(step.rows)
+
+        return planned
+
+    return _wrapped(Scheduler, "schedule", make)
+
+
+def _pages_are_trusted_after_a_fault() -> AbstractContextManager[Any]:
+    return patch.object(Scheduler, "distrust", lambda self, steps: None)
+
+
+def _stop_tokens_count_one_token_early() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def complete(self: Scheduler, step: Any, samples: Any) -> Any:
+            found = old(self, step, samples)
+            for request, token in found:
+                early = token in request.stop_ids and len(request.output_ids) == request.params.min_tokens
+                if early and request.finish_reason is None:
+                    self.finish(request, "stop")
+            return found
+
+        return complete
+
+    return _wrapped(Scheduler, "complete", make)
+
+
+def _prefix_hits_skip_a_page() -> AbstractContextManager[Any]:
+    return _wrapped(prefixes.Prefixes, "hits", lambda old: lambda self, *args: old(self, *args)[1:])
+
+
+def _aborts_are_forgotten() -> AbstractContextManager[Any]:
+    return patch.object(EngineWorker, "_abort", lambda self, ids: self._keep_stepping())
+
+
+def _the_engine_stops_before_its_work_is_done() -> AbstractContextManager[Any]:
+    return patch.object(Engine, "has_work", property(lambda self: len(self._outputs) > 1 or bool(self._deltas)))
+
+
+def _last_deltas_are_lost() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def deliver(self: EngineWorker, deltas: Any, *rest: Any) -> None:
+            old(self, [d for d in deltas if d.finish_reason != "length"], *rest)
+
+        return deliver
+
+    return _wrapped(EngineWorker, "_deliver", make)
+
+
+def _deltas_come_out_of_order() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        async def take(self: Channel) -> Any:
+            return list(reversed(await old(self)))
+
+        return take
+
+    return _wrapped(Channel, "take", make)
+
+
+def _newest_first() -> AbstractContextManager[Any]:
+    """The oldest may starve, and the order of arrival is lost; answers stay right."""
+
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def planned(self: Scheduler) -> Any:
+            self.waiting._requests.reverse()
+            return old(self)
+
+        return planned
+
+    return _wrapped(Scheduler, "schedule", make)
+
+
+@contextmanager
+def _a_stopped_engine_tells_nobody() -> Iterator[None]:
+    with patch.object(EngineWorker, "_fail", lambda self, error: None):
+        yield
+
+
+MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    make.__name__.strip("_").replace("_", " "): make
+    for make in (
+        _release_forgets_the_last_page, _release_frees_what_others_share, _evicted_pages_can_still_be_found,
+        _digest_ignores_what_came_before, _preempted_requests_keep_their_place, _a_slot_is_not_given_back, _copies_are_dropped,
+        _pages_are_trusted_after_a_fault, _stop_tokens_count_one_token_early, _prefix_hits_skip_a_page, _aborts_are_forgotten,
+        _the_engine_stops_before_its_work_is_done, _last_deltas_are_lost, _deltas_come_out_of_order, _newest_first,
+        _a_stopped_engine_tells_nobody,
+    )
+}  # fmt: skip
+"""What is wrong -> a context in which it is."""

@@ -1,0 +1,92 @@
+"""Pages that requests share: which of them continue what a request has computed, and which become known to others.
+
+Pure Python. `Draft` is the step that the scheduler is making: pages that it fills may be read by its later rows.
+"""
+
+from tilewright.engine.blocks import BlockPool, page_digest
+from tilewright.engine.request import Request
+from tilewright.engine.step import Row
+
+__all__ = ["Draft", "Prefixes"]
+
+
+class Draft:
+    """A step in the making."""
+
+    __slots__ = ("budget", "copies", "decode", "first", "fresh", "others", "prefill", "promised", "sources")
+
+    def __init__(self, budget: int):
+        self.budget = budget  # tokens that may still be added
+        self.first: Request | None = None  # the oldest whose prompt is computed
+        self.others: list[Request] = []  # the others, by age
+        self.decode: list[Row] = []
+        self.prefill: list[Row] = []
+        self.copies: list[tuple[int, int]] = []
+        self.sources: list[int] = []  # pages to copy from; owned while the step is made, so that none is given away in it
+        self.fresh: set[int] = set()  # pages that this step fills: to be read in it, but not to be copied before it
+        self.promised = 0  # pages that prompts already started will still need
+
+
+class Prefixes:
+    """The prefix cache, as requests see it."""
+
+    def __init__(self, blocks: BlockPool):
+        self.blocks = blocks
+
+    def hits(self, request: Request, draft: Draft) -> list[int]:
+        """Pages of the prefix cache that continue what the request has computed. Owns nothing yet."""
+        size = self.blocks.page_size
+        first = len(request.pages)
+        hits: list[int] = []
+        if request.computed != first * size or request.params.prompt_logprobs is not None:
+            return hits
+        for index in range(first, len(request) // size):
+            page = self.blocks.find(self._digest(request, index))
+            if page is None:
+                return hits
+            hits.append(page)
+        everything = hits and (first + len(hits)) * size == len(request)
+        # The last page is to be copied. If it is filled in this very step, or there is no page for the copy, it is computed.
+        if everything and (hits[-1] in draft.fresh or self.blocks.available <= self.unowned(hits)):
+            hits.pop()
+        return hits
+
+    def unowned(self, pages: list[int]) -> int:
+        """How many of these pages nobody owns."""
+        return sum(self.blocks.owners(page) == 0 for page in pages)
+
+    def take(self, request: Request, hits: list[int], draft: Draft) -> int:
+        """Put pages that `hits` found at the end of the request's block table; returns how many tokens they hold for it."""
+        if not hits:
+            return 0
+        blocks, before = self.blocks, request.computed
+        for page in hits:
+            blocks.share(page)
+        request.pages += hits
+        request.registered = len(request.pages)
+        request.computed = len(request.pages) * blocks.page_size
+        if request.computed == len(request):
+            draft.sources.append(hits[-1])
+            request.pages[-1] = blocks.allocate()
+            draft.copies.append((hits[-1], request.pages[-1]))
+            request.computed -= 1
+        return request.computed - before
+
+    def _digest(self, request: Request, index: int) -> bytes:
+        """Of the request's page `index`, whose tokens are all known. Digests are kept, and made only when first needed."""
+        digests, size = request.digests, self.blocks.page_size
+        while len(digests) <= index:
+            start = len(digests) * size
+            digests.append(page_digest(digests[-1] if digests else b"", request.tokens(start, start + size)))
+        return digests[index]
+
+    def register(self, request: Request) -> list[int]:
+        """Make known to the prefix cache the pages that are full and whose tokens are known; returns them."""
+        if not self.blocks.prefix_cache:
+            return []
+        full = request.computed // self.blocks.page_size  # no token before `computed` is pending here
+        pages = request.pages[request.registered : full]
+        for index, page in enumerate(pages, start=request.registered):
+            self.blocks.register(page, self._digest(request, index))
+        request.registered = max(request.registered, full)
+        return pages

@@ -1,0 +1,117 @@
+"""Requests that wait to be started: their order, how many may wait, and for how long.
+
+A queue that is bounded in number alone answers nobody in time under a lasting overload: everybody waits for its whole length.
+So a request may also say how long it is willing to wait. It is refused at once where the queue before it will take longer, as
+far as the rate of the last seconds tells, and given up when that time has passed without a start.
+
+Pure Python, and a function of its calls and its clock.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from tilewright.engine.request import QueueFull, Request
+
+__all__ = ["WaitingQueue"]
+
+RATE_WINDOW_S = 5.0
+"""Starts of the last seconds tell how fast the queue moves."""
+RATE_LEAST_S = 1.0
+"""A queue that has stood for less tells nothing yet."""
+RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+class WaitingQueue:
+    """Requests by (priority, arrival). `most` may wait; a preempted one comes back to its place beyond that."""
+
+    def __init__(self, most: int, clock: Callable[[], float]):
+        self.most = most
+        self._clock = clock
+        self._requests: list[Request] = []
+        self._starts: deque[float] = deque()
+        self._standing_since_s: float | None = None  # when requests were first left over by a step
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def first(self) -> Request:
+        """Who starts next."""
+        return self._requests[0]
+
+    def check_room(self, count: int, order: tuple[int, int], max_wait_s: float | None) -> None:
+        """Raise QueueFull unless `count` requests at `order` may wait, the first of them for `max_wait_s` at most."""
+        waiting = len(self._requests)
+        if waiting + count > self.most:
+            retry_s = self._retry_after_s(self._wait_s(waiting), 0.0)
+            got = f"{waiting} requests wait, {count} more asked for, {self.most} may wait"
+            raise QueueFull(f"{got}; try again in {retry_s:.0f} s", retry_s)
+        if max_wait_s is not None:
+            expected_s = self._wait_s(bisect_left(self._requests, order, key=_order))
+            if expected_s is not None and expected_s > max_wait_s:
+                retry_s = self._retry_after_s(expected_s, max_wait_s)
+                expected = f"some {expected_s:.1f} s" if expected_s < RETRY_MOST_S else "very long"
+                got = f"{waiting} requests wait, and this one would wait {expected}, wanted at most {max_wait_s:g} s"
+                raise QueueFull(f"{got}; try again in {retry_s:.0f} s", retry_s)
+
+    def push(self, request: Request) -> None:
+        """Add a request at its place."""
+        insort(self._requests, request, key=_order)
+
+    def pop(self) -> Request:
+        """The first request, which is being started."""
+        if self._standing_since_s is not None:
+            self._starts.append(self._clock())
+        return self._requests.pop(0)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out that will not be started."""
+        del self._requests[bisect_left(self._requests, request.order, key=_order)]
+
+    def left_over(self) -> None:
+        """Called after every step that was scheduled: what is still here had to wait."""
+        if not self._requests:
+            self._standing_since_s = None
+            self._starts.clear()
+        elif self._standing_since_s is None:
+            self._standing_since_s = self._clock()
+
+    def overdue(self) -> list[tuple[Request, float]]:
+        """(request, when to ask again) of those that have waited for as long as they may, and have never been started."""
+        now_s = self._clock()
+        late = [
+            request
+            for request in self._requests
+            if request.max_wait_s is not None and not request.preemptions and now_s - request.arrival_s > request.max_wait_s
+        ]
+        if not late:
+            return []
+        retry_s = self._retry_after_s(self._wait_s(len(self._requests)), 0.0)
+        return [(request, retry_s) for request in late]
+
+    def _wait_s(self, ahead: int) -> float | None:
+        """How long `ahead` requests will take to start, or None while too little is known. Infinite: none starts at all."""
+        if ahead == 0 or self._standing_since_s is None:
+            return None
+        now_s = self._clock()
+        known_s = min(now_s - self._standing_since_s, RATE_WINDOW_S)
+        while self._starts and self._starts[0] < now_s - RATE_WINDOW_S:
+            self._starts.popleft()
+        if known_s < RATE_LEAST_S:
+            return None
+        return ahead * known_s / len(self._starts) if self._starts else math.inf
+
+    def _retry_after_s(self, expected_s: float | None, allowed_s: float) -> float:
+        """When the queue will be short enough, if nobody else comes."""
+        if expected_s is None:
+            return RETRY_LEAST_S
+        return min(RETRY_MOST_S, max(RETRY_LEAST_S, expected_s - allowed_s))

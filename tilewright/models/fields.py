@@ -1,0 +1,134 @@
+"""The fields of config.json and generation_config.json that are read: their types and bounds, checked before anything is built.
+
+A damaged file must not become a Python error deep inside, a loop over a hundred thousand layers, or a table of a billion
+positions. Bounds are far above every published model, and low enough that a model within them is described in a moment.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tilewright.models.errors import ModelError
+
+__all__ = ["MAX_LAYERS", "MAX_POSITIONS", "check_fields", "check_generation"]
+
+MAX_LAYERS = 512
+MAX_POSITIONS = 1 << 22
+"""A table of angles for so many takes 2 GiB with heads of 128; the longest contexts of the supported families are a million."""
+
+Width = Annotated[int, Field(ge=1, le=1 << 20)]
+Tokens = Annotated[int, Field(ge=0, lt=1 << 31)]
+Factor = Annotated[float, Field(gt=0, le=1e9)]
+Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
+EndIds = Tokens | list[Tokens] | None
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Rope(_Fields):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    partial_rotary_factor: float | None = None
+    factor: Factor | None = None
+    low_freq_factor: Factor | None = None
+    high_freq_factor: Factor | None = None
+    original_max_position_embeddings: Positions | None = None
+    beta_fast: Factor | None = None
+    beta_slow: Factor | None = None
+    attention_factor: Factor | None = None
+    mscale: Annotated[float, Field(ge=0, le=1e3)] | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0, le=1e3)] | None = None
+    truncate: bool | None = None
+
+
+class _Config(_Fields):
+    architectures: list[str] | None = None
+    vocab_size: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    hidden_size: Width | None = None
+    intermediate_size: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    num_attention_heads: Annotated[int, Field(ge=1, le=1 << 14)] | None = None
+    num_key_value_heads: Annotated[int, Field(ge=1, le=1 << 14)] | None = None
+    head_dim: Annotated[int, Field(ge=1, le=1 << 14)] | None = None
+    max_position_embeddings: Positions | None = None
+    original_max_position_embeddings: Positions | None = None
+    rms_norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    rope_theta: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    partial_rotary_factor: float | None = None
+    hidden_act: str | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    tie_word_embeddings: bool | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    bos_token_id: EndIds = None
+    eos_token_id: EndIds = None
+    use_sliding_window: bool | None = None
+    sliding_window: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_window_layers: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
+    quantization_config: dict[str, Any] | None = None
+    compression_config: dict[str, Any] | None = None
+    # Latent attention and mixtures of experts.
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width | None = None
+    qk_nope_head_dim: Width | None = None
+    qk_rope_head_dim: Width | None = None
+    v_head_dim: Width | None = None
+    rope_interleave: bool | None = None
+    first_k_dense_replace: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    moe_layer_freq: int | list[int] | None = None
+    moe_intermediate_size: Width | None = None
+    n_routed_experts: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    n_shared_experts: Annotated[int, Field(ge=1, le=1 << 10)] | None = None
+    num_experts_per_tok: Annotated[int, Field(ge=1, le=1 << 10)] | None = None
+    n_group: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    topk_group: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    topk_method: str | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: Factor | None = None
+
+
+class _Generation(_Fields):
+    """Of config.json too, where generation_config.json has none."""
+
+    eos_token_id: EndIds = None
+    bos_token_id: EndIds = None
+
+
+def check_fields(raw: Mapping[str, Any]) -> None:
+    """Check the contents of config.json. Raises ModelError naming the field, what it is, and what it may be."""
+    _check(raw, _Config, "config.json")
+
+
+def check_generation(raw: Mapping[str, Any], file: str = "generation_config.json") -> None:
+    """Check which tokens begin and end a text, in the contents of `file`. Raises ModelError."""
+    _check(raw, _Generation, file)
+
+
+def _check(raw: Mapping[str, Any], fields: type[_Fields], file: str) -> None:
+    try:
+        fields.model_validate(dict(raw))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        names = [str(part) for part in first["loc"] if isinstance(part, int) or part in _KNOWN]
+        wanted = first["msg"].removeprefix("Input should be ").replace("a valid ", "")
+        raise ModelError(f"{file}: {'.'.join(names)} is {_short(first['input'])}, wanted {wanted}; {_ADVICE}") from None
+
+
+_KNOWN = {*_Config.model_fields, *_Rope.model_fields}
+"""Of a location in a union pydantic also names the branch."""
+_ADVICE = "mend it or download the model again"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    words = repr(value) if not isinstance(value, str) else repr(value[:60])
+    return words if len(words) <= 60 else words[:57] + "..."

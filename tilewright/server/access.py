@@ -1,0 +1,129 @@
+"""What is noted of every request: its id, one line in the log, and the counts of /metrics. Never its text.
+
+A request id is the client's `x-request-id` where that is a plain word, or a new one; every answer carries it. The line names
+method, path (without the query), status, seconds, seconds to the first byte of the body, tokens of prompt and answer, request
+id and client. The status is 499 where the client went away before its answer was whole.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tilewright.server.logs import FIELDS
+from tilewright.server.metrics import HttpCounts
+
+__all__ = ["Access", "Tokens", "request_id_of", "tokens_of"]
+
+CLIENT_GONE = 499
+"""What proxies call a request whose client left; nobody receives it."""
+MAX_PATH_CHARS = 200
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Tokens:
+    """Tokens of a request, filled in by what answers it."""
+
+    prompt: int | None = None
+    completion: Callable[[], int] = int
+    """Tokens of the answer so far."""
+
+
+def request_id_of(scope: Scope) -> str:
+    """The id that `Access` gave to a request."""
+    return scope["request_id"]
+
+
+def tokens_of(scope: Scope) -> Tokens:
+    """Where the tokens of a request are counted."""
+    return scope["tokens"]
+
+
+class Access:
+    """ASGI middleware, the outermost of ours."""
+
+    def __init__(self, app: ASGIApp, counts: HttpCounts):
+        self._app = app
+        self._counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and note how it went."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope["request_id"] = given if _ID.fullmatch(given) else f"req-{token_hex(12)}"
+        scope["tokens"] = Tokens()
+        watched = _Watched(scope, receive, send)
+        try:
+            await self._app(scope, watched.receive, watched.send)
+        except ClientDisconnect:
+            watched.gone = True  # while its body was read: there is nobody to answer
+        except Exception:
+            watched.status = watched.status or 500  # answered, and its traceback logged, further out
+            raise
+        finally:
+            self._note(scope, watched)
+
+    def _note(self, scope: Scope, watched: "_Watched") -> None:
+        status = CLIENT_GONE if watched.status is None or (watched.gone and not watched.whole) else watched.status
+        seconds, tokens = time.perf_counter() - watched.started_s, tokens_of(scope)
+        first_s = None if watched.first_s is None else round(watched.first_s - watched.started_s, 4)
+        self._counts.count(scope["path"], status)
+        fields: dict[str, Any] = {
+            "request_id": request_id_of(scope),
+            "method": scope["method"],
+            "path": _UNPRINTABLE.sub("?", scope["path"][:MAX_PATH_CHARS]),
+            "status": status,
+            "duration_s": round(seconds, 4),
+            "first_byte_s": first_s,
+            "prompt_tokens": tokens.prompt,
+            "completion_tokens": None if tokens.prompt is None else tokens.completion(),
+            "client": (scope.get("client") or ("-",))[0],
+        }
+        level = logging.ERROR if status >= 500 and status != 503 else logging.INFO
+        words = [f"{fields['method']} {fields['path']} {status} {seconds:.3f}s"]
+        if tokens.prompt is not None:
+            first = "" if first_s is None else f", first byte {first_s:.3f}s"
+            words.append(f"{tokens.prompt}+{tokens.completion()} tokens{first}")
+        words.append(f"{fields['request_id']} {fields['client']}")
+        logger.log(level, "%s", "  ".join(words), extra={FIELDS: fields})
+
+
+class _Watched:
+    """The two ways of a request, with what passed on them."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send):
+        self._scope, self._receive, self._send = scope, receive, send
+        self.started_s = time.perf_counter()
+        self.first_s: float | None = None
+        self.status: int | None = None
+        self.gone = self.whole = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.gone = self.gone or (message["type"] == "http.disconnect" and not self.whole)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = request_id_of(self._scope)
+        elif message["type"] == "http.response.body":
+            if self.first_s is None and message.get("body"):
+                self.first_s = time.perf_counter()
+            await self._send(message)
+            self.whole = not message.get("more_body", False)
+            return
+        await self._send(message)

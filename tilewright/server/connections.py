@@ -1,0 +1,275 @@
+"""Connections that cannot hold the server: deadlines and a cap around uvicorn's HTTP/1.1 protocol.
+
+| what a client does                                | what happens                                                             |
+|---------------------------------------------------|--------------------------------------------------------------------------|
+| connects and sends no whole head                  | after `head_timeout_s`: 408 if a part came, and the connection is closed |
+| goes on sending a body that is answered already   | it is read and dropped for `REST_TIMEOUT_S`, then the connection is cut  |
+| does not read its answer                          | after `write_timeout_s` in which no byte left, the connection is cut     |
+| connects while `Connections.limit` are open       | the longest idle one is closed; if none is idle, the new one gets a 503  |
+| sends what is no HTTP                             | 400 as an OpenAI error object, and the connection is closed              |
+
+A connection that is closed while its client still writes is first closed for writing only, and read for `LINGER_S` more.
+Closing it at once would make the kernel send a reset, which can destroy the answer before the client reads it.
+
+uvicorn parses, routes and writes; this file only decides when a connection has to end.
+"""
+
+import asyncio
+import errno
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from tilewright.server.config import ServerConfig
+from tilewright.server.errors import ApiError, unavailable
+
+__all__ = ["Connection", "Connections"]
+
+LINGER_S = 2.0
+REST_TIMEOUT_S = 30.0
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SPARE_CONNECTIONS = 8
+"""Descriptors that are kept free once the process has run out of them."""
+SAY_AGAIN_S = 10.0
+HEAD, REST = "head", "rest"
+
+logger = logging.getLogger(__name__)
+
+
+class Connections:
+    """What the connections of one server share: the cap, who is idle, and how many ended for which reason."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.limit = config.max_connections
+        """Lowered to what the process may open: by `run_server` at the start, and where accepting fails."""
+        self.open: set[Connection] = set()
+        self.ended: Counter[str] = Counter()
+        """Reason -> connections that the server ended for it."""
+        self._idle: dict[Connection, None] = {}  # in the order in which they became idle
+        self._say_again_s = 0.0
+
+    def mark(self, connection: "Connection", *, idle: bool) -> None:
+        """Note whether a connection waits for its client, with no request of it being answered."""
+        if not idle:
+            self._idle.pop(connection, None)
+        elif connection not in self._idle:
+            self._idle[connection] = None
+
+    def make_room(self, newest: "Connection") -> bool:
+        """Whether `newest` may stay; closes the longest idle connection where there are too many."""
+        if len(self.open) <= self.limit:
+            return True
+        oldest = next((one for one in self._idle if one is not newest), None)
+        if oldest is not None:
+            self.end(oldest, "evicted")
+        return oldest is not None
+
+    def end(self, connection: "Connection", reason: str) -> None:
+        """Cut a connection and count why."""
+        self.ended[reason] += 1
+        self._idle.pop(connection, None)
+        connection.abort()
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The event loop's exception handler: a failed accept is one line now and then, and idle connections give way."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES or "accept" not in context["message"]:
+            loop.default_exception_handler(context)
+            return
+        # From now on an accepted connection makes room for itself, before accepting fails.
+        self.limit = max(1, len(self.open) - SPARE_CONNECTIONS)
+        for connection in list(self._idle)[:SPARE_CONNECTIONS]:
+            self.end(connection, "evicted")
+        if time.monotonic() >= self._say_again_s:
+            self._say_again_s = time.monotonic() + SAY_AGAIN_S
+            few = f"from now on at most {self.limit} at a time"
+            logger.error("no new connections for a second: %s; %s; raise `ulimit -n`", error.strerror, few)
+
+
+class Connection(H11Protocol):
+    """One connection. `pool` is that of its server."""
+
+    def __init__(self, *args: Any, pool: Connections, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._pool = pool
+        self._phase: str | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._unsent = 0
+        self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
+        self.lingering = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        self._real = transport
+        super().connection_made(cast(asyncio.Transport, _Transport(transport, self)))
+        self._pool.open.add(self)
+        if self._pool.make_room(self):
+            self._watch()
+        else:
+            self._pool.ended["refused"] += 1
+            busy = f"all {self._pool.limit} connections of this server are busy; come again later"
+            self._answer(unavailable(busy, code="too_many_connections"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone, whoever ended it."""
+        self._pool.open.discard(self)
+        self._pool.mark(self, idle=False)
+        for timer in (self._deadline, self._stall):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the client."""
+        if not self.lingering:
+            super().data_received(data)
+            self._watch()
+
+    def on_response_complete(self) -> None:
+        """An answer has been written."""
+        super().on_response_complete()
+        self._watch()
+
+    def shutdown(self) -> None:
+        """The server ends: close at once, or after the answer that is being written."""
+        if self.lingering:
+            self.abort()
+        else:
+            super().shutdown()
+
+    def abort(self) -> None:
+        """Cut the connection; what is not sent is lost."""
+        self._real.abort()
+
+    # Ends that a client asks for with its behaviour ------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Start the deadline of the phase that the connection is in; it counts from the phase's beginning."""
+        phase, theirs = None, self.conn.their_state
+        if not self.transport.is_closing():
+            if theirs is h11.IDLE:
+                phase = HEAD
+            elif theirs is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete:
+                phase = REST
+        if phase == self._phase:
+            return
+        self._phase = phase
+        self._pool.mark(self, idle=phase is not None or self.lingering)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if phase is not None:
+            seconds = self._pool.config.head_timeout_s if phase == HEAD else REST_TIMEOUT_S
+            self._deadline = self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        if self._phase == HEAD and self.conn.trailing_data[0]:
+            self._pool.ended["head_timeout"] += 1
+            wait = f"{self._pool.config.head_timeout_s:g} s"
+            self._answer(ApiError(408, f"the request's head did not arrive within {wait}", code="head_timeout"))
+        else:
+            self._pool.end(self, "head_timeout" if self._phase == HEAD else "body_after_answer")
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is no HTTP."""
+        self._pool.ended["invalid"] += 1
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # nothing that its task still writes may be sent
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._answer(ApiError(400, "this is no valid HTTP/1.1 request", code="invalid_http"))
+        else:
+            self.abort()
+
+    def _answer(self, error: ApiError) -> None:
+        """Send an error that no request's task will send, and close."""
+        body = json.dumps(error.body).encode()
+        headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        head = h11.Response(status_code=error.status, headers=raw, reason=STATUS_PHRASES[error.status])
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self._real.write(self.conn.send(event) or b"")
+        self.linger()
+
+    # Ends ------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close once all is sent; first for writing only, if the client may still be sending."""
+        unfinished = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        if unfinished and self._real.can_write_eof() and not self._real.is_closing():
+            self.linger()
+        else:
+            self._real.close()
+            self._expect_progress()
+
+    def linger(self) -> None:
+        """Close for writing, and read and drop what comes for a moment longer."""
+        self.lingering = True
+        self._real.write_eof()
+        self._real.resume_reading()
+        self._phase = None
+        self._pool.mark(self, idle=True)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(LINGER_S, self._real.close)
+        self._expect_progress()
+
+    # Clients that do not read ----------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """More is written than the client takes."""
+        super().pause_writing()
+        self._expect_progress()
+
+    def resume_writing(self) -> None:
+        """The client takes it."""
+        super().resume_writing()
+        if self._stall is not None and not self._real.is_closing():
+            self._stall.cancel()
+            self._stall = None
+
+    def _expect_progress(self) -> None:
+        """Cut the connection if nothing of what is written leaves within the write timeout."""
+        self._unsent = self._real.get_write_buffer_size()
+        if self._stall is not None:
+            self._stall.cancel()
+        self._stall = self.loop.call_later(self._pool.config.write_timeout_s, self._stalled) if self._unsent else None
+
+    def _stalled(self) -> None:
+        if 0 < self._real.get_write_buffer_size() < self._unsent:
+            self._expect_progress()
+        elif self._real.get_write_buffer_size():
+            self._pool.end(self, "write_timeout")
+
+
+class _Transport:
+    """The transport that uvicorn sees: its `close` is the connection's."""
+
+    def __init__(self, real: asyncio.Transport, connection: Connection):
+        self._real = real
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return getattr(self._real, name)
+
+    def close(self) -> None:
+        """Close as `Connection.close` does."""
+        if not self._connection.lingering:
+            self._connection.close()
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._connection.lingering or self._real.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Send, unless the connection has been closed for writing."""
+        if not self._connection.lingering:
+            self._real.write(data)

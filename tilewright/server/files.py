@@ -1,0 +1,36 @@
+"""How many files this process may have open: each connection is one."""
+
+import os
+
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None
+
+__all__ = ["connections_allowed"]
+
+SPARE_FILES = 64
+"""Descriptors that connections leave to the rest of the process: the event loop, the page's files, the device, the log."""
+
+
+def connections_allowed(wanted: int) -> int:
+    """`wanted` connections, or fewer where the process may not open that many files; raises its soft limit as far as needed.
+
+    Raises:
+        ValueError: the hard limit leaves room for none.
+    """
+    if resource is None:
+        return wanted
+    used = len(os.listdir("/dev/fd")) + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < used + wanted:
+        soft = used + wanted if hard == resource.RLIM_INFINITY else min(hard, used + wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft <= used:
+        raise ValueError(
+            f"this process may open {soft} files and needs {used} beside its connections; "
+            f"wanted more than that, raise the limit with `ulimit -n`"
+        )
+    return min(wanted, soft - used)

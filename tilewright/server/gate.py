@@ -1,0 +1,89 @@
+"""Who may come in: the checks that a request passes before any endpoint sees it.
+
+| request                                                | answer                                            |
+|--------------------------------------------------------|---------------------------------------------------|
+| with Content-Length and Transfer-Encoding              | 400, and the connection is closed (smuggling)     |
+| to a keyless local server, under a foreign host name   | 403 (DNS rebinding)                               |
+| a POST that a foreign web page sends (`Origin`)        | 403, unless `cors_origins` names that origin      |
+| without the API key, where one is set                  | 401, counted in /metrics                          |
+"""
+
+import hmac
+import re
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tilewright.server.config import ServerConfig
+from tilewright.server.errors import ApiError
+from tilewright.server.metrics import HttpCounts
+
+__all__ = ["Gate"]
+
+OPEN_PATHS = {"/", "/health", "/ready", "/version"}
+"""Paths that need no key, as those under /page/."""
+LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
+
+
+class Gate:
+    """ASGI middleware that refuses what may not come in."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, counts: HttpCounts):
+        self._app = app
+        self._counts = counts
+        self._key = None if config.api_key is None else config.api_key.encode()
+        self._local_only = config.loopback and self._key is None
+        self._origins = {origin.lower() for origin in config.cors_origins or ()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        refusal = None
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            refusal = _two_lengths(headers) or self._wrong_host(headers) or self._foreign_page(scope["method"], headers)
+            refusal = refusal or self._no_key(scope["path"], headers)
+        await (self._app if refusal is None else refusal.response())(scope, receive, send)
+
+    def _wrong_host(self, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "")
+        if not self._local_only or LOCAL_HOST.fullmatch(host):
+            return None
+        hint = "set an API key or another --host to serve other names"
+        return ApiError(403, f"this server answers on localhost only, not as {host[:80]!r}; {hint}", code="wrong_host")
+
+    def _foreign_page(self, method: str, headers: Headers) -> ApiError | None:
+        origin = headers.get("origin")
+        if origin is None or method in SAFE_METHODS or origin.lower() in self._origins:
+            return None
+        if _same(origin, headers.get("host", "")):
+            return None
+        message = f"a web page of {origin[:80]!r} may not use this server; allow it with --cors-origin"
+        return ApiError(403, message, code="foreign_origin")
+
+    def _no_key(self, path: str, headers: Headers) -> ApiError | None:
+        if self._key is None or path in OPEN_PATHS or path.startswith("/page/"):
+            return None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key):
+            return None
+        self._counts.wrong_keys += 1
+        got = "a wrong key" if given else "none"
+        message = (
+            f"Incorrect API key: got {got}, wanted 'Authorization: Bearer <key>' with the key this server was started with"
+        )
+        return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def _two_lengths(headers: Headers) -> ApiError | None:
+    """A proxy in between may read the other of the two, and take a part of this body for the next request."""
+    if "content-length" not in headers or "transfer-encoding" not in headers:
+        return None
+    message = "the request has Content-Length and Transfer-Encoding, wanted one of them"
+    return ApiError(400, message, code="invalid_http", headers={"connection": "close"})
+
+
+def _same(origin: str, host: str) -> bool:
+    """Whether a page of `origin` came from the server that calls itself `host`; a proxy may have changed the scheme."""
+    scheme, _, name = origin.lower().partition("://")
+    return scheme in ("http", "https") and name == host.lower()

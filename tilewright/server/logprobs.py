@@ -1,0 +1,118 @@
+"""Log-probabilities in the shapes of OpenAI's two endpoints, and of `prompt_logprobs`.
+
+Completions have four lists side by side, chats a list of tokens with their bytes. A stream writes them chunk by chunk (`of`), a
+whole answer keeps them as JSON until its end (`keep`, `kept`).
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tilewright.engine.request import Delta, TokenLogprobs
+from tilewright.server.prompts import Served
+
+__all__ = ["Logprobs"]
+
+NO_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI writes this for a token that could not be drawn."""
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+class Logprobs:
+    """Those of one choice. `echoed`: ids of a prompt that the choice's text begins with."""
+
+    def __init__(self, chat: bool, served: Served, echoed: Sequence[int]):
+        self._chat = chat
+        self._served = served
+        self._first = None if chat or not echoed else echoed[0]
+        self._echoes = self._first is not None
+        self._characters = 0  # length of the text that the tokens so far have completed
+        self._decoder = _UTF8(errors="replace")
+        self._kept: dict[str, list[str]] = {"content": []} if chat else {name: [] for name in _COLUMNS}
+        self._prompt = ["null"]  # nothing comes before the first token of a prompt, so it was not predicted
+
+    def of(self, delta: Delta) -> dict[str, Any]:
+        """What a delta adds."""
+        if self._chat:
+            return {"content": [self._chat_entry(entry) for entry in delta.logprobs], "refusal": None}
+        entries: list[TokenLogprobs | int] = [*(delta.prompt_logprobs or () if self._echoes else ()), *delta.logprobs]
+        if self._first is not None and (entries or delta.finish_reason is not None):
+            entries.insert(0, self._first)
+            self._first = None
+        columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        for entry in entries:
+            token = entry if isinstance(entry, int) else entry.token_id
+            text = _text(self._spelling(token))
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(None if isinstance(entry, int) else finite(entry.logprob))
+            columns["top_logprobs"].append(None if isinstance(entry, int) else self._alternatives(text, entry))
+            columns["text_offset"].append(self._characters)
+            self._characters += len(self._decoder.decode(self._written(token)))
+        return columns
+
+    def keep(self, delta: Delta) -> None:
+        """Keep what a delta adds for `kept`."""
+        added = self.of(delta)
+        for name, parts in self._kept.items():
+            if added[name]:
+                parts.append(json.dumps(added[name], ensure_ascii=False, allow_nan=False)[1:-1])
+
+    def kept(self) -> str:
+        """All that was kept, as JSON."""
+        columns = [f'"{name}": [{", ".join(parts)}]' for name, parts in self._kept.items()]
+        if self._chat:
+            columns.append('"refusal": null')
+        return "{" + ", ".join(columns) + "}"
+
+    def keep_prompt(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Keep those of tokens of the prompt for `kept_prompt`."""
+        for entry in entries:
+            tokens = {entry.token_id: (entry.logprob, entry.rank)}
+            tokens |= {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)}
+            shape = {
+                str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": _text(self._spelling(token))}
+                for token, (logprob, rank) in tokens.items()
+            }
+            self._prompt.append(json.dumps(shape, ensure_ascii=False, allow_nan=False))
+
+    def kept_prompt(self) -> str:
+        """All of the prompt's, as JSON: null for its first token, then {token id: {logprob, rank, decoded_token}}."""
+        return f"[{', '.join(self._prompt)}]"
+
+    def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [self._token(token, logprob) for token, logprob in entry.top]
+        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._spelling(token_id)
+        return {"token": _text(raw), "logprob": finite(logprob), "bytes": list(raw)}
+
+    def _written(self, token: int) -> bytes:
+        """What a token adds to the text: special ones nothing, and the first one of a text no leading space of its own."""
+        if not self._served.tokenizer.visible([token]):
+            return b""
+        starts = self._echoes and self._characters == 0
+        return self._served.tokenizer.decode([token]).encode() if starts else self._spelling(token)
+
+    def _spelling(self, token_id: int) -> bytes:
+        return self._served.spellings.of(token_id)
+
+    def _alternatives(self, text: str, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the chosen one; where two have the same text, the likelier counts."""
+        found = {text: finite(entry.logprob)}
+        for token, logprob in entry.top:
+            key = _text(self._spelling(token))
+            found[key] = max(finite(logprob), found.get(key, NO_LOGPROB))
+        return found
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def finite(logprob: float) -> float:
+    """A number for JSON. (Not `max(logprob, NO_LOGPROB)`, which of a NaN is NaN.)"""
+    return logprob if logprob > NO_LOGPROB else NO_LOGPROB

@@ -1,0 +1,154 @@
+"""The log of a serving process: lines on stderr that never raise, never block a request, and never hold anybody's text.
+
+Lines go through a bounded queue to a thread of their own, which writes them to the descriptor. If the reader of the log has
+gone, or its disk is full, lines are lost; if it merely does not read, up to `QUEUE_LINES` wait and later ones are counted:
+"27 lines of the log were lost" comes as soon as writing works again. The server goes on in each case.
+
+A line is text for people, or with `format="json"` one object: time, level, logger, message, and the fields of a request.
+"""
+
+import datetime
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+__all__ = ["FIELDS", "Log"]
+
+QUEUE_LINES = 10_000
+FLUSH_TIMEOUT_S = 1.0
+"""How long the end of the process waits for lines that are still queued."""
+FIELDS = "fields"
+"""The attribute of a log record that holds the fields of a request: `logger.info(..., extra={FIELDS: {...}})`."""
+
+
+class Log:
+    """The log while it is entered: everything that `logging` gets from `level` on, and what `say` is told.
+
+    Args:
+        level: of tilewright's own loggers, as `ServerConfig.log_level`; other libraries' are heard from warnings on.
+        format: "text" or "json".
+        descriptor: where lines go; 2 is stderr.
+    """
+
+    def __init__(self, level: str = "info", format: str = "text", descriptor: int = 2):
+        self._level = level.upper()
+        self._formatter = _Json() if format == "json" else _Text()
+        self._writer = _Writer(descriptor)
+        self._handler = _Handler(self._writer)
+        self._handler.setFormatter(self._formatter)
+
+    def __enter__(self) -> "Log":
+        self._writer.start()
+        root = logging.getLogger()
+        self._before = (root.level, list(root.handlers), logging.getLogger("tilewright").level, logging.raiseExceptions)
+        root.handlers[:] = [self._handler]
+        root.setLevel(max(logging.WARNING, logging.getLevelName(self._level)))
+        logging.getLogger("tilewright").setLevel(self._level)
+        logging.raiseExceptions = False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        level, handlers, ours, logging.raiseExceptions = self._before
+        root = logging.getLogger()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.getLogger("tilewright").setLevel(ours)
+        self.close()
+
+    def close(self) -> None:
+        """Wait a moment until the lines are out; later ones are lost."""
+        self._writer.close()
+
+    def say(self, line: str) -> None:
+        """A line for whoever started the server, at any level: where it listens, why it ends."""
+        record = logging.LogRecord("tilewright.server", logging.INFO, __file__, 0, line, None, None)
+        self._writer.write(line if isinstance(self._formatter, _Text) else self._formatter.format(record))
+
+
+class _Handler(logging.Handler):
+    def __init__(self, writer: "_Writer"):
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except (TypeError, ValueError) as error:  # a message that does not fit its arguments: a bug, but not a request's
+            line = f"a line of {record.name} could not be written: {error}"
+        self._writer.write(line)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """`2026-01-31T12:00:00.123Z INFO message`, and a traceback below it."""
+        text = f"{_time(record)} {record.levelname} {record.getMessage()}"
+        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """One object in one line."""
+        entry: dict[str, Any] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        entry |= {"message": record.getMessage(), **getattr(record, FIELDS, {})}
+        if record.exc_info is not None:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def _time(record: logging.LogRecord) -> str:
+    stamp = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+    return stamp.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class _Writer:
+    """Writes lines to a descriptor from a thread of its own."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self._lines: queue.Queue[str | None] = queue.Queue(QUEUE_LINES)
+        self._lost = 0
+        # A daemon: a descriptor whose reader sleeps may hold it in a write when the process ends.
+        self._thread = threading.Thread(target=self._run, name="tilewright-log", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def write(self, line: str) -> None:
+        """Queue a line; lose it if the queue is full."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Wait a moment until the lines are out."""
+        end_s = time.monotonic() + FLUSH_TIMEOUT_S
+        try:
+            self._lines.put(None, timeout=FLUSH_TIMEOUT_S)
+        except queue.Full:
+            return
+        self._thread.join(max(0.0, end_s - time.monotonic()))
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            lost, self._lost = self._lost, 0
+            if lost and not self._put(f"{lost} lines of the log were lost: nobody took them"):
+                self._lost += lost
+            if not self._put(line):
+                self._lost += 1
+
+    def _put(self, line: str) -> bool:
+        """Whether the line was written."""
+        rest = line.encode(errors="backslashreplace") + b"\n"
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:  # closed, full, or without a reader
+            return False
+        return True
