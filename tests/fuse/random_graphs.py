@@ -2,8 +2,9 @@
 
     python -m tests.fuse.random_graphs --count 5000 --seed 0 --backend both
 
-Program i has seed `--seed` + i, so a run that was stopped goes on with a later seed. A failure prints its seed and the smallest
-program that still fails, as Python. Exit code 1 where anything failed.
+Program i has seed `--seed` + i, so a run that was stopped goes on with a later seed. Each is called on the example's inputs, on
+other values, and every fifth on other sizes. A failure prints its seed and the smallest program that still fails, as Python.
+Exit code 1 where anything failed.
 
 Verdicts: right; wrong (an output, or a fault of the fuser that was found and mended at run time); raised; given (the model as
 given answers in our graph's place); unsaid (a product, convolution, attention, norm or pool runs as torch's own kernel and the
@@ -298,6 +299,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the next has the next one")
     parser.add_argument("--backend", choices=["own", "pass", "inductor", "both"], default="own", help="both: own and pass")
+    parser.add_argument(
+        "--sizes-every", type=int, default=5, help="other sizes, which take another graph, in one program of so many"
+    )
     parser.add_argument("--log", type=Path, help="append a line of JSON for each failure")
     parser.add_argument("--show", action="store_true", help="print every program")
     parser.add_argument("--no-minimise", action="store_true", help="print failing programs as they were drawn")
@@ -313,7 +317,7 @@ def main(given: list[str] | None = None) -> int:
         if options.show:
             print(f"# seed {seed}\n{program.source()}", flush=True)
         for backend in backends:
-            verdict = judge(program, seed, backend)
+            verdict = judge(program, seed, backend, sizes=seed % options.sizes_every == 0)
             counts[f"{backend} {verdict.kind}"] += 1
             if verdict.kind == "unsaid":
                 unsaid.update(verdict.words.split(", "))

@@ -23,7 +23,9 @@ def _failures(seeds: range, backend: str, sizes_every: int) -> list[str]:
     for seed in seeds:
         verdict = judge(draw(seed), seed, backend, sizes=seed % sizes_every == 0)
         if verdict.kind in BAD:
-            again = f"python -m tests.fuse.random_graphs --count 1 --seed {seed} --backend {backend}"
+            again = (
+                f"python -m tests.fuse.random_graphs --count 1 --seed {seed} --backend {backend} --sizes-every {sizes_every}"
+            )
             found.append(f"{again}\n    {verdict.kind}: {verdict.words}")
     return found
 

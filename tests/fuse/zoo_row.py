@@ -71,11 +71,17 @@ def optimized(model: nn.Module, given: Inputs, **how: Any) -> Any:
 def flops(call: Callable[[], Any]) -> int:
     """Of products, convolutions and attention that torch's own kernels do in a call.
 
-    Without the libraries' own LSTM, which the counter does not know: its products are counted instead.
+    Without the libraries' own LSTM and torch's fused encoder layers, which the counter does not know: the products that they
+    stand for are counted.
     """
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     rnn = torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False)
-    with torch.no_grad(), rnn[0], rnn[1], FlopCounterMode(display=False) as counter:
-        call()
+    try:
+        with torch.no_grad(), rnn[0], rnn[1], FlopCounterMode(display=False) as counter:
+            call()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
     return counter.get_total_flops()
 
 
