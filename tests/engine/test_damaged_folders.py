@@ -212,6 +212,16 @@ def test_templates_that_refuse_a_message_or_have_much_to_say_are_fine(tmp_path: 
         assert loaded.tokenizer.encode("a") == [97]
 
 
+def test_a_machine_without_another_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    loaded = load(write_tiny_model(tmp_path / "tiny"), EngineConfig(device="cpu", max_seqs=2))
+    assert loaded.tokenizer is not None
+    assert "the chat template was not tried" in caplog.text
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ValueError, match="could not be tried: exit code 1"):
+        load(tmp_path / "tiny", EngineConfig(device="cpu", max_seqs=2))
+
+
 CLI = ("a pipe for config.json", "a template that doubles")
 
 
