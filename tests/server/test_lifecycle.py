@@ -94,7 +94,7 @@ def test_a_client_that_goes_away_before_its_request_is_taken() -> None:
 
 def test_one_slow_reader_does_not_hold_up_the_others() -> None:
     engine = fake_engine(max_model_len=2000, pages=2000)
-    with running(engine) as server:
+    with running(engine, max_wait_s=60.0) as server:
         with raw_post(server, stream=True, n=8, max_tokens=1900, logprobs=20):
             answer = httpx.post(
                 f"{server.url}/v1/completions", json={"prompt": "ab", "max_tokens": 5, "temperature": 0}, timeout=20

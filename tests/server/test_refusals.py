@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -76,6 +76,13 @@ def test_a_body_that_does_not_arrive() -> None:
 
         headers = {"content-type": "application/json"}
         error_of(client.post("/v1/completions", content=slow(), headers=headers), 408)
+
+
+def until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end_s, f"not so after {timeout_s} s"
+        time.sleep(0.005)
 
 
 def test_unknown_paths_and_methods(client: httpx.Client) -> None:
@@ -153,8 +160,8 @@ def test_one_who_has_waited_too_long_is_told_when_to_come_again() -> None:
                 error = error_of(response, 429)
                 assert "has waited for 0." in error["message"]
                 assert int(response.headers["retry-after"]) >= 1
-            assert 0.6 <= time.monotonic() - start_s < 2
-            assert engine.stats().waiting == 0, "the other prompts and samples went with it"
+            assert time.monotonic() - start_s >= 0.6
+            until(lambda: engine.stats().waiting == 0)  # the other prompts and samples go with it
             assert [line for line in lines if line][-1] == "data: [DONE]"
         server.until_idle()
 
