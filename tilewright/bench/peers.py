@@ -4,6 +4,7 @@ A peer takes the op's arguments and computes the same, or says why it cannot: no
 peer needs prepared outside of the timed call (a contiguous cache for SDPA) is prepared in `make`.
 """
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -126,6 +127,16 @@ def _attention(
     return call
 
 
+def _biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool
+) -> Call:  # fmt: skip
+    if fill != -math.inf or empty_nan:
+        raise NoPeer("biased_attention: SDPA hides keys with -inf, and gives zeros where a query sees none")
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return lambda: F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
 def _attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
     max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, *bends: Any,
@@ -235,6 +246,7 @@ _PEERS: dict[str, Callable[..., Call]] = {
     "add_rms_norm": _add_rms_norm,
     "attention": _attention,
     "attention_backward": _attention_backward,
+    "biased_attention": _biased_attention,
     "cross_entropy": _cross_entropy,
     "cross_entropy_gradient": _cross_entropy_gradient,
     "gelu_mul": lambda gate, up, approximate: lambda: F.gelu(gate, approximate="tanh" if approximate else "none") * up,
@@ -281,6 +293,11 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     **peers_pointwise.SHAPES,
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,
+    # Padded texts (a mask of keys), windows of an image, relative positions.
+    "biased_attention": (
+        *("B=32 KV=128 mask=true", "B=8 KV=512 mask=true", "B=8 KV=512", "B=1 KV=4096 H=16 bias=heads"),
+        *("B=256 KV=49 H=6 D=32 bias=heads", "B=8 KV=512 H=8 bias=heads", "B=8 Q=64 KV=512 H=8 bias=each"),
+    ),
     "block_scaled_linear": _PRODUCTS,
     "cast_linear": _PRODUCTS,
     "batch_norm_backward": _IMAGES,

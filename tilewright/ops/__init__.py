@@ -6,6 +6,7 @@ from tilewright.kernels.attention import attention_op
 from tilewright.kernels.attention_backward import attention_backward_op
 from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.batch_statistics import batch_statistics_op
+from tilewright.kernels.biased_attention import biased_attention_op
 from tilewright.kernels.block_scaled_linear import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.cast_linear import cast_linear, cast_linear_op
 from tilewright.kernels.channels import channel_affine_op, channel_sums_op
@@ -169,6 +170,7 @@ ALL = (
     avg_pool_op,
     batch_norm_backward_op,
     batch_statistics_op,
+    biased_attention_op,
     block_scaled_linear_op,
     cast_linear_op,
     channel_affine_op,

@@ -2,7 +2,7 @@
 
 The forward pass keeps q, k, v, its result and one logarithm a row; the backward pass computes the weights again
 (kernels/attention_backward.py). Gradients are those of q, k, v and sinks, whatever the mask and the bends. Not differentiable,
-and refused with a sentence: ALiBi's slopes, and lse as an input of what follows.
+and refused with a sentence: ALiBi's slopes, lse as an input of what follows, and all of a call with a bias.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewright.kernels.attention import attention as forward
 from tilewright.kernels.attention_backward import attention_backward_op
 from tilewright.kernels.attention_checks import window_bounds
+from tilewright.kernels.biased_attention import biased_attention
 from tilewright.kernels.gradient import wants_gradient
 from tilewright.ops.scaled_attention import scaled_attention
 
@@ -56,11 +57,20 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None if sinks is None else dsinks, *[None] * 11
 
 
+def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None, others: dict[str, Any]) -> Tensor:
+    if names := [name for name, value in others.items() if value is not None and value is not False]:
+        raise ValueError(f"attention: bias goes with no {', '.join(names)}: put what they say into the bias, or leave it out")
+    if wants_gradient(q, k, v, bias):
+        raise ValueError("attention: bias is forward only; call it under torch.no_grad(), or use torch's own attention")
+    return biased_attention(q, k, v, bias, scale=scale)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, cu_q: Tensor | None = None,
     cu_k: Tensor | None = None, max_q: int | None = None, max_k: int | None = None, return_lse: bool = False,
     window: int | tuple[int | None, int | None] | None = None, prefix: int | Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, deterministic: bool = False, precision: str | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v for each head, over sequences of equal length, or packed ones of any length.
 
@@ -85,6 +95,8 @@ def attention(
             (docs/log.md#attention-backward). So does `torch.use_deterministic_algorithms(True)`.
         precision: "fp8" or "int8": quantise first, and multiply 8-bit codes (ops/scaled_attention.py): faster for long prompts
             and less exact, forward only, with a causal mask or none. None: products in the operands' dtype.
+        bias: what expands to [B, H, S, SK]: bool, True where a query sees a key, or floating point, added to the scores.
+            Forward only, for operands [B, S, H, D]; `scale` may be any number. No other mask goes with it.
 
     Returns:
         The averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32, [B, H, S]
@@ -97,6 +109,10 @@ def attention(
     """
     lengths: Any = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
     bends: Any = {"window": window, "prefix": prefix, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    if bias is not None:
+        return _with_bias(
+            q, k, v, bias, scale, {**lengths, **bends, "causal": causal, "return_lse": return_lse, "precision": precision}
+        )
     if precision is not None:
         given = {**lengths, **bends, "return_lse": return_lse}
         return scaled_attention(q, k, v, precision, causal=causal, scale=scale, given=given)
