@@ -19,10 +19,12 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from tilewright.asm.compile import CompileFailed, compile_only, stand_in
-from tilewright.fuse import calls, coded_calls
+from tilewright.fuse import calls, coded_calls, op_calls
+from tilewright.fuse.op_race import race
 from tilewright.fuse.sums import Sum, in_place, note_sum, rewrite, streams, ways
 from tilewright.hw.device import Device, device_of
 from tilewright.kernels.attention import attention_op
+from tilewright.kernels.biased_attention import biased_attention_op
 from tilewright.kernels.cast_linear import cast_linear_op
 from tilewright.kernels.conv import conv_op
 from tilewright.kernels.conv_codes import conv_codes_op
@@ -64,11 +66,12 @@ _OPERANDS: dict[Any, tuple[Op, Callable[..., tuple[Any, ...]]]] = {
     coded_calls.conv_to_codes: (conv_codes_op, coded_calls.conv_to_codes_operands),
     coded_calls.linear_from_codes: (scaled_linear_op, coded_calls.linear_from_codes_operands),
     coded_calls.linear_to_codes: (cast_linear_op, coded_calls.linear_to_codes_operands),
+    op_calls.biased_attention: (biased_attention_op, lambda *args: args),
 }
 """Calls that take a choice -> their op, and its arguments from theirs."""
 _FIXED = {
     calls.conv: 9, calls.linear: 6, coded_calls.conv_from_codes: 11, coded_calls.conv_to_codes: 10,
-    coded_calls.linear_from_codes: 10, coded_calls.linear_to_codes: 8,
+    coded_calls.linear_from_codes: 10, coded_calls.linear_to_codes: 8, op_calls.biased_attention: 7,
 }  # fmt: skip
 """How many arguments stand before the choice."""
 
@@ -209,6 +212,7 @@ def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[s
         rows.append(row)
     rows += [_attention(args, nodes, watch) for args, nodes in recorder.attention.values()]
     rows += _sums(fused, list(recorder.sums.values()), watch)
+    rows += race(fused, inputs)
     fused.recompile()
     return rows
 

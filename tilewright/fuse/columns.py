@@ -89,10 +89,12 @@ def _unknown(rank: int, at: int, count: int) -> Columns:
 def columns_of(anchor: Anchor) -> Columns | None:
     """The columns of an anchor's own result; None for an anchor without any."""
     value = tensor_of(anchor.node)
-    if value is None or anchor.kind not in ("conv", "linear"):
+    if value is None or anchor.kind not in ("conv", "conv_transpose", "linear"):
         return None
+    if anchor.kind == "conv_transpose" and anchor.options["groups"] != 1:
+        return None  # its weight [C, O / groups, *K] has no row for each channel of the result
     at = value.dim() - 1
-    if anchor.kind == "conv":
+    if anchor.kind != "linear":
         at = value.dim() - 1 - len(anchor.options["stride"])
     if symbolic(value.shape):
         return _unknown(value.dim(), at, value.shape[at]) if isinstance(value.shape[at], int) else None

@@ -21,7 +21,7 @@ from tilewright.fuse.parts import FLOAT_PARTS, Part
 from tilewright.fuse.plan import Gate, Group, Unbuilt
 from tilewright.fuse.views import View, channels_last, dense
 
-__all__ = ["EMIT", "emit_gate", "emit_merged"]
+__all__ = ["EMIT", "dtype_of", "emit_gate", "emit_merged", "finish"]
 
 
 def _what(group: Group, shape: Any) -> str:
@@ -31,13 +31,13 @@ def _what(group: Group, shape: Any) -> str:
     return f"{list(shape)}" + (" + " + ", ".join(parts) if parts else "")
 
 
-def _dtype(node: Node) -> torch.dtype:
+def dtype_of(node: Node) -> torch.dtype:
     value = tensor_of(node)
     assert value is not None, "an anchor's value is a tensor"
     return value.dtype
 
 
-def _finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
+def finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
     """Through the views of the chain; the note in the report, and which value it is for whoever compares."""
     end = b.behind(group, value)
     b.launched(group, op, value, _what(group, end.shape))
@@ -78,7 +78,7 @@ _LOST = 4e-3
 
 
 def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tuple[Node, Node | None]:
-    dtype, name = _dtype(group.anchor.node), layer_name(group.anchor.node)
+    dtype, name = dtype_of(group.anchor.node), layer_name(group.anchor.node)
     exact, bias = pair
     weight = exact.to(dtype)
     if group.folds and not (weight - exact).norm() <= _LOST * exact.norm():
@@ -124,7 +124,7 @@ def _conv(b: Buffers, group: Group) -> Value:
     value = b.buffer(calls.conv, args, channels_last(shape), a.node)
     if single:
         value = Value(value.node, value.view.squeeze((0,)))
-    return _finish(b, group, "conv", value)
+    return finish(b, group, "conv", value)
 
 
 def _is_product(group: Group, weight: Tensor) -> bool:
@@ -151,7 +151,7 @@ def _pointwise(
     residual = None if group.residual is None else rows(b.values[group.residual])
     flat = (_count(shape) // shape[1], shape[1])
     new = b.buffer(calls.linear, (x, weight, bias, residual, group.activation, list(flat)), dense(flat), group.anchor.node)
-    return _finish(b, group, "linear", Value(new.node, channels_last(shape)))
+    return finish(b, group, "linear", Value(new.node, channels_last(shape)))
 
 
 def _is_patches(group: Group, weight: Tensor, shape: tuple[int, ...]) -> bool:
@@ -186,7 +186,7 @@ def _patches(
         calls.linear, (flat, weight, bias, None, group.activation, [rows, shape[1]]), dense((rows, shape[1])), a.node
     )
     b.report.add(layer_name(a.node), "patches", a.node.name, True, "filters side by side: a product of rows of pixels")
-    return _finish(b, group, "linear", Value(new.node, channels_last(shape)))
+    return finish(b, group, "linear", Value(new.node, channels_last(shape)))
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -206,7 +206,7 @@ def _linear(b: Buffers, group: Group) -> Value:
     else:
         n = pair[0].shape[0]
         weight, bias = _stored(b, group, pair)
-    return _finish(b, group, "linear", _product(b, group, weight, bias, n, n, group.activation))
+    return finish(b, group, "linear", _product(b, group, weight, bias, n, n, group.activation))
 
 
 def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
@@ -316,7 +316,7 @@ def _attention(b: Buffers, group: Group) -> Value:
     shape = (*q.shape[:3], v.shape[-1])
     args = (*(b.tensor(o) for o in operands), a.options["causal"], a.options["scale"])
     value = b.buffer(calls.attention, args, dense(shape), a.node)
-    return _finish(b, group, "attention", Value(value.node, value.view.permute((0, 2, 1, 3))))
+    return finish(b, group, "attention", Value(value.node, value.view.permute((0, 2, 1, 3))))
 
 
 def _layer_norm(b: Buffers, group: Group) -> Value:
@@ -327,7 +327,7 @@ def _layer_norm(b: Buffers, group: Group) -> Value:
     for size in lead.shape:
         count *= size
     shape = (*lead.shape, width) if in_order else (count, width)
-    dtype = _dtype(a.node)
+    dtype = dtype_of(a.node)
     weight = b.attribute(torch.ones(width, dtype=dtype), "ones") if a.weight is None else b.tensor(b.values[a.weight])
     bias = None if a.bias is None else b.tensor(b.values[a.bias])
     if a.bias is not None and group.plus:
@@ -338,7 +338,7 @@ def _layer_norm(b: Buffers, group: Group) -> Value:
     value = b.buffer(calls.layer_norm, (x, weight, bias, a.options["eps"], list(shape)), dense(shape), a.node)
     if not in_order:
         value = Value(value.node, lead.with_columns(width, width))
-    return _finish(b, group, "layer_norm", value)
+    return finish(b, group, "layer_norm", value)
 
 
 def _max_pool(b: Buffers, group: Group) -> Value:
@@ -347,7 +347,7 @@ def _max_pool(b: Buffers, group: Group) -> Value:
     o = a.options
     args = (b.tensor(b.arranged(b.values[a.x], True)), *(o[k] for k in ("kernel_size", "stride", "padding", "dilation")))
     value = b.buffer(calls.max_pool, (*args, o["ceil_mode"]), channels_last(tuple(out.shape)), a.node)
-    return _finish(b, group, "max_pool", value)
+    return finish(b, group, "max_pool", value)
 
 
 def _global_mean(b: Buffers, group: Group) -> Value:
@@ -359,7 +359,7 @@ def _global_mean(b: Buffers, group: Group) -> Value:
         for _ in x.shape[2:]:
             view = view.unsqueeze(2)
         value = Value(value.node, view)
-    return _finish(b, group, "mean", value)
+    return finish(b, group, "mean", value)
 
 
 EMIT: dict[str, Callable[[Buffers, Group], Value]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from tilewright.fuse import calls
+from tilewright.fuse import calls, emit_ops
 from tilewright.fuse.anchors import Anchor, tensor_of
 from tilewright.fuse.buffers import Buffers, Value
 from tilewright.fuse.check import FLOAT_NODE
@@ -51,7 +51,12 @@ def _reads_channels(group: Group, node: Node, value: Tensor) -> bool:
             return False
         # A patch is gathered from rows of pixels as the user has them.
         return node is group.residual or (node is anchor.x and not beside(anchor, value))
-    return node is anchor.x and anchor.kind in ("max_pool", "global_mean") and value.dim() == 4
+    return node is anchor.x and (
+        anchor.kind in emit_ops.IMAGES or (anchor.kind in ("max_pool", "global_mean") and value.dim() == 4)
+    )
+
+
+_EMIT = {**EMIT, **emit_ops.EMIT}
 
 
 class Lowering:
@@ -125,7 +130,7 @@ class _Build(Buffers):
             elif node in groups:
                 group = groups[node]
                 steps = [n.name for n in group.chain if not is_view(n)]
-                emit = EMIT[group.anchor.kind]
+                emit = _EMIT[group.anchor.kind]
                 self._fused(node, partial(emit, self, group), group.nodes, steps or [group.anchor.node.name])
             elif node not in skipped:
                 self.plain(node)

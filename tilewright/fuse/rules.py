@@ -2,6 +2,7 @@
 
     conv      folds: batch norm, factors, biases  ->  residual  ->  activation
     linear    folds: batch norm, factors, biases  ->  activation  ->  residual
+    conv_transpose    folds, of one group of channels  ->  activation
 
 A step that is read behind an anchor (normal.py) goes into the first slot that has it and is not behind the group already. Each
 slot answers with the reason where it does not take a step. A graph whose weights are inputs (Inductor's) has no folds but a
@@ -18,9 +19,11 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from tilewright.fuse.anchors import Anchor, same_sizes, tensor_of
-from tilewright.fuse.columns import Columns, Spread, columns_of
+from tilewright.fuse.anchors_attention import MASKED
+from tilewright.fuse.columns import Columns, Spread
 from tilewright.fuse.normal import Activation, Step
 from tilewright.fuse.plan import Fold, Group
+from tilewright.fuse.view_calls import is_view
 
 __all__ = ["ACTIVATIONS", "EPILOGUES", "MERGED", "Dialect", "Slot", "Tip", "slot_of"]
 
@@ -138,7 +141,7 @@ def _residual_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) ->
         return "it adds a number, and the operator adds a tensor"
     if not same_sizes(here.shape, other.shape) or (here.dtype, here.device) != (other.dtype, other.device):
         return "the other operand has another shape, type or device"
-    if tip.group.anchor.kind == "conv" and tip.columns != columns_of(tip.group.anchor):
+    if tip.group.anchor.kind == "conv" and any(map(is_view, (*tip.group.chain, *tip.views))):
         return "views stand between the convolution and the sum"
     return None
 
@@ -154,11 +157,15 @@ _RESIDUAL = Slot("a residual", ("sum",), _residual_refuses, _add)
 
 EPILOGUES: dict[str, tuple[Slot, ...]] = {
     "conv": (_FOLD, _RESIDUAL, _ACTIVATION),
+    "conv_transpose": (_FOLD, _ACTIVATION),
     "linear": (_FOLD, _ACTIVATION, _RESIDUAL),
 }
 """Kind of anchor -> the slots of its epilogue, in the operator's order."""
 
-MERGED: dict[str, Callable[[Anchor], tuple[Node, ...]]] = {"attention": lambda anchor: (anchor.x, *anchor.others)}
+MERGED: dict[str, Callable[[Anchor], tuple[Node, ...]]] = {
+    "attention": lambda anchor: (anchor.x, *anchor.others),
+    MASKED: lambda anchor: (anchor.x, *anchor.others[:2]),
+}
 """Kind of anchor -> which of its operands, where they are linears of one input, become one product."""
 
 
@@ -180,13 +187,12 @@ def slot_of(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> Slot | st
     for i, slot in enumerate(slots):
         if step.kind not in slot.steps:
             continue
-        refused = slot.refuses(tip, step, parameter)
-        if refused is not None:
-            reason = refused
-        elif i == at and not slot.many:
+        if i == at and not slot.many:
             reason = f"{kind} takes {slot.name} once"
         elif i < at:
             reason = f"{kind} applies {slot.name} before {slots[at].name}, and this follows that"
-        else:
+        elif (refused := slot.refuses(tip, step, parameter)) is None:
             return slot
+        else:
+            reason = refused
     return reason

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tilewright.fuse.anchors import Anchor, read, symbolic, tensor_of
+from tilewright.fuse.anchors import Anchor, symbolic, tensor_of
+from tilewright.fuse.anchors_ops import read
 from tilewright.fuse.columns import columns_of
 from tilewright.fuse.decisions import Decision
 from tilewright.fuse.gates import gate_of
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.normal import Activation, Step, activation_behind, activation_of, step_behind
 from tilewright.fuse.plan import FUSED, LEFT, Gate, Group, Plan, merge_name
-from tilewright.fuse.rules import EPILOGUES, MERGED, Dialect, Tip, slot_of
+from tilewright.fuse.rules import ACTIVATIONS, EPILOGUES, MERGED, Dialect, Tip, slot_of
 from tilewright.fuse.view_calls import is_part, is_view, plain_source
 
 __all__ = ["EXPORTED", "plan"]
@@ -127,7 +128,8 @@ class _Walk:
             return
         step = Step(kind="activation", node=found.node, inside=tuple(found.inside - {found.node}), name=found.name)
         reason = self._offer(tip, step, found)
-        if reason is not None:
+        alone = found.name not in ACTIVATIONS and isinstance(self.dialect.read(found.node), Anchor)
+        if reason is not None and not alone:  # else it is a launch by itself, once it is visited
             self._refuse(step, tip, reason)
 
     def _offer(self, tip: Tip, step: Step, found: Activation | None = None) -> str | None:

@@ -69,13 +69,13 @@ class Weights:
         """(weight, bias) in float64, with batch norms, factors and biases folded in, in their order.
 
         Args:
-            weight: [O, ...], or [K, N] with `transposed`, which comes back as [N, K].
+            weight: [O, ...], or [K, O, ...] with `transposed`, which comes back as [O, K, ...].
             bias: [O].
             folds: what stands behind the product.
             transposed: see weight.
         """
         w = self.double(weight)
-        w = w.t() if transposed else w
+        w = w.transpose(0, 1) if transposed else w
         b = None if bias is None else self.double(bias)
         for fold in folds:
             factor, shift = self._affine(fold, w)

@@ -1,0 +1,264 @@
+"""Calls whose whole is one operator of ours, read strictly: norms of channels, RMS norm, pools, resizing, transposed
+convolutions, softmax, activations by themselves; and why calls that are near to one are none.
+
+RMS norm is read in torch's call and as models write it out,
+
+    w * (x.float() * rsqrt(mean(x.float()^2, -1, keepdim) + eps)).to(dtype)
+
+`read` asks anchors.py first. Options are the arguments of op_calls.py by name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tilewright.fuse import anchors
+from tilewright.fuse.anchors import Anchor, fit, tensor_of
+from tilewright.fuse.anchors_attention import read_product, read_sdpa
+from tilewright.fuse.anchors_rms import read_rms_written
+from tilewright.fuse.view_calls import is_view, plain_source
+from tilewright.kernels.pointwise import KINDS
+
+__all__ = ["read"]
+
+aten = torch.ops.aten
+
+
+def _given(node: Node, **defaults: Any) -> dict[str, Any]:
+    """Arguments by name, from their names in order with defaults."""
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
+
+
+def _dims(x: Any) -> int:
+    value = tensor_of(x)
+    return 0 if value is None else value.dim()
+
+
+def _spread(value: Any, dims: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values
+
+
+# ---- norms
+
+
+def _rms_norm(node: Node) -> Anchor | str:
+    a = _given(node, input=None, normalized_shape=(), weight=None, eps=None)
+    x = tensor_of(a["input"])
+    if x is None or len(a["normalized_shape"]) != 1:
+        return f"an RMS norm over the last {len(a['normalized_shape'])} dims; the operator takes one"
+    eps = torch.finfo(x.dtype).eps if a["eps"] is None else a["eps"]
+    return fit(Anchor(kind="rms_norm", node=node, x=a["input"], weight=a["weight"], options={"eps": float(eps)}))
+
+
+def _group_norm(node: Node) -> Anchor | str:
+    a = _given(node, input=None, groups=1, weight=None, bias=None, eps=1e-5)
+    if _dims(a["input"]) < 3:
+        return "a group norm of what is not [N, C, *places]"
+    options = {"groups": a.get("num_groups", a["groups"]), "eps": a["eps"]}
+    return fit(Anchor(kind="group_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options=options))
+
+
+def _instance_norm(node: Node) -> Anchor | str:
+    a = _given(node, input=None, weight=None, bias=None, mean=None, variance=None, use_input_stats=True, momentum=0.1, eps=1e-5)
+    if not a["use_input_stats"] or _dims(a["input"]) < 3:
+        return "an instance norm by running statistics, or of what is not [N, C, *places]"
+    return fit(
+        Anchor(kind="instance_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={"eps": a["eps"]})
+    )  # fmt: skip
+
+
+def _softmax(node: Node) -> Anchor | str:
+    a = _given(node, input=None, dim=-1, dtype=None)
+    x, out = tensor_of(a["input"]), tensor_of(node)
+    if x is None or out is None or x.dtype != out.dtype:
+        return "a softmax that changes the type"
+    if x.dim() == 0 or a["dim"] not in (-1, x.dim() - 1):
+        return "a softmax over another dim than the last"
+    if any(_reads_product(user) for user in node.users):
+        return "the softmax of attention that is written out, and is not taken as a whole"
+    log = node.target in (aten.log_softmax.int, aten._log_softmax.default)
+    return fit(Anchor(kind="softmax", node=node, x=a["input"], options={"log": log}))
+
+
+def _reads_product(user: Node) -> bool:
+    """Whether a product of two batches of matrices reads a softmax, perhaps behind casts, dropout and views."""
+    if user.target in (aten.matmul.default, aten.bmm.default):
+        return _dims(user.args[1]) > 2
+    behind = is_view(user) or user.target in (aten._to_copy.default, aten.to.dtype, aten.expand.default)
+    return behind and any(map(_reads_product, user.users))
+
+
+# ---- pools and resizing
+
+
+def _avg_pool(dims: int) -> Callable[[Node], Anchor | str]:
+    def reader(node: Node) -> Anchor | str:
+        names = {
+            "input": None,
+            "kernel_size": (),
+            "stride": (),
+            "padding": 0,
+            "ceil_mode": False,
+            "include": True,
+            "divisor": None,
+        }
+        a = _given(node, **names)
+        if _dims(a["input"]) != dims + 2:
+            return "average pooling of what is not [N, C, *places]"
+        kernel = _spread(a["kernel_size"], dims)
+        options = {
+            "kernel_size": kernel, "stride": _spread(a["stride"], dims) if a["stride"] else kernel,
+            "padding": _spread(a["padding"], dims), "ceil_mode": bool(a["ceil_mode"]),
+            "count_include_pad": bool(a.get("count_include_pad", a["include"])),
+            "divisor": a.get("divisor_override", a["divisor"]),
+        }  # fmt: skip
+        return fit(Anchor(kind="avg_pool", node=node, x=a["input"], options=options))
+
+    return reader
+
+
+def _adaptive(dims: int) -> Callable[[Node], Anchor | str]:
+    def reader(node: Node) -> Anchor | str:
+        x, size = node.args[0], _spread(node.args[1], dims)
+        if _dims(x) != dims + 2:
+            return "adaptive pooling of what is not [N, C, *places]"
+        return fit(Anchor(kind="adaptive_avg_pool", node=node, x=x, options={"size": size}))  # pyright: ignore[reportArgumentType]
+
+    return reader
+
+
+_MODES = {
+    aten.upsample_nearest1d.vec: "nearest", aten.upsample_nearest2d.vec: "nearest", aten.upsample_nearest3d.vec: "nearest",
+    aten.upsample_linear1d.vec: "linear", aten.upsample_bilinear2d.vec: "bilinear", aten.upsample_bicubic2d.vec: "bicubic",
+    aten.upsample_trilinear3d.vec: "trilinear",
+}  # fmt: skip
+
+
+def _upsample(node: Node) -> Anchor | str:
+    mode, out = _MODES[node.target], tensor_of(node)  # pyright: ignore[reportArgumentType]
+    if mode == "nearest":
+        a = {**_given(node, input=None, output_size=None, scale_factors=None), "align_corners": None}
+    else:
+        a = _given(node, input=None, output_size=None, align_corners=False, scale_factors=None)
+    x = tensor_of(a["input"])
+    if x is None or out is None:
+        return "an operand's shape is not known"
+    options = {"size": list(out.shape[2:]), "factors": a["scale_factors"], "mode": mode, "corners": a["align_corners"]}
+    return fit(Anchor(kind="upsample", node=node, x=a["input"], options=options))
+
+
+# ---- transposed convolutions
+
+
+def _transposed(dims: int) -> Callable[[Node], Anchor | str]:
+    def reader(node: Node) -> Anchor | str:
+        names = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1}
+        a = _given(node, **names, dilation=1)
+        if _dims(a["input"]) != dims + 2:
+            return "a transposed convolution without a batch"
+        each = {name: _spread(a[name], dims) for name in ("stride", "padding", "output_padding", "dilation")}
+        options = {**each, "groups": a["groups"]}
+        return fit(
+            Anchor(kind="conv_transpose", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options=options)
+        )  # fmt: skip
+
+    return reader
+
+
+# ---- activations by themselves
+
+
+_NAMES = {
+    aten.relu.default: "relu", aten.silu.default: "silu", aten.hardswish.default: "hardswish", aten.tanh.default: "tanh",
+    aten.sigmoid.default: "sigmoid", aten.leaky_relu.default: "leaky_relu", aten.elu.default: "elu", aten.mish.default: "mish",
+}  # fmt: skip
+_MOVES = (aten._to_copy.default, aten.to.dtype, aten.cat.default, aten.expand.default)
+
+
+def _activation(node: Node) -> Anchor | str | None:
+    """An activation that no product or convolution has, and whose neighbours no operator of Inductor's could have with it."""
+    found = _form(node)
+    if found is None:
+        return None
+    if _pointwise(plain_source(node.args[0])) or any(map(_pointwise, _readers(node))):
+        return "an activation beside other pointwise calls, which torch's compiler computes in one pass where that is faster"
+    return fit(Anchor(kind="activation", node=node, x=node.args[0], options=found))  # pyright: ignore[reportArgumentType]
+
+
+def _form(node: Node) -> dict[str, Any] | None:
+    kind, alpha = _NAMES.get(node.target), 1.0  # pyright: ignore[reportArgumentType]
+    if node.target is aten.gelu.default:
+        kind = {"none": "gelu", "tanh": "gelu_tanh"}[_given(node, input=None, approximate="none")["approximate"]]
+    elif kind == "leaky_relu":
+        alpha = _given(node, input=None, slope=0.01)["slope"]
+        alpha = node.kwargs.get("negative_slope", alpha)
+    elif kind == "elu":
+        a = _given(node, input=None, alpha=1.0, scale=1.0, input_scale=1.0)
+        if a["scale"] != 1 or a["input_scale"] != 1:
+            return None
+        alpha = a["alpha"]
+    return None if kind not in KINDS else {"kind": kind, "alpha": float(alpha)}  # pyright: ignore[reportArgumentType]
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads a value, behind views."""
+    return [reader for user in node.users for reader in (_readers(user) if is_view(user) else [user])]
+
+
+def _pointwise(node: Any) -> bool:
+    """Whether a call is arithmetic on elements."""
+    if not isinstance(node, Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target in _MOVES
+
+
+# ---- the table
+
+_REFUSED = {
+    aten.lstm.input: "an LSTM: no operator here has its recurrence, and torch's library computes it",
+    aten.gru.input: "a GRU: no operator here has its recurrence, and torch's library computes it",
+    aten.embedding.default: "a gather of rows, which is torch's own kernel in every operator here",
+    aten.cat.default: "a concatenation: its operands are copied side by side by torch's kernel",
+}
+
+_READERS: dict[Any, Callable[[Node], Anchor | str | None]] = {
+    aten.rms_norm.default: _rms_norm,
+    aten.group_norm.default: _group_norm,
+    aten.instance_norm.default: _instance_norm,
+    aten.softmax.int: _softmax,
+    aten._softmax.default: _softmax,
+    aten.log_softmax.int: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten.avg_pool1d.default: _avg_pool(1),
+    aten.avg_pool2d.default: _avg_pool(2),
+    aten.avg_pool3d.default: _avg_pool(3),
+    aten.adaptive_avg_pool1d.default: _adaptive(1),
+    aten.adaptive_avg_pool2d.default: _adaptive(2),
+    aten.adaptive_avg_pool3d.default: _adaptive(3),
+    aten.conv_transpose1d.default: _transposed(1),
+    aten.conv_transpose2d.input: _transposed(2),
+    aten.conv_transpose3d.input: _transposed(3),
+    aten.gelu.default: _activation,
+    aten.mul.Tensor: read_rms_written,
+    **dict.fromkeys(_MODES, _upsample),
+    **dict.fromkeys(_NAMES, _activation),
+}
+
+
+def read(node: Node) -> Anchor | str | None:
+    """The anchor that a call of an exported graph is, or why it is none; None for calls that no operator of ours has."""
+    found = anchors.read(node)
+    if isinstance(found, Anchor) or node.op != "call_function":
+        return found
+    if node.target is aten.scaled_dot_product_attention.default:
+        masked = (len(node.args) > 3 and node.args[3] is not None) or node.kwargs.get("attn_mask") is not None
+        return read_sdpa(node) if masked else found
+    if node.target is aten.bmm.default or (isinstance(found, str) and node.target is aten.matmul.default):
+        return read_product(node, found or "a product of two batches of matrices")
+    if isinstance(found, str) and node.target is not aten.adaptive_avg_pool2d.default:
+        return found
+    reader = _READERS.get(node.target)
+    return _REFUSED.get(node.target) if reader is None else reader(node)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,117 @@
+"""Groups of the anchors of anchors_ops.py as calls of op_calls.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tilewright.fuse import emit, op_calls
+from tilewright.fuse.anchors import tensor_of
+from tilewright.fuse.anchors_attention import MASKED
+from tilewright.fuse.buffers import Buffers, Value
+from tilewright.fuse.emit_attention import emit_attention
+from tilewright.fuse.plan import Group
+from tilewright.fuse.views import channels_last, dense
+
+__all__ = ["EMIT", "IMAGES"]
+
+
+def _vector(b: Buffers, node: Node | None) -> Node | None:
+    """A weight or bias [C] without gaps."""
+    return None if node is None else b.tensor(b.arranged(b.values[node], False))
+
+
+def _out(group: Group) -> tuple[int, ...]:
+    value = tensor_of(group.anchor.node)
+    assert value is not None, "an anchor has a result"
+    return tuple(value.shape)
+
+
+def _image(b: Buffers, group: Group, target: Callable[..., Any], *args: Any) -> Value:
+    """A call on [N, C, *S] whose result lies with its channels last."""
+    x = b.tensor(b.arranged(b.values[group.anchor.x], True))
+    value = b.buffer(target, (x, *args), channels_last(_out(group)), group.anchor.node)
+    return emit.finish(b, group, group.anchor.kind, value)
+
+
+def _channel_norm(b: Buffers, group: Group) -> Value:
+    a = group.anchor
+    first = (a.options["groups"],) if a.kind == "group_norm" else ()
+    target = op_calls.group_norm if a.kind == "group_norm" else op_calls.instance_norm
+    return _image(b, group, target, *first, _vector(b, a.weight), _vector(b, a.bias), a.options["eps"])
+
+
+def _by_options(target: Callable[..., Any], *names: str) -> Callable[[Buffers, Group], Value]:
+    def one(b: Buffers, group: Group) -> Value:
+        return _image(b, group, target, *(group.anchor.options[name] for name in names))
+
+    return one
+
+
+def _conv_transpose(b: Buffers, group: Group) -> Value:
+    a, o = group.anchor, group.anchor.options
+    assert a.weight is not None, "a convolution has a weight"
+    if b.weights.known(a.weight) and (a.bias is None or b.weights.known(a.bias)):
+        # [O, C, *K] while channels are folded into, which columns.py allows of one group alone.
+        weight, bias = b.weights.folded(a.weight, a.bias, group.folds, True)
+        dtype = emit.dtype_of(a.node)
+        weight = weight.transpose(0, 1).to(dtype).movedim(1, -1).contiguous().movedim(-1, 1)
+        operands = (
+            b.attribute(weight, f"{group.name}_weight"),
+            None if bias is None else b.attribute(bias.to(dtype), f"{group.name}_bias"),
+        )
+    else:
+        operands = (b.tensor(b.arranged(b.values[a.weight], True)), _vector(b, a.bias))
+    window = (o[name] for name in ("stride", "padding", "output_padding", "groups", "dilation"))
+    return _image(b, group, op_calls.conv_transpose, *operands, group.activation, *window)
+
+
+def _rms_norm(b: Buffers, group: Group) -> Value:
+    a = group.anchor
+    x, lead, in_order = b.rows(b.values[a.x])
+    width = b.values[a.x].shape[-1]
+    count = tensor_of(a.node).numel() // width  # pyright: ignore[reportOptionalMemberAccess]
+    shape = (*lead.shape, width) if in_order else (count, width)
+    ones = torch.ones(width, dtype=emit.dtype_of(a.node))
+    weight = b.attribute(ones, "ones") if a.weight is None else _vector(b, a.weight)
+    value = b.buffer(op_calls.rms_norm, (x, weight, a.options["eps"], list(shape)), dense(shape), a.node)
+    if not in_order:
+        assert value.node is not None, "a buffer"
+        value = Value(value.node, lead.with_columns(width, width))
+    return emit.finish(b, group, "rms_norm", value)
+
+
+def _softmax(b: Buffers, group: Group) -> Value:
+    a = group.anchor
+    x = b.tensor(b.arranged(b.values[a.x], False))
+    value = b.buffer(op_calls.softmax, (x, a.options["log"]), dense(_out(group)), a.node)
+    return emit.finish(b, group, "log_softmax" if a.options["log"] else "softmax", value)
+
+
+def _activation(b: Buffers, group: Group) -> Value:
+    """Of memory as it lies: with channels last, or contiguous."""
+    a, shape = group.anchor, _out(group)
+    x = b.opened(b.values[a.x])
+    last = len(shape) > 2 and x.view.strides == channels_last(shape).strides != dense(shape).strides
+    args = (b.tensor(b.arranged(x, last)), a.options["kind"], a.options["alpha"], last)
+    value = b.buffer(op_calls.activation, args, channels_last(shape) if last else dense(shape), a.node)
+    return emit.finish(b, group, a.options["kind"], value)
+
+
+_POOL = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor")
+EMIT: dict[str, Callable[[Buffers, Group], Value]] = {
+    MASKED: emit_attention,
+    "activation": _activation,
+    "adaptive_avg_pool": _by_options(op_calls.adaptive_avg_pool, "size"),
+    "avg_pool": _by_options(op_calls.avg_pool, *_POOL),
+    "conv_transpose": _conv_transpose,
+    "group_norm": _channel_norm,
+    "instance_norm": _channel_norm,
+    "rms_norm": _rms_norm,
+    "softmax": _softmax,
+    "upsample": _by_options(op_calls.upsample, "size", "factors", "mode", "corners"),
+}
+"""Kind of anchor -> what emits a group of it."""
+IMAGES = ("adaptive_avg_pool", "avg_pool", "conv_transpose", "group_norm", "instance_norm", "upsample")
+"""Kinds that read [N, C, *S] with channels last."""

@@ -1,0 +1,133 @@
+"""Further calls of an optimised graph: operators whose whole call is one of torch's, and the same call by torch's own kernel.
+
+Each has `library` as its last argument: whether torch's kernel computes it. On a GPU both ways are timed (op_race.py), and the
+faster one stays; what Inductor compiles for a CPU is torch's anyhow. Results lie as the graph counts on: images channels-last,
+all else contiguous.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright import ops
+from tilewright.fuse.calls import Choice, as_dense, run
+from tilewright.kernels.biased_attention import biased_attention_op
+
+__all__ = [
+    "activation", "adaptive_avg_pool", "avg_pool", "biased_attention", "conv_transpose", "group_norm", "instance_norm",
+    "rms_norm", "softmax", "upsample",
+]  # fmt: skip
+
+
+def _by_torch(x: Tensor, library: bool) -> bool:
+    """Whether torch's own kernel is called: as was chosen, or for Inductor on a CPU."""
+    return library or (torch.compiler.is_compiling() and x.device.type == "cpu")
+
+
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool, choice: Choice | None = None
+) -> Tensor:
+    """Attention of [B, S, H, D] with a mask or bias [N, H | 1, S | 1, T | 1] (kernels/biased_attention.py)."""
+    args = (q, k, v, bias, scale, fill, empty_nan)
+    if _by_torch(q, False):
+        return biased_attention_op.reference(*args)
+    return run(biased_attention_op, args, choice)
+
+
+_ACTIVATIONS = {
+    "elu": F.elu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "hardswish": F.hardswish,
+    "leaky_relu": F.leaky_relu, "mish": F.mish, "relu": F.relu, "sigmoid": torch.sigmoid, "silu": F.silu, "tanh": torch.tanh,
+}  # fmt: skip
+
+
+def activation(x: Tensor, kind: str, alpha: float, last: bool, library: bool = False) -> Tensor:
+    """ops.activation of dense memory, contiguous or with channels last."""
+    if _by_torch(x, library):
+        f = _ACTIVATIONS[kind]
+        return as_dense(f(x, alpha) if kind in ("elu", "leaky_relu") else f(x), last)
+    return ops.activation(x, kind, alpha)
+
+
+def softmax(x: Tensor, log: bool, library: bool = False) -> Tensor:
+    """ops.softmax or log_softmax over the last dim of contiguous memory."""
+    if _by_torch(x, library):
+        return F.log_softmax(x, -1) if log else F.softmax(x, -1)
+    return ops.log_softmax(x) if log else ops.softmax(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shape: Sequence[int], library: bool = False) -> Tensor:
+    """ops.rms_norm of rows [R, D], the result with dims `shape`."""
+    if _by_torch(x, library):
+        return F.rms_norm(x, x.shape[-1:], weight, eps).view(shape)
+    return ops.rms_norm(x, weight, eps).view(shape)
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, library: bool = False
+) -> Tensor:  # fmt: skip
+    """ops.group_norm of [N, C, *S] with channels last."""
+    if _by_torch(x, library):
+        return as_dense(F.group_norm(x, groups, weight, bias, eps), True)
+    return as_dense(ops.group_norm(x, groups, weight, bias, eps), True)
+
+
+def instance_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, library: bool = False
+) -> Tensor:  # fmt: skip
+    """ops.instance_norm of [N, C, *S] with channels last, by its own statistics."""
+    if _by_torch(x, library):
+        return as_dense(F.instance_norm(x, weight=weight, bias=bias, eps=eps), True)
+    return as_dense(ops.instance_norm(x, weight=weight, bias=bias, eps=eps), True)
+
+
+_AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_ADAPTIVE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+
+
+def avg_pool(
+    x: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], ceil_mode: bool, count_include_pad: bool,
+    divisor: int | None, library: bool = False,
+) -> Tensor:  # fmt: skip
+    """ops.avg_pool of [N, C, *S] with channels last."""
+    dims = x.dim() - 2
+    if _by_torch(x, library):
+        rest = () if dims == 1 else (divisor,)
+        y = _AVERAGES[dims](x, kernel_size, stride, padding, ceil_mode, count_include_pad, *rest)
+        return as_dense(y, True)
+    return ops.avg_pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor, spatial=dims)
+
+
+def adaptive_avg_pool(x: Tensor, size: list[int], library: bool = False) -> Tensor:
+    """ops.adaptive_avg_pool of [N, C, *S] with channels last."""
+    dims = x.dim() - 2
+    if _by_torch(x, library):
+        return as_dense(_ADAPTIVE[dims](x, size), True)
+    return as_dense(ops.adaptive_avg_pool(x, size, spatial=dims), True)
+
+
+def upsample(
+    x: Tensor, size: list[int], factors: list[float] | None, mode: str, corners: bool | None, library: bool = False
+) -> Tensor:  # fmt: skip
+    """ops.upsample of [N, C, *S] with channels last; `factors`: the steps are by them, not by the sizes."""
+    given = {"size": size} if factors is None else {"scale_factor": factors}
+    if _by_torch(x, library):
+        return as_dense(F.interpolate(x, **given, mode=mode, align_corners=corners), True)  # pyright: ignore[reportArgumentType]
+    return ops.upsample(x, **given, mode=mode, align_corners=corners)  # pyright: ignore[reportArgumentType]
+
+
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_OURS = {1: ops.conv_transpose1d, 2: ops.conv_transpose2d, 3: ops.conv_transpose3d}
+
+
+def conv_transpose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
+    output_padding: list[int], groups: int, dilation: list[int], library: bool = False,
+) -> Tensor:  # fmt: skip
+    """ops.conv_transpose1d, 2d or 3d of [N, C, *S] with channels last, with its activation."""
+    dims, window = x.dim() - 2, (stride, padding, output_padding, groups, dilation)
+    if _by_torch(x, library):
+        y = _TRANSPOSED[dims](x, weight, bias, *window)
+        return as_dense(y if activation == "none" else _ACTIVATIONS[activation](y), True)
+    return as_dense(_OURS[dims](x, weight, bias, *window, activation=activation), True)
