@@ -325,6 +325,26 @@ def test_taken_and_right(case: Case, precision: str) -> None:
     assert float((got - want).norm() / want.norm()) < LIMITS[precision]
 
 
+@pytest.mark.parametrize(
+    ("function", "nan"),
+    [
+        (lambda m, q, k, v, a: SDPA(q, k, v, a), False),
+        (lambda m, q, k, v, a: written(q, k, v, lambda s: s.masked_fill(~a, INF)), True),
+        (lambda m, q, k, v, a: written(q, k, v, lambda s: s + torch.where(a, 0.0, INF)), True),
+        (lambda m, q, k, v, a: written(q, k, v, lambda s: s.masked_fill(~a, LEAST)), False),
+    ],
+)
+def test_rows_that_see_nothing_are_what_the_model_makes_of_them(function: Callable[..., Tensor], nan: bool) -> None:
+    """Of a mask that the examples do not have: zeros or NaN, or the average of all keys."""
+    torch.manual_seed(1)
+    model, (*operands, mask) = Lambda(function).eval(), (*qkv(), seen(B, 1, S, S))
+    fast = tilewright.optimize(model, (*operands, mask), "fp32", compiled=False)
+    mask[1, 0, 2] = False
+    want, got = model(*operands, mask), fast(*operands, mask)
+    assert bool(want[1, :, 2].isnan().all()) == nan
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
 def test_the_faster_way_is_written_into_the_graph() -> None:
     """Where torch's kernel wins by more than two timings differ, and nowhere else; each problem is timed once."""
     model = Lambda(

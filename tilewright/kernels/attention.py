@@ -46,8 +46,8 @@ the end: two roundings. The implementations, best first:
     short             Hopper, up to 256 keys, no mask, head dims 32 and 64 (attention_short.py): where it is measured to win
     triton            sm_80 and up, any head dim up to 256, any layout and mask (attention_tile.py); batch-invariant too
 
-attention_backward.py has the gradients. Not supported: dropout, masks as tensors, caches in pages (paged_attention.py has
-them). Cumulative lengths and prefixes on a GPU are trusted.
+attention_backward.py has the gradients, biased_attention.py masks and biases as tensors, paged_attention.py caches in pages.
+Not supported: dropout. Cumulative lengths and prefixes on a GPU are trusted.
 """
 
 import math
