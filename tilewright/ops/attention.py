@@ -95,8 +95,8 @@ def attention(
             (docs/log.md#attention-backward). So does `torch.use_deterministic_algorithms(True)`.
         precision: "fp8" or "int8": quantise first, and multiply 8-bit codes (ops/scaled_attention.py): faster for long prompts
             and less exact, forward only, with a causal mask or none. None: products in the operands' dtype.
-        bias: what expands to [B, H, S, SK]: bool, True where a query sees a key, or floating point, added to the scores.
-            Forward only, for operands [B, S, H, D]; `scale` may be any number. No other mask goes with it.
+        bias: what expands to [B, H, S, SK]: bool (True: seen) or floating point, added to the scores. Forward only, not for
+            packed operands, with no other mask; `scale` may be any number.
 
     Returns:
         The averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32, [B, H, S]
@@ -110,9 +110,8 @@ def attention(
     lengths: Any = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
     bends: Any = {"window": window, "prefix": prefix, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
     if bias is not None:
-        return _with_bias(
-            q, k, v, bias, scale, {**lengths, **bends, "causal": causal, "return_lse": return_lse, "precision": precision}
-        )
+        others = {**lengths, **bends, "causal": causal, "return_lse": return_lse, "precision": precision}
+        return _with_bias(q, k, v, bias, scale, others)
     if precision is not None:
         given = {**lengths, **bends, "return_lse": return_lse}
         return scaled_attention(q, k, v, precision, causal=causal, scale=scale, given=given)
