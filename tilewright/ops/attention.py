@@ -95,7 +95,7 @@ def attention(
             (docs/log.md#attention-backward). So does `torch.use_deterministic_algorithms(True)`.
         precision: "fp8" or "int8": quantise first, and multiply 8-bit codes (ops/scaled_attention.py): faster for long prompts
             and less exact, forward only, with a causal mask or none. None: products in the operands' dtype.
-        bias: expands to [B, H, S, SK]: bool, True where a key is seen, or added to scores. Forward only, with no option but scale.
+        bias: expands to [B, H, S, SK]: bool, True where a key is seen, or added to scores. Forward only, no option but scale.
 
     Returns:
         The averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32, [B, H, S]
