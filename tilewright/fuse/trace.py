@@ -111,9 +111,9 @@ class _Flat(nn.Module):
         super().__init__()
         self.user, self.structure, self.copies = module, structure, copies
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The module's own call."""
-        given = [t.clone() for t in tensors] if self.copies else tensors
+    def forward(self, *input: Tensor) -> tuple[Tensor, ...]:
+        """The module's own call. The graph's placeholders are called input_0, input_1 ..."""
+        given = [t.clone() for t in input] if self.copies else input
         args, kwargs = rebuild(self.structure, given)
         return tuple(flatten(self.user(*args, **kwargs))[0])
 
