@@ -87,4 +87,6 @@ $(BIN)/pip:
 	$(INSTALL) -e '.[test,dev,compare]'
 	rm -rf .data/openai-2
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --target .data/openai-2 'openai>=2,<3' # the other major
+	rm -rf .data/zoo
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-deps --target .data/zoo 'timm==1.0.31' 'torchvision==0.28.0' 'pillow==13.0.0' # models of others
 	@touch $@
