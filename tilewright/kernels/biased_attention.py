@@ -324,6 +324,9 @@ def _vendor(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias.expand(shape), scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
+    # Its kernels do not agree about a query that sees no key: on a GPU some give it the mean of all values.
+    seen = bias if bias.dtype == torch.bool else bias > -math.inf
+    out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     return out.transpose(1, 2).contiguous()
 
 

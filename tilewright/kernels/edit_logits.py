@@ -139,7 +139,7 @@ EXAMPLES = (
 _POINTERS = ["slots_ptr", "positions_ptr"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_POINTERS)
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=_POINTERS)
 def _tiles_kernel(
     logits_ptr, slots_ptr, counts_ptr, penalties_ptr, allowed_ptr, out_ptr, row_stride,
     V: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, BLOCK_V: tl.constexpr,

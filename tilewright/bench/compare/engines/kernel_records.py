@@ -23,6 +23,7 @@ from torch.autograd.profiler import record_function
 
 from tilewright.bench.compare.engine import EngineError, Operation
 from tilewright.bench.compare.results import Counter
+from tilewright.fuse.calls import enter
 from tilewright.fuse.naming import layer_name
 
 __all__ = ["RANGE", "Kernel", "counters_of", "kernels_of", "matched", "node_ranges", "recorded"]
@@ -136,18 +137,29 @@ def matched(owners: Sequence[Sequence[Kernel]], timed: Sequence[Sequence[Kernel]
 
 
 class _Ranged(fx.Interpreter):
-    """Runs a graph with a range around each node."""
+    """Runs a graph with a range around each node. What was `entered` is not cast and laid out again: a replay reads it so."""
+
+    def __init__(self, graph: fx.GraphModule, entered: dict[fx.Node, Any]):
+        super().__init__(graph)
+        self.entered = entered
 
     def run_node(self, n: fx.Node) -> Any:
+        if n in self.entered:
+            return self.entered[n]
         with record_function(RANGE + layer_name(n)):
-            return super().run_node(n)
+            value = super().run_node(n)
+        if n.target is enter:
+            self.entered[n] = value
+        return value
 
 
 def node_ranges(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[], Any]:
     """A run of a graph, node by node, each in a range with its layer's name."""
 
+    entered: dict[fx.Node, Any] = {}
+
     def run() -> Any:
         with torch.no_grad():
-            return _Ranged(graph).run(*inputs)
+            return _Ranged(graph, entered).run(*inputs)
 
     return run
