@@ -70,7 +70,7 @@ OPTIONS = {
         ),
     },
     "compare": {
-        *("--model", "--ours", "--baseline", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
+        *("--model", "--ours", "--baseline", "--beside", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
         *("--device", "--json", "--counters", "--no-counters"),
     },
     "bench attention-8bit": {"--shapes", "--settle", "--out", "--resume", "--json"},

@@ -29,6 +29,7 @@ PEERLESS = {
     "conv_codes",
     "cross_entropy_gradient_in_place",
     "dropout",
+    "edit_logits",
     "kv_cache_write",
     "layer_norm_quantize",
     "mixed_linear",
