@@ -79,7 +79,7 @@ def test_codes_have_their_own_unit_and_attention_that_of_its_dtype() -> None:
 
 def test_a_run_has_its_shares_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", TINY)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("tilewright.bench.engine.ceilings", lambda device: replace(FOUND, read=1e9, flops={"tf32": 1e10}))
+    monkeypatch.setattr("tilewright.bench.engine.ceilings", lambda device: replace(FOUND, read=2e10, flops={"tf32": 1e11}))
     said: list[str] = []
     config = EngineConfig(device="cpu", dtype="float32", max_model_len=512, kv_cache_bytes=64 << 20)
     (row,) = run_engine("tiny", ["B1"], runs=1, config=config, progress=said.append)
