@@ -29,8 +29,11 @@ import numpy as np
 
 __all__ = ["REQUESTS", "Summary", "serving", "traffic"]
 
-SIZES = ("--max-seqs", "8", "--kv-cache-gib", "0.0014", "--max-model-len", "320", "--max-tokens-per-step", "256")
-"""A cache that holds a part of eight answers: most of them are preempted."""
+SIZES = (
+    "--max-seqs", "8", "--kv-cache-gib", "0.0014", "--max-model-len", "320", "--max-tokens-per-step", "256",
+    "--max-wait", "600",
+)  # fmt: skip
+"""A cache that holds a part of eight answers: most of them are preempted. Nobody is refused for waiting."""
 MB_A_MINUTE = 0.1
 _STORY = "The captain looked at the sea and said to the old man, who had been with him since the beginning of the voyage, "
 
@@ -130,11 +133,14 @@ def _choices(path: str, answer: dict[str, Any], exact: bool) -> list[Any]:
     return found
 
 
-async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], leave_after: int | None) -> list[Any] | None:
+async def _streamed(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], leave_after: int | None, statuses: Counter[int]
+) -> list[Any] | None:  # fmt: skip
     """The choices of a streamed answer, without log-probabilities; None where the client went away."""
     texts: dict[int, str] = {}
     reasons: dict[int, str | None] = {}
     async with client.stream("POST", path, json={**body, "stream": True}) as response:
+        statuses[response.status_code] += 1
         events = 0
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
@@ -188,7 +194,9 @@ class _Run:
                 self.summary.statuses[answer.status_code] += 1
                 got = _choices(path, answer.json(), self.exact) if answer.status_code == 200 else None
             else:
-                got = await _streamed(client, path, body, self.rng.randint(1, 20) if way == "leave" else None)
+                got = await _streamed(
+                    client, path, body, self.rng.randint(1, 20) if way == "leave" else None, self.summary.statuses
+                )
                 want = [[text, reason, None] for text, reason, _ in want]
                 self.summary.left += got is None
             if got is None:
