@@ -1,6 +1,7 @@
 """`tilewright optimize`: the report of a user's model as text, JSON and a file, and what is said where it cannot be."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "users_model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_model", raising=False)
     return tmp_path
 
 

@@ -134,6 +134,12 @@ CASES = {
         {"batch_norm": 1, "scale": 1, "residual": 1, "activation": 1}, shape=IMAGE,
     ),
     "image, factors of pixels": Row(lambda m, x: m.conv(x) * m.v[:6], {}, ("not one number",), IMAGE),
+    "image, a sum behind a copy": Row(
+        lambda m, x: F.dropout(m.conv(x), 0.1, False).clone() + m.one(x).relu(), {"residual": 1, "activation": 1}, shape=IMAGE
+    ),
+    "image, a gate": Row(
+        lambda m, x: F.relu(m.conv(x)) * m.one(x).mean((2, 3), True), {"activation": 1}, ("computed, not a parameter",), IMAGE
+    ),
     "image, a sum behind a view": Row(
         lambda m, x: m.conv(x).flatten(2) * m.u[:, :, 0] + m.one(x).flatten(2).relu(), {"scale": 1, "activation": 1},
         ("views stand between",), IMAGE,

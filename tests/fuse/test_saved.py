@@ -3,7 +3,7 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ assert fast.report.calls == {"optimised": 1, "as given": 0}, fast.report.text()
 
 
 @pytest.fixture
-def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "users_model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -55,7 +55,8 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import users_model  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
-    return users_model
+    yield users_model
+    del sys.modules["users_model"]  # other tests have another module of that name
 
 
 def made(model: nn.Module, *args: Any, **kwargs: Any) -> Optimized:

@@ -281,9 +281,14 @@ def _linear(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
     if target is None:
         return reason, None
     value = _call(before, target, *choice, *args, like=like)
-    if launch.views:
-        value = _call(before, aten.reshape.default, value, launch.views[-1].args[1], like=like)
-    return reason, value
+    return reason, _behind(launch, value)
+
+
+def _behind(launch: _Launch, value: Node) -> Node:
+    """The value in the shape that the reshapes of the group's chain give it."""
+    if not launch.views:
+        return value
+    return _call(launch.before, aten.reshape.default, value, launch.views[-1].args[1], like=launch.anchor.node)
 
 
 def _bias(launch: _Launch, count: int) -> Node | None:
@@ -330,7 +335,8 @@ def _conv(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
     if target is None:
         return reason, None
     value = _call(last, target, *choice, *args, like=anchor.node)
-    return reason, _call(last, aten.permute.default, value, [0, out.dim() - 1, *range(1, out.dim() - 1)], like=anchor.node)
+    value = _call(last, aten.permute.default, value, [0, out.dim() - 1, *range(1, out.dim() - 1)], like=anchor.node)
+    return reason, _behind(launch, value)
 
 
 def _attention(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:

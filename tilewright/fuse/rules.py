@@ -20,10 +20,9 @@ from torch.fx import Node
 
 from tilewright.fuse.anchors import Anchor, same_sizes, tensor_of
 from tilewright.fuse.anchors_attention import MASKED
-from tilewright.fuse.columns import Columns, Spread
+from tilewright.fuse.columns import Columns, Spread, columns_of
 from tilewright.fuse.normal import Activation, Step
 from tilewright.fuse.plan import Fold, Group
-from tilewright.fuse.view_calls import is_view
 
 __all__ = ["ACTIVATIONS", "EPILOGUES", "MERGED", "Dialect", "Slot", "Tip", "slot_of"]
 
@@ -141,7 +140,7 @@ def _residual_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) ->
         return "it adds a number, and the operator adds a tensor"
     if not same_sizes(here.shape, other.shape) or (here.dtype, here.device) != (other.dtype, other.device):
         return "the other operand has another shape, type or device"
-    if tip.group.anchor.kind == "conv" and any(map(is_view, (*tip.group.chain, *tip.views))):
+    if tip.group.anchor.kind == "conv" and tip.columns != columns_of(tip.group.anchor):
         return "views stand between the convolution and the sum"
     return None
 
@@ -187,12 +186,13 @@ def slot_of(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> Slot | st
     for i, slot in enumerate(slots):
         if step.kind not in slot.steps:
             continue
-        if i == at and not slot.many:
+        refused = slot.refuses(tip, step, parameter)
+        if refused is not None:
+            reason = refused
+        elif i == at and not slot.many:
             reason = f"{kind} takes {slot.name} once"
         elif i < at:
             reason = f"{kind} applies {slot.name} before {slots[at].name}, and this follows that"
-        elif (refused := slot.refuses(tip, step, parameter)) is None:
-            return slot
         else:
-            reason = refused
+            return slot
     return reason
