@@ -43,7 +43,7 @@ REFUSED = [
     ("allowed_token_ids", (1.5,), "a tuple of int"),
     ("priority", -1, "0 to 100"),
     ("max_tokens", 10**5000, "an integer of some 5000 digits, wanted 1 to"),
-    ("max_tokens", "x" * 10**6, "..., wanted an integer"),
+    ("max_tokens", "x" * 10**6, f"...{'x' * 98}', wanted an integer"),
     ("logprobs", 21, "0 to 20"),
     ("prompt_logprobs", -1, "0 to 20"),
     ("n", 0, "1 to 65536"),

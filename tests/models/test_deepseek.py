@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 6}, {"invariant": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 6}], ids=str)
 def test_engine_gives_the_ids_of_transformers(folder: Path, options: dict[str, Any]) -> None:
     """A batch of prompts that share a prefix, over the paged cache of latents, in chunks and not."""
     generator = torch.Generator().manual_seed(1)
@@ -104,6 +104,11 @@ def test_engine_gives_the_ids_of_transformers(folder: Path, options: dict[str, A
         ids = torch.tensor([prompt])
         want = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert first.outputs[0].token_ids == second.outputs[0].token_ids == want[0, len(prompt) :].tolist()
+
+
+def test_invariant_is_refused_on_a_cpu(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^invariant is set, but on a CPU the bits of a row depend on .*; take a GPU"):
+        LLM(str(folder), device="cpu", invariant=True)
 
 
 def test_the_cache_holds_latents_alone(folder: Path) -> None:

@@ -51,12 +51,17 @@ class Page:
 
 
 @pytest.fixture
-def page(browser: object, server: Running) -> Iterator[object]:
+def opened(browser: object, server: Running) -> Iterator[Page]:
     opened = Page(browser, server.url)
     playwright.expect(opened.page.locator("#model")).to_have_text("letters")
-    yield opened.page
+    yield opened
     opened.close()
     server.until_idle()
+
+
+@pytest.fixture
+def page(opened: Page) -> object:
+    return opened.page
 
 
 def expect(page: object, selector: str):
@@ -105,7 +110,7 @@ def test_a_chat_keeps_its_turns(page) -> None:
     expect(page, ".turn").to_have_count(0)
 
 
-def test_errors_are_shown(page) -> None:
+def test_errors_are_shown(page, opened: Page) -> None:
     page.get_by_text("Complete").click()
     page.fill("#prompt", "#")
     page.keyboard.press("Control+Enter")
@@ -114,6 +119,9 @@ def test_errors_are_shown(page) -> None:
     page.fill("#knob-temperature", "9")
     page.click("#go")
     expect(page, "#meta").to_have_text("Temperature is 9, wanted 0 to 2")
+    (complaint,) = opened.complaints  # the browser's own, of the request that failed
+    assert "status of 500" in complaint
+    opened.complaints.clear()
 
 
 def test_markup_from_the_model_or_the_user_stays_text(page) -> None:

@@ -23,7 +23,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["ChatTemplate", "ChatTemplateError"]
+__all__ = ["ChatTemplate", "ChatTemplateError", "ChatTemplateExhausted"]
 
 MAX_TEMPLATE_CHARS = 1 << 20
 """The longest templates in use have some 30 thousand characters."""
@@ -37,6 +37,14 @@ _WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
 
 class ChatTemplateError(ValueError):
     """There is no chat template, it is not valid, it refuses these messages, or it takes too long."""
+
+
+class ChatTemplateExhausted(ChatTemplateError):
+    """It takes more time or memory than it may: no refusal of these messages."""
+
+
+class _TooLarge(SecurityError):
+    """A result beyond the sandbox's bounds."""
 
 
 class _Generation(Extension):
@@ -56,19 +64,19 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """left operator right. Raises SecurityError for what would be too large."""
+        """left operator right. Raises _TooLarge for what would be too large."""
         sequences = [value for value in (left, right) if isinstance(value, (str, bytes, list, tuple))]
         numbers = [abs(value) for value in (left, right) if isinstance(value, int)]
         if operator == "+" and sum(map(len, sequences)) > MAX_TEXT_CHARS:
-            raise SecurityError(f"a text or list of more than {MAX_TEXT_CHARS} items")
+            raise _TooLarge(f"a text or list of more than {MAX_TEXT_CHARS} items")
         if operator == "*" and sequences and numbers and len(sequences[0]) * numbers[0] > MAX_PRODUCT:
-            raise SecurityError(f"a repeated text or list of more than {MAX_PRODUCT} items")
+            raise _TooLarge(f"a repeated text or list of more than {MAX_PRODUCT} items")
         if operator == "*" and len(numbers) == 2 and sum(number.bit_length() for number in numbers) > MAX_PRODUCT:
-            raise SecurityError(f"a product of more than {MAX_PRODUCT} bits")
+            raise _TooLarge(f"a product of more than {MAX_PRODUCT} bits")
         if operator == "**" and len(numbers) == 2 and numbers[0].bit_length() * numbers[1] > MAX_PRODUCT:
-            raise SecurityError(f"a power of more than {MAX_PRODUCT} bits")
+            raise _TooLarge(f"a power of more than {MAX_PRODUCT} bits")
         if operator == "%" and isinstance(left, str) and _WIDE.search(left):
-            raise SecurityError("a format with a width that is not written out, or of more than 4 digits")
+            raise _TooLarge("a format with a width that is not written out, or of more than 4 digits")
         return super().call_binop(context, operator, left, right)
 
 
@@ -104,13 +112,15 @@ class ChatTemplate:
             with _Deadline(MAX_SECONDS):
                 return _joined(self._template.generate(values, add_generation_prompt=add_generation_prompt))
         except TemplateError as error:
-            raise ChatTemplateError(f"the chat template refuses these messages: {_words(error)}") from error
+            kind = ChatTemplateExhausted if isinstance(error, _TooLarge) else ChatTemplateError
+            raise kind(f"the chat template refuses these messages: {_words(error)}") from error
         except ChatTemplateError:
             raise
         except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             # A template that expects other fields in the messages fails with whatever Python raises.
             words = f"{type(error).__name__}: {_words(error)}"
-            raise ChatTemplateError(f"the chat template fails on these messages: {words}") from error
+            kind = ChatTemplateExhausted if isinstance(error, MemoryError) else ChatTemplateError
+            raise kind(f"the chat template fails on these messages: {words}") from error
 
 
 class _Deadline:
@@ -138,7 +148,7 @@ class _Deadline:
 
     def _at_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if time.monotonic() > self._end_s:
-            raise ChatTemplateError(f"the chat template was not done with these messages after {self._seconds:g} s")
+            raise ChatTemplateExhausted(f"the chat template was not done with these messages after {self._seconds:g} s")
         return self._at_line
 
 
@@ -153,7 +163,7 @@ def _joined(pieces: Iterable[str]) -> str:
     for piece in pieces:
         size += len(piece)
         if size > MAX_TEXT_CHARS:
-            raise ChatTemplateError(f"the chat template makes more than {MAX_TEXT_CHARS} characters, wanted fewer")
+            raise ChatTemplateExhausted(f"the chat template makes more than {MAX_TEXT_CHARS} characters, wanted fewer")
         text.append(piece)
     return "".join(text)
 

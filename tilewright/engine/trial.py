@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from tilewright.engine.chat import ChatTemplate, ChatTemplateError
+from tilewright.engine.chat import ChatTemplate, ChatTemplateError, ChatTemplateExhausted
 
 __all__ = ["child", "try_template"]
 
@@ -74,7 +74,7 @@ def child(job: Mapping[str, object]) -> None:
     assert isinstance(special, dict)
     try:
         ChatTemplate(str(job["source"]), special)([{"role": "user", "content": "Hello"}])
+    except (ChatTemplateExhausted, MemoryError):
+        sys.exit(EXHAUSTED)
     except (ValueError, RecursionError):
         pass  # it refuses the message, which is an answer
-    except MemoryError:
-        sys.exit(EXHAUSTED)
