@@ -26,7 +26,7 @@ END = "<!-- end of results -->\n"
 RESULTS_HEAD = """# What was measured
 
 Written by scripts/results_table.py from benchmarks/results/{name}; the commands stand at the end, `tilewright bench all` runs
-those of the tables. docs/log.md tells what was tried.{others}
+those of the tables. docs/experiments tells what was tried.{others}
 
 """
 SUPPORT_HEAD = """# What compiles where

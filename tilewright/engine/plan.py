@@ -137,7 +137,7 @@ def page_size_of(config: ModelConfig, options: EngineConfig) -> int:
 
     The Hopper kernel for latents takes tiles of 64 rows out of one page. Codes of 8 bits are read 1.8 times as fast as bf16 by
     the portable kernel from pages of 64, 1.55 times from pages of 16; by Hopper's (head dims 64 and 128) 1.85 times from both
-    (docs/log.md#paged-decode). Smaller pages share more of a prefix.
+    (docs/experiments/paged-decode.md). Smaller pages share more of a prefix.
     """
     if options.page_size is not None:
         return options.page_size

@@ -1,4 +1,5 @@
 """The operators: plain functions, and `ALL`, the tuple of every Op behind them."""
+# ruff: noqa: F401 (an Op that is imported is used: it stands in ALL)
 
 from tilewright.kernels.attention.attention import attention_op
 from tilewright.kernels.attention.backward.backward import attention_backward_op
@@ -68,6 +69,7 @@ from tilewright.kernels.spatial.pooling import avg_pool_op, max_pool_op
 from tilewright.kernels.spatial.pooling_backward import avg_pool_backward_op, max_pool_backward_op
 from tilewright.kernels.spatial.upsample import upsample_op
 from tilewright.kernels.spatial.upsample_backward import upsample_backward_op
+from tilewright.op import Op
 from tilewright.ops.attention import attention
 from tilewright.ops.channel_norms import batch_norm, group_norm, instance_norm
 from tilewright.ops.conv import (
@@ -164,77 +166,5 @@ __all__ = [
     "upsample",
 ]
 
-ALL = (
-    activation_backward_op,
-    activation_op,
-    add_layer_norm_op,
-    add_rms_norm_op,
-    add_rms_norm_quantize_op,
-    attention_backward_op,
-    attention_op,
-    avg_pool_backward_op,
-    avg_pool_op,
-    batch_norm_backward_op,
-    batch_statistics_op,
-    biased_attention_op,
-    block_scaled_linear_op,
-    cast_linear_op,
-    channel_affine_op,
-    channel_sums_op,
-    conv_op,
-    conv_codes_op,
-    conv_transpose_op,
-    conv_weight_gradient_op,
-    cross_entropy_gradient_in_place_op,
-    cross_entropy_gradient_op,
-    cross_entropy_op,
-    dropout_op,
-    edit_logits_op,
-    embedding_backward_op,
-    embedding_bag_op,
-    gated_backward_op,
-    gated_mul_op,
-    gelu_mul_op,
-    kv_cache_write_op,
-    layer_norm_backward_op,
-    layer_norm_op,
-    layer_norm_quantize_op,
-    layer_norm_stats_op,
-    linear_op,
-    log_softmax_backward_op,
-    log_softmax_op,
-    max_pool_backward_op,
-    max_pool_op,
-    mixed_linear_op,
-    mla_attention_op,
-    mla_rope_write_op,
-    mx_linear_op,
-    normalize_channels_op,
-    paged_attention_op,
-    permute_op,
-    quantize_blocks_op,
-    quantize_fold_op,
-    quantize_keys_values_op,
-    quantize_mx_op,
-    quantize_rows_op,
-    quantize_static_op,
-    quantize_tensor_op,
-    reduce_max_op,
-    reduce_sum_op,
-    rms_norm_backward_op,
-    rms_norm_op,
-    rms_norm_quantize_op,
-    rope_kv_write_op,
-    rope_op,
-    sample_op,
-    scale_in_place_op,
-    scaled_attention_op,
-    scaled_linear_op,
-    silu_mul_op,
-    silu_mul_quantize_op,
-    softmax_backward_op,
-    softmax_op,
-    token_logprobs_op,
-    upsample_backward_op,
-    upsample_op,
-)
+ALL: tuple[Op, ...] = tuple(sorted({value for value in globals().values() if isinstance(value, Op)}, key=lambda op: op.name))
+"""Every Op that is imported above: an operator joins tests, certificates, tuning and benchmarks by its import alone."""

@@ -92,7 +92,7 @@ def attention(
         sinks: [H], floating point: a score that joins each softmax of the head and whose value is zero.
         alibi_slopes: float32 [H]: scores lose slope * |distance to the query's own key|.
         deterministic: whether the same gradients must come out of the same call every time, at a price
-            (docs/log.md#attention-backward). So does `torch.use_deterministic_algorithms(True)`.
+            (docs/experiments/attention-backward.md). So does `torch.use_deterministic_algorithms(True)`.
         precision: "fp8" or "int8": quantise first, and multiply 8-bit codes (ops/scaled_attention.py): faster for long prompts
             and less exact, forward only, with a causal mask or none. None: products in the operands' dtype.
         bias: what expands to [B, H, S, SK]: bool (True: seen) or floating point, added to the scores. Forward only, not for

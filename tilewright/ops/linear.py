@@ -43,7 +43,7 @@ FEW_ROWS = 16
 """Up to so many rows an 8-bit weight meets an activation of 16 bits.
 
 H100, int8, times bf16: 1.59 at 16 rows; 1.38 at 64, where a quantised activation has 1.57 (docs/results.md#quantised-layers).
-Between them nothing was measured. Other forms for few rows: docs/log.md#few-rows-of-a-coded-weight-a-fourth-and-a-fifth-form.
+Between them nothing was measured. Other forms for few rows: docs/experiments/few-rows-weight-only.md.
 """
 
 

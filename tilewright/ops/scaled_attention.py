@@ -1,7 +1,8 @@
 """`attention` in 8 bits, for long prompts: quantise keys and values, then attend over the codes. Two launches.
 
 Forward only, and never chosen silently: `ops.attention(precision=...)` asks for it. kernels/attention/fp8/quantize_kv.py and
-kernels/attention/fp8/attention.py say what is rounded, and what that costs in accuracy; docs/log.md#8-bits has figures.
+kernels/attention/fp8/attention.py say what is rounded, and what that costs in accuracy; figures are in
+docs/experiments/attention-8bit.md.
 """
 
 import math
