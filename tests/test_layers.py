@@ -202,7 +202,12 @@ PLANTED: tuple[tuple[Rule, str, str, str | None], ...] = (
     (imports_go_down, "tilewright/cli/a.py", "from tilewright import __version__, ops", None),
     (imports_go_down, "tilewright/kernels/a.py", "from tilewright import ops", "imports tilewright.ops of a higher row"),
     (imports_go_down, "tilewright/nn/a.py", "from tilewright import LLM", "imports tilewright.engine.llm of a higher row"),
-    (imports_go_down, "tilewright/op.py", "import tilewright.kernels.rms_norm as k", "op imports tilewright.kernels.rms_norm"),
+    (
+        imports_go_down,
+        "tilewright/op.py",
+        "import tilewright.kernels.norm.rms_norm as k",
+        "op imports tilewright.kernels.norm.rms_norm",
+    ),
     (imports_go_down, "tilewright/asm/a.py", "def f():\n    from tilewright.op import Op", "a.py:2: asm imports"),
     (imports_go_down, "tilewright/hw/a.py", "if TYPE_CHECKING:\n    import tilewright.tune.space", "a.py:2: hw imports"),
     (imports_go_down, "tilewright/ops/a.py", "import_module('tilewright.cli')", "ops imports tilewright.cli of a higher row"),

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewright.asm.compile import CompileFailed, record
 from tilewright.hw import env
 from tilewright.hw.device import CARD_OF_ARCH
-from tilewright.kernels.hopper import hand_out, release, take
+from tilewright.kernels.hopper.primitives import hand_out, release, take
 from tilewright.op import Impl, Inputs, Op
 from tilewright.ops import ALL
 

@@ -13,10 +13,10 @@ from tests import conformance
 from tilewright import ops
 from tilewright.asm.certificate import load
 from tilewright.hw.device import CARD_OF_ARCH, CARDS, device_of
-from tilewright.kernels.attention import EXAMPLES, _example, attention_op
-from tilewright.kernels.attention_sm90_launch import SM90
-from tilewright.kernels.attention_tile import TRITON
-from tilewright.kernels.attention_vendor import VENDOR
+from tilewright.kernels.attention.attention import EXAMPLES, _example, attention_op
+from tilewright.kernels.attention.sdpa import VENDOR
+from tilewright.kernels.attention.sm90 import SM90
+from tilewright.kernels.attention.tile import TRITON
 from tilewright.op import Inputs, invariant
 
 sdpa_module = import_module("tilewright.ops.sdpa")  # the package has the function under that name

@@ -13,12 +13,12 @@ from torch import Tensor
 from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import CARD_OF_ARCH, CARDS, device_of
-from tilewright.kernels.attention import attention_op
-from tilewright.kernels.attention_backward import EXAMPLES, _example, attention_backward_op
-from tilewright.kernels.attention_backward_sm90_launch import SM90, _round_kernel, _rows_kernel
-from tilewright.kernels.attention_backward_tile import TRITON
-from tilewright.kernels.attention_checks import window_bounds
-from tilewright.kernels.attention_definition import Bends, attend, sequences
+from tilewright.kernels.attention.attention import attention_op
+from tilewright.kernels.attention.backward.backward import EXAMPLES, _example, attention_backward_op
+from tilewright.kernels.attention.backward.sm90 import SM90, _round_kernel, _rows_kernel
+from tilewright.kernels.attention.backward.tile import TRITON
+from tilewright.kernels.attention.checks import window_bounds
+from tilewright.kernels.attention.reference import Bends, attend, sequences
 from tilewright.op import Inputs
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import CARDS, device_of
-from tilewright.kernels.attention import _example, attention_op
-from tilewright.kernels.attention_sm90_launch import SM90
-from tilewright.kernels.attention_tile import TRITON
+from tilewright.kernels.attention.attention import _example, attention_op
+from tilewright.kernels.attention.sm90 import SM90
+from tilewright.kernels.attention.tile import TRITON
 from tilewright.op import Inputs, invariant
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests import conformance
 from tilewright import ops
-from tilewright.kernels import conv_again
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.normalize_channels import normalize_channels_op
-from tilewright.kernels.prepared import call_key
+from tilewright.kernels.conv import replay as conv_again
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.launch.replay import call_key
+from tilewright.kernels.norm.channel.batch_norm_apply import normalize_channels_op
 from tilewright.op import Inputs, prefer
 
 GPU = torch.cuda.is_available()

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tilewright.hw.device import device_named
-from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
-from tilewright.kernels.cast_linear import cast_linear_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.mixed_linear import mixed_linear_op
-from tilewright.kernels.mx_linear import mx_linear_op
-from tilewright.kernels.scaled_linear import scaled_linear_op
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
+from tilewright.kernels.gemm.quantized.mx import mx_linear_op
+from tilewright.kernels.gemm.quantized.requantized import cast_linear_op
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear_op
+from tilewright.kernels.gemm.weight_only.linear import mixed_linear_op
 from tilewright.op import Inputs, Op
 
 BF16, INT8, E4M3 = torch.bfloat16, torch.int8, torch.float8_e4m3fn

@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from tests.conformance import errors
 from tilewright.hw.device import device_of
-from tilewright.kernels.activation import gelu_mul, silu_mul
-from tilewright.kernels.layer_norm import layer_norm
-from tilewright.kernels.logprobs import token_logprobs
-from tilewright.kernels.shapes import row_unit, rows_of, rows_ready, token_stride, tokens_ready
-from tilewright.kernels.softmax import softmax
+from tilewright.kernels.elementwise.glu import gelu_mul, silu_mul
+from tilewright.kernels.launch.shapes import row_unit, rows_of, rows_ready, token_stride, tokens_ready
+from tilewright.kernels.norm.layer_norm import layer_norm
+from tilewright.kernels.sampling.token_logprobs import token_logprobs
+from tilewright.kernels.softmax.softmax import softmax
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")

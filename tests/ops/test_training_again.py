@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright import nn, ops
-from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
-from tilewright.kernels.batch_statistics import batch_statistics_op
-from tilewright.kernels.conv_checks import window_of
-from tilewright.kernels.conv_transpose import conv_transpose_op
-from tilewright.kernels.conv_vendor import cudnn_choosing
-from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.prepared import Held
+from tilewright.kernels.conv.checks import window_of
+from tilewright.kernels.conv.cudnn import cudnn_choosing
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.launch.replay import Held
+from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
+from tilewright.kernels.norm.channel.batch_statistics import batch_statistics_op
 from tilewright.op import Inputs, scope
 from tilewright.ops import channel_norms, conv_training, linear_gradient
 from tilewright.ops.batch_norm_again import BatchNormAgain

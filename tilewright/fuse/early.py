@@ -1,8 +1,8 @@
 """Products of one row that start while the launch before them still runs (programmatic dependent launch, sm_90 and later).
 
-`gemv` fetches weights and bias before it waits for x (kernels/matmul_gemv.py), which is right where nothing writes them: in an
+`gemv` fetches weights and bias before it waits for x (kernels/gemm/gemv.py), which is right where nothing writes them: in an
 optimised graph they are constants. Only a launch that lets it start is worth waiting for inside, a norm or another product of
-one row (dependent.py); behind another it would cost 0.4 us. What `choose` measured has no such launch before it, so both are
+one row (launch/pdl.py); behind another it would cost 0.4 us. What `choose` measured has no such launch before it, so both are
 measured once more, behind a norm.
 """
 
@@ -18,10 +18,10 @@ from tilewright.fuse import calls
 from tilewright.fuse.calls import Choice
 from tilewright.fuse.choose import Launch, launches_of, sets_of
 from tilewright.hw.device import device_of
-from tilewright.kernels.dependent import overlaps
-from tilewright.kernels.layer_norm import layer_norm_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.matmul_gemv import GEMV
+from tilewright.kernels.gemm.gemv import GEMV
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.launch.pdl import overlaps
+from tilewright.kernels.norm.layer_norm import layer_norm_op
 from tilewright.op import scope
 from tilewright.tune.measure import Stopwatch
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilewright.kernels.rope import rope_frequencies
+from tilewright.kernels.elementwise.rope import rope_frequencies
 from tilewright.models.errors import ModelError
 from tilewright.models.fields import check_fields, check_generation
 from tilewright.models.latent import LATENT, LATENT_DEFAULTS, Experts, Latent

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.conv_again import Again, again
-from tilewright.kernels.conv_checks import (
+from tilewright.kernels.conv.checks import (
     PADDING_MODES,
     Int,
     Padding,
@@ -28,10 +26,12 @@ from tilewright.kernels.conv_checks import (
     transposed_window,
     window_of,
 )
-from tilewright.kernels.conv_transpose import conv_transpose_op
-from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.gradient import dense, no_view, wants_gradient
-from tilewright.kernels.prepared import Held, call_key, in_place
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.replay import Again, again
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.launch.autograd import dense, no_view, wants_gradient
+from tilewright.kernels.launch.replay import Held, call_key, in_place
 from tilewright.ops.conv_training import ConvTraining
 from tilewright.ops.pointwise import activation as activate
 

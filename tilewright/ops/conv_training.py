@@ -1,6 +1,6 @@
 """A convolution in training that was called before: from torch's tensors straight to its launches, forward and backward.
 
-As kernels/conv_again.py for calls without gradients, with one `torch.autograd.Function` around it. The gradients of x and of
+As kernels/conv/replay.py for calls without gradients, with one `torch.autograd.Function` around it. The gradients of x and of
 the weight are those of ops/conv.py: what its ops have chosen is launched again. Where both are cuDNN's that is one call, which
 also sums the bias's; a gradient by a Hopper kernel is a launch of its own. Anything else goes through the ops every
 time, as does a gradient that comes under another scope or a dispatch mode.
@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewright.hw.here import indirect, wrapped
-from tilewright.kernels import conv_sm90_phases, conv_sm90_transpose, conv_sm90_weight_gradient
-from tilewright.kernels.conv_again import FORMATS, Again
-from tilewright.kernels.conv_checks import Window
-from tilewright.kernels.conv_sm90_boxes import Again as Launched
-from tilewright.kernels.conv_transpose import conv_transpose_op
-from tilewright.kernels.conv_vendor import cudnn_choosing, takes_padding
-from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.gradient import no_view, restored
+from tilewright.kernels.conv.checks import Window
+from tilewright.kernels.conv.cudnn import cudnn_choosing, takes_padding
+from tilewright.kernels.conv.replay import FORMATS, Again
+from tilewright.kernels.conv.sm90_im2col import Again as Launched
+from tilewright.kernels.conv.transpose import sm90 as conv_sm90_transpose
+from tilewright.kernels.conv.transpose import sm90_subpixel as conv_sm90_phases
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.weight_gradient import sm90 as conv_sm90_weight_gradient
+from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.launch.autograd import no_view, restored
 from tilewright.op import scope
 
 __all__ = ["ConvTraining"]

@@ -1,0 +1,1 @@
+"""Example arguments of the ops of several wings, from their dimensions."""
