@@ -5,11 +5,11 @@
     v <- v + (1 - beta2) (g^2 - v)
     p <- p - lr r (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + d p)
 
-    p (master), m (exp_avg), v (exp_avg_sq): flat float32 as multi_tensor.py lays it; weights: p rounded to their dtype, flat, or
-    None; grads: a list of tensors of one dtype, bf16, fp16 or fp32; rates: float32 [tensors, 2], factor r of the learning rate
-    and weight decay d of each tensor; control: float64, with the betas, their powers, the scale, and whether to write at all.
+    p (master), m (exp_avg), v (exp_avg_sq): flat float32 as multi_tensor.py lays it; weights: p rounded to their dtype, flat,
+    or None; grads: a list of tensors of one dtype, bf16, fp16 or fp32; rates: float32 [tensors, 2], factor r of the learning
+    rate and weight decay d of each tensor; control: float64, with the betas, their powers, the scale, and whether to write.
 
-Averages move by (1 - beta) of what is missing: the rounding of beta to float32 would else be an error of 1e-8 a step that adds up.
+Averages move by (1 - beta) of what is missing: else the rounding of beta to float32 would be an error of 1e-8 a step.
 Limited by bytes: with bf16 gradients and weights 14 in and 14 out for each element.
 Not supported: amsgrad, tensors of different dtypes.
 """
@@ -74,7 +74,9 @@ def _cost(
     control: Tensor, lr: float, eps: float,
 ) -> Cost:  # fmt: skip
     states = 2 * (master.nbytes + exp_avg.nbytes + exp_avg_sq.nbytes)
-    return Cost(flops=16 * master.numel(), bytes=states + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads))
+    return Cost(
+        flops=16 * master.numel(), bytes=states + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
+    )
 
 
 # ---- examples
@@ -88,7 +90,8 @@ def _problem(
 
 
 def _arguments(
-    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None, norm: float | None = None
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None,
+    norm: float | None = None,
 ) -> tuple:  # fmt: skip
     (master, m, v), grads, control = flat_arguments(inputs, shapes, dtype, 3, norm)
     rates = inputs.tensor([[1.0, 0.1 * (len(shape) > 1)] for shape in shapes], torch.float32)
@@ -144,7 +147,8 @@ def _adamw_kernel(
         start = tl.program_id(0).to(tl.int64) * BLOCK
         at = start + tl.arange(0, BLOCK)
         p, m, v = tl.load(p_ptr + at), tl.load(m_ptr + at), tl.load(v_ptr + at)
-        owner, grad = load_gradient(like_ptr, owners_ptr, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
+        owner = tl.load(owners_ptr + start // CHUNK)
+        grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
         p, m, v = adamw_step(p, m, v, grad, rates_ptr, owner, control_ptr, lr, eps)
         tl.store(p_ptr + at, p)
         tl.store(m_ptr + at, m)
@@ -157,8 +161,8 @@ def _adamw_kernel(
 
 
 def _launch(
-    config: Config, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor,
-    control: Tensor, lr: float, eps: float,
+    config: Config, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor],
+    rates: Tensor, control: Tensor, lr: float, eps: float,
 ) -> None:  # fmt: skip
     table = tables(grads, master.device)
     if master.numel():

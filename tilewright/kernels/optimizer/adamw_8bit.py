@@ -110,7 +110,9 @@ def _cost(
     grads: list[Tensor], rates: Tensor, control: Tensor, lr: float, eps: float,
 ) -> Cost:  # fmt: skip
     states = 2 * sum(t.nbytes for t in (master, m_codes, m_scales, v_codes, v_scales))
-    return Cost(flops=60 * master.numel(), bytes=states + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads))
+    return Cost(
+        flops=60 * master.numel(), bytes=states + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
+    )
 
 
 # ---- space and examples
@@ -132,7 +134,8 @@ SPACE = Space(default=_default, axes={"BLOCK": (1024, 2048, 4096), "num_warps": 
 
 
 def _arguments(
-    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None, norm: float | None = None
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None,
+    norm: float | None = None,
 ) -> tuple:  # fmt: skip
     (master,), grads, control = flat_arguments(inputs, shapes, dtype, 1, norm)
     count = master.numel()
@@ -204,7 +207,8 @@ def _adamw_8bit_kernel(
         p = tl.load(p_ptr + at)
         m_codes, v_codes = tl.load(m_codes_ptr + at), tl.load(v_codes_ptr + at)
         m_scales, v_scales = tl.load(m_scales_ptr + groups)[:, None], tl.load(v_scales_ptr + groups)[:, None]
-        owner, grad = load_gradient(like_ptr, owners_ptr, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
+        owner = tl.load(owners_ptr + start // CHUNK)
+        grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
         p, grad = tl.reshape(p, [GROUPS, GROUP]), tl.reshape(grad, [GROUPS, GROUP])
         signed = tl.reshape(m_codes, [GROUPS, GROUP]).to(tl.int32) - 128
         m = _decoded(tl.abs(signed), 6, LOG2_10) * m_scales
@@ -232,8 +236,8 @@ def _adamw_8bit_kernel(
 
 
 def _launch(
-    config: Config, master: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor, weights: Tensor | None,
-    grads: list[Tensor], rates: Tensor, control: Tensor, lr: float, eps: float,
+    config: Config, master: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor,
+    weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float, eps: float,
 ) -> None:  # fmt: skip
     table = tables(grads, master.device)
     if master.numel():

@@ -5,7 +5,8 @@
                                      scale = min(1, max_norm / (norm + 1e-6)); applied = 1 if the norm is finite, else 0
                                      if applied: step + 1, and each power of beta times its beta
 
-    squares: float32 [chunks]; grads: a list of tensors of one dtype, bf16, fp16 or fp32; control: float64 as multi_tensor.py has it.
+    squares: float32 [chunks]; grads: a list of tensors of one dtype, bf16, fp16 or fp32; control: float64, see
+    multi_tensor.py.
 
 The scale is that of torch.nn.utils.clip_grad_norm_. Squares are added in float32 within a chunk and in float64 over the chunks,
 always in the same order: whoever holds some of the chunks can compute theirs, and the norm has the same bits as if one had all.
@@ -133,7 +134,7 @@ def _make_clip(inputs: Inputs, *, M: int) -> tuple[Tensor, Tensor]:
 @triton.jit(do_not_specialize_on_alignment=["like_ptr"])
 def _squares_kernel(squares_ptr, like_ptr, owners_ptr, spans_ptr, addresses_ptr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
-    _, grad = load_gradient(like_ptr, owners_ptr, spans_ptr, addresses_ptr, chunk * CHUNK, CHUNK, CHUNK)
+    grad = load_gradient(like_ptr, tl.load(owners_ptr + chunk), spans_ptr, addresses_ptr, chunk * CHUNK, CHUNK, CHUNK)
     tl.store(squares_ptr + chunk, tl.sum(grad * grad, axis=0))
 
 

@@ -5,8 +5,8 @@ each from a multiple of CHUNK elements on, with zeros up to the next; a chunk be
 autograd put them: a launch gets a table of their addresses, so that it walks over all tensors at once, and loads of
 flat memory need no mask. Offsets are 64 bits wide.
 
-`control` is a float64 tensor of the numbers that change from step to step without the host's knowledge (SLOTS). The kernels that
-update weights read it; `clip_scale` writes it.
+`control` is a float64 tensor of the numbers that change from step to step without the host's knowledge (SLOTS). The kernels
+that update weights read it; `clip_scale` writes it.
 
 Not supported: gradients of different dtypes in one launch; a CUDA graph that is captured with gradients at addresses that no
 call before had, as their table is copied from the host.
@@ -14,7 +14,8 @@ call before had, as their table is copied from the host.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -102,7 +103,7 @@ def gathered(grads: Sequence[Tensor], flat: Tensor) -> Tensor:
 def spread(values: Tensor, grads: Sequence[Tensor], flat: Tensor) -> Tensor:
     """One value for each tensor -> one for each element of flat memory, in the dtype of `flat`."""
     starts = starts_of([g.numel() for g in grads])
-    repeats = torch.tensor([end - start for start, end in zip(starts, starts[1:])], device=values.device)
+    repeats = torch.tensor([end - start for start, end in pairwise(starts)], device=values.device)
     return torch.repeat_interleave(values.to(flat.dtype), repeats, output_size=starts[-1])
 
 
@@ -141,7 +142,7 @@ def _on(device: torch.device, values: list[int], dtype: torch.dtype) -> Tensor:
 def _layout(device: torch.device, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     starts = starts_of(sizes)
     spans = _on(device, [n for pair in zip(starts, sizes) for n in pair], torch.int64).view(-1, 2)
-    chunks = torch.tensor([(end - start) // CHUNK for start, end in zip(starts, starts[1:])])
+    chunks = torch.tensor([(end - start) // CHUNK for start, end in pairwise(starts)])
     owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
     return owners.to(device), spans
 
@@ -155,7 +156,9 @@ def tables(grads: Sequence[Tensor], device: torch.device) -> Tables:
     if any(g.dtype != grads[0].dtype for g in grads):
         found = sorted({str(g.dtype) for g in grads})
         raise ValueError(f"gradients have dtypes {', '.join(found)}; one launch takes one dtype: convert them first")
-    ready = [g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=torch.contiguous_format) for g in grads]
+    ready = [
+        g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=torch.contiguous_format) for g in grads
+    ]
     sizes = tuple(g.numel() for g in ready)
     places = tuple(g.data_ptr() for g in ready)
     if device.type == "meta":
@@ -169,7 +172,7 @@ def tables(grads: Sequence[Tensor], device: torch.device) -> Tables:
     return Tables(*layout, addresses, tuple(ready))
 
 
-def _remembered(table: OrderedDict, key: tuple, most: int):  # noqa: ANN202
+def _remembered(table: OrderedDict[Any, Any], key: Any, most: int) -> Any:
     """The entry, now the youngest; the oldest ones go."""
     if key in table:
         table.move_to_end(key)
@@ -215,18 +218,17 @@ def flat_arguments(
 
 
 @triton.jit
-def load_gradient(like_ptr, owners_ptr, spans_ptr, addresses_ptr, start, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """(number of the tensor, its gradient in float32) of BLOCK elements of flat memory from `start` on, zeros behind its end."""
-    owner = tl.load(owners_ptr + start // CHUNK)
-    first = tl.load(spans_ptr + 2 * owner)
+def load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """The gradient in float32 of BLOCK flat elements of the tensor `owner` from `start` on, zeros behind its end."""
+    first = tl.multiple_of(tl.load(spans_ptr + 2 * owner), CHUNK)
     size = tl.load(spans_ptr + 2 * owner + 1)
     address = tl.load(addresses_ptr + owner)
     grad_ptr = tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
-    local = start - first
+    local = tl.multiple_of(start - first, BLOCK)
     at = tl.arange(0, BLOCK)
     # BLOCK elements from a multiple of BLOCK on: only the last block of a tensor needs the mask.
     if local + BLOCK <= size:
         grad = tl.load(grad_ptr + local + at)
     else:
         grad = tl.load(grad_ptr + local + at, mask=local + at < size, other=0.0)
-    return owner, grad.to(tl.float32)
+    return grad.to(tl.float32)

@@ -8,9 +8,10 @@
     flat, or None; grads: a list of tensors of one dtype; rates: float32 [tensors, 2], factor r of the learning rate and weight
     decay d of each tensor; control: float64, with beta1, the scale, and whether to write at all.
 
-Weight decay is part of the gradient, as in Sutskever et al., "On the importance of initialization and momentum in deep learning"
-(2013) and torch.optim.SGD. Without momentum that is the same as decay beside it, so `sgd` also applies an update that was made
-elsewhere. Limited by bytes: with bf16 gradients and weights 6 in and 6 out for each element, 10 and 10 with momentum.
+Weight decay is part of the gradient, as in Sutskever et al., "On the importance of initialization and momentum in deep
+learning" (2013) and torch.optim.SGD. Without momentum that is the same as decay beside it, so `sgd` also applies an
+update that was made elsewhere.
+Limited by bytes: with bf16 gradients and weights 6 in and 6 out for each element, 10 and 10 with momentum.
 Not supported: dampening.
 """
 
@@ -106,7 +107,8 @@ def _momentum_problem(
 
 
 def _sgd_arguments(
-    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None, norm: float | None = None
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None,
+    norm: float | None = None,
 ) -> tuple:  # fmt: skip
     (master,), grads, control = flat_arguments(inputs, shapes, dtype, 1, norm)
     rates = inputs.tensor([[1.0, 0.1 * (len(shape) > 1)] for shape in shapes], torch.float32)
@@ -166,7 +168,8 @@ def _sgd_kernel(
         start = tl.program_id(0).to(tl.int64) * BLOCK
         at = start + tl.arange(0, BLOCK)
         p = tl.load(p_ptr + at)
-        owner, grad = load_gradient(like_ptr, owners_ptr, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
+        owner = tl.load(owners_ptr + start // CHUNK)
+        grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
         p = p - lr * tl.load(rates_ptr + 2 * owner) * _decayed(p, grad, rates_ptr, owner, control_ptr)
         tl.store(p_ptr + at, p)
         if HAS_WEIGHTS:
@@ -182,7 +185,8 @@ def _momentum_kernel(
         start = tl.program_id(0).to(tl.int64) * BLOCK
         at = start + tl.arange(0, BLOCK)
         p, buffer = tl.load(p_ptr + at), tl.load(buffer_ptr + at)
-        owner, grad = load_gradient(like_ptr, owners_ptr, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
+        owner = tl.load(owners_ptr + start // CHUNK)
+        grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
         grad = _decayed(p, grad, rates_ptr, owner, control_ptr)
         missing = (1.0 - tl.load(control_ptr + 1)).to(tl.float32)
         buffer = buffer - missing * buffer + grad
