@@ -41,6 +41,10 @@ from tilewright.kernels.norm.channel.sums_and_affine import channel_affine_op, c
 from tilewright.kernels.norm.layer_norm import layer_norm_op
 from tilewright.kernels.norm.layer_norm_stats import layer_norm_stats_op
 from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
+from tilewright.kernels.optimizer.adamw import adamw_op
+from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op
+from tilewright.kernels.optimizer.grad_norm import clip_scale_op, grad_squares_op
+from tilewright.kernels.optimizer.sgd import momentum_op, sgd_op
 from tilewright.kernels.quantize.fused import (
     add_rms_norm_quantize,
     add_rms_norm_quantize_op,
