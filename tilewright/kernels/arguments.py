@@ -42,6 +42,7 @@ __all__ = [
     "sample_arguments",
     "scaled_linear_arguments",
     "softmax_arguments",
+    "top_logprob_arguments",
 ]
 
 _BF16 = torch.bfloat16
@@ -403,6 +404,11 @@ def edit_logits_arguments(inputs: Inputs, *, M: int, N: int = 151936, entries: i
 def logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, dtype: torch.dtype = _BF16) -> Args:
     """logits [M, N], ids [M]."""
     return inputs.randn(M, N, dtype=dtype, scale=3.0), inputs.randint(0, N, M)
+
+
+def top_logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, top: int = 5, dtype: torch.dtype = _BF16) -> Args:
+    """logits [M, N], ids [M]; every row wants its `top` likeliest tokens."""
+    return *logprob_arguments(inputs, M=M, N=N, dtype=dtype), inputs.tensor([top] * M, torch.int32), max(top, 1)
 
 
 def quantize_rows_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:

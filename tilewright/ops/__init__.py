@@ -24,7 +24,7 @@ from tilewright.kernels.kv_cache import kv_cache_write, kv_cache_write_op
 from tilewright.kernels.layer_norm import layer_norm_op
 from tilewright.kernels.layer_norm_quantize import layer_norm_quantize, layer_norm_quantize_op
 from tilewright.kernels.layer_norm_stats import layer_norm_stats_op
-from tilewright.kernels.logprobs import token_logprobs, token_logprobs_op
+from tilewright.kernels.logprobs import token_logprobs, token_logprobs_op, top_logprobs, top_logprobs_op
 from tilewright.kernels.matmul import linear_op, matmul
 from tilewright.kernels.mixed_linear import mixed_linear, mixed_linear_op
 from tilewright.kernels.mla import mla_attention, mla_attention_op
@@ -156,6 +156,7 @@ __all__ = [
     "softmax",
     "sum",
     "token_logprobs",
+    "top_logprobs",
     "transpose",
     "upsample",
 ]
@@ -231,6 +232,7 @@ ALL = (
     softmax_backward_op,
     softmax_op,
     token_logprobs_op,
+    top_logprobs_op,
     upsample_backward_op,
     upsample_op,
 )
