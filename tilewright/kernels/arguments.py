@@ -372,16 +372,9 @@ def dense_attention_arguments(
 
 
 def sample_arguments(
-    inputs: Inputs,
-    *,
-    M: int,
-    N: int = 151936,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    dtype: torch.dtype = _BF16,
-) -> Args:
+    inputs: Inputs, *, M: int, N: int = 151936, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, dtype: torch.dtype = _BF16,
+) -> Args:  # fmt: skip
     """logits [M, N], M rows with the same parameters."""
     each = ((temperature, torch.float32), (top_k, torch.int32), (top_p, torch.float32), (min_p, torch.float32))
     parameters = [inputs.tensor([value] * M, dtype) for value, dtype in each]
