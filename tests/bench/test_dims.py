@@ -56,6 +56,7 @@ PEERLESS = {
     "scaled_attention",
     "sgd",
     "silu_mul_quantize",
+    "top_logprobs",
 }
 SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10}
 

@@ -93,6 +93,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "rope_kv_write": ({"T": 8},),
     "sample": ({"M": 2, "N": 128256},),
     "token_logprobs": ({"M": 2, "N": 128256},),
+    "top_logprobs": ({"M": 2, "N": 128256},),
     "attention": (
         {"B": 2, "KV": 4096, "causal": True},
         {"B": 2, "KV": 4096, "D": 64, "causal": True},

@@ -61,7 +61,7 @@ from tilewright.kernels.quantize.per_tensor import quantize_static, quantize_sta
 from tilewright.kernels.reduce.reduction import reduce_max_op, reduce_sum_op
 from tilewright.kernels.sampling.edit_logits import edit_logits, edit_logits_op
 from tilewright.kernels.sampling.sample import sample, sample_op
-from tilewright.kernels.sampling.token_logprobs import token_logprobs, token_logprobs_op
+from tilewright.kernels.sampling.token_logprobs import token_logprobs, token_logprobs_op, top_logprobs, top_logprobs_op
 from tilewright.kernels.softmax.backward import log_softmax_backward_op, softmax_backward_op
 from tilewright.kernels.softmax.cross_entropy import (
     cross_entropy_gradient_in_place_op,
@@ -166,6 +166,7 @@ __all__ = [
     "softmax",
     "sum",
     "token_logprobs",
+    "top_logprobs",
     "transpose",
     "upsample",
 ]

@@ -42,6 +42,7 @@ __all__ = [
     "sample_arguments",
     "scaled_linear_arguments",
     "softmax_arguments",
+    "top_logprob_arguments",
 ]
 
 _BF16 = torch.bfloat16
@@ -371,16 +372,9 @@ def dense_attention_arguments(
 
 
 def sample_arguments(
-    inputs: Inputs,
-    *,
-    M: int,
-    N: int = 151936,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    dtype: torch.dtype = _BF16,
-) -> Args:
+    inputs: Inputs, *, M: int, N: int = 151936, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, dtype: torch.dtype = _BF16,
+) -> Args:  # fmt: skip
     """logits [M, N], M rows with the same parameters."""
     each = ((temperature, torch.float32), (top_k, torch.int32), (top_p, torch.float32), (min_p, torch.float32))
     parameters = [inputs.tensor([value] * M, dtype) for value, dtype in each]
@@ -403,6 +397,11 @@ def edit_logits_arguments(inputs: Inputs, *, M: int, N: int = 151936, entries: i
 def logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, dtype: torch.dtype = _BF16) -> Args:
     """logits [M, N], ids [M]."""
     return inputs.randn(M, N, dtype=dtype, scale=3.0), inputs.randint(0, N, M)
+
+
+def top_logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, top: int = 5, dtype: torch.dtype = _BF16) -> Args:
+    """logits [M, N], ids [M]; every row wants its `top` likeliest tokens."""
+    return *logprob_arguments(inputs, M=M, N=N, dtype=dtype), inputs.tensor([top] * M, torch.int32), max(top, 1)
 
 
 def quantize_rows_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:
