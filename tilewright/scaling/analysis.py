@@ -89,14 +89,15 @@ def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: in
     try:
         largest_out, refused = leave_largest_out(runs, delta=delta), None
     except ValueError as error:
-        largest_out, refused = None, f"without its largest budget the table cannot be fitted, so no prediction was tried: {error}"
+        largest_out, refused = (
+            None,
+            f"without its largest budget the table cannot be fitted, so no prediction was tried: {error}",
+        )
     warnings = list(_doubts(runs, found, points, trends)) + ([refused] if refused else [])
     return Analysis(runs=runs, fit=found, points=points, trends=trends, largest_out=largest_out, warnings=warnings)
 
 
-def _doubts(
-    runs: Runs, found: Fit, points: dict[str, list[Minimum]], trends: dict[str, Trend | None]
-) -> Iterator[str]:
+def _doubts(runs: Runs, found: Fit, points: dict[str, list[Minimum]], trends: dict[str, Trend | None]) -> Iterator[str]:
     if found.stopped:
         yield f"the optimizer stopped early: {found.stopped}"
     if found.agreeing < 2:

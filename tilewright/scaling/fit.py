@@ -1,4 +1,4 @@
-"""Fitting the parametric law: L-BFGS from a grid of starts, a polish, bootstrap intervals, and a test of other people's numbers.
+"""Fitting the parametric law: L-BFGS from a grid of starts, a polish, bootstrap intervals, and a test of others' numbers.
 
 Sources: the objective and the grid are those of Hoffmann et al. 2022 (appendix D.2); that its sum, not its mean, must go to the
 optimizer, and what happens otherwise, is in Besiroglu et al., Chinchilla Scaling: A replication attempt, 2024.
@@ -93,9 +93,7 @@ def _descend(starts: Array, n: Array, d: Array, y: Array, delta: float, max_step
     for start in starts:
         # The sum over runs, and tolerances near the end of float64: the mean, or the defaults, stop far from the minimum.
         options = {"maxiter": max_steps, "maxfun": 2 * max_steps, "ftol": 1e-15, "gtol": 1e-12}
-        found = optimize.minimize(
-            objective_and_gradient, start, (n, d, y, delta), method="L-BFGS-B", jac=True, options=options
-        )
+        found = optimize.minimize(objective_and_gradient, start, (n, d, y, delta), method="L-BFGS-B", jac=True, options=options)
         p, value = minimise(found.x[None], n, d, y[None], np.ones((1, len(y))), delta, steps=max_steps, tolerance=1e-13)
         ends.append((p[0], float(value[0])) if value[0] < found.fun else (found.x, float(found.fun)))
     return ends
@@ -106,9 +104,7 @@ def _stopped(p: Array, value: float, n: Array, d: Array, y: Array, delta: float)
     optimize = _scipy_optimize()
     simplex = np.vstack([p, p + 1e-2 * np.diag(np.abs(p) + 1e-2)])
     options = {"initial_simplex": simplex, "maxiter": 4000, "maxfev": 6000, "xatol": 1e-9, "fatol": 1e-16}
-    tried = optimize.minimize(
-        lambda q: objective_and_gradient(q, n, d, y, delta)[0], p, method="Nelder-Mead", options=options
-    )
+    tried = optimize.minimize(lambda q: objective_and_gradient(q, n, d, y, delta)[0], p, method="Nelder-Mead", options=options)
     if tried.fun < value * (1 - 1e-5):
         return f"a search from its end goes on from an objective of {value:.6g} to {tried.fun:.6g}"
     return None

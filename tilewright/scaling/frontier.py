@@ -14,6 +14,8 @@ from tilewright.scaling.runs import Array, Runs, budgets
 __all__ = ["METHODS", "Minimum", "Trend", "envelope", "minima", "trend"]
 
 METHODS = ("parabola", "interpolation")
+_SAME_SIZE = 0.05
+"""Sizes whose logarithms differ by less are one size."""
 FEWEST_SIZES = 5
 """A budget with fewer sizes gives no minimum: three are used up by the parabola."""
 
@@ -30,11 +32,11 @@ class Minimum:
 
 
 def minima(runs: Runs, method: str) -> list[Minimum]:
-    """The minimum of every budget that has five sizes or more, smallest budget first.
+    """The minimum of every budget that has five runs of different sizes, smallest budget first.
 
     "parabola": least squares of the loss by log N. "interpolation": the lowest point of Akima's curve through the runs, which
-    no run far from the minimum can bend. Where the FLOPs of a budget scatter, its losses are first moved to its mean budget
-    along a line that is fitted with the parabola.
+    no run far from the minimum can bend; runs of nearly one size count as their mean. Where the FLOPs of a budget scatter, its
+    losses are first moved to its mean budget along a line that is fitted with the parabola.
 
     Raises:
         ValueError: another method.
@@ -61,7 +63,7 @@ def _parabola(x: Array, c: Array, loss: Array) -> tuple[Array, Array]:
     columns = [np.ones_like(x), x, x * x]
     if np.ptp(c) > 1e-3 and len(x) > FEWEST_SIZES:
         columns.append(c)
-    solved = np.linalg.lstsq(np.stack(columns, axis=1), loss, rcond=None)[0]
+    solved = np.asarray(np.linalg.lstsq(np.stack(columns, axis=1), loss, rcond=None)[0], dtype=np.float64)
     return solved[:3], loss - (solved[3] * c if len(solved) > 3 else 0.0)
 
 
@@ -79,9 +81,14 @@ def _lowest_between(x: Array, loss: Array, curve: Array) -> tuple[float, float, 
         from scipy.interpolate import Akima1DInterpolator
     except ImportError as error:
         raise ImportError(f"interpolated minima need scipy: pip install 'tilewright[scaling]' ({error})") from None
-    # One point a size: Akima's curve needs increasing sizes, and the mean of repeated runs is the best that is known there.
-    sizes, where = np.unique(np.round(x, 6), return_inverse=True)
-    means = np.bincount(where, loss) / np.bincount(where)
+    # One point a size: the curve needs increasing sizes, and between two that differ by a reading error it would swing.
+    order = np.argsort(x, kind="stable")
+    where = np.concatenate([[0], np.cumsum(np.diff(x[order]) > _SAME_SIZE)])
+    count = np.bincount(where)
+    sizes, means = np.bincount(where, x[order]) / count, np.bincount(where, loss[order]) / count
+    if len(sizes) < FEWEST_SIZES:
+        at = int(np.argmin(means))
+        return float(sizes[at]), float(means[at]), f"it has {len(sizes)} distinct sizes; wanted {FEWEST_SIZES} or more"
     fine = np.linspace(sizes[0], sizes[-1], 2001)
     values = Akima1DInterpolator(sizes, means)(fine)
     at = int(np.argmin(values))
@@ -97,13 +104,11 @@ def _edge(at: float, x: Array) -> str | None:
 
 
 def envelope(runs: Runs) -> list[Minimum]:
-    """The runs that no run of the same or fewer FLOPs beats, smallest first. The very first is left out: nothing is below it."""
+    """The runs that no run of the same or fewer FLOPs beats, smallest first. The first is left out: nothing is below it."""
     order = np.lexsort((runs.loss, runs.flops))
     best = np.minimum.accumulate(runs.loss[order])
     kept = [i for place, i in enumerate(order) if place and runs.loss[i] <= best[place] and best[place] < best[place - 1]]
-    return [
-        Minimum(flops=float(runs.flops[i]), params=float(runs.params[i]), loss=float(runs.loss[i]), runs=1) for i in kept
-    ]
+    return [Minimum(flops=float(runs.flops[i]), params=float(runs.params[i]), loss=float(runs.loss[i]), runs=1) for i in kept]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +136,4 @@ def trend(points: list[Minimum]) -> Trend | None:
     line: Any = scipy.stats.linregress(np.log([p.flops for p in used]), np.log([p.params for p in used]))
     reach = float(scipy.stats.t.ppf(0.975, len(used) - 2)) * float(line.stderr)
     slope = float(line.slope)
-    return Trend(
-        exponent=slope, low=slope - reach, high=slope + reach, factor=float(np.exp(line.intercept)), points=len(used)
-    )
+    return Trend(exponent=slope, low=slope - reach, high=slope + reach, factor=float(np.exp(line.intercept)), points=len(used))

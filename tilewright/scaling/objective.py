@@ -48,8 +48,8 @@ def minimise(
 ) -> tuple[Array, Array]:
     """Go down from each start: parameters [R, 5] and objectives [R], never above the start's.
 
-    Levenberg and Marquardt's method on reweighted squares (the Huber loss lies under a parabola that touches it where it is), all
-    fits in step. `y_RM` and `w_RM` may be [1, M]. A fit is done when a step gains less than `tolerance` of its objective.
+    Levenberg and Marquardt's method on reweighted squares (the Huber loss lies under a parabola that touches it at the point),
+    all fits in step. `y_RM` and `w_RM` may be [1, M]. A fit is done when a step gains less than `tolerance` of its objective.
     """
     p = p_R5.copy()
     logs, shares = logs_and_shares(p, n_M, d_M)
