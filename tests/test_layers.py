@@ -16,9 +16,9 @@ from tests.source import Source, part_of, planted, sources
 ROWS = (
     ("cli",),
     ("bench",),
-    ("server", "rl"),
+    ("server", "rl", "scaling"),
     ("engine", "train"),
-    ("quant", "models", "parallel", "data", "scaling"),
+    ("quant", "models", "parallel", "data"),
     ("nn", "fuse"),
     ("ops",),
     ("kernels",),

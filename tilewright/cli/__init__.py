@@ -15,6 +15,7 @@ try:
     import tilewright.cli.hw
     import tilewright.cli.optimize
     import tilewright.cli.quantize
+    import tilewright.cli.scaling
     import tilewright.cli.serve
     import tilewright.cli.tune
     import tilewright.cli.tune_op
