@@ -112,9 +112,11 @@ def _member(file: BinaryIO, limits: Limits) -> Iterator[bytes | _End]:
                 # Damage in a stored length can swallow the following members: they are looked for from here's start.
                 yield _End(start + 1, "gzip: truncated")
                 return
+        before = unpack.copy()
         try:
             data = unpack.decompress(pending, 1 << 20)
         except zlib.error as error:
+            yield _up_to_damage(before, pending)
             # At which byte it failed zlib does not say: look again from the start of this member.
             yield _End(start + 1, "gzip: checksum" if "check" in str(error) else "gzip: damaged data")
             return
@@ -130,6 +132,17 @@ def _member(file: BinaryIO, limits: Limits) -> Iterator[bytes | _End]:
         if given > limits.free_bytes and given > limits.expansion * taken:
             yield _End(start + taken, "gzip: bomb")
             return
+
+
+def _up_to_damage(unpack: "zlib._Decompress", data: bytes) -> bytes:
+    """What can be unpacked of damaged bytes: zlib keeps nothing of a call that fails, so they go in one by one."""
+    found = bytearray()
+    try:
+        for at in range(len(data)):
+            found += unpack.decompress(data[at : at + 1])
+    except zlib.error:
+        pass
+    return bytes(found)
 
 
 def _after(file: BinaryIO, at: int) -> _End:

@@ -6,10 +6,15 @@ from typing import Any
 
 from tilewright.data.document import Document, Removed
 
-__all__ = ["StepStats", "merged"]
+__all__ = ["StepStats", "merged", "size_of"]
 
 _EXAMPLES = 4
 _EXCERPT = 600
+
+
+def size_of(document: Document) -> int:
+    """The bytes of a document's text, or of its page while that has not been extracted."""
+    return len(document.text.encode()) if document.html is None else len(document.html)
 
 
 class StepStats:
@@ -39,7 +44,7 @@ class StepStats:
             self.removed_bytes[answer.reason] += bytes_in
             self._example(answer.reason, document, answer.detail)
             return
-        size = len(answer.text.encode())
+        size = size_of(answer)
         self.documents_out += 1
         self.bytes_out += size
         self.lengths[str(size.bit_length())] += 1

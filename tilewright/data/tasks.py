@@ -22,7 +22,7 @@ from tilewright.data.extras import needed
 from tilewright.data.hashing import order_key
 from tilewright.data.read import documents
 from tilewright.data.recipe import Recipe
-from tilewright.data.stats import StepStats
+from tilewright.data.stats import StepStats, size_of
 from tilewright.data.steps import LocalStep, build, stages
 
 __all__ = ["Plan", "join", "process", "read", "save_json", "work_plan"]
@@ -132,10 +132,8 @@ def read(folder: str, number: int) -> str:
         if len(plan.recipe.input) > 1 or plan.recipe.input[source].name:
             document.metadata["source"] = plan.recipe.input[source].name or str(source)
         document.origin["input"] = source
-        length = len(document.text.encode()) if document.html is None else len(document.html)
+        length = size_of(document)
         stats.note(document, length, document, 0.0)
-        if document.html is not None:
-            stats.bytes_out += length
         held.append(document)
         size += length
         if size >= plan.chunk_bytes:
@@ -165,7 +163,7 @@ def process(folder: str, stage: int, name: str) -> str:
             excerpts[document.id] = document.text[:400]
         calls = ([lambda d, row=row: before.apply(d, row, found)] if before else []) + [step for _, step in local]
         for stats, call in zip(all_stats, calls):
-            bytes_in = len(document.text.encode()) if document.html is None else len(document.html)
+            bytes_in = size_of(document)
             begun = time.perf_counter()
             answer = call(document)
             stats.note(document, bytes_in, answer, time.perf_counter() - begun)

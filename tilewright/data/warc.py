@@ -2,7 +2,7 @@
 
 Format: ISO 28500 (WARC 1.1), RFC 9112 (HTTP/1.1 messages, chunked transfer). A record that was cut short, or whose
 `WARC-Block-Digest` does not match, is handed on with a mark. Where a gzip member's checksum failed, only records with a
-matching digest are. After damage the next line that begins with `WARC/1.` or `WARC/0.` is the next record.
+matching digest are. After damage the next line `WARC/1.x` with a header behind it is the next record.
 """
 
 import base64
@@ -17,7 +17,7 @@ from tilewright.data.compressed import Break, Limits, Piece
 
 __all__ = ["Page", "Record", "http_page", "records"]
 
-_START = re.compile(rb"(?:^|(?<=\n))WARC/[01]\.\d")
+_START = re.compile(rb"WARC/[01]\.\d+\r?\n(?=[A-Za-z-]{1,40}:)")
 _HEADER_BYTES = 1 << 16
 
 
@@ -114,7 +114,7 @@ class _Stream:
                 if self.ended:
                     return False
                 self.broken = False
-            self.drop(max(0, len(self.buffer) - 16))
+            self.drop(max(0, len(self.buffer) - 64))
             self.fill(len(self.buffer) + 1)
 
 
@@ -144,7 +144,7 @@ def records(parts: Iterable[Piece | Break], limits: Limits, damage: Counter[str]
 
 
 def _record(stream: _Stream, limits: Limits, number: int) -> Record:
-    stream.fill(8)
+    stream.fill(64)
     if not _START.match(stream.buffer):
         raise _Broken("not a record")
     offset = stream.offset
@@ -195,6 +195,9 @@ def _headers(stream: _Stream) -> dict[str, str]:
             stream.drop(1)
             raise _Broken("truncated record" if stream.broken else "header without end")
     head = bytes(stream.buffer[: end.start()])
+    if following := _START.search(head, 1):  # cut short in its header
+        stream.drop(following.start())
+        raise _Broken("truncated header")
     stream.drop(end.end())
     return _fields(head)
 
