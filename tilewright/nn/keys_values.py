@@ -9,6 +9,7 @@
 A model is called with one of them and takes `.layer(i)` of it for each of its layers.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -127,6 +128,12 @@ class KVCache:
         k_scale, v_scale = torch.zeros(layers, pages, kv_heads, 2, page_size, device=device).unbind(3)
         return cls(k=data[0].unbind(), v=by_columns.unbind(), k_scale=k_scale.unbind(), v_scale=v_scale.unbind())
 
+    @property
+    def layers(self) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors of each layer."""
+        tensors = (self.k, self.v, self.k_scale, self.v_scale) if self.k_scale else (self.k, self.v)
+        return zip(*tensors, strict=True)
+
     def layer(self, index: int) -> PagedKeysValues:
         """What a layer's attention is called with."""
         scales = (self.k_scale[index], self.v_scale[index]) if self.k_scale else (None, None)
@@ -152,6 +159,11 @@ class LatentCache:
     ) -> "LatentCache":
         """An empty cache, one allocation. Zeroed: a kernel may read past a sequence's end, where a NaN would spread."""
         return cls(rows=torch.zeros(layers, pages, page_size, width, dtype=dtype, device=device).unbind())
+
+    @property
+    def layers(self) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors of each layer."""
+        return ((rows,) for rows in self.rows)
 
     def layer(self, index: int) -> Tensor:
         """What a layer's attention is called with."""

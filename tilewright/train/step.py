@@ -61,9 +61,11 @@ class NextToken:
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
         """The sum over the batch's targets."""
-        hidden_TE = model(batch.token_ids, batch.packed, self.keys_values)
+        hidden_TE, head = model(batch.token_ids, batch.packed, self.keys_values), model.head.weight
+        if not isinstance(head, Tensor):
+            raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
         return ops.linear_cross_entropy(
-            hidden_TE, model.head.weight, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="sum",
+            hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="sum",
             label_smoothing=self.label_smoothing, z_loss=self.z_loss,
         )  # fmt: skip
 
