@@ -15,6 +15,8 @@ from tilewright.kernels.conv_codes import conv_codes, conv_codes_op
 from tilewright.kernels.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
 from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_gradient_op, cross_entropy_op
+from tilewright.kernels.dedup.band_keys import band_keys, band_keys_op
+from tilewright.kernels.dedup.minhash import minhash, minhash_op
 from tilewright.kernels.dropout import dropout_op
 from tilewright.kernels.edit_logits import edit_logits, edit_logits_op
 from tilewright.kernels.embedding import embedding_bag_op
@@ -99,6 +101,7 @@ __all__ = [
     "argmax",
     "attention",
     "avg_pool",
+    "band_keys",
     "batch_norm",
     "block_scaled_linear",
     "cast_linear",
@@ -132,6 +135,7 @@ __all__ = [
     "max",
     "max_pool",
     "mean",
+    "minhash",
     "mixed_linear",
     "mla_attention",
     "mla_rope_write",
@@ -170,6 +174,7 @@ ALL = (
     attention_op,
     avg_pool_backward_op,
     avg_pool_op,
+    band_keys_op,
     batch_norm_backward_op,
     batch_statistics_op,
     biased_attention_op,
@@ -201,6 +206,7 @@ ALL = (
     log_softmax_op,
     max_pool_backward_op,
     max_pool_op,
+    minhash_op,
     mixed_linear_op,
     mla_attention_op,
     mla_rope_write_op,
