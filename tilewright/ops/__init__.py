@@ -16,6 +16,8 @@ from tilewright.kernels.conv.conv import conv_op
 from tilewright.kernels.conv.int8 import conv_codes, conv_codes_op
 from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.dedup.band_keys import band_keys, band_keys_op
+from tilewright.kernels.dedup.minhash import minhash, minhash_op
 from tilewright.kernels.elementwise.activation import activation_op
 from tilewright.kernels.elementwise.activation_backward import activation_backward_op
 from tilewright.kernels.elementwise.dropout import dropout_op
@@ -109,6 +111,7 @@ __all__ = [
     "argmax",
     "attention",
     "avg_pool",
+    "band_keys",
     "batch_norm",
     "block_scaled_linear",
     "cast_linear",
@@ -142,6 +145,7 @@ __all__ = [
     "max",
     "max_pool",
     "mean",
+    "minhash",
     "mixed_linear",
     "mla_attention",
     "mla_rope_write",
