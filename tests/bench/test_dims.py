@@ -32,6 +32,7 @@ PEERLESS = {
     "edit_logits",
     "kv_cache_write",
     "layer_norm_quantize",
+    "mask_logits",
     "mixed_linear",
     "mla_attention",
     "mla_rope_write",

@@ -362,6 +362,7 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         )
     ),
     "edit_logits": ("M=1", "M=256"),
+    "mask_logits": ("M=1", "M=256"),
     "token_logprobs": ("M=1", "M=256"),
 }
 

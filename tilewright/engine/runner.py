@@ -25,8 +25,8 @@ from tilewright import ops
 from tilewright.engine.batch import Inputs, Layout, Packer
 from tilewright.engine.graphs import DecodeGraph, DecodeGraphs, rehearse
 from tilewright.engine.request import TokenLogprobs
-from tilewright.engine.sampler import LogitTables, LogprobTensors, likelihoods
-from tilewright.engine.step import DeviceLost, Row, Step, StepResult
+from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
+from tilewright.engine.step import DeviceLost, FillMasks, Row, Step, StepResult
 from tilewright.kernels.paged_space import FEW_QUERIES
 from tilewright.models import Model
 from tilewright.op import invariant
@@ -55,6 +55,19 @@ class Ticket:
     logprobs: tuple[list[int], LogprobTensors] | None = None
     """(rows, their tensors)"""
     prompt_logprobs: list[tuple[int, LogprobTensors]] | None = None
+    waiting: "_Waiting | None" = None
+    """What the samples need, until `ModelRunner.sample` has made them."""
+
+
+@dataclass
+class _Waiting:
+    """A step between its model pass and its samples."""
+
+    inputs: Inputs
+    hidden: Tensor
+    graph: DecodeGraph | None
+    edited: bool
+    turn: int
 
 
 class ModelRunner:
@@ -76,6 +89,7 @@ class ModelRunner:
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
+        self._masks = Masks(max_seqs=max_seqs, device=self.device)
         self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place)
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._graphs: DecodeGraphs | None = None
@@ -142,15 +156,36 @@ class ModelRunner:
             graph.replay(packed, table)
             hidden = graph.hidden
         ticket.prompt_logprobs = self._prompt_logprobs(rows, hidden)
-        if sampled:
-            tokens = self._tokens(ticket, inputs, hidden, graph)
-            ticket.tokens = self._arrivals[self._turn][: len(sampled)]
+        edited = any(self._edits.edited[rows[i].request.slot or 0] for i in sampled)
+        ticket.waiting = _Waiting(inputs, hidden, graph, edited, self._turn)
+        if not step.masked:
+            self._finish(ticket, None)
+        self._turn = (self._turn + 1) % 3
+        return ticket
+
+    def sample(self, ticket: Ticket, words: int, fill: FillMasks) -> None:
+        """The samples of a step with masked rows; see `Runner.sample`. Raises DeviceLost."""
+        assert ticket.waiting is not None
+        self.launching = True
+        try:
+            with self._entered(), self._told_apart():
+                masked = set(ticket.step.masked)
+                rows = [at for at, i in enumerate(ticket.sampled) if i in masked]
+                self._finish(ticket, self._masks.sent(rows, words, fill))
+        finally:
+            self.launching = False
+
+    def _finish(self, ticket: Ticket, mask: Mask | None) -> None:
+        """Head and samples of a launched step."""
+        waiting, ticket.waiting = ticket.waiting, None
+        assert waiting is not None
+        if ticket.sampled:
+            tokens = self._tokens(ticket, waiting, mask)
+            ticket.tokens = self._arrivals[waiting.turn][: len(ticket.sampled)]
             ticket.tokens.copy_(tokens, non_blocking=True)
         if self.asynchronous:
             ticket.done = torch.cuda.Event()
             ticket.done.record()
-        self._turn = (self._turn + 1) % 3
-        return ticket
 
     def _copy_pages(self, step: Step) -> None:
         if step.copies:
@@ -214,22 +249,34 @@ class ModelRunner:
         self._last.index_copy_(0, inputs.sampled_slots, tokens)
         return tokens
 
-    def _sample_edited(self, logits: Tensor, inputs: Inputs) -> Tensor:
+    def _sample_edited(self, logits: Tensor, inputs: Inputs, mask: Mask | None = None) -> Tensor:
         edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
+        if mask is not None:
+            ops.mask_logits(edited, mask.rows, mask.bits)
         tokens = self._sample(edited, inputs)
         self._edits.count(inputs.sampled_slots, tokens)
         return tokens
 
-    def _tokens(self, ticket: Ticket, inputs: Inputs, hidden: Tensor, graph: DecodeGraph | None) -> Tensor:
+    def _sample_masked(self, logits: Tensor, inputs: Inputs, mask: Mask, *, kept: bool) -> Tensor:
+        masked = logits.clone() if kept else logits
+        ops.mask_logits(masked, mask.rows, mask.bits)
+        return self._sample(masked, inputs)
+
+    def _tokens(self, ticket: Ticket, waiting: _Waiting, mask: Mask | None) -> Tensor:
         """The step's samples, and, where rows ask, their log-probabilities, from one pass of the head."""
+        inputs, graph = waiting.inputs, waiting.graph
         requests = [ticket.step.rows[i].request for i in ticket.sampled]
         explained = [j for j, request in enumerate(requests) if request.params.logprobs is not None]
-        edited = any(self._edits.edited[request.slot or 0] for request in requests)
-        if graph is not None and not explained and not edited:
+        if graph is not None and mask is None and not explained and not waiting.edited:
             graph.sample()
             return graph.tokens[: len(requests)]
-        logits = self._logits(inputs, hidden)
-        tokens = self._sample_edited(logits, inputs) if edited else self._sample(logits, inputs)
+        logits = self._logits(inputs, waiting.hidden)
+        if waiting.edited:
+            tokens = self._sample_edited(logits, inputs, mask)
+        elif mask is not None:
+            tokens = self._sample_masked(logits, inputs, mask, kept=bool(explained))
+        else:
+            tokens = self._sample(logits, inputs)
         if explained:
             at = torch.tensor(explained, dtype=torch.int64).to(self.device, non_blocking=True)
             most = max(requests[j].params.logprobs or 0 for j in explained)
@@ -288,6 +335,7 @@ class ModelRunner:
         logits = self._logits(inputs, self._body(inputs))
         likelihoods(logits, self._sample(logits, inputs), 1)
         self._sample_edited(logits, inputs)
+        self._sample_masked(logits, inputs, self._masks.unused(), kept=False)
 
 
 def _powers(limit: int) -> list[int]:

@@ -57,6 +57,7 @@ from tilewright.kernels.rms_norm import add_rms_norm_op, rms_norm_op
 from tilewright.kernels.rope import rope_op
 from tilewright.kernels.rope_kv_write import rope_kv_write, rope_kv_write_op
 from tilewright.kernels.sample import sample, sample_op
+from tilewright.kernels.sampling.mask_logits import mask_logits, mask_logits_op
 from tilewright.kernels.scale_in_place import scale_in_place_op
 from tilewright.kernels.scaled_attention import scaled_attention_op
 from tilewright.kernels.scaled_linear import scaled_linear, scaled_linear_op
@@ -128,6 +129,7 @@ __all__ = [
     "linear_codes",
     "linear_cross_entropy",
     "log_softmax",
+    "mask_logits",
     "matmul",
     "max",
     "max_pool",
@@ -186,6 +188,7 @@ ALL = (
     cross_entropy_op,
     dropout_op,
     edit_logits_op,
+    mask_logits_op,
     embedding_backward_op,
     embedding_bag_op,
     gated_backward_op,
