@@ -38,6 +38,7 @@ PEERLESS = {
     "kv_cache_write",
     "layer_norm_quantize",
     "minhash",
+    "mask_logits",
     "mixed_linear",
     "mla_attention",
     "mla_rope_write",

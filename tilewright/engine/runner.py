@@ -25,8 +25,8 @@ from tilewright import ops
 from tilewright.engine.batch import Inputs, Layout, Packer
 from tilewright.engine.graphs import DecodeGraph, DecodeGraphs, Sampled, rehearse
 from tilewright.engine.request import TokenLogprobs
-from tilewright.engine.sampler import LogitTables, LogprobTensors, likelihoods
-from tilewright.engine.step import DeviceLost, Row, Step, StepResult
+from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
+from tilewright.engine.step import DeviceLost, FillMasks, Row, Step, StepResult
 from tilewright.kernels.attention.paged.configs import FEW_QUERIES
 from tilewright.models import Model
 from tilewright.op import invariant
@@ -55,6 +55,19 @@ class Ticket:
     logprobs: LogprobTensors | None = None
     """Of the rows that sample; None where none asks."""
     prompt_logprobs: list[tuple[int, LogprobTensors]] | None = None
+    waiting: "_Waiting | None" = None
+    """What the samples need, until `ModelRunner.sample` has made them."""
+
+
+@dataclass
+class _Waiting:
+    """A step between its model pass and its samples."""
+
+    inputs: Inputs
+    hidden: Tensor
+    graph: DecodeGraph | None
+    edited: bool
+    turn: int
 
 
 class ModelRunner:
@@ -76,6 +89,7 @@ class ModelRunner:
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
+        self._masks = Masks(max_seqs=max_seqs, device=self.device)
         self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place)
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._graphs: DecodeGraphs | None = None
@@ -148,13 +162,34 @@ class ModelRunner:
             graph.replay(packed, table)
             hidden = graph.hidden
         ticket.prompt_logprobs = self._prompt_logprobs(rows, hidden)
-        if sampled:
-            self._send_samples(ticket, inputs, hidden, graph)
+        edited = any(self._edits.edited[rows[i].request.slot or 0] for i in sampled)
+        ticket.waiting = _Waiting(inputs, hidden, graph, edited, self._turn)
+        if not step.masked:
+            self._finish(ticket, None)
+        self._turn = (self._turn + 1) % 3
+        return ticket
+
+    def sample(self, ticket: Ticket, words: int, fill: FillMasks) -> None:
+        """The samples of a step with masked rows; see `Runner.sample`. Raises DeviceLost."""
+        assert ticket.waiting is not None
+        self.launching = True
+        try:
+            with self._entered(), self._told_apart():
+                masked = set(ticket.step.masked)
+                rows = [at for at, i in enumerate(ticket.sampled) if i in masked]
+                self._finish(ticket, self._masks.sent(rows, words, fill))
+        finally:
+            self.launching = False
+
+    def _finish(self, ticket: Ticket, mask: Mask | None) -> None:
+        """Head and samples of a launched step."""
+        waiting, ticket.waiting = ticket.waiting, None
+        assert waiting is not None
+        if ticket.sampled:
+            self._send_samples(ticket, waiting, mask)
         if self.asynchronous:
             ticket.done = torch.cuda.Event()
             ticket.done.record()
-        self._turn = (self._turn + 1) % 3
-        return ticket
 
     def _copy_pages(self, step: Step) -> None:
         if step.copies:
@@ -208,10 +243,13 @@ class ModelRunner:
         """Tokens [R] of rows that want nothing but a sample; they are also left in `_last` for the next step."""
         return Sampled(self._sample(self._logits(inputs, hidden), inputs))
 
-    def _full_tail(self, inputs: Inputs, hidden: Tensor) -> Sampled:
-        """The same where rows want more: their logits are edited first, and log-probabilities are of what the head gave."""
+    def _full_tail(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
+        """The same where rows want more: their logits are edited and masked first, log-probabilities are of what the head gave."""
         logits = self._logits(inputs, hidden)
-        tokens = self._sample(self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at), inputs)
+        edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
+        if mask is not None:
+            ops.mask_logits(edited, mask.rows, mask.bits)
+        tokens = self._sample(edited, inputs)
         self._edits.count(inputs.sampled_slots, tokens)
         return Sampled(tokens, likelihoods(logits, tokens, inputs.alternatives))
 
@@ -225,16 +263,18 @@ class ModelRunner:
         self._last.index_copy_(0, inputs.sampled_slots, tokens)
         return tokens
 
-    def _send_samples(self, ticket: Ticket, inputs: Inputs, hidden: Tensor, graph: DecodeGraph | None) -> None:
+    def _send_samples(self, ticket: Ticket, waiting: _Waiting, mask: Mask | None) -> None:
         """Draw the step's samples, and send them to the host; with them their log-probabilities, where rows ask."""
         requests = [ticket.step.rows[i].request for i in ticket.sampled]
         explained = any(request.params.logprobs is not None for request in requests)
-        more = explained or any(self._edits.edited[request.slot or 0] for request in requests)
-        if graph is not None:
-            drawn = graph.sample(more)
+        more = explained or waiting.edited
+        if mask is not None:
+            drawn = self._full_tail(waiting.inputs, waiting.hidden, mask)
+        elif waiting.graph is not None:
+            drawn = waiting.graph.sample(more)
         else:
-            drawn = (self._full_tail if more else self._tail)(inputs, hidden)
-        tokens, logprobs = self._arrivals[self._turn]
+            drawn = (self._full_tail if more else self._tail)(waiting.inputs, waiting.hidden)
+        tokens, logprobs = self._arrivals[waiting.turn]
         ticket.tokens = tokens[: len(requests)]
         ticket.tokens.copy_(drawn.tokens[: len(requests)], non_blocking=True)
         if explained and drawn.logprobs is not None:
@@ -294,6 +334,7 @@ class ModelRunner:
         hidden = self._body(inputs)
         self._tail(inputs, hidden)
         self._full_tail(inputs, hidden)
+        self._full_tail(inputs, hidden, self._masks.unused())
 
 
 def _powers(limit: int) -> list[int]:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.engine.request import MAX_LOGIT_ENTRIES, RANGES, Request, TokenLogprobs
+from tilewright.engine.step import FillMasks
 
-__all__ = ["MOST_ALTERNATIVES", "LogitTables", "LogprobTensors", "likelihoods"]
+__all__ = ["MOST_ALTERNATIVES", "LogitTables", "LogprobTensors", "Mask", "Masks", "likelihoods"]
 
 MOST_ALTERNATIVES = int(RANGES["logprobs"][1])
 _MOST_COUNTED = (1 << 14) - 1
@@ -114,6 +115,61 @@ class LogitTables:
         """One more of each row's token [R], which has just been drawn. Several padding rows may share their slot."""
         had = self._counts[slots, tokens]
         self._counts[slots, tokens] = torch.add(had, had < 2 * _MOST_COUNTED, alpha=2)
+
+
+class Mask(NamedTuple):
+    """What `ops.mask_logits` takes, on the device."""
+
+    rows: Tensor
+    """[M] int64: rows of the logits."""
+    bits: Tensor
+    """[M, words] int32"""
+
+
+class Masks:
+    """Takes masks to the device, on a stream of their own: the model's pass runs meanwhile.
+
+    One buffer is enough: when the masks of a step are written, every step before it has been collected.
+    """
+
+    def __init__(self, *, max_seqs: int, device: torch.device):
+        self._max_seqs = max_seqs
+        self._device = device
+        self._buffers: tuple[Mask, Mask] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def unused(self) -> Mask:
+        """A mask of row 0 that forbids everything, for warm-up."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return Mask(rows, torch.zeros(1, 1, dtype=torch.int32, device=self._device))
+
+    def sent(self, rows: Sequence[int], words: int, fill: FillMasks) -> Mask:
+        """The mask that `fill` writes for these rows of the logits, there for whatever is launched next."""
+        host, there = self._both(words)
+        at, bits = host.rows[: len(rows)], host.bits[: len(rows)]
+        at.numpy()[:] = rows
+        fill(bits.numpy())
+        if self._device.type != "cuda":
+            return Mask(at, bits)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        arrived = Mask(there.rows[: len(rows)], there.bits[: len(rows)])
+        with torch.cuda.stream(self._stream):
+            arrived.rows.copy_(at, non_blocking=True)
+            arrived.bits.copy_(bits, non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return arrived
+
+    def _both(self, words: int) -> tuple[Mask, Mask]:
+        """(on the host, on the device), made at the first use: most servers have none."""
+        if self._buffers is None or self._buffers[0].bits.shape[1] != words:
+            pinned = self._device.type == "cuda"
+            host = Mask(
+                torch.zeros(self._max_seqs, dtype=torch.int64, pin_memory=pinned),
+                torch.zeros(self._max_seqs, words, dtype=torch.int32, pin_memory=pinned),
+            )
+            self._buffers = (host, Mask(host.rows.to(self._device), host.bits.to(self._device)))
+        return self._buffers
 
 
 class LogprobTensors(NamedTuple):

@@ -140,6 +140,10 @@ class Tokenizer:
         """The text of the tokens, without special and unknown ones. Bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(self.visible(token_ids), skip_special_tokens=False)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def id_to_token(self, token_id: int) -> str | None:
         """What the vocabulary calls a token, which is not its text ("\u0120the", "<0x0A>", "<s>"); None if it has none."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None

@@ -62,6 +62,7 @@ from tilewright.kernels.quantize.per_row import quantize_rows, quantize_rows_op
 from tilewright.kernels.quantize.per_tensor import quantize_static, quantize_static_op, quantize_tensor, quantize_tensor_op
 from tilewright.kernels.reduce.reduction import reduce_max_op, reduce_sum_op
 from tilewright.kernels.sampling.edit_logits import edit_logits, edit_logits_op
+from tilewright.kernels.sampling.mask_logits import mask_logits, mask_logits_op
 from tilewright.kernels.sampling.sample import sample, sample_op
 from tilewright.kernels.sampling.token_logprobs import token_logprobs, token_logprobs_op, top_logprobs, top_logprobs_op
 from tilewright.kernels.softmax.backward import log_softmax_backward_op, softmax_backward_op
@@ -141,6 +142,7 @@ __all__ = [
     "linear_codes",
     "linear_cross_entropy",
     "log_softmax",
+    "mask_logits",
     "matmul",
     "max",
     "max_pool",
