@@ -244,7 +244,7 @@ class ModelRunner:
         return Sampled(self._sample(self._logits(inputs, hidden), inputs))
 
     def _full_tail(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
-        """The same where rows want more: their logits are edited and masked first, log-probabilities are of what the head gave."""
+        """The same where rows want more: logits are edited and masked first; log-probabilities are of what the head gave."""
         logits = self._logits(inputs, hidden)
         edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
         if mask is not None:
