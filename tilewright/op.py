@@ -219,7 +219,8 @@ class Op:
     `problem(*args)` -> a hashable summary with all that a refusal or a default config may look at.
     `cost(*args)` -> the unavoidable work of the call.
     `make(inputs, *, M, N, dtype=torch.bfloat16, ...)` -> arguments from dimensions: its keywords are what `tune`, `explain` and
-    `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices.
+    `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices. Random data, never
+    zeros: on zeros a card draws less power and runs faster than it will. With `Inputs("meta")` nothing is allocated.
     `first(device, problem)` -> the name of the implementation to put before the others, or None: for problems where their order
     does not fit.
     `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.tf32 import allow_again, forbid_tf32
-from tilewright.kernels.conv.problem import Problem, activated
+from tilewright.kernels.conv.problem import Problem
 from tilewright.kernels.conv.reference import convolved, plain_padding
+from tilewright.kernels.device.activations import activated
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 

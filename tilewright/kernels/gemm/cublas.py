@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.kernels.elementwise.glu import gelu_mul, silu_mul
-from tilewright.kernels.launch.work import library_activates, vendor_work
+from tilewright.kernels.gemm.work import library_activates, vendor_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 

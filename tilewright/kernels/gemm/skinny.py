@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_wait
 from tilewright.hw.device import Device
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
+from tilewright.kernels.gemm.work import skinny_work
 from tilewright.kernels.launch.pdl import launch_options, release
-from tilewright.kernels.launch.work import skinny_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 

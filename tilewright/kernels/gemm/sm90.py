@@ -36,9 +36,9 @@ from tilewright.kernels.gemm.sm90_configs import (
     shares,
 )
 from tilewright.kernels.gemm.sm90_kernel import sm90_kernel
+from tilewright.kernels.gemm.work import sm90_work
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.pdl import launch_options
-from tilewright.kernels.launch.work import sm90_work
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config
 

@@ -17,9 +17,9 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention.paged.configs import CODES, Problem, room_of, stream_refusal
 from tilewright.kernels.attention.paged.decode_sm90_kernel import paged_sm90_kernel
 from tilewright.kernels.attention.paged.decode_sm90_kernel_8bit import paged_sm90_codes_kernel
+from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.shapes import next_pow2, token_stride
-from tilewright.kernels.launch.work import stream_work
 from tilewright.op import Impl, scope
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space

@@ -14,10 +14,10 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention.paged.configs import Problem, room_of
 from tilewright.kernels.attention.paged.decode_sm90 import boxes, sm90_refusal
 from tilewright.kernels.attention.paged.prefill_sm90_kernel import paged_varlen_sm90_kernel
+from tilewright.kernels.attention.paged.work import varlen_work
 from tilewright.kernels.attention.problem import LOG2_E, addressable
 from tilewright.kernels.attention.sm90_schedule import SLOT
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.work import varlen_work
 from tilewright.op import Impl, scope
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space

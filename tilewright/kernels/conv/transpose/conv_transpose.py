@@ -31,11 +31,12 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.conv.cudnn import cudnn_choosing
 from tilewright.kernels.conv.depthwise import DEPTHWISE
 from tilewright.kernels.conv.inputs import conv_transpose_arguments
-from tilewright.kernels.conv.problem import Problem, activated, problem_of, sizes_of
+from tilewright.kernels.conv.problem import Problem, problem_of, sizes_of
 from tilewright.kernels.conv.reference import plain_padding
 from tilewright.kernels.conv.transpose.implicit_gemm import TRITON, fold_of
 from tilewright.kernels.conv.transpose.sm90 import TRANSPOSE_SM90
 from tilewright.kernels.conv.transpose.sm90_subpixel import PHASES
+from tilewright.kernels.device.activations import activated
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 

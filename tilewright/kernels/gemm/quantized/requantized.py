@@ -28,13 +28,13 @@ from torch import Tensor
 from tilewright.formats import FORMATS
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.quantize import padded_width
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.gemm.quantized.inputs import cast_linear_arguments
 from tilewright.kernels.gemm.quantized.row_scaled import LONGEST, finished, halved, refuse_sm90, scaled_kernel
 from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_operands
 from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
-from tilewright.kernels.quantize.per_row import padded_width
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 

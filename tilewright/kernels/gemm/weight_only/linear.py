@@ -37,6 +37,7 @@ from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.gemm.problem import ACTIVATIONS, finish, weight_rows
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.gemm.weight_only.dequant_then_gemm import DEQUANTIZED
+from tilewright.kernels.gemm.weight_only.inputs import mixed_linear_arguments
 from tilewright.kernels.gemm.weight_only.int4_layout import CHUNK, unpack
 from tilewright.kernels.gemm.weight_only.problem import (
     FORMATS,
@@ -51,7 +52,6 @@ from tilewright.kernels.gemm.weight_only.problem import (
 from tilewright.kernels.gemm.weight_only.skinny import MIXED_SKINNY
 from tilewright.kernels.gemm.weight_only.sm90 import MIXED_SM90, tiles_of
 from tilewright.kernels.gemm.weight_only.sm90_rs import MIXED_REGISTERS
-from tilewright.kernels.inputs.common import mixed_linear_arguments
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
