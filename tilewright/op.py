@@ -134,6 +134,8 @@ class Impl:
     launch: Callable[..., Any]
     space: Space = NO_CHOICES
     min_arch: int = 80
+    written_for: int | None = None
+    """The one architecture whose instructions it is made of (90: Hopper), in the place of `min_arch`; None: it is portable."""
     refuse: Callable[[Device, Any], str | None] = lambda device, problem: None
     batch_invariant: bool = False
     interpretable: bool = True
@@ -151,10 +153,13 @@ class Impl:
             return "needs a GPU, or TRITON_INTERPRET=1"
         if device.kind == "interpret" and not self.interpretable:
             return "cannot run under Triton's interpreter"
-        if device.arch < self.min_arch:
-            return f"needs sm_{self.min_arch}, this is sm_{device.arch}"
+        least = self.written_for or self.min_arch
+        if device.arch < least:
+            return f"needs sm_{least}, this is sm_{device.arch}"
         if scope.invariant and not self.batch_invariant:
             return "is not batch-invariant"
+        if self.written_for is not None and device.arch != self.written_for:
+            return f"is written for sm_{self.written_for}, this is sm_{device.arch}"
         return self.refuse(device, problem)
 
 

@@ -212,7 +212,7 @@ def _vendor_up_to(problem: Problem) -> int:
 
 def _first(device: Device, problem: Problem) -> str | None:
     """The vendor's library where it was measured to be no slower than sm90."""
-    return "vendor" if device.arch == 90 and problem.max_k <= _vendor_up_to(problem) else None
+    return "vendor" if device.is_hopper and problem.max_k <= _vendor_up_to(problem) else None
 
 
 attention_op = Op(

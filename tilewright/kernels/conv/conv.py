@@ -111,11 +111,11 @@ def _first(device: Device, problem: Problem) -> str | None:
 
     Not where a strided filter leaves fewer tiles than there are SMs (0.8), nor for 1 x 1 with stride 1, a matrix product.
     """
-    if device.arch != 90 or problem.dtype.itemsize != 2 or problem.empty:
+    if not device.is_hopper or problem.dtype.itemsize != 2 or problem.empty:
         return None
     if problem.groups > 1:
         # ResNeXt-50 32x4d, 32 images: 26.4 us, cuDNN 50.1, at 128 channels of 56 x 56; 9.7, 10.6, at 1024 of 7 x 7.
-        return "narrow" if NARROW.refuse(device, problem) is None else None
+        return "narrow" if NARROW.refusal(device, problem) is None else None
     summed = problem.taps * problem.c
     small = problem.pixels * problem.o <= 64 * 64 * device.sms
     if small and summed >= 256:

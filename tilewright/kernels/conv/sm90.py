@@ -117,4 +117,4 @@ def _launch(
     return y
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)

@@ -384,4 +384,4 @@ def _launch(
     return y
 
 
-NARROW = Impl(name="narrow", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+NARROW = Impl(name="narrow", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)

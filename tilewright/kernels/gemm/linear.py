@@ -213,14 +213,14 @@ def _first(device: Device, problem: Problem) -> str | None:
     256 rows on gated products are 1.0 to 1.37 times as fast, with GELU 0.97 to 1.4. And rows that do not start at multiples
     of 16 bytes, the result's among them, cost it a factor: 1.5 with one row, 1.8 at 256, 3 to 8 above.
     """
-    if device.arch != 90:
+    if not device.is_hopper:
         return None
     uneven = not problem.aligned or problem.n % (16 if problem.gated else 8) != 0
     if problem.m_bucket == 1:
         return "gemv" if not problem.aligned and not problem.gated else None
     if (problem.m_bucket == 16 and (problem.n, problem.k) in _CUBLAS_OF_16_ROWS) or _odd_eights(problem):
         return "vendor"
-    if _three_launches(problem) and UNEVEN_TMA.refuse(device, problem) is None:
+    if _three_launches(problem) and UNEVEN_TMA.refusal(device, problem) is None:
         return "uneven_tma"
     if _in_place(problem):
         return "uneven"

@@ -46,8 +46,6 @@ __all__ = ["DTYPES", "SM90", "box_rows", "descriptor", "launch_sm90", "pieces"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype.itemsize != 2:
         return f"does not take {problem.dtype}"
     if problem.batched:
@@ -252,4 +250,4 @@ def launch_sm90(
     return y
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=sm90_work)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, work=sm90_work)

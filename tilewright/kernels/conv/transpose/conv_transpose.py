@@ -174,9 +174,9 @@ def _launch_depthwise(
 
 def _first(device: Device, problem: Problem) -> str | None:
     """Where ours go before cuDNN; H100, fp16: 2 x 2 with stride 2 and 256 channels 1.26, 3 x 3 with stride 1 1.25 times."""
-    if device.arch != 90 or problem.dtype.itemsize != 2 or problem.groups > 1:
+    if not device.is_hopper or problem.dtype.itemsize != 2 or problem.groups > 1:
         return None
-    if PHASES.refuse(device, problem) is None:
+    if PHASES.refusal(device, problem) is None:
         # 8 images, 4 x 4, 128 -> 64 channels of 64 x 64: 19.9 us against cuDNN's 34.4; 2 x 2, 512 -> 256 of 16 x 16: 7.8, 13.0.
         return "phases"
     if fold_of(problem) > 1:

@@ -230,7 +230,7 @@ cast_linear_op = Op(
     codes_may_move=True,
     impls=(
         Impl(
-            name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, min_arch=90, refuse=_refuse_sm90, interpretable=False,
+            name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, written_for=90, refuse=_refuse_sm90, interpretable=False,
         ),
         Impl(name="triton", launch=_launch_triton, space=TRITON_CAST_SPACE, refuse=_refuse_triton),
         Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),

@@ -92,8 +92,6 @@ EXAMPLES = (
 
 def refuse_sm90(device: Device, problem: Problem) -> str | None:
     """Why the Hopper kernel does not take a product of rows that it neither turns nor copies, or None."""
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if not problem.aligned:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.k or not problem.n:
@@ -290,7 +288,7 @@ scaled_linear_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(
-            name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, min_arch=90, refuse=refuse_sm90, interpretable=False,
+            name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, written_for=90, refuse=refuse_sm90, interpretable=False,
         ),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
         Impl(name="vendor", launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),

@@ -233,7 +233,7 @@ def _first(device: Device, problem: MixedProblem) -> str | None:
     registers 0.884, sm90 0.748.
     """
     m, int4 = problem.m_bucket, problem.format == "int4"
-    if device.arch != 90:
+    if not device.is_hopper:
         return "dequantized" if m >= (2048 if problem.block_cols else 4096) else None
     if int4 and m > 1024 and MIXED_SM90.refusal(device, problem) is None and tiles_of(problem) > 3 * device.sms:
         return "sm90"
