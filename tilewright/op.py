@@ -142,6 +142,13 @@ class Impl:
     """Whether Triton's interpreter can run it; vendor libraries and Gluon cannot be."""
     extra_roundings: int = 0
     """Roundings to the arguments' dtype beyond the op's own: a library's, before the epilogue that we add to it."""
+    library: bool = False
+    """Whether it is a call of the library that torch would take."""
+    releases: bool = False
+    """Whether it lets the launch behind it start early (kernels/launch/pdl.py)."""
+    plan: Callable[..., Any] | None = None
+    """(config, *args) -> what makes a call with these arguments again on tensors that differ in their memory alone, asked for
+    after such a call; None where there is none. What it is called with is the wing's to say (kernels/conv/plan.py)."""
     work: Callable[..., Work] | None = None
     """(device, config, *args) -> what a launch really does, for the analytical model; None: it is not predicted.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.kernels.attention.paged.configs import CODES
+from tilewright.ops.paged import CODES
 
 __all__ = ["Batch", "KVCache", "LatentCache"]
 

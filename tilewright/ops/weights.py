@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tilewright.formats import Quantized, dequantize, encode
 from tilewright.kernels.device.quantize import padded_width
-from tilewright.kernels.gemm.weight_only.int4_layout import prepare, restore
+from tilewright.kernels.gemm.weight_only.linear import prepare, restore
 from tilewright.kernels.quantize.mx_to_block import fold_mx, fold_mx_weight
 
 __all__ = [

@@ -188,4 +188,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y
 
 
-GEMV = Impl(name="gemv", launch=_launch, space=SPACE, refuse=_refuse, work=gemv_work)
+GEMV = Impl(name="gemv", releases=True, launch=_launch, space=SPACE, refuse=_refuse, work=gemv_work)

@@ -158,4 +158,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y
 
 
-SKINNY = Impl(name="skinny", launch=_launch, space=SPACE, refuse=_refuse, work=skinny_work)
+SKINNY = Impl(name="skinny", releases=True, launch=_launch, space=SPACE, refuse=_refuse, work=skinny_work)

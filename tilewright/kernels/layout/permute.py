@@ -34,7 +34,7 @@ from tilewright.kernels.layout.unaligned import WORDS
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["permute_op"]
+__all__ = ["form_of", "permute_op"]
 
 # ---- reference
 

@@ -46,6 +46,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.checks import at_hand, check_lengths, check_numbers, check_tables
 from tilewright.kernels.attention.paged.configs import (
     CODES,
+    FEW_QUERIES,
     INVARIANT_SPACE,
     VARLEN_SPACE,
     Problem,
@@ -67,7 +68,7 @@ from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_rea
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
-__all__ = ["paged_attention", "paged_attention_op"]
+__all__ = ["CODES", "FEW_QUERIES", "paged_attention", "paged_attention_op"]
 
 # ---- reference
 

@@ -345,6 +345,7 @@ conv_weight_gradient_op = Op(
     impls=(
         Impl(
             name="vendor",
+            library=True,
             launch=_launch_vendor,
             refuse=lambda device, problem: None if problem.pixels else "cuDNN has no empty tensors",
             interpretable=False,

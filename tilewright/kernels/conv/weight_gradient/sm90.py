@@ -323,4 +323,4 @@ def _first_launch(dy: Tensor, x: Tensor, dw: Tensor, s: Sizes) -> Again:
     return Again(products, sums, parts.numel())
 
 
-WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, written_for=90, refuse=_refuse, interpretable=False)
+WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, plan=launched, written_for=90, refuse=_refuse, interpretable=False)

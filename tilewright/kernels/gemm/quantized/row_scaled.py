@@ -291,7 +291,7 @@ scaled_linear_op = Op(
             name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, written_for=90, refuse=refuse_sm90, interpretable=False,
         ),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
-        Impl(name="vendor", launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),
+        Impl(name="vendor", library=True, launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),
         Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
     ),
 )  # fmt: skip

@@ -38,7 +38,7 @@ from tilewright.kernels.gemm.problem import ACTIVATIONS, finish, weight_rows
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.gemm.weight_only.dequant_then_gemm import DEQUANTIZED
 from tilewright.kernels.gemm.weight_only.inputs import mixed_linear_arguments
-from tilewright.kernels.gemm.weight_only.int4_layout import CHUNK, unpack
+from tilewright.kernels.gemm.weight_only.int4_layout import CHUNK, prepare, restore, unpack
 from tilewright.kernels.gemm.weight_only.problem import (
     FORMATS,
     MixedProblem,
@@ -55,7 +55,7 @@ from tilewright.kernels.gemm.weight_only.sm90_rs import MIXED_REGISTERS
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["mixed_linear", "mixed_linear_op"]
+__all__ = ["mixed_linear", "mixed_linear_op", "prepare", "restore"]
 
 _GROUPS = (32, 64, 128)
 
