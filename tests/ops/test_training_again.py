@@ -37,7 +37,8 @@ def by_library(op: Op) -> Choice:
 def test_one_call_for_all_gradients(needs: tuple[bool, bool, bool], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's own call makes them, here on a CPU: those of torch's autograd, by the ops first, then by the call."""
     for op in (conv_transpose_op, conv_weight_gradient_op):
-        monkeypatch.setattr(op, "chosen", lambda *args, found=by_library(op): found, raising=False)
+        chosen = by_library(op)
+        monkeypatch.setattr(op, "chosen", lambda *args, found=chosen: found, raising=False)
     calls: list[Any] = []
     backward = conv_training._BACKWARD
     monkeypatch.setattr(conv_training, "_BACKWARD", lambda *args: calls.append(args[-1]) or backward(*args))
