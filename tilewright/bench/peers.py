@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.bench import peers_conv, peers_pointwise
-from tilewright.kernels.device.activations_torch import ACTIVATION_FORMS
+from tilewright.kernels.device.activations import ACTIVATION_FORMS
 
 __all__ = ["NoPeer", "default_shapes", "inductor", "peer"]
 

@@ -27,9 +27,9 @@ from tilewright.engine.graphs import DecodeGraph, DecodeGraphs, Sampled, rehears
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
 from tilewright.engine.step import DeviceLost, FillMasks, Row, Step, StepResult
-from tilewright.kernels.attention.paged.configs import FEW_QUERIES
 from tilewright.models import Model
 from tilewright.op import invariant
+from tilewright.ops.paged import FEW_QUERIES
 
 __all__ = ["ModelRunner", "Progress", "on_device"]
 

@@ -6,12 +6,11 @@ from tilewright.kernels.attention.backward.backward import attention_backward_op
 from tilewright.kernels.attention.biased import biased_attention_op
 from tilewright.kernels.attention.fp8.attention import scaled_attention_op
 from tilewright.kernels.attention.fp8.quantize_kv import quantize_keys_values_op
-from tilewright.kernels.attention.mla.attention import mla_attention, mla_attention_op
-from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write, mla_rope_write_op
-from tilewright.kernels.attention.paged.attention import paged_attention, paged_attention_op
-from tilewright.kernels.attention.paged.cache_write import kv_cache_write, kv_cache_write_op
-from tilewright.kernels.attention.paged.checks import check_paged
-from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write, rope_kv_write_op
+from tilewright.kernels.attention.mla.attention import mla_attention_op
+from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write_op
+from tilewright.kernels.attention.paged.attention import paged_attention_op
+from tilewright.kernels.attention.paged.cache_write import kv_cache_write_op
+from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write_op
 from tilewright.kernels.conv.conv import conv_op
 from tilewright.kernels.conv.int8 import conv_codes, conv_codes_op
 from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
@@ -93,6 +92,14 @@ from tilewright.ops.embedding import embedding, embedding_bag
 from tilewright.ops.linear import linear, linear_codes
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tilewright.ops.paged import (
+    check_paged,
+    kv_cache_write,
+    mla_attention,
+    mla_rope_write,
+    paged_attention,
+    rope_kv_write,
+)
 from tilewright.ops.permute import permute, transpose
 from tilewright.ops.pointwise import activation, dropout, gated_mul, gelu_mul, glu, rope, silu_mul
 from tilewright.ops.pooling import adaptive_avg_pool, adaptive_max_pool, avg_pool, max_pool
