@@ -13,6 +13,7 @@ try:
     import tilewright.cli.compare
     import tilewright.cli.explain
     import tilewright.cli.hw
+    import tilewright.cli.lab
     import tilewright.cli.optimize
     import tilewright.cli.quantize
     import tilewright.cli.serve

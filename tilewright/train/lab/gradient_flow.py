@@ -5,7 +5,7 @@ and nothing to download. Every run is a function of its config: same numbers eac
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -67,8 +67,8 @@ class Snapshot:
     gradients: list[float]
     """Norm of the gradient of all of a layer's weights."""
     per_token: list[float]
-    """Norm of the gradient that one token's loss gives the second matrix of a layer's feed-forward part, mean over tokens. Of it
-    the theory of Xiong et al. speaks: the gradient of a batch also depends on how alike its tokens have become."""
+    """Norm of the gradient that one token's loss gives the second matrix of a layer's feed-forward part, mean over tokens. The
+    theory of Xiong et al. speaks of it: the gradient of a batch also depends on how alike its tokens have become."""
     updates: list[float]
     """Norm of a layer's change in this step, relative to the norm of its weights; empty without training."""
 
@@ -173,7 +173,7 @@ def _pass(model: Transformer, tokens: Tensor) -> _Pass:
 
 
 def _snapshot(
-    layers: int, step: int, now: _Pass, parameters: dict[str, Tensor], before: dict[str, Tensor] | None
+    layers: int, step: int, now: _Pass, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor] | None
 ) -> Snapshot:  # fmt: skip
     by_layer = [[name for name in parameters if name.startswith(f"blocks.{i}.")] for i in range(layers)]
 

@@ -94,7 +94,7 @@ class Deep(nn.Module):
         self.alpha = (2 * layers) ** 0.25
         smaller = (8 * layers) ** -0.25
         for linear in (m for m in f.modules() if isinstance(m, Linear)):
-            rows = linear.weight.data
+            rows = _weight(linear)
             # Of a merged projection the values alone: they stand last.
             (rows[-linear.parts[-1] :] if len(linear.parts) > 1 else rows).mul_(smaller)
 
@@ -137,9 +137,15 @@ class Block(nn.Module):
         return self.feed_forward(self.attention(x))
 
 
+def _weight(linear: Linear) -> Tensor:
+    """Its numbers, to be changed without a gradient."""
+    assert isinstance(linear.weight, Tensor), "a new layer is not quantised"
+    return linear.weight.data
+
+
 def _xavier(linear: Linear) -> None:
     """Each projection of a merged layer as if it stood alone."""
-    for part in linear.weight.data.split(linear.parts):
+    for part in _weight(linear).split(linear.parts):
         nn.init.normal_(part, std=math.sqrt(2 / (part.shape[0] + part.shape[1])))
 
 
@@ -154,7 +160,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(scheme, features, heads, layers) for _ in range(layers))
         self.norm = RMSNorm(features, eps=1e-6) if scheme.final_norm else nn.Identity()
         self.head = Linear(features, vocabulary, bias=False)
-        nn.init.normal_(self.head.weight.data, std=features**-0.5)
+        nn.init.normal_(_weight(self.head), std=features**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, S] int64 -> logits [B, S, V]."""
