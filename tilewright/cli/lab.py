@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilewright.cli.root import Progress, app, plain_errors
+
+if TYPE_CHECKING:
+    from tilewright.train.lab.gradient_flow import Flow
 
 __all__ = ["lab"]
 
@@ -45,7 +48,7 @@ def gradient_flow_command(
     """Gradients, activations and updates by layer, at initialisation and while a small transformer trains on a Markov chain."""
     with plain_errors(context):
         from tilewright.train.lab.chart import svg as drawn
-        from tilewright.train.lab.gradient_flow import Flow, FlowConfig, gradient_flow
+        from tilewright.train.lab.gradient_flow import FlowConfig, gradient_flow
 
         configs = [
             FlowConfig(
@@ -54,7 +57,7 @@ def gradient_flow_command(
             for name in norm.split(",") for depth in _numbers(layers)
         ]  # fmt: skip
         progress = Progress()
-        flows: list[Flow] = []
+        flows: "list[Flow]" = []
         for config in configs:
             flows.append(gradient_flow(config, say=progress))
             # After each run: a long one that is ended leaves what was found.
@@ -75,15 +78,17 @@ def _numbers(text: str) -> list[int]:
         raise ValueError(f"--layers is {text!r}, wanted whole numbers with commas between them: 6,12,24") from None
 
 
-def _print(flows: list) -> None:
+def _print(flows: "list[Flow]") -> None:
+    import sys
+
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("norm", "layers", "step", "loss", "stream, first", "last", "gradient, first", "last", "a token's, last")
+    table = Table("norm", "layers", "step", "loss", "stream, first", "last", "gradient, first", "last", "one token's, last")
     for flow in flows:
         for snapshot in flow.snapshots:
             ends = [values[i] for values in (snapshot.activations, snapshot.gradients) for i in (0, -1)]
             figures = [snapshot.loss, *ends, snapshot.per_token[-1]]
             words = (f"{figure:.4g}" for figure in figures)
             table.add_row(flow.config.norm, str(flow.config.layers), str(snapshot.step + 1 if flow.config.steps else 0), *words)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

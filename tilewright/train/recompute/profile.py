@@ -114,7 +114,7 @@ def profile(
         step = min(_timed(loss, parameters) for _ in range(repeats))
     else:
         # A backward pass does twice the work of its forward pass: one product for the input, one for the weight.
-        step = 3 * sum(call.seconds for block in found for call in block.calls)
+        step = 3 * (first.outside_seconds + sum(call.seconds for block in found for call in block.calls))
     return Profile(blocks=tuple(found), outside=first.outside, step_seconds=step)
 
 
@@ -136,6 +136,7 @@ class _Watch(TorchDispatchMode):
         self.inputs: list[_Storages] = [{} for _ in range(count)]
         self.saved: list[_Storages] = [{} for _ in range(count)]
         self.outside: _Storages = {}
+        self.outside_seconds = 0.0
         self.written: set[int] = set()
         self.block: int | None = None
         self.ran: list[int] = []
@@ -167,6 +168,8 @@ class _Watch(TorchDispatchMode):
             made = {key: size for key, size in self.storages(out).items() if key not in taken}
             name = str(func).removesuffix(".default")
             self.calls[self.block].append(_Seen(name, seconds, made))
+        else:
+            self.outside_seconds += seconds
         return out
 
 
@@ -227,7 +230,8 @@ class _Counter(TorchDispatchMode):
 def _recomputed(blocks: Sequence[nn.Module], loss: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[int]:
     """How many calls a full recomputation of each block makes: those up to the last tensor that is saved."""
     counters = [_Counter() for _ in blocks]
-    with _wrapped(blocks, [lambda counter=counter: (nullcontext(), counter) for counter in counters]):
+    # The outer mode takes calls to the dispatcher everywhere: on "meta" that finds their shapes, where definitions read values.
+    with _Counter(), _wrapped(blocks, [lambda counter=counter: (nullcontext(), counter) for counter in counters]):
         _gradients(loss(), parameters)
     return [counter.calls for counter in counters]
 
