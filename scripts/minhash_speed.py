@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from tilewright.data.minhash import parameters, signatures
-from tilewright.data.near import band_keys, signatures_on
+from tilewright.data.near import band_keys
+from tilewright.data.on_gpu import signatures_on
 from tilewright.ops import band_keys as band_keys_op
 from tilewright.ops import minhash
 
@@ -70,7 +71,7 @@ def main() -> None:
     equal = np.array_equal(signatures(few, a, b), found[: len(few)].cpu().numpy())
     keys = band_keys_op(found, BANDS).cpu().numpy().view(np.uint64)
     kernel = seconds(lambda: minhash(flat, ends, factors, summands))
-    with_copies = seconds(lambda: signatures_on("cuda", sets, a, b), 5)
+    with_copies = seconds(lambda: signatures_on("cuda")(sets, a, b), 5)
     value = {
         "card": torch.cuda.get_device_name(), "cores": given.processes, "shingles": total, "places": PLACES,
         "cores, M shingles/s": cores / 1e6, "GPU, M shingles/s": total / kernel / 1e6,

@@ -13,17 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tilewright.data.document import Document, Removed
 from tilewright.data.exact import Arrays, ids_of
 from tilewright.data.hashing import mixed
 from tilewright.data.minhash import EMPTY, parameters, shingles, signatures
-from tilewright.ops import band_keys as band_keys_op
-from tilewright.ops import minhash
 
-__all__ = ["NearDuplicates", "band_keys", "clusters", "signatures_on", "sorted_on"]
+__all__ = ["NearDuplicates", "Sorted", "band_keys", "clusters"]
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 64
@@ -47,26 +44,6 @@ def sorted_here(part: NDArray[np.int32]) -> Sorted:
     keys = band_keys(part, 1)[:, 0]
     order = np.argsort(keys, kind="stable")
     return order, keys[order]
-
-
-def sorted_on(device: str) -> Callable[[NDArray[np.int32]], Sorted]:
-    """The same on a device, by the op `band_keys`: the same buckets, in another order."""
-
-    def sort(part: NDArray[np.int32]) -> Sorted:
-        keys, order = torch.sort(band_keys_op(torch.from_numpy(part).to(device), 1)[:, 0], stable=True)
-        return order.cpu().numpy(), keys.cpu().numpy().view(np.uint64)
-
-    return sort
-
-
-def signatures_on(
-    device: str, sets: Sequence[NDArray[np.uint32]], a: NDArray[np.uint64], b: NDArray[np.uint64]
-) -> NDArray[np.int32]:
-    """`minhash.signatures` on a device, by the op `minhash`: the same bits."""
-    flat = torch.from_numpy(np.concatenate([*sets, np.zeros(0, np.uint32)]).view(np.int32)).to(device)
-    ends = torch.from_numpy(np.cumsum([len(part) for part in sets], dtype=np.int64)).to(device)
-    factors, summands = (torch.from_numpy(numbers.view(np.int64)).to(device) for numbers in (a, b))
-    return minhash(flat, ends, factors, summands).cpu().numpy()
 
 
 def clusters(
@@ -146,25 +123,25 @@ class NearDuplicates:
                 f"near-duplicates: words = {words}, bands = {bands}, rows = {rows}, min_agreement = {min_agreement}; "
                 "wanted 1 to 100 words, at most 4096 places (bands x rows), an agreement from 0 to 1"
             )
-        if device != "cpu" and not torch.cuda.is_available():
-            raise ValueError(f"near-duplicates: device = {device!r}, and there is no GPU here; leave it out to use the CPU")
-        self.device = device
+        self.sign, self.sort = signatures, sorted_here
+        if device != "cpu":
+            # Only here: torch and the kernels take seconds to import in every worker process.
+            from tilewright.data.on_gpu import signatures_on, sorted_on
+
+            self.sign, self.sort = signatures_on(device), sorted_on(device)
         self.words, self.bands, self.min_agreement = words, bands, min_agreement
         self.a, self.b = parameters(bands * rows, seed)
 
     def index(self, documents: Sequence[Document]) -> Arrays:
         """The signatures and ids of a chunk."""
         sets = [shingles(document.text, self.words) for document in documents]
-        if self.device == "cpu":
-            return {"signature": signatures(sets, self.a, self.b), "id": ids_of(documents)}
-        return {"signature": signatures_on(self.device, sets, self.a, self.b), "id": ids_of(documents)}
+        return {"signature": self.sign(sets, self.a, self.b), "id": ids_of(documents)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
         """For each document the id of the first of its cluster, "" for that one itself."""
         signature_DP = np.concatenate([chunk["signature"] for chunk in chunks])
         ids = np.concatenate([chunk["id"] for chunk in chunks])
-        sort = sorted_here if self.device == "cpu" else sorted_on(self.device)
-        first = clusters(signature_DP, self.bands, self.min_agreement, sort)
+        first = clusters(signature_DP, self.bands, self.min_agreement, self.sort)
         alone = first == np.arange(len(first))
         names: list[str] = ids.astype(str).tolist()
         sizes = np.bincount(first, minlength=len(first))[alone]
