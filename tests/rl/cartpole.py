@@ -7,7 +7,7 @@ LIMIT = 500
 
 
 class CartPoles:
-    """`count` carts. State [count, 4]: position m, speed, angle rad, angular speed. An episode ends by falling or after 500 steps."""
+    """`count` carts. State [count, 4]: position m, speed, angle rad, angular speed. Falling or 500 steps end an episode."""
 
     def __init__(self, count: int, generator: torch.Generator) -> None:
         self.generator = generator

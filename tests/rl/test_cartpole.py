@@ -26,7 +26,7 @@ def network(outputs: int, gain: float) -> nn.Sequential:
 
 
 def segments(ends: Tensor) -> Tensor:
-    """[S]: lengths of the pieces of one cart after the other, each up to an episode's end or that of the rollout. ends [C, T]."""
+    """[S]: lengths of the pieces of one cart after the other, up to an episode's end or the rollout's. ends [C, T]."""
     marks = ends.clone()
     marks[:, -1] = True
     places = torch.cat([torch.tensor([-1]), marks.flatten().nonzero()[:, 0]])
@@ -35,7 +35,7 @@ def segments(ends: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rollout(carts: CartPoles, actor: nn.Module, critic: nn.Module, lengths: list[int]) -> tuple[Batch, Tensor]:
-    """128 steps of every cart as a batch of segments with advantages, and the states [T, 4]; full episodes' lengths are noted."""
+    """128 steps of every cart as a batch of segments with advantages, and the states [T, 4]. Notes episodes' lengths."""
     states, actions, logprobs, values, ends, after = ([] for _ in range(6))
     for _ in range(STEPS):
         state, ages = carts.state, carts.steps.clone()
