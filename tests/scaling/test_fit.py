@@ -90,7 +90,7 @@ def test_95_percent_intervals_cover_in_93_to_97_percent_of_600_draws() -> None:
     for seed in range(draws):
         runs = synthetic(0.01, rng)
         n, d, y = np.log(runs.params), np.log(runs.tokens), np.log(runs.loss)
-        # From the truth: the minimum that `fit` finds from its grid (test_no_other_optimizer_finds_less), in a tenth of its time.
+        # From the truth: the minimum that `fit` finds from its grid (as tested above), in a tenth of its time.
         best, _ = minimise(truth[None], n, d, y[None], np.ones((1, len(y))), 1e-3, steps=400, tolerance=1e-12)
         samples = resample(runs, Law.from_logs(*best[0].tolist()), count=300, seed=seed)
         low, high = np.percentile(samples, [2.5, 97.5], axis=0)
