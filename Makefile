@@ -84,7 +84,7 @@ $(BIN)/pip:
 	@touch $@
 
 .venv/.installed-test: .venv/.installed
-	$(INSTALL) -e '.[test,dev,compare,scaling,rl]'
+	$(INSTALL) -e '.[test,dev,compare,data,scaling,rl]'
 	rm -rf .data/openai-2
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --target .data/openai-2 'openai>=2,<3' # the other major
 	rm -rf .data/zoo

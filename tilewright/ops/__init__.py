@@ -32,6 +32,10 @@ from tilewright.kernels.mla_write import mla_rope_write, mla_rope_write_op
 from tilewright.kernels.mx_linear import mx_linear, mx_linear_op
 from tilewright.kernels.norm_backward import layer_norm_backward_op, rms_norm_backward_op
 from tilewright.kernels.normalize_channels import normalize_channels_op
+from tilewright.kernels.optimizer.adamw import adamw_op
+from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op
+from tilewright.kernels.optimizer.grad_norm import clip_scale_op, grad_squares_op
+from tilewright.kernels.optimizer.sgd import momentum_op, sgd_op
 from tilewright.kernels.paged_attention import paged_attention, paged_attention_op
 from tilewright.kernels.paged_checks import check_paged
 from tilewright.kernels.permute import permute_op
@@ -163,6 +167,8 @@ __all__ = [
 ALL = (
     activation_backward_op,
     activation_op,
+    adamw_8bit_op,
+    adamw_op,
     add_layer_norm_op,
     add_rms_norm_op,
     add_rms_norm_quantize_op,
@@ -177,6 +183,7 @@ ALL = (
     cast_linear_op,
     channel_affine_op,
     channel_sums_op,
+    clip_scale_op,
     conv_op,
     conv_codes_op,
     conv_transpose_op,
@@ -191,6 +198,7 @@ ALL = (
     gated_backward_op,
     gated_mul_op,
     gelu_mul_op,
+    grad_squares_op,
     kv_cache_write_op,
     layer_norm_backward_op,
     layer_norm_op,
@@ -204,6 +212,7 @@ ALL = (
     mixed_linear_op,
     mla_attention_op,
     mla_rope_write_op,
+    momentum_op,
     mx_linear_op,
     normalize_channels_op,
     paged_attention_op,
@@ -226,6 +235,7 @@ ALL = (
     scale_in_place_op,
     scaled_attention_op,
     scaled_linear_op,
+    sgd_op,
     silu_mul_op,
     silu_mul_quantize_op,
     softmax_backward_op,
