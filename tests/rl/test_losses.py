@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.rl import definitions
-from tilewright.rl import Batch, Sample, pack, split
 from tilewright.rl.advantages import (
     gae,
     group_centered,
@@ -20,6 +19,7 @@ from tilewright.rl.advantages import (
     overlong_penalty,
     whitened,
 )
+from tilewright.rl.batch import Batch, Sample, pack, split
 from tilewright.rl.losses.cispo import cispo
 from tilewright.rl.losses.correction import masked, truncated
 from tilewright.rl.losses.dapo import dapo

@@ -9,7 +9,7 @@ from scipy.optimize import approx_fprime, least_squares
 from tests.scaling.tables import CHINCHILLA, TRUTH, needs_chinchilla, synthetic
 from tilewright.scaling import Law, Runs, fit, read_runs
 from tilewright.scaling.analysis import Analysis, analyse, predict
-from tilewright.scaling.fit import influence, leave_largest_out, rejection
+from tilewright.scaling.fit import NAMES, influence, leave_largest_out, rejection, resample
 from tilewright.scaling.law import HOFFMANN
 from tilewright.scaling.objective import logs_and_shares, minimise, objective_and_gradient
 from tilewright.scaling.runs import Array
@@ -83,13 +83,21 @@ def test_intervals_cover_in_a_few_draws() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_95_percent_intervals_cover_in_93_to_97_percent_of_200_draws() -> None:
-    rng = np.random.default_rng(2024)
-    inside, predicted = zip(*(covered(synthetic(0.01, rng), seed, 300) for seed in range(200)))
-    shares = dict(zip(("E", "A", "B", "alpha", "beta"), np.mean(inside, axis=0)))
-    print(shares, np.mean(predicted))
-    assert all(0.93 <= share <= 0.97 for share in shares.values()), shares
-    assert 0.93 <= np.mean(predicted) <= 0.97
+def test_95_percent_intervals_cover_in_93_to_97_percent_of_600_draws() -> None:
+    truth, draws = np.array(TRUTH.logs), 600
+    rng = np.random.default_rng(1)
+    inside = np.zeros(5)
+    for seed in range(draws):
+        runs = synthetic(0.01, rng)
+        n, d, y = np.log(runs.params), np.log(runs.tokens), np.log(runs.loss)
+        # From the truth: the minimum that `fit` finds from its grid (as tested above), in a tenth of its time.
+        best, _ = minimise(truth[None], n, d, y[None], np.ones((1, len(y))), 1e-3, steps=400, tolerance=1e-12)
+        samples = resample(runs, Law.from_logs(*best[0].tolist()), count=300, seed=seed)
+        low, high = np.percentile(samples, [2.5, 97.5], axis=0)
+        inside += (low <= truth) & (truth <= high)
+    print(dict(zip(NAMES, inside / draws)))
+    assert (inside / draws >= 0.93).all()
+    assert (inside / draws <= 0.97).all()
 
 
 @needs_chinchilla

@@ -1,5 +1,7 @@
 """The law's optimum against a search, and the counted operations against torch's own counter."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -25,11 +27,11 @@ def test_the_optimum_is_the_lowest_loss_that_a_search_finds(seed: int) -> None:
         beta=rng.uniform(0.1, 1),
     )
     flops, k = 10 ** rng.uniform(15, 25), rng.uniform(2, 8)
-    found = minimize_scalar(
+    found: Any = minimize_scalar(
         lambda x: law.loss(np.exp(x), flops / k / np.exp(x)), bounds=(-20, 100), method="bounded", options={"xatol": 1e-9}
     )
     best = law.optimum(flops, k)
-    assert best.loss <= found.fun * (1 + 1e-12)
+    assert best.loss <= float(found.fun) * (1 + 1e-12)
     assert best.loss == pytest.approx(found.fun, rel=1e-9)
     assert k * best.params * best.tokens == pytest.approx(flops, rel=1e-9)
 

@@ -1,6 +1,4 @@
-"""Reinforcement learning: batches of samples, advantages, losses, rewards and environments."""
+"""Reinforcement learning: `batch`, `advantages`, `losses`, `stats` and `environments`.
 
-from tilewright.rl.batch import Batch, Sample, Totals, pack, split
-from tilewright.rl.losses import ALGORITHMS, Algorithm
-
-__all__ = ["ALGORITHMS", "Algorithm", "Batch", "Sample", "Totals", "pack", "split"]
+Nothing is imported here: a reward's worker process needs no tensors.
+"""

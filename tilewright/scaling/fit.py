@@ -14,7 +14,7 @@ from tilewright.scaling.law import Law
 from tilewright.scaling.objective import huber, logs_and_shares, minimise, objective_and_gradient
 from tilewright.scaling.runs import Array, Runs, budgets
 
-__all__ = ["DELTA", "NAMES", "Fit", "Rejection", "fit", "influence", "leave_largest_out", "rejection"]
+__all__ = ["DELTA", "NAMES", "Fit", "Rejection", "fit", "influence", "leave_largest_out", "rejection", "resample"]
 
 DELTA = 1e-3
 """Where the Huber loss of log L becomes a line: a thousandth of the loss."""
@@ -62,15 +62,15 @@ def fit(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: int = 
     ends = _descend(_starts(n, d, y, delta), n, d, y, delta, max_steps)
     best = min(ends, key=lambda end: end[1])
     agreeing = sum(value <= best[1] * (1 + _SAME) for _, value in ends)
-    samples = _bootstrap(best[0], n, d, y, delta, bootstrap, seed)
+    law = Law.from_logs(*map(float, best[0]))
     return Fit(
-        law=Law.from_logs(*map(float, best[0])),
+        law=law,
         objective=best[1],
         delta=delta,
         agreeing=agreeing,
         starts=len(ends),
         stopped=_stopped(best[0], best[1], n, d, y, delta),
-        samples=samples,
+        samples=resample(runs, law, delta=delta, count=bootstrap, seed=seed),
     )
 
 
@@ -110,12 +110,15 @@ def _stopped(p: Array, value: float, n: Array, d: Array, y: Array, delta: float)
     return None
 
 
-def _bootstrap(p: Array, n: Array, d: Array, y: Array, delta: float, count: int, seed: int) -> Array:
-    """Bayesian bootstrap (Rubin, 1981): every run weighs as an exponential number says, not 0, 1, 2 ... times.
+def resample(runs: Runs, law: Law, *, delta: float = DELTA, count: int = 1000, seed: int = 0) -> Array:
+    """Parameters [count, 5] of fits to the runs reweighted at random, each from `law`, which is the fit to all.
 
-    On 400 synthetic tables of 40 runs its 95 % intervals held the truth 96.5 to 97 % of the time, those of whole draws 97 to
-    98.5 %: a loss that is nearly an absolute value moves in jumps when runs are left out altogether.
+    Bayesian bootstrap (Rubin, 1981): every run weighs as an exponential number says, not 0, 1, 2 ... times. On 400 synthetic
+    tables of 40 runs its 95 % intervals held the truth 96.5 to 98 % of the time, those of whole draws 97 to 98.5 %: a loss that
+    is nearly an absolute value moves in jumps when runs are left out altogether.
     """
+    n, d, y = _logs(runs)
+    p = np.array(law.logs)
     rng = np.random.default_rng(seed)
     samples = [np.empty((0, 5))]
     # In parts, so that many runs and many samples need no gigabytes.
