@@ -42,6 +42,7 @@ OPTIONS = {
         "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
+        "--tool-format",
     },
     "run": {
         *ENGINE_OPTIONS,

@@ -29,7 +29,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def byte_grammars() -> Grammars:
-    return Grammars(byte_tokenizer(), (END,))
+    return Grammars(byte_tokenizer().to_json(), (END,))
 
 
 def mask_of(grammars: Grammars, constraint: Constraint, output_ids: list[int]) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_a_mask_is_what_a_regex_engine_says_of_every_token(pattern: str, vocabul
     """Against the partial matches of the `regex` package, token by token, along random answers."""
     tokenizer = byte_tokenizer() if vocabulary == "bytes" else llm.tokenizer
     eos = tokenizer.eos_ids
-    grammars, compiled = Grammars(tokenizer, eos), regex.compile(pattern.encode())
+    grammars, compiled = Grammars(tokenizer.to_json(), eos), regex.compile(pattern.encode())
     pieces = token_bytes(tokenizer)
     rng = random.Random(pattern)
     for _ in range(3):

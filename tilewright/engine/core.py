@@ -23,13 +23,14 @@ from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, St
 from tilewright.engine.stops import OutputText
 from tilewright.engine.tokenizer import Detokenizer, Tokenizer
 
-__all__ = ["Engine"]
+__all__ = ["GRAMMAR_FAILED", "Engine"]
 
 RUNNER_ERRORS = (*HOST_ERRORS, RuntimeError)
 """What a runner may raise: a fault of its own, or of the device (RuntimeError: out of memory, a kernel). Not here: interrupts
 and exits."""
 
 
+GRAMMAR_FAILED = "its grammar cannot be followed any further"
 NOT_NUMBERS = "the model's logits are not numbers (NaN): look at its weights"
 
 
@@ -98,7 +99,7 @@ class Engine:
             raise GrammarError("a grammar needs an engine with a tokenizer; this one takes and gives token ids alone")
         with self._grammars_lock:
             if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer, self.eos_ids)
+                self._grammars = Grammars(self.tokenizer.to_json(), self.eos_ids)
             return self._grammars
 
     def submit(
@@ -143,7 +144,8 @@ class Engine:
         for request in samples:
             text = None
             if self.tokenizer is not None:
-                text = OutputText(Detokenizer(self.tokenizer, prompt_ids), params.stop, params.min_tokens)
+                detokenizer = Detokenizer(self.tokenizer, prompt_ids, special=params.special_tokens)
+                text = OutputText(detokenizer, params.stop, params.min_tokens)
             self._outputs[request] = _Output(text)
         return name
 
@@ -235,7 +237,7 @@ class Engine:
             self._in_flight.clear()
             self._fail([step], error)
         for request, why in failed:
-            self._fail_request(request, f"its grammar cannot be followed any further: {why}")
+            self._fail_request(request, f"{GRAMMAR_FAILED}: {why}")
 
     def _collect(self) -> None:
         step, ticket = self._in_flight.popleft()

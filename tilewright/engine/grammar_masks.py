@@ -17,15 +17,15 @@ import numpy as np
 
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.request import Request
-from tilewright.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 __all__ = ["Constraint", "GrammarError", "Grammars"]
 
-KEPT = 256
+KEPT = 128
 """Compiled grammars that are kept: some 10 kB to 10 MB each."""
+KEPT_CHARS = 1 << 21
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -78,11 +78,17 @@ def _ends(ids: Sequence[int], stop: int, last: tuple[int, ...]) -> bool:
 class Grammars:
     """Compiles grammars for one vocabulary and fills masks. `compiled` may be called from any thread, `fill` from one.
 
+    Args:
+        tokenizer_json: the text of a `tokenizer.json`.
+        eos_ids: tokens that end a text, at least one.
+        kept: compiled grammars that are kept; together they have at most `KEPT_CHARS` characters.
+        threads: that fill masks; None: 80 % of the processors, 32 at most.
+
     Raises:
         GrammarError: llguidance is missing, does not understand the tokenizer, or there is no end-of-text token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]):
+    def __init__(self, tokenizer_json: str, eos_ids: Sequence[int], *, kept: int = KEPT, threads: int | None = None):
         if not eos_ids:
             raise GrammarError("a grammar needs a model with an end-of-text token; this one has none")
         try:
@@ -91,14 +97,15 @@ class Grammars:
             raise GrammarError(MISSING) from None
         self._lib: Any = llguidance
         try:
-            self._tokenizer = llguidance.LLTokenizer(tokenizer.to_json(), eos_token=list(eos_ids))
+            self._tokenizer = llguidance.LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
         except ValueError as error:
             raise GrammarError(f"llguidance does not understand the model's tokenizer: {str(error)[:200]}") from None
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._executor = llguidance.LLExecutor()
+        self._executor = llguidance.LLExecutor(threads)
         self.words = -(-self._tokenizer.vocab_size // 32)
         """int32 words in a mask."""
         self._lock = threading.Lock()
+        self._most = kept
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def compiled(self, grammar: Grammar) -> "LLMatcher":
@@ -112,7 +119,7 @@ class Grammars:
         matcher = self._compile(grammar)
         with self._lock:
             self._kept[key] = matcher
-            while len(self._kept) > KEPT:
+            while len(self._kept) > self._most or sum(len(source) for _, source in self._kept) > KEPT_CHARS:
                 self._kept.popitem(last=False)
         return matcher
 

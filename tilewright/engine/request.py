@@ -101,6 +101,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text; like the end-of-text token they are in `token_ids`, but not in the text."""
     ignore_eos: bool = False
+    special_tokens: bool = False
+    """Special tokens stand in the text, such as the marks around a tool call; otherwise they are left out."""
     logprobs: int | None = None
     """Likeliest alternatives reported with every generated token (0: only the token's own); None: no logprobs at all."""
     prompt_logprobs: int | None = None

@@ -139,7 +139,8 @@ CASES: tuple[tuple[str, dict[str, Any], str, Result], ...] = (
         {},
         'I look.\n<tool_call>\n<function=weather>\n<parameter=city>\nA "b"\n c\n</parameter>\n'
         "<parameter=days>\n3\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=tags>\n['a', 1]\n</parameter>\n"
-        "<parameter=note>\nnull\n</parameter>\n<parameter=other>\nx < y\n</parameter>\n</function>\n</tool_call>\n<function=now>\n</function>",
+        "<parameter=note>\nnull\n</parameter>\n<parameter=other>\nx < y\n</parameter>\n</function>\n"
+        "</tool_call>\n<function=now>\n</function>",
         Result(
             "I look.",
             "",
@@ -183,10 +184,10 @@ CASES: tuple[tuple[str, dict[str, Any], str, Result], ...] = (
         Result("So. ", "Hm"),
     ),
     ("harmony", {}, "<b>plain</b>", Result("<b>plain</b>")),
-    ("hermes", {"choice": "now"}, ' {"a": [1, "}"]} ', Result("", "", (("now", '{"a": [1, "}"]}'),))),
+    ("hermes", {"named": "now"}, ' {"a": [1, "}"]} ', Result("", "", (("now", '{"a": [1, "}"]}'),))),
     (
         "hermes",
-        {"choice": "required", "reasoning": True, "open_already": True},
+        {"required": True, "reasoning": True, "open_already": True},
         f'Hm.\n</think>\n\n[{{"name": "weather", "parameters": {ARGUMENTS}}}, {{"name": "now", "parameters": {{}}}}]',
         Result("", "Hm.", TWO),
     ),
@@ -253,14 +254,14 @@ FRAGMENTS = sorted(
     places=st.lists(st.integers(0, 400), max_size=8),
     reasoning=st.booleans(),
     open_already=st.booleans(),
-    choice=st.sampled_from(["auto", "auto", "required", "now"]),
+    choice=st.sampled_from([{}, {}, {"required": True}, {"named": "now"}]),
 )
 @settings(max_examples=500, deadline=None)
 def test_no_cut_changes_anything(format, fragments, places, reasoning, open_already, choice) -> None:
     text = "".join(fragments)
 
     def parser() -> Parser:
-        return parser_of(format, TOOLS, choice=choice, reasoning=reasoning, open_already=open_already)
+        return parser_of(format, TOOLS, reasoning=reasoning, open_already=open_already, **choice)
 
     whole = parsed(parser(), [text])
     assert parsed(parser(), cut(text, places)) == whole

@@ -59,7 +59,8 @@ def parser_of(
     format: str | None,
     tools: Mapping[str, Any],
     *,
-    choice: str = "auto",
+    required: bool = False,
+    named: str | None = None,
     reasoning: bool = False,
     open_already: bool = False,
     most_calls: int | None = None,
@@ -69,12 +70,13 @@ def parser_of(
     Args:
         format: one of `FORMATS`; None: no calls.
         tools: function name -> schema of its parameters; none: nothing is read as a call (but harmony has its channels).
-        choice: "auto", "required", or the name of the function that must be called.
+        required: the answer is a list of calls, because its grammar asks for one.
+        named: it is the arguments of this function.
         reasoning: `<think>` begins a chain of thought; `open_already`: the prompt has begun it.
         most_calls: calls after so many are dropped.
     """
-    if choice not in ("auto", "none"):
-        read: Read = required_calls() if choice == "required" else named_call(choice)
+    if required or named is not None:
+        read: Read = required_calls() if named is None else named_call(named)
     elif format == "harmony":
         return Parser(harmony, most_calls=most_calls)
     else:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tilewright.server.tools.reader import Out, Parse, Reader
 
-__all__ = ["harmony", "plain", "thinking"]
+__all__ = ["CLOSE", "FINAL", "harmony", "plain", "thinking"]
 
 OPEN, CLOSE = "<think>", "</think>"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -54,6 +54,7 @@ def _trimmed(reader: Reader, out: Out, close: str) -> Parse[None]:
 
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+FINAL = "<|channel|>final<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 

@@ -2,7 +2,8 @@
 
 A parser is a generator over a `Reader`. It asks for what it needs (`until`, `json_value` ...) and waits inside these calls,
 with a bare `yield`, where the text so far does not decide. What it does depends on characters alone, never on pieces:
-so the result is the same for every way to cut the text. Nothing is kept but what could still become a mark, so time is linear in the text.
+so the result is the same for every way to cut the text. Nothing is kept but what could still become a mark, so time is
+linear in the text.
 """
 
 import re
