@@ -93,6 +93,8 @@ OPTIONS = {
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
+    "ops": {"--card", "--json"},
+    "doctor": {"--json"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
     "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},

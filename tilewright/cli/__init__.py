@@ -11,8 +11,10 @@ try:
     import tilewright.cli.bench
     import tilewright.cli.bench_all
     import tilewright.cli.compare
+    import tilewright.cli.doctor
     import tilewright.cli.explain
     import tilewright.cli.hw
+    import tilewright.cli.ops
     import tilewright.cli.optimize
     import tilewright.cli.quantize
     import tilewright.cli.serve
