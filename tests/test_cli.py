@@ -103,6 +103,8 @@ OPTIONS = {
         *("--card", "--utilisation", "--out", "--json"),
     },
     "scaling predict": {"--flops", "--json"},
+    "ops": {"--card", "--json"},
+    "doctor": {"--json"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
     "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},

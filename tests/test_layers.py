@@ -26,6 +26,7 @@ ROWS = (
     ("tune",),
     ("formats", "asm"),
     ("hw",),
+    ("extras",),
 )
 HEIGHT = {part: -row for row, parts in enumerate(ROWS) for part in parts}
 

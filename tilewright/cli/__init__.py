@@ -12,9 +12,11 @@ try:
     import tilewright.cli.bench_all
     import tilewright.cli.compare
     import tilewright.cli.data
+    import tilewright.cli.doctor
     import tilewright.cli.explain
     import tilewright.cli.hw
     import tilewright.cli.lab
+    import tilewright.cli.ops
     import tilewright.cli.optimize
     import tilewright.cli.quantize
     import tilewright.cli.scaling

@@ -12,13 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from tilewright.engine.chat import ChatTemplate, ChatTemplateError
 from tilewright.engine.trial import try_template
+from tilewright.extras import MissingExtra, advice
 from tilewright.models.errors import ModelError
 from tilewright.models.fields import check_generation
 from tilewright.models.files import read_json, read_text
+
+try:
+    import tokenizers
+except ModuleNotFoundError:
+    raise MissingExtra(advice("a language model", "tokenizers")) from None
 
 __all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
 
