@@ -20,7 +20,7 @@ def test_no_promise_is_broken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("episode", [1_000_718])
 def test_what_was_found_stays_mended(episode: int) -> None:
-    """1000718: the only row left of a step could not be launched, and whoever had been preempted for it had a sample in flight."""
+    """1000718: no row of a step could be launched, and whoever had been preempted for it had a sample in flight."""
     assert broken(draw_scenario(episode)) is None
 
 
