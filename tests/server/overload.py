@@ -20,13 +20,12 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 
 from tests.server.fake_engine import fake_engine, running
+from tests.server.victim import BOOKWORM, server_process
 
 IN_TIME_S = 5.0
 WANTED_SHARE = 0.85
@@ -149,18 +148,8 @@ def main() -> int:
     if given.step is not None:
         with running(fake_engine(delay_s=given.step, max_seqs=64, max_waiting=4096, pages=4096)) as fake:
             return 0 if asyncio.run(run(fake.port, given.seconds, rng)) else 1
-    command = [sys.executable, "-m", "tilewright.cli", "serve", "bookworm", "--device", "cpu", "--port", "0", *given.options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            said = ""
-            while not (found := re.search(r"http://127\.0\.0\.1:(\d+)", said)):
-                said += (line := server.stderr.readline())
-                assert line, f"the server ended: {said}"
-            threading.Thread(target=server.stderr.read, daemon=True).start()
-            return 0 if asyncio.run(run(int(found[1]), given.seconds, rng)) else 1
-        finally:
-            server.kill()
+    with server_process(*BOOKWORM, *given.options) as server:
+        return 0 if asyncio.run(run(server.port, given.seconds, rng)) else 1
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tests.server.test_lifecycle import END_S, until
 from tests.server.test_surroundings import answer, connect, generation
 from tests.server.tiny_model import write_tiny_model
 from tests.server.victim import ALPHABET, ALPHABET_TEXT, ServerProcess, Victim, server_process, victim
+from tilewright.server.connections import LOOK_AGAIN_S
 
 
 def test_a_client_that_does_not_read_does_not_hold_the_end() -> None:
@@ -91,6 +92,9 @@ def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
         assert process.wait(END_S) == 0
 
 
+EVICTED = 'tilewright_http_connections_ended_total{reason="evicted"}'
+
+
 def test_out_of_files_is_a_pause_and_a_line() -> None:
     with server_process("tests.server.fake_server", "0.005") as server:
         pid = server.process.pid
@@ -103,6 +107,13 @@ def test_out_of_files_is_a_pause_and_a_line() -> None:
             time.sleep(2)
             assert server.cpu_s() - before_s < 1.2, "one core does not spin"
             assert server.post(prompt="ab", max_tokens=3)[0] == 200
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+            time.sleep(2 * LOOK_AGAIN_S)
+            evicted = server.metric(EVICTED)
+            for _ in range(50):
+                stack.enter_context(connect(server))
+            assert server.metric("tilewright_http_connections") > 50, "the cap is back where it was"
+            assert server.metric(EVICTED) == evicted
         said = [line for line in server.lines if "no new connections for a second" in line]
         assert len(said) == 1
         assert sum(map(len, server.lines)) < 10_000

@@ -7,9 +7,6 @@ them, the bystander, begins again when it has come to its end; its text is alway
 import http.client
 import itertools
 import json
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
+from tests.server.victim import BOOKWORM, server_process
 
 MAX_GAP_S = 1.0
 BYSTANDER = {"prompt": "The captain looked at the sea and", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -157,27 +156,17 @@ class Bystander(threading.Thread):
 @pytest.fixture(scope="module")
 def bystander() -> Iterator[tuple[Bystander, str]]:
     """(a bystander beside all rows, the text that it must have)."""
-    command = [sys.executable, "-m", "tilewright.cli", "serve", "bookworm", "--device", "cpu", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            said = ""
-            while not (found := re.search(r"http://127\.0\.0\.1:(\d+)", said)):
-                said += (line := server.stderr.readline())
-                assert line, f"the server ended: {said}"
-            threading.Thread(target=server.stderr.read, daemon=True).start()
-            alone = Bystander(int(found[1]))
-            alone.round()
-            beside = Bystander(alone.port)
-            beside.start()
-            while not beside.times:
-                assert not beside.trouble, beside.trouble
-                time.sleep(0.01)
-            yield beside, alone.texts[0]
-            beside.stopping = True
-            beside.join(10)
-        finally:
-            server.kill()
+    with server_process(*BOOKWORM) as server:
+        alone = Bystander(server.port)
+        alone.round()
+        beside = Bystander(server.port)
+        beside.start()
+        while not beside.times:
+            assert not beside.trouble, beside.trouble
+            time.sleep(0.01)
+        yield beside, alone.texts[0]
+        beside.stopping = True
+        beside.join(10)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -1,6 +1,7 @@
 """Requests that are refused over HTTP: with which status, in OpenAI's error shape, and what the server is like afterwards."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -164,6 +165,9 @@ def test_one_who_has_waited_too_long_is_told_when_to_come_again() -> None:
             until(lambda: engine.stats().waiting == 0)  # the other prompts and samples go with it
             assert [line for line in lines if line][-1] == "data: [DONE]"
         server.until_idle()
+        expired = re.search(r"^tilewright_requests_expired_total (\S+)$", client.get("/metrics").text, re.MULTILINE)
+        assert expired is not None
+        assert float(expired[1]) == engine.stats().expired >= 2
 
 
 # Who may ask ----------------------------------------------------------------------------------------------------------

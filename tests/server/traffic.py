@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -255,7 +255,7 @@ def main() -> int:
     options = ["--invariant"] if given.invariant else []
     summary = traffic(given.minutes * 60, clients=given.clients, seed=given.seed, options=options)
     if given.json is not None:
-        found = {"options": vars(given) | {"json": None}, **asdict(summary), "failures": summary.failures}
+        found = {"options": vars(given) | {"json": None}, **vars(summary), "failures": summary.failures}
         given.json.write_text(json.dumps(found, indent=1) + "\n")
     print(
         f"{summary.answers:,} answers in {summary.seconds:.0f} s, {summary.left:,} left early, {len(summary.wrong)} wrong; "

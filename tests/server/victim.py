@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MAX_GAP_S = 1.0
+BOOKWORM = ("tilewright.cli", "serve", "bookworm", "--device", "cpu", "--port", "0")
+"""For `server_process`: the embedded model, served with defaults."""
 
 
 class ServerProcess:
@@ -55,7 +57,7 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(*command: str, start_s: float = 60.0) -> Iterator[ServerProcess]:
+def server_process(*command: str, start_s: float = 120.0) -> Iterator[ServerProcess]:
     """Start `python -m COMMAND`, wait until it says where it serves; ends it with the context."""
     with subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -18,6 +18,12 @@ def test_no_promise_is_broken(tmp_path: Path) -> None:
     assert simulate(20_000, 0, tmp_path / "failure.json", progress=False) == 0
 
 
+@pytest.mark.parametrize("episode", [1_000_718])
+def test_what_was_found_stays_mended(episode: int) -> None:
+    """1000718: no row of a step could be launched, and whoever had been preempted for it had a sample in flight."""
+    assert broken(draw_scenario(episode)) is None
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_no_promise_is_broken_in_a_million_steps(tmp_path: Path) -> None:

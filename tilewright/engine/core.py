@@ -169,9 +169,9 @@ class Engine:
             request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
             self._end(request, retry_s)
         step = self.scheduler.schedule()
-        if step is not None:
-            self._launch(step)
-        stays = 1 if step is not None and self.runner.asynchronous else 0
+        # A step that is not launched keeps none in flight: who was preempted for it starts again with all its samples known.
+        launched = step is not None and self._launch(step)
+        stays = 1 if launched and self.runner.asynchronous else 0
         while len(self._in_flight) > stays:
             self._collect()
         deltas, self._deltas = self._deltas, []
@@ -187,7 +187,8 @@ class Engine:
             wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
             raise ValueError(f"{what} has the token id {wrong}, wanted 0 to {self.vocab_size - 1}")
 
-    def _launch(self, step: Step) -> None:
+    def _launch(self, step: Step) -> bool:
+        """Whether any row of a step was launched."""
         rest: Step | None = step
         while rest is not None:
             if self._constraints:
@@ -199,16 +200,17 @@ class Engine:
                 self._fail_request(fault.request, f"it could not be run: {fault}")
             except DeviceLost as error:
                 self._lose(error)
-                return
+                return False
             except RUNNER_ERRORS as error:
                 while self._in_flight:  # what was launched before is not touched by it
                     self._collect()
                 self._fail([rest], error)
-                return
+                return False
             else:
                 if rest.masked:
                     self._sample()
-                return
+                return True
+        return False
 
     def _masked(self, step: Step) -> Step:
         constraints = self._constraints

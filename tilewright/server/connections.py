@@ -28,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError, unavailable
+from tilewright.server.files import files_free
 
 __all__ = ["Connection", "Connections"]
 
@@ -37,6 +38,8 @@ OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_CONNECTIONS = 8
 """Descriptors that are kept free once the process has run out of them."""
 SAY_AGAIN_S = 10.0
+LOOK_AGAIN_S = 2.0
+"""How often the process is asked whether it has descriptors again."""
 HEAD, REST = "head", "rest"
 
 logger = logging.getLogger(__name__)
@@ -47,13 +50,19 @@ class Connections:
 
     def __init__(self, config: ServerConfig):
         self.config = config
-        self.limit = config.max_connections
-        """Lowered to what the process may open: by `run_server` at the start, and where accepting fails."""
+        self.most = config.max_connections
+        """Lowered by `run_server` to what the process may open."""
+        self._lowered: int | None = None
         self.open: set[Connection] = set()
         self.ended: Counter[str] = Counter()
         """Reason -> connections that the server ended for it."""
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle
         self._say_again_s = 0.0
+
+    @property
+    def limit(self) -> int:
+        """Connections that may be open now: fewer than `most` while descriptors are short."""
+        return self.most if self._lowered is None else min(self.most, self._lowered)
 
     def mark(self, connection: "Connection", *, idle: bool) -> None:
         """Note whether a connection waits for its client, with no request of it being answered."""
@@ -83,14 +92,29 @@ class Connections:
         if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES or "accept" not in context["message"]:
             loop.default_exception_handler(context)
             return
-        # From now on an accepted connection makes room for itself, before accepting fails.
-        self.limit = max(1, len(self.open) - SPARE_CONNECTIONS)
+        # An accepted connection makes room for itself now, before accepting fails.
+        if self._lowered is None:
+            loop.call_later(LOOK_AGAIN_S, self._look_again, loop)
+        self._lowered = max(1, len(self.open) - SPARE_CONNECTIONS)
         for connection in list(self._idle)[:SPARE_CONNECTIONS]:
             self.end(connection, "evicted")
         if time.monotonic() >= self._say_again_s:
             self._say_again_s = time.monotonic() + SAY_AGAIN_S
-            few = f"from now on at most {self.limit} at a time"
+            few = f"at most {self.limit} at a time until descriptors are free again"
             logger.error("no new connections for a second: %s; %s; raise `ulimit -n`", error.strerror, few)
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise the cap by what is free again, up to where it was."""
+        assert self._lowered is not None
+        try:
+            free = files_free()
+        except OSError:  # there is not one descriptor to look with
+            free = 0
+        self._lowered = max(self._lowered, int(min(len(self.open) + free - SPARE_CONNECTIONS, self.most)))
+        if self._lowered < self.most:
+            loop.call_later(LOOK_AGAIN_S, self._look_again, loop)
+        else:
+            self._lowered = None
 
 
 class Connection(H11Protocol):

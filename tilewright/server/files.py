@@ -1,5 +1,6 @@
 """How many files this process may have open: each connection is one."""
 
+import math
 import os
 
 try:
@@ -7,10 +8,18 @@ try:
 except ImportError:  # Windows has no such limit
     resource = None
 
-__all__ = ["connections_allowed"]
+__all__ = ["connections_allowed", "files_free"]
 
 SPARE_FILES = 64
 """Descriptors that connections leave to the rest of the process: the event loop, the page's files, the device, the log."""
+
+
+def files_free() -> float:
+    """How many more files this process may open now; infinite where nothing bounds them."""
+    if resource is None:
+        return math.inf
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if soft == resource.RLIM_INFINITY else soft - len(os.listdir("/dev/fd"))
 
 
 def connections_allowed(wanted: int) -> int:

@@ -1,9 +1,9 @@
-"""What keeps the memory of a server even over days: nothing of what it loaded is looked at again, and few heaps fragment.
+"""What keeps the memory of a server even: garbage is collected in time, and few heaps fragment.
 
-Python collects all its garbage cycles only when the objects that survived lately are a quarter of all others. Half a million of
-these come from imports and the model's tokenizer, so cycles that requests leave behind (frames, tasks, errors) would add up for
-an hour, and the collection would then stop every stream for as long as it takes to visit them all. Objects that are frozen
-count for neither. glibc gives each new thread a heap of its own; what one thread has freed, no other takes.
+Python collects all its garbage cycles only when the objects that survived lately are a quarter of all others. Hundreds of
+thousands of these come from imports, so cycles that requests leave behind would add up for long, and the collection would then
+stop every stream while it visits all objects. Frozen objects are neither counted nor visited. glibc gives each new thread a
+heap of its own; what one thread has freed, no other takes. Measured: docs/log.md#what-a-servers-memory-grows-by
 """
 
 import ctypes

@@ -34,6 +34,7 @@ COUNTERS = {
     "requests_finished": ("Samples that came to their end", "finished"),
     "requests_aborted": ("Samples aborted, mostly by clients that went away", "aborted"),
     "requests_failed": ("Samples that the model runner failed on", "failed"),
+    "requests_expired": ("Samples given up because they were not started in time", "expired"),
 }
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 NEXT_TOKEN_BUCKETS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)

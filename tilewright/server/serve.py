@@ -101,7 +101,7 @@ def run_server(app: FastAPI, listener: socket.socket, log: Log) -> int:
     if limit < ours.config.max_connections:
         wanted = f"--max-connections says {ours.config.max_connections}"
         log.say(f"warning: at most {limit} connections, because of the limit on open files (ulimit -n); {wanted}")
-    ours.connections.limit = limit
+    ours.connections.most = limit
     settle()
     server = _Draining(app, listener, log.say)
     server.run()
