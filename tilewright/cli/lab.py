@@ -57,7 +57,7 @@ def gradient_flow_command(
             for name in norm.split(",") for depth in _numbers(layers)
         ]  # fmt: skip
         progress = Progress()
-        flows: "list[Flow]" = []
+        flows: list[Flow] = []
         for config in configs:
             flows.append(gradient_flow(config, say=progress))
             # After each run: a long one that is ended leaves what was found.
