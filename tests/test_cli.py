@@ -93,6 +93,11 @@ OPTIONS = {
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
+    "lab gradient-flow": {
+        *("--norm", "--layers", "--width", "--batch", "--length", "--steps", "--lr", "--warmup", "--seed"),
+        *("--out", "--svg", "--json"),
+    },
+    "train plan": {"--tokens", "--length", "--card", "--budget", "--json"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
     "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},
