@@ -105,6 +105,11 @@ OPTIONS = {
     "scaling predict": {"--flops", "--json"},
     "ops": {"--card", "--json"},
     "doctor": {"--json"},
+    "lab gradient-flow": {
+        *("--norm", "--layers", "--width", "--batch", "--length", "--steps", "--lr", "--warmup", "--seed"),
+        *("--out", "--svg", "--json"),
+    },
+    "train plan": {"--tokens", "--length", "--card", "--budget", "--json"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
     "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},

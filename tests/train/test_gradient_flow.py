@@ -3,10 +3,13 @@
 import json
 import math
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from tilewright.cli import app
 from tilewright.train.lab.chart import specification, svg
 from tilewright.train.lab.gradient_flow import FlowConfig, Snapshot, gradient_flow
 
@@ -132,3 +135,17 @@ def test_numbers_that_json_has_not_become_null() -> None:
 def test_bad_input_is_one_sentence(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         FlowConfig(**options)
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
+    out = tmp_path / "flow.json"
+    options = ["lab", "gradient-flow", "--norm", "pre,none", "--layers", "1,2", "--batch", "1", "--length", "4"]
+    result = CliRunner().invoke(app, [*options, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert [(run["config"]["norm"], run["config"]["layers"]) for run in json.loads(out.read_text())] == [
+        ("pre", 1), ("pre", 2), ("none", 1), ("none", 2),
+    ]  # fmt: skip
+    assert json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout) == json.loads(out.read_text())
+    result = CliRunner().invoke(app, ["lab", "gradient-flow", "--layers", "six"])
+    assert result.exit_code == 1
+    assert "wanted whole numbers with commas between them" in result.output

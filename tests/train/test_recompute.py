@@ -2,18 +2,24 @@
 
 import gc
 import itertools
+import json
 import random
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
 
+from tilewright.cli import app
+from tilewright.models import load_model
+from tilewright.train.batch import pack
 from tilewright.train.lab.residual import SCHEMES, Transformer
 from tilewright.train.recompute import (
     BlockProfile,
@@ -26,9 +32,11 @@ from tilewright.train.recompute import (
     pareto,
     planned,
     profile,
+    reasons,
     selective,
 )
-from tilewright.train.recompute.plan import _model_front, _plan
+from tilewright.train.recompute.plan import _fastest_first, _plan
+from tilewright.train.step import NextToken, trainable
 
 Loss = Callable[[], Tensor]
 
@@ -68,7 +76,16 @@ def torch_model() -> tuple[nn.Module, Sequence[nn.Module], Loss]:
     return model, list(model.blocks), loss
 
 
-MODELS = {"tilewright": lab_model, "peri": lambda: lab_model("peri"), "torch": torch_model}
+def decoder() -> tuple[nn.Module, Sequence[nn.Module], Loss]:
+    """The embedded model on two packed documents."""
+    model = load_model("bookworm", device="cpu", dtype=torch.float32).requires_grad_(True)
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, 48)
+    batch = pack([(ids[:30], ids[:30]), (ids[30:], ids[30:])])
+    objective = NextToken(deterministic=True)
+    return model, list(model.blocks), lambda: objective(model, batch)
+
+
+MODELS = {"tilewright": lab_model, "peri": lambda: lab_model("peri"), "torch": torch_model, "decoder": decoder}
 
 
 class Alive(TorchDispatchMode):
@@ -91,7 +108,7 @@ class Alive(TorchDispatchMode):
 @pytest.mark.parametrize("name", MODELS)
 def test_held_bytes_are_as_predicted_and_gradients_bitwise_the_same(name: str) -> None:
     model, blocks, loss = MODELS[name]()
-    parameters = list(model.parameters())
+    parameters = list(trainable(model).values())
     weights = {p.untyped_storage()._cdata for p in parameters}
     found = profile(blocks, loss, parameters=parameters, repeats=1)
     want = torch.autograd.grad(loss(), parameters)
@@ -149,27 +166,25 @@ def test_a_profile_on_meta_has_the_bytes_of_a_real_one() -> None:
 
 
 def random_profile(seed: int) -> Profile:
-    """Three blocks, two of them alike, with up to five calls that may be kept."""
+    """Three blocks with up to five calls that may be kept; a block's input is a result of the block before it."""
     draw = random.Random(seed)
     keys = itertools.count()
-
-    def storage(most: int) -> dict[int, int]:
-        return {next(keys): draw.randint(1, most)}
-
-    def block(sizes: list[tuple[int, float, bool, bool]]) -> BlockProfile:
+    everywhere, entry = {next(keys): draw.randint(1, 9)}, {next(keys): 20}
+    kinds = [
+        [(draw.randint(0, 40), draw.random(), draw.random() < 0.8, draw.random() < 0.8) for _ in range(draw.randint(2, 5))]
+        for _ in range(2)
+    ]
+    blocks = []
+    for sizes in (kinds[0], kinds[1], kinds[0]):
         calls = tuple(
             Call(name="x", seconds=seconds, made={next(keys): size} if size else {}, again=again, may_be_kept=kept and size > 0)
             for size, seconds, again, kept in sizes
         )
         saved = {key: size for call in calls for key, size in call.made.items() if size % 3}
-        return BlockProfile(calls=calls, inputs={next(keys): 20}, saved=saved | {next(keys): 30})
-
-    kinds = [
-        [(draw.randint(0, 40), draw.random(), draw.random() < 0.8, draw.random() < 0.8) for _ in range(draw.randint(2, 5))]
-        for _ in range(2)
-    ]
-    blocks = (block(kinds[0]), block(kinds[1]), block(kinds[0]))
-    return Profile(blocks=blocks, outside=storage(20), step_seconds=1.0)
+        blocks.append(BlockProfile(calls=calls, inputs=entry | everywhere, saved=saved | {next(keys): 30} | everywhere))
+        made = [call.made for call in calls if call.made]
+        entry = made[-1] if made else {next(keys): 20}
+    return Profile(blocks=tuple(blocks), outside={next(keys): draw.randint(1, 20)}, step_seconds=1.0)
 
 
 def all_plans(found: Profile) -> list[Any]:
@@ -186,11 +201,12 @@ def test_the_front_is_that_of_brute_force(seed: int) -> None:
     found = random_profile(seed)
     everything = all_plans(found)
     for limit in range(0, 400, 7):
-        front, _ = _model_front(found, limit)
         best = min((plan.recompute_seconds for plan in everything if plan.held_bytes <= limit), default=None)
-        assert (best is None) == (not len(front.seconds))
-        if best is not None:
-            assert float(front.seconds.min()) == pytest.approx(best, abs=1e-12)
+        first = next(_fastest_first(found, limit), None)
+        assert (best is None) == (first is None)
+        if first is not None:
+            assert _plan(found, first).held_bytes <= limit
+            assert _plan(found, first).recompute_seconds == pytest.approx(best, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -205,6 +221,37 @@ def test_plans_fit_their_budget_and_no_usual_plan_that_fits_is_faster(seed: int)
         assert plan.recompute_seconds <= last + 1e-12
         last = plan.recompute_seconds
     assert last == 0
+
+
+def test_every_tensor_has_a_reason() -> None:
+    model, blocks, loss = lab_model()
+    found = profile(blocks, loss, parameters=list(model.parameters()), repeats=1)
+    for plan in (none(found), full(found), planned(found, none(found).peak_bytes * 2 // 3)):
+        said = reasons(found, plan)
+        assert len(said) == sum(bool(c.bytes) for c in found.blocks[0].calls)
+        for reason in said:
+            kept = [choice.kept is not None and reason.call in choice.kept for choice in plan.choices]
+            assert reason.why
+            assert reason.kept_in >= sum(kept)
+    assert {r.kept_in for r in reasons(found, full(found))} == {0}
+
+
+def test_the_command_prints_ten_budgets_and_reasons() -> None:
+    for options, plans in (([], 13), (["--budget", "0.05"], 4)):
+        words = ["train", "plan", "bookworm", "--tokens", "2048", "--length", "256", "--json"]
+        result = CliRunner().invoke(app, [*words, *options])
+        assert result.exit_code == 0, result.output
+        said = json.loads(result.stdout)
+        assert len(said["plans"]) == plans
+        assert bool(said["tensors"]) == bool(options)
+        everything, leanest = said["plans"][0], said["plans"][1]
+        for plan in said["plans"][3:]:
+            assert plan["peak_bytes"] <= everything["peak_bytes"]
+            assert plan["recompute_seconds"] <= leanest["recompute_seconds"]
+    result = CliRunner().invoke(app, ["train", "plan", "bookworm", "--budget", "0.0001"])
+    assert result.exit_code == 1
+    assert "the leanest plan needs" in result.output
+    assert "Traceback" not in result.output
 
 
 def test_bad_input_is_one_sentence() -> None:

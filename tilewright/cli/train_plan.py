@@ -50,22 +50,23 @@ def plan_command(
         config = _config(model)
         say(f"{model}: {config.num_hidden_layers} layers, {tokens} tokens")
         found = decoder_profile(config, tokens=tokens, length=length, dtype=torch.bfloat16, card=device_named(card))
-        usual = {"keep all": none(found), "full": full(found), "selective": selective(found)}
+        rows = [("keep all", none(found)), ("full", full(found)), ("selective", selective(found))]
+        why: list[Reason] = []
         if budget is None:
-            rows = {f"budget {bytes / _GIB:.2f}": plan for bytes, plan in pareto(found)}
-            why = []
+            rows += [(f"budget {size / _GIB:.3f}", plan) for size, plan in pareto(found)]
         else:
             plan = planned(found, round(budget * _GIB))
-            rows, why = {f"budget {budget:.2f}": plan}, reasons(found, plan)
+            rows.append((f"budget {budget:.3f}", plan))
+            why = reasons(found, plan)
         if as_json:
-            plans = [_row(name, plan) for name, plan in (usual | rows).items()]
+            plans = [_row(name, plan) for name, plan in rows]
             print(
                 json.dumps(
                     {"model": model, "tokens": tokens, "card": card, "plans": plans, "tensors": [asdict(r) for r in why]}
                 )
             )
         else:
-            _print(usual | rows, why)
+            _print(rows, why)
 
 
 def _config(name: str) -> "ModelConfig":
@@ -80,7 +81,7 @@ def _row(name: str, plan: "Plan") -> dict[str, Any]:
     return {"name": name, **figures, "kept": kept}
 
 
-def _print(plans: dict[str, "Plan"], why: "list[Reason]") -> None:
+def _print(rows: "list[tuple[str, Plan]]", why: "list[Reason]") -> None:
     import sys
 
     from rich.console import Console
@@ -88,7 +89,7 @@ def _print(plans: dict[str, "Plan"], why: "list[Reason]") -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table("plan, GiB", "peak GiB", "held GiB", "recomputing ms", "step ms", "slower")
-    for name, plan in plans.items():
+    for name, plan in rows:
         slower = plan.recompute_seconds / (plan.step_seconds - plan.recompute_seconds)
         sizes = (f"{size / _GIB:.3f}" for size in (plan.peak_bytes, plan.held_bytes))
         table.add_row(
@@ -98,7 +99,7 @@ def _print(plans: dict[str, "Plan"], why: "list[Reason]") -> None:
     if why:
         tensors = Table("result of", "blocks", "MiB each", "us each", "kept in", "why")
         for reason in why:
-            blocks = f"{reason.blocks[0]} .. {reason.blocks[-1]}" if len(reason.blocks) > 1 else str(reason.blocks[0])
+            blocks = " .. ".join(str(i) for i in sorted({min(reason.blocks), max(reason.blocks)}))
             figures = f"{reason.bytes / 2**20:.2f}", f"{reason.seconds * 1e6:.1f}", str(reason.kept_in)
             tensors.add_row(reason.name, blocks, *figures, reason.why)
         console.print(tensors)

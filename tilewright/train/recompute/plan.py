@@ -11,7 +11,7 @@ the front whose peak fits. Blocks that hold more stand later, where they are gon
 single call needs while it runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,11 +74,11 @@ def planned(profile: Profile, budget_bytes: int) -> Plan:
         ValueError: no plan needs so little; the message says how much the leanest one needs.
     """
     candidates = [none(profile), full(profile), selective(profile)]
-    front, sources = _model_front(profile, budget_bytes)
-    for i in np.argsort(front.seconds, kind="stable"):
-        plan = _plan(profile, _arranged(profile, _choices(profile, front, sources, int(i))))
-        if plan.peak_bytes <= budget_bytes:
-            candidates.append(plan)
+    for choices in _fastest_first(profile, budget_bytes):
+        plans = (_plan(profile, choices), _plan(profile, _arranged(profile, choices)))
+        best = min(plans, key=lambda plan: plan.peak_bytes)
+        if best.peak_bytes <= budget_bytes:
+            candidates.append(best)
             break
     fitting = [plan for plan in candidates if plan.peak_bytes <= budget_bytes]
     if not fitting:
@@ -159,14 +159,15 @@ class _Front(NamedTuple):
     bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     tags: NDArray[np.uint64]
-    """What a choice is: a set of calls; for a model, where it stands in the sums that it was chosen from."""
+    """What a choice is: of a block its set of calls, of a model the place in `_Sums` that it was chosen from."""
 
 
-_ALL = np.uint64(2**64 - 1)
-"""The tag of a block that is not checkpointed."""
+_EMPTY = _Front(np.empty(0, np.int64), np.empty(0), np.empty(0, np.uint64))
 
 
-def _pruned(size: NDArray[np.int64], seconds: NDArray[np.float64], tags: NDArray[np.uint64]) -> _Front:
+def _pruned(parts: Sequence[_Front]) -> _Front:
+    """All points of the fronts that no other one beats."""
+    size, seconds, tags = (np.concatenate(column) for column in zip(*parts))
     order = np.lexsort((seconds, size))
     size, seconds, tags = size[order], seconds[order], tags[order]
     best = np.minimum.accumulate(seconds)
@@ -181,60 +182,103 @@ def _items(block: BlockProfile) -> list[int]:
     return sorted(sorted(places, key=lambda j: -block.calls[j].seconds)[:_MOST_ITEMS])
 
 
-def _block_front(block: BlockProfile, limit: int) -> _Front:
-    """All sets of calls that are worth keeping, and the block left alone."""
-    items = _items(block)
+def _size(storages: Mapping[int, int], counted: Collection[int]) -> int:
+    return sum(size for key, size in storages.items() if key not in counted)
+
+
+def _checkpointed(block: BlockProfile, counted: Collection[int], limit: int) -> _Front:
+    """All sets of calls that are worth keeping; `counted` is memory that somebody else holds anyway."""
     front = _Front(
-        np.array([sum(block.inputs.values())], np.int64),
+        np.array([_size(block.inputs, counted)], np.int64),
         np.array([_seconds(block, Choice(frozenset()))]),
         np.array([0], np.uint64),
     )
-    for bit, j in enumerate(items):
-        call = block.calls[j]
-        more = front.bytes + call.bytes
-        fits = more <= limit
-        front = _pruned(
-            np.concatenate([front.bytes, more[fits]]),
-            np.concatenate([front.seconds, (front.seconds - call.seconds)[fits]]),
-            np.concatenate([front.tags, front.tags[fits] | np.uint64(1 << bit)]),
-        )
-    alone = np.array([sum(block.saved.values())], np.int64)
-    return _pruned(
-        np.concatenate([front.bytes, alone]), np.concatenate([front.seconds, [0.0]]), np.concatenate([front.tags, [_ALL]])
-    )  # fmt: skip
+    for bit, j in enumerate(_items(block)):
+        size = front.bytes + _size(block.calls[j].made, counted)
+        more = _Front(size, front.seconds - block.calls[j].seconds, front.tags | np.uint64(1 << bit))
+        front = _pruned([front, _within(more, limit)])
+    return front
 
 
-def _model_front(profile: Profile, limit: int) -> tuple[_Front, list[tuple[_Front, _Front]]]:
-    """(front of sums over all blocks, for each block the front before it and its own).
+def _within(front: _Front, limit: int) -> _Front:
+    fits = front.bytes <= limit
+    return _Front(front.bytes[fits], front.seconds[fits], front.tags[fits])
 
-    A tag of the front is (place in the front before) * 2^32 + (place in the block's front).
+
+class _Sums(NamedTuple):
+    """Fronts of sums over the blocks from one on: where that block is checkpointed, and where it is left alone.
+
+    A tag is (whether the block behind is left alone) * 2^63 + (place in that front) * 2^32 + (place in the block's own).
     """
+
+    checkpointed: _Front
+    alone: _Front
+    own: tuple[_Front, _Front]
+    """The block's sets of calls, where the block behind it is checkpointed and where not."""
+
+
+def _sums(profile: Profile, limit: int) -> list[_Sums]:
+    """For each block, from the last to the first, the sums from it on, behind them those of no block.
+
+    A block's outputs are inputs of the next: where that is checkpointed it holds them, whatever this one keeps.
+    """
+    given = [block.inputs for block in profile.blocks]
+    everywhere = set.intersection(*map(set, given)) if len(given) > 1 else set()
+    base = _size(profile.outside, ()) + sum(given[0][key] for key in everywhere - profile.outside.keys())
+    start = _Front(np.array([base], np.int64), np.zeros(1), np.zeros(1, np.uint64))
+    found = [_Sums(_EMPTY, start, (_EMPTY, _EMPTY))]
     fronts: dict[object, _Front] = {}
-    total = _Front(np.array([sum(profile.outside.values())], np.int64), np.zeros(1), np.zeros(1, np.uint64))
-    sources = []
-    for block in profile.blocks:
-        own = fronts.get(block.key)
-        if own is None:
-            own = fronts[block.key] = _block_front(block, limit)
-        sources.append((total, own))
-        size = (total.bytes[:, None] + own.bytes).ravel()
-        before, after = np.meshgrid(np.arange(len(total.bytes)), np.arange(len(own.bytes)), indexing="ij")
-        tags = before.ravel().astype(np.uint64) << np.uint64(32) | after.ravel().astype(np.uint64)
-        fits = size <= limit
-        total = _pruned(size[fits], (total.seconds[:, None] + own.seconds).ravel()[fits], tags[fits])
-        if not len(total.bytes):
-            break
-    return total, sources
-
-
-def _choices(profile: Profile, front: _Front, sources: list[tuple[_Front, _Front]], place: int) -> list[Choice]:
-    """The choices behind one point of the model's front."""
-    found: list[Choice] = []
-    for block, (before, own) in zip(reversed(profile.blocks), reversed(sources)):
-        tag = int(front.tags[place])
-        chosen = own.tags[tag & 0xFFFFFFFF]
-        items = _items(block)
-        kept = None if chosen == _ALL else frozenset(j for bit, j in enumerate(items) if int(chosen) >> bit & 1)
-        found.append(Choice(kept))
-        front, place = before, tag >> 32
+    behind: BlockProfile | None = None
+    for block in reversed(profile.blocks):
+        counted = (
+            everywhere | profile.outside.keys(),
+            everywhere | profile.outside.keys() | set(behind.inputs if behind else ()),
+        )
+        own: list[_Front] = []
+        sums: tuple[list[_Front], list[_Front]] = ([_EMPTY], [_EMPTY])
+        for before, known, bit in ((found[-1].checkpointed, counted[1], 0), (found[-1].alone, counted[0], 1)):
+            shared = tuple(_size(call.made, known) for call in block.calls), _size(block.inputs, known)
+            front = fronts.get((block.key, shared))
+            if front is None:
+                front = fronts[block.key, shared] = _checkpointed(block, known, limit)
+            own.append(front)
+            alone = _Front(np.array([_size(block.saved, known)], np.int64), np.zeros(1), np.zeros(1, np.uint64))
+            for kind, mine in enumerate((front, alone)):
+                sums[kind].append(_within(_added(before, mine, bit), limit))
+        found.append(_Sums(_pruned(sums[0]), _pruned(sums[1]), (own[0], own[1])))
+        behind = block
     return found[::-1]
+
+
+def _added(before: _Front, own: _Front, bit: int) -> _Front:
+    """Every sum of a point of one and a point of the other."""
+    i, j = (places.ravel().astype(np.uint64) for places in np.indices((len(before.bytes), len(own.bytes))))
+    tags = np.uint64(bit << 63) | i << np.uint64(32) | j
+    return _Front((before.bytes[:, None] + own.bytes).ravel(), (before.seconds[:, None] + own.seconds).ravel(), tags)
+
+
+def _choices(profile: Profile, sums: Sequence[_Sums], alone: bool, place: int) -> list[Choice]:
+    """The choices behind one point of the first block's fronts."""
+    found: list[Choice] = []
+    for block, here in zip(profile.blocks, sums):
+        tag = int((here.alone if alone else here.checkpointed).tags[place])
+        next_alone = bool(tag >> 63)
+        if alone:
+            found.append(Choice(None))
+        else:
+            kept = int(here.own[next_alone].tags[tag & 0xFFFFFFFF])
+            found.append(Choice(frozenset(j for bit, j in enumerate(_items(block)) if kept >> bit & 1)))
+        alone, place = next_alone, tag >> 32 & 0x7FFFFFFF
+    return found
+
+
+def _fastest_first(profile: Profile, limit: int) -> Iterator[list[Choice]]:
+    """Choices that hold at most `limit` bytes, of which none is both smaller and faster than another, the fastest first."""
+    sums = _sums(profile, limit)
+    points = [
+        (float(front.seconds[i]), alone, i)
+        for alone, front in ((False, sums[0].checkpointed), (True, sums[0].alone))
+        for i in range(len(front.seconds))
+    ]
+    for _, alone, i in sorted(points):
+        yield _choices(profile, sums, alone, i)

@@ -10,6 +10,7 @@ real tensors needs more memory than a step; profile a small model, or on "meta".
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ SecondsOf = Callable[[Any, tuple[Any, ...], Any], float]
 
 _Storages = dict[int, int]
 """Storage -> its bytes."""
+_HIDDEN = -1
+"""Stands for storages that are known by their number of bytes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class Profile:
 
     blocks: tuple[BlockProfile, ...]
     outside: _Storages
-    """Saved by what stands around the blocks."""
+    """Held by what stands around the blocks."""
     step_seconds: float
     """Of a forward and backward pass that keeps everything."""
 
@@ -87,7 +90,8 @@ def profile(
     Args:
         blocks: the modules that may be checkpointed, in the order in which they run; each runs once.
         loss: () -> a scalar with a gradient; always the same computation.
-        parameters: what the loss is differentiated by. Their memory is not counted, they live anyway.
+        parameters: what the loss is differentiated by. Their memory is not counted, nor that of
+            the blocks' buffers: they live anyway.
         seconds_of: what a call takes; by default it is measured.
         repeats: measured times are the least of so many.
 
@@ -99,6 +103,9 @@ def profile(
     watches = [_watch(blocks, loss, parameters, seconds_of) for _ in range(1 if seconds_of else repeats)]
     recomputed = _recomputed(blocks, loss, parameters)
     first = watches[0]
+    held = first.outside | {key: size for saved in first.saved for key, size in saved.items()}
+    # What operations keep for themselves, past autograd's saved tensors, as a loss that has computed its gradient.
+    hidden = _alive_bytes(loss) - sum(size for key, size in held.items() if key in first.made)
     found = []
     for i in range(len(blocks)):
         runs = [watch.calls[i] for watch in watches]
@@ -115,7 +122,7 @@ def profile(
     else:
         # A backward pass does twice the work of its forward pass: one product for the input, one for the weight.
         step = 3 * (first.outside_seconds + sum(call.seconds for block in found for call in block.calls))
-    return Profile(blocks=tuple(found), outside=first.outside, step_seconds=step)
+    return Profile(blocks=tuple(found), outside=first.outside | {_HIDDEN: max(0, hidden)}, step_seconds=step)
 
 
 @dataclass
@@ -138,6 +145,7 @@ class _Watch(TorchDispatchMode):
         self.outside: _Storages = {}
         self.outside_seconds = 0.0
         self.written: set[int] = set()
+        self.made: set[int] = set()
         self.block: int | None = None
         self.ran: list[int] = []
         self._seconds_of = seconds_of
@@ -164,8 +172,9 @@ class _Watch(TorchDispatchMode):
         for value, argument in zip(args, func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.written |= self.storages(value).keys()
+        made = {key: size for key, size in self.storages(out).items() if key not in taken}
+        self.made |= made.keys()
         if self.block is not None:
-            made = {key: size for key, size in self.storages(out).items() if key not in taken}
             name = str(func).removesuffix(".default")
             self.calls[self.block].append(_Seen(name, seconds, made))
         else:
@@ -183,7 +192,8 @@ def _watch(
     blocks: Sequence[nn.Module], loss: Callable[[], Tensor], parameters: Sequence[Tensor], seconds_of: SecondsOf | None
 ) -> _Watch:  # fmt: skip
     watch = _Watch(len(blocks), seconds_of)
-    weights = watch.storages(list(parameters)).keys()
+    buffers = [buffer for block in blocks for buffer in block.buffers()]
+    weights = watch.storages([*parameters, *buffers]).keys()
 
     def pack(t: Tensor) -> Tensor:
         found = {key: size for key, size in watch.storages(t).items() if key not in weights}
@@ -213,6 +223,32 @@ def _watch(
     if watch.ran != list(range(len(blocks))):
         raise ValueError(f"profile: blocks ran in the order {watch.ran}, wanted each once, in the order given")
     return watch
+
+
+class _Alive(TorchDispatchMode):
+    """The storages that calls have made and that still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: _Storages = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and (key := t.untyped_storage()._cdata) not in given and key not in self.sizes:
+                self.sizes[key] = t.untyped_storage().nbytes()
+                weakref.finalize(t.untyped_storage(), self.sizes.pop, key, None)
+        return out
+
+
+def _alive_bytes(loss: Callable[[], Tensor]) -> int:
+    """Of all that a forward pass has made, when it has ended."""
+    with _Alive() as alive:
+        result = loss()
+        found = sum(alive.sizes.values())
+    del result
+    return found
 
 
 class _Counter(TorchDispatchMode):
