@@ -103,6 +103,14 @@ def test_clusters_do_not_depend_on_chunks(seed: int) -> None:
         assert removed(documents, [draw.randrange(len(documents)) for _ in range(count)]) == want
 
 
+def test_signatures_that_do_not_fit() -> None:
+    step = NearDuplicates()
+    with pytest.raises(
+        ValueError, match="the signatures of 240 documents take 0 MB, half of the memory allowed is 0 MB; run again"
+    ):
+        step.join([step.index(corpus(0))], 240 * 112 * 4 - 1)
+
+
 def test_clusters_join_what_is_connected() -> None:
     """Against plain union-find over all pairs that share a band and agree enough."""
     draw = np.random.default_rng(5)

@@ -111,6 +111,13 @@ def test_chunks_and_processes_change_nothing(
         assert {key: ours[key] for key in counts} == {key: theirs[key] for key in counts}
 
 
+@pytest.mark.long
+def test_ray_changes_nothing(recipe: Path, whole: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'tilewright[ray]'")
+    small_chunks(monkeypatch)
+    assert run(load(recipe), tmp_path / "out", processes=2, executor="ray").sha256 == whole.sha256
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -47,13 +47,16 @@ class Decontaminate:
                 raise ValueError(
                     f"decontaminate: no line of {path} has a field {' or '.join(map(repr, fields))}; name them in fields"
                 )
+        self.sorted = {size: np.sort(np.fromiter(grams, np.uint64, len(grams))) for size, grams in self.grams.items()}
 
     def __call__(self, document: Document) -> Document | Removed:
         """Removed where a run of words is found; the detail names its line."""
         tokens = [hashed(token) for token in _WORD.findall(document.text.lower())]
-        for size, grams in self.grams.items():
-            for at in np.flatnonzero(np.isin(windows(tokens, size), np.fromiter(grams, np.uint64, len(grams)))):
-                return Removed("in an evaluation set", grams[int(windows(tokens[at : at + size], size)[0])])
+        for size, known in self.sorted.items():
+            found = windows(tokens, size)
+            hits = found[known[np.minimum(np.searchsorted(known, found), len(known) - 1)] == found]
+            if len(hits):
+                return Removed("in an evaluation set", self.grams[size][int(hits[0])])
         return document
 
 

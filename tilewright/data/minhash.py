@@ -30,7 +30,9 @@ def normal_words(text: str) -> list[str]:
     """The words of a text as shingles see them: lower case, no accents, every number "0"."""
     text = text.lower()
     if not text.isascii():
-        text = "".join(c for c in unicodedata.normalize("NFD", text) if not unicodedata.combining(c))
+        text = unicodedata.normalize("NFD", text)
+        if marks := [ord(c) for c in set(text) if unicodedata.combining(c)]:
+            text = text.translate(dict.fromkeys(marks))
     return _WORD.findall(_NUMBER.sub("0", text))
 
 

@@ -139,6 +139,12 @@ class NearDuplicates:
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
         """For each document the id of the first of its cluster, "" for that one itself."""
+        places, count = len(self.a), sum(len(chunk["id"]) for chunk in chunks)
+        if 4 * places * count > memory_bytes:
+            raise ValueError(
+                f"near-duplicates: the signatures of {count} documents take {4 * places * count >> 20} MB, half of the memory "
+                f"allowed is {memory_bytes >> 20} MB; run again with more memory, or with fewer bands"
+            )
         signature_DP = np.concatenate([chunk["signature"] for chunk in chunks])
         ids = np.concatenate([chunk["id"] for chunk in chunks])
         first = clusters(signature_DP, self.bands, self.min_agreement, self.sort)

@@ -56,7 +56,8 @@ def find(text: str) -> list[tuple[int, int, str]]:
 
 def _is_ip4(text: str, match: re.Match[str]) -> bool:
     parts = [int(part) for part in match.group().split(".")]
-    if parts[0] in (0, 127, 255) or any(len(part) > 1 and part[0] == "0" for part in match.group().split(".")):
+    nobody = parts[0] == 0 or parts[:2] == [255, 255] or match.group() == "127.0.0.1"  # any address, masks, this machine
+    if nobody or any(len(part) > 1 and part[0] == "0" for part in match.group().split(".")):
         return False
     before = text[max(0, match.start() - 40) : match.start()]
     if _VERSION_BEFORE.search(before):

@@ -31,6 +31,7 @@ EXECUTORS = ("local", "ray")
 _LEAST_MEMORY = 512 << 20  # a process with its libraries: 200 to 350 MB
 _SHARE = 16  # a chunk's documents, their lines, words and indexes together stay below this many times its bytes
 
+_CHUNK = 8 << 20  # small enough that a file of some size keeps every process busy
 _FILE_BYTES = 256 << 20
 
 Task = tuple[Callable[..., str], tuple[Any, ...], Path]
@@ -77,7 +78,7 @@ def run(
             _same(out, report["fingerprint"], fingerprint)
             shutil.rmtree(out / "work", ignore_errors=True)
             return RunResult(out, report["sha256"], report)
-        _begin(recipe, out, fingerprint, memory_bytes // processes // _SHARE, memory_bytes // 2)
+        _begin(recipe, out, fingerprint, min(_CHUNK, memory_bytes // processes // _SHARE), memory_bytes // 2)
         _all_stages(out, processes, executor, say)
         report = _finish(out, fingerprint, say)
         return RunResult(out, report["sha256"], report)

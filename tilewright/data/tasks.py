@@ -115,7 +115,7 @@ def read(folder: str, number: int) -> str:
     """Read input file `number` and write its documents as chunks of at most `chunk_bytes`."""
     plan = work_plan(folder)
     path, kind, source = plan.files[number]
-    limits = Limits(record_bytes=min(Limits().record_bytes, 2 * plan.chunk_bytes))
+    limits = Limits(record_bytes=min(Limits().record_bytes, plan.memory_bytes // 16))
     damage: Counter[str] = Counter()
     stats = StepStats("read")
     held: list[Document] = []
