@@ -95,6 +95,12 @@ CASES: tuple[tuple[str, dict[str, Any], str, Result], ...] = (
         Result("Three.", "One <tool_call> two.", (("now", "{}"),)),
     ),
     ("hermes", {"reasoning": True, "open_already": True}, "One.</think> Two.", Result("Two.", "One.")),
+    (
+        "qwen3_coder",
+        {"reasoning": True, "open_already": True},
+        "One. <tool_call> is a mark.\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        Result("", "One. <tool_call> is a mark.", (("now", "{}"),)),
+    ),
     ("hermes", {"reasoning": True}, " One.</think> Two.", Result(" One.</think> Two.")),
     ("hermes", {"reasoning": True}, "<think>One. ", Result("", "One. ")),
     (
@@ -158,6 +164,12 @@ CASES: tuple[tuple[str, dict[str, Any], str, Result], ...] = (
         {},
         "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nZür\n",
         Result("", "", (("weather", '{"days": 3, "city": "Zür\\n'),)),
+    ),
+    (
+        "qwen3_coder",
+        {},
+        "<tool_call><function=no\n</function></tool_call><tool_call><function=now></function></tool_call>",
+        Result("<function=no\n</function></tool_call>", "", (("now", "{}"),)),
     ),
     ("qwen3_coder", {}, "<tool_call> no", Result("<tool_call> no")),
     (
@@ -278,8 +290,8 @@ def test_no_cut_changes_anything(format, fragments, places, reasoning, open_alre
 @settings(max_examples=60, deadline=None)
 def test_any_arguments_come_through_to_the_letter(format: str, value: Any, places: list[int]) -> None:
     written = json.dumps({"city": value}, ensure_ascii=False)
-    if format == "deepseek_v31" and DS_END in written:
-        return
+    if (format == "deepseek_v31" and DS_END in written) or (format == "harmony" and "<|" in written):
+        return  # special tokens, which no text can spell
     text = {
         "hermes": f'<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>',
         "llama3_json": f'{{"name": "weather", "parameters": {written}}}',

@@ -31,6 +31,9 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Read]] = {
 }
 """Name -> of the tools (function name -> schema of its parameters) what reads an answer."""
 
+_CALLS = {"hermes": "{", "qwen3_coder": "<function="}
+"""How a call goes on behind `<tool_call>`."""
+
 # What only templates of one format have, the most telling first.
 _SIGNS = (
     ("harmony", ("<|channel|>", "<|message|>")),
@@ -82,5 +85,5 @@ def parser_of(
     else:
         read = FORMATS[format](tools) if format is not None and tools else plain
     if reasoning:
-        read = thinking(read, open_already=open_already)
+        read = thinking(read, open_already=open_already, call=_CALLS.get(format) if tools and format else None)
     return Parser(read, most_calls=most_calls)

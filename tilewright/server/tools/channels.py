@@ -7,7 +7,7 @@ from tilewright.server.tools.reader import Out, Parse, Reader
 
 __all__ = ["CLOSE", "FINAL", "harmony", "plain", "thinking"]
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN, CLOSE, CALL = "<think>", "</think>", "<tool_call>"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
@@ -17,18 +17,19 @@ def plain(reader: Reader, out: Out) -> Parse[None]:
 
 
 def thinking(
-    rest: Callable[[Reader, Out], Parse[None]], *, open_already: bool = False, close: str = CLOSE
+    rest: Callable[[Reader, Out], Parse[None]], *, open_already: bool = False, call: str | None = None
 ) -> Callable[[Reader, Out], Parse[None]]:
     """What stands between `<think>` and `</think>` at the beginning is reasoning, `rest` reads what comes behind.
 
     open_already: the prompt ends with `<think>`; the answer may repeat it.
+    call: how a call goes on behind `<tool_call>`, which then ends the reasoning as well: some models leave the other mark out.
     """
 
     def read(reader: Reader, out: Out) -> Parse[None]:
         space: list[str] = []
         yield from reader.space(space.append)
         if (yield from reader.comes(OPEN)) or open_already:
-            yield from _trimmed(reader, out, close)
+            yield from _trimmed(reader, out, call)
             yield from reader.space()
         else:
             out.content("".join(space))
@@ -37,7 +38,7 @@ def thinking(
     return read
 
 
-def _trimmed(reader: Reader, out: Out, close: str) -> Parse[None]:
+def _trimmed(reader: Reader, out: Out, call: str | None) -> Parse[None]:
     """Reasoning up to its end, without white space at either end of it."""
     held: list[str] = []
 
@@ -49,7 +50,16 @@ def _trimmed(reader: Reader, out: Out, close: str) -> Parse[None]:
         held.append(text[len(shown) :])
 
     yield from reader.space()
-    if (yield from reader.until(close, to=take)) is None:
+    marks = (CLOSE,) if call is None else (CLOSE, CALL)
+    while (mark := (yield from reader.until(*marks, to=take))) == CALL:
+        space: list[str] = []
+        yield from reader.space(space.append)
+        before = mark + "".join(space)
+        if call is not None and (yield from reader.comes(call)):
+            reader.back(before + call)
+            return
+        take(before)
+    if mark is None:
         out.reasoning("".join(held))
 
 

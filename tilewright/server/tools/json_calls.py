@@ -162,7 +162,7 @@ def mistral(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
         if mark == "[CALL_ID]":
             mark = yield from reader.until("{", "[ARGS]", to=_nothing)
         if mark == "{":
-            reader.back()
+            reader.back("{")
         yield from reader.json_value(to)
 
     return read

@@ -116,9 +116,9 @@ class Reader:
         self._at += count
         return self._text[self._at - count : self._at]
 
-    def back(self) -> None:
-        """One character back, to one that was just stepped over."""
-        self._at -= 1
+    def back(self, text: str) -> None:
+        """Puts `text`, which was just stepped over, before what comes next."""
+        self._text, self._at = text + self._text[self._at :], 0
 
     def ahead(self, count: int) -> Parse[str]:
         """The next `count` characters, fewer only at the end; they stay."""

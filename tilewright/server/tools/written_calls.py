@@ -78,8 +78,10 @@ def qwen3_coder(tools: Mapping[str, Any]) -> Callable[[Reader, Out], Parse[None]
                     out.content(mark + "".join(space))
                     continue
             name: list[str] = []
-            if (yield from reader.until(">", to=name.append)) is None:
-                return
+            end = yield from reader.until(">", "\n", to=name.append)
+            if end != ">":
+                out.content("<function=" + "".join(name) + (end or ""))
+                continue
             yield from function(reader, out, "".join(name).strip()[:MAX_NAME])
             yield from reader.space()
             yield from reader.comes("</tool_call>")
@@ -180,7 +182,7 @@ def _python_call(reader: Reader, out: Out) -> Parse[None]:
         mark = yield from reader.until("=", ")", to=key.append)
         if mark != "=":
             if mark == ")":
-                reader.back()
+                reader.back(")")
             break
         to(("{" if first else ", ") + _QUOTED("".join(key).strip()) + ": ")
         first = False
@@ -204,7 +206,7 @@ def _python_value(reader: Reader, to: Take) -> Parse[bool]:
         if found is None:
             return False
         if depth == 0 and found in (",", ")"):
-            reader.back()
+            reader.back(found)
             return True
         to(found)
         if found in ("'", '"'):
