@@ -65,6 +65,15 @@ def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | Non
     return biased_attention(q, k, v, bias, scale=scale)
 
 
+def _check_order(q: Tensor, k: Tensor) -> None:
+    """Heads that do not fit where the dimension before them would: the operands are in the order of torch's own attention."""
+    if q.dim() == 4 == k.dim() and k.shape[2] and q.shape[2] % k.shape[2] and k.shape[1] and not q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads. The order wanted is "
+            f"[B, S, H, D], got q {list(q.shape)} and k {list(k.shape)}; for [B, H, S, D] call ops.sdpa, or transpose(1, 2)"
+        )
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, cu_q: Tensor | None = None,
     cu_k: Tensor | None = None, max_q: int | None = None, max_k: int | None = None, return_lse: bool = False,
@@ -72,7 +81,7 @@ def attention(
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, deterministic: bool = False, precision: str | None = None,
     bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale * q k^T) v for each head, over sequences of equal length, or packed ones of any length.
+    """softmax(scale * q k^T) v for each head, over equally long sequences, or packed ones. [B, H, S, D] goes to `ops.sdpa`.
 
     Args:
         q: [B, S, H, D] bf16, fp16 or fp32, D at most 256; or packed, [T, H, D]. The last dimension is dense.
@@ -107,14 +116,16 @@ def attention(
         ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit; or a gradient is
             asked for that there is none of.
     """
+    _check_order(q, k)
     lengths: Any = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
     bends: Any = {"window": window, "prefix": prefix, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
     if bias is not None:
         others = {**lengths, **bends, "causal": causal, "return_lse": return_lse, "precision": precision}
         return _with_bias(q, k, v, bias, scale, others)
     if precision is not None:
-        given = {**lengths, **bends, "return_lse": return_lse}
-        return scaled_attention(q, k, v, precision, causal=causal, scale=scale, given=given)
+        return scaled_attention(
+            q, k, v, precision, causal=causal, scale=scale, given=lengths | bends | {"return_lse": return_lse}
+        )
     if not wants_gradient(q, k, v, sinks, alibi_slopes):
         return forward(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **lengths, **bends)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
