@@ -91,8 +91,7 @@ def attention(
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
         cu_q: for packed operands: int32 [B + 1], sequence b has rows cu_q[b] .. cu_q[b + 1] of q. On a GPU it is trusted.
         cu_k: the same for k and v.
-        max_q: for packed operands: the longest sequence's queries, or more.
-        max_k: the same for its keys.
+        max_q, max_k: for packed operands: the queries of the longest sequence, or more; its keys, likewise.
         return_lse: also return the logarithms of the softmax's sums.
         window: (left, right): a query sees the keys from `left` before its own to `right` behind it, None for all on that side.
             One number w: its own and w - 1 before it, and as many behind it unless causal.
@@ -123,9 +122,8 @@ def attention(
         others = {**lengths, **bends, "causal": causal, "return_lse": return_lse, "precision": precision}
         return _with_bias(q, k, v, bias, scale, others)
     if precision is not None:
-        return scaled_attention(
-            q, k, v, precision, causal=causal, scale=scale, given=lengths | bends | {"return_lse": return_lse}
-        )
+        given = {**lengths, **bends, "return_lse": return_lse}
+        return scaled_attention(q, k, v, precision, causal=causal, scale=scale, given=given)
     if not wants_gradient(q, k, v, sinks, alibi_slopes):
         return forward(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **lengths, **bends)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
