@@ -42,6 +42,7 @@ OPTIONS = {
         "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
+        "--tool-format",
     },
     "run": {
         *ENGINE_OPTIONS,
@@ -93,6 +94,15 @@ OPTIONS = {
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
+    "scaling fit": {
+        *("--params-column", "--tokens-column", "--flops-column", "--loss-column", "--drop-highest", "--delta", "--bootstrap"),
+        *("--seed", "--test", "--out", "--plots", "--json"),
+    },
+    "scaling plan": {
+        *("--budget", "--budgets", "--ratio", "--sizes", "--span", "--vocab", "--sequence", "--tied", "--head-dim", "--prior"),
+        *("--card", "--utilisation", "--out", "--json"),
+    },
+    "scaling predict": {"--flops", "--json"},
     "ops": {"--card", "--json"},
     "doctor": {"--json"},
     "hw": {"--measure", "--json"},

@@ -113,7 +113,8 @@ def test_four_warps_meet_before_one_thread_arrives() -> None:
 
 def kernels() -> Iterator[Any]:
     for op in ALL:
-        yield from (pytest.param(op, impl, id=f"{op.name}-{impl.name}") for impl in op.impls if impl.min_arch == 90)
+        of_hopper = (impl for impl in op.impls if 90 in (impl.min_arch, impl.written_for))
+        yield from (pytest.param(op, impl, id=f"{op.name}-{impl.name}") for impl in of_hopper)
 
 
 @pytest.mark.long

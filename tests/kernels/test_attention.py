@@ -250,7 +250,7 @@ def test_invariant_mode_has_one_config_for_every_length(dims: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("dims", "card", "reason"),
     [
-        ({"KV": 64}, "a100", "is written for sm_90, this is sm_80"),
+        ({"KV": 64}, "a100", "needs sm_90, this is sm_80"),
         ({"KV": 64, "dtype": torch.float32}, "h100", "takes bf16 or fp16, not torch.float32"),
         (
             {"KV": 64, "D": 96},
@@ -274,7 +274,7 @@ def test_invariant_mode_has_one_config_for_every_length(dims: dict[str, Any]) ->
 def test_what_sm90_refuses(dims: dict[str, Any], card: str, reason: str | None) -> None:
     assert attention_op.make is not None
     problem = attention_op.problem(*attention_op.make(Inputs("meta"), B=2, **dims))
-    assert SM90.refuse(CARDS[card], problem) == reason
+    assert SM90.refusal(CARDS[card], problem) == reason
 
 
 def test_the_portable_kernels_defaults_spill_nothing_on_sm_80() -> None:

@@ -206,7 +206,7 @@ def test_work_is_counted_by_what_is_seen(options: dict[str, Any], pairs: int) ->
 def test_sm90_takes_windows(causal: bool) -> None:
     assert attention_op.make is not None
     args = attention_op.make(Inputs("meta"), B=2, KV=4096, causal=causal, window=512)
-    assert SM90.refuse(CARDS["h100"], attention_op.problem(*args)) is None
+    assert SM90.refusal(CARDS["h100"], attention_op.problem(*args)) is None
 
 
 # ---- bad input

@@ -142,7 +142,7 @@ def test_attention(interleaved: bool, rotated: int, head_norm_eps: float | None,
     want = F.linear(o.flatten(1), layer.out.weight, layer.out.bias)
 
     cache = KVCache.zeros(layers=1, pages=3, kv_heads=kv_heads, page_size=4, head_dim=dim, dtype=x.dtype, device="cpu")
-    got = layer(x, make_batch([([2, 1], 0, tokens)], 4), cache.k[0], cache.v[0])
+    got = layer(x, make_batch([([2, 1], 0, tokens)], 4), cache.layer(0))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache.k[0][[2, 1]].transpose(1, 2).flatten(0, 1)[:tokens], k)
     assert not cache.v[0][0].any()
@@ -163,7 +163,7 @@ def test_attention_with_sinks_and_a_scale() -> None:
     o = with_sinks.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 0)
     want = F.linear(o.transpose(0, 1).flatten(1).float(), layer.out.weight)
     cache = KVCache.zeros(layers=1, pages=3, kv_heads=2, page_size=4, head_dim=dim, dtype=x.dtype, device="cpu")
-    got = layer(x, make_batch([([2, 1], 0, tokens)], 4), cache.k[0], cache.v[0])
+    got = layer(x, make_batch([([2, 1], 0, tokens)], 4), cache.layer(0))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

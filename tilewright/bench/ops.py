@@ -13,6 +13,10 @@ import torch
 from tilewright import ops
 from tilewright.bench.harness import interleaved_us, sets_for
 from tilewright.bench.provenance import ran_by
+from tilewright.kernels.optimizer.adamw import adamw_op
+from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op
+from tilewright.kernels.optimizer.grad_norm import grad_squares_op
+from tilewright.kernels.optimizer.sgd import momentum_op, sgd_op
 from tilewright.op import Inputs, Op
 
 __all__ = ["CASES", "dispatch_overhead_us", "measure"]
@@ -69,7 +73,23 @@ def _cases() -> Iterator[tuple[str, str, Callable[[Inputs], Args]]]:
         yield "rope", f"{tokens}x{heads}x{dim}", _rope(tokens, heads, dim)
 
 
-CASES = tuple(_cases())
+def _update(op: Op, tensors: int) -> Callable[[Inputs], Args]:
+    def make(inputs: Inputs) -> Args:
+        assert op.make is not None
+        return op.make(Inputs("cuda", here=True), M=tensors, N=4096)
+
+    return make
+
+
+CASES = (
+    *_cases(),
+    # 13 matrices of this size are a layer of an 8B model.
+    *(
+        (op.name, f"{tensors}x4096x4096", _update(op, tensors))
+        for op in (adamw_op, adamw_8bit_op, momentum_op, sgd_op, grad_squares_op)
+        for tensors in (1, 13)
+    ),
+)
 
 
 def measure(

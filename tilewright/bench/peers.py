@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.bench import peers_conv, peers_pointwise
-from tilewright.kernels.device.activations_torch import ACTIVATION_FORMS
+from tilewright.kernels.device.activations import ACTIVATION_FORMS
 
 __all__ = ["NoPeer", "default_shapes", "inductor", "peer"]
 
@@ -340,6 +340,11 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         # A prompt's chunk and decoding rows: in one launch, and each alone.
         *("B=64 KV=4096 chunk=2048", "B=1 KV=4096 chunk=2048", "B=63 KV=4096"),
     ),
+    **dict.fromkeys(
+        ("adamw", "adamw_8bit", "grad_squares", "momentum", "sgd"),
+        ("M=1 N=4096", "M=13 N=4096", "M=100 N=1000"),  # a layer of an 8B model; tensors that end within a block
+    ),
+    "clip_scale": ("M=3700", "M=147000"),  # parameters / 4096
     "permute": (
         *("M=8192 N=8192", "M=4096 N=131072", "M=8192 N=4097", "M=4000 N=12000 B=4"),
         "M=8192 N=8192 dtype=float32",
@@ -362,7 +367,11 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         )
     ),
     "edit_logits": ("M=1", "M=256"),
+    "minhash": ("D=65536 L=512", "D=64 L=65536"),
+    "band_keys": ("D=1048576",),
+    "mask_logits": ("M=1", "M=256"),
     "token_logprobs": ("M=1", "M=256"),
+    "top_logprobs": ("M=1", "M=64"),
 }
 
 

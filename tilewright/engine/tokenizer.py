@@ -144,6 +144,19 @@ class Tokenizer:
         """The text of the tokens, without special and unknown ones. Bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(self.visible(token_ids), skip_special_tokens=False)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, None if there is none."""
+        return None if self._chat is None else self._chat.source
+
+    def spelled(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, the names of special ones in it."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def id_to_token(self, token_id: int) -> str | None:
         """What the vocabulary calls a token, which is not its text ("\u0120the", "<0x0A>", "<s>"); None if it has none."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
@@ -217,7 +230,7 @@ class _Cut:
         if isinstance(value, str):
             return wanted.sub(lambda found: found[0] + self.mark, value)
         if isinstance(value, Mapping):
-            return {key: self.apart(item, wanted) for key, item in value.items()}
+            return {self.apart(key, wanted): self.apart(item, wanted) for key, item in value.items()}
         return [self.apart(item, wanted) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -235,14 +248,17 @@ class Detokenizer:
     character; bytes that may become one are held back. The decoders of byte-fallback tokenizers turn a run of byte tokens
     into text only if all of it is UTF-8, so there the whole run waits for its end.
 
+    With `special` the names of special tokens stand in the text, where they were generated.
+
     Only a short window of tokens is decoded at a time, from one before which the text is complete; most tokens not even so
     (`Tokenizer.suffix`).
     """
 
-    __slots__ = ("_complete", "_given", "_run", "_tokenizer", "_window", "open")
+    __slots__ = ("_complete", "_given", "_run", "_special", "_tokenizer", "_window", "open")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, special: bool = False):
         self._tokenizer = tokenizer
+        self._special = special
         self._window = _prompt_end(tokenizer, prompt_ids)
         self._given = tokenizer.decode(self._window)  # text of the window that the reader has: the prompt's, then ours
         self._run = 0  # byte-fallback tokens at the window's end
@@ -268,7 +284,7 @@ class Detokenizer:
     def _push(self, token: int) -> str:
         tokenizer, window = self._tokenizer, self._window
         if not tokenizer.visible((token,)):
-            return ""
+            return self._push_special(token) if self._special else ""
         if self._complete:
             known = tokenizer.suffix(token)
             if known is not None:
@@ -289,6 +305,14 @@ class Detokenizer:
             self._window = window[-1:]
             self._complete, self.open = True, False
         return new
+
+    def _push_special(self, token: int) -> str:
+        """A special token by its name: it ends whatever was open before it, and the text goes on behind it."""
+        name = self._tokenizer.id_to_token(token) or ""
+        text = self.peek() + name
+        self._window, self._given, self._run = [token], "", 0
+        self._complete, self.open = True, False
+        return text
 
     def peek(self) -> str:
         """What `flush` would return."""

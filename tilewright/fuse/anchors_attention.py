@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from tilewright.fuse.anchors import Anchor, fit, same_sizes, symbolic, tensor_of
 from tilewright.fuse.view_calls import is_view
-from tilewright.kernels.attention.problem import LARGEST_HEAD_DIM
+from tilewright.kernels.attention.checks import LARGEST_HEAD_DIM
 
 __all__ = ["MASKED", "read_product", "read_sdpa"]
 

@@ -17,7 +17,7 @@ from tilewright.kernels.attention.attention import attention_op
 from tilewright.kernels.attention.checks import scale_of
 from tilewright.kernels.conv.checks import window_of
 from tilewright.kernels.conv.conv import conv_op
-from tilewright.kernels.device.activations_torch import ACTIVATION_FORMS
+from tilewright.kernels.device.activations import ACTIVATION_FORMS
 from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.norm.add_layer_norm import add_layer_norm_op
 from tilewright.op import Op, launch

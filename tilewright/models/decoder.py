@@ -7,12 +7,26 @@ of two. The last sum is formed by the final norm.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.models.config import ModelConfig
-from tilewright.nn import MLA, Attention, Batch, Embedding, GatedMLP, KVCache, LatentCache, Linear, MoE, RMSNorm
+from tilewright.nn import (
+    MLA,
+    Attention,
+    Batch,
+    Embedding,
+    GatedMLP,
+    KVCache,
+    LatentCache,
+    Linear,
+    MoE,
+    Packed,
+    PackedKeysValues,
+    RMSNorm,
+)
 
 __all__ = ["Block", "Decoder"]
 
@@ -27,13 +41,13 @@ class Block(nn.Module):
         self.ffn_norm = ffn_norm
         self.ffn = ffn
 
-    def forward(self, h: Tensor, residual: Tensor | None, batch: Batch, *cache: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, h: Tensor, residual: Tensor | None, batch: Batch | Packed, cache: Any) -> tuple[Tensor, Tensor]:
         """(h [T, E], residual [T, E] or None before the first block) -> (h, residual); their sum is the stream.
 
-        cache: this layer's tensors, as its attention takes them.
+        cache: this layer's, as its attention takes it.
         """
         normed, residual = self.attn_norm.add_for(self.attn.reader, h, residual)
-        h = self.attn(normed, batch, *cache)
+        h = self.attn(normed, batch, cache)
         reader = self.ffn.reader
         normed, residual = self.ffn_norm.add(h, residual) if reader is None else self.ffn_norm.add_for(reader, h, residual)
         return self.ffn(normed), residual
@@ -64,14 +78,15 @@ class Decoder(nn.Module):
             return LatentCache.zeros(width=config.latent.cached, **sizes, **place)
         return KVCache.zeros(kv_heads=config.num_key_value_heads, head_dim=config.head_dim, **sizes, **place)
 
-    def forward(self, token_ids: Tensor, batch: Batch, cache: KVCache | LatentCache) -> Tensor:
-        """token_ids [T] int64 -> hidden [T, E] after the final norm. Writes the tokens' keys and values to the cache.
+    def forward(self, token_ids: Tensor, batch: Batch | Packed, cache: KVCache | LatentCache | PackedKeysValues) -> Tensor:
+        """token_ids [T] int64 -> hidden [T, E] after the final norm. A cache is written.
 
-        Waits for nothing and allocates only by shape: may be captured in a CUDA graph.
+        Waits for nothing and allocates only by shape: may be captured in a CUDA graph. Over `PackedKeysValues`, with a `Packed`
+        batch, it is differentiable.
         """
         h, residual = self.embed(token_ids), None
-        for block, tensors in zip(self.blocks, cache.layers, strict=True):
-            h, residual = block(h, residual, batch, *tensors)
+        for index, block in enumerate(self.blocks):
+            h, residual = block(h, residual, batch, cache.layer(index))
         return self.norm.add(h, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from tilewright.nn.activation import (
     Tanh,
 )
 from tilewright.nn.attention import Attention
-from tilewright.nn.batch import Batch, KVCache, LatentCache
+from tilewright.nn.batch import Batch, Packed
 from tilewright.nn.channel_norm import (
     BatchNorm1d,
     BatchNorm2d,
@@ -36,6 +36,7 @@ from tilewright.nn.embedding import (
 )
 from tilewright.nn.ffn import GatedMLP
 from tilewright.nn.filling import unfilled
+from tilewright.nn.keys_values import KeysValues, KVCache, LatentCache, PackedKeysValues, PagedKeysValues
 from tilewright.nn.linear import Linear
 from tilewright.nn.loss import CrossEntropyLoss, LogSoftmax, Softmax
 from tilewright.nn.mla import MLA
@@ -96,6 +97,7 @@ __all__ = [
     "InstanceNorm2d",
     "InstanceNorm3d",
     "KVCache",
+    "KeysValues",
     "LatentCache",
     "LayerNorm",
     "LeakyReLU",
@@ -107,6 +109,9 @@ __all__ = [
     "MaxPool3d",
     "Mish",
     "MoE",
+    "Packed",
+    "PackedKeysValues",
+    "PagedKeysValues",
     "RMSNorm",
     "ReLU",
     "Rope",

@@ -1,6 +1,7 @@
-"""Causal grouped-query attention over a paged cache (Ainslie et al., "GQA", 2023): two matmuls and two kernels.
+"""Causal grouped-query attention (Ainslie et al., "GQA", 2023): two matmuls, and between them what stores and attends.
 
-Not here: attention without a cache and over another sequence (multi_head.py), soft caps.
+Where keys and values live is a value that the layer is handed (keys_values.py): pages of a cache in serving, the packed batch
+itself in training and scoring. Not here: attention over another sequence (multi_head.py), soft caps.
 """
 
 import math
@@ -8,20 +9,20 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tilewright import ops
-from tilewright.nn.batch import Batch
+from tilewright.nn.batch import Batch, Packed
 from tilewright.nn.filling import parameter
+from tilewright.nn.keys_values import Heads, KeysValues
 from tilewright.nn.linear import Linear
 from tilewright.nn.rope import Rope
 from tilewright.ops.linear import Codes
 
 __all__ = ["Attention"]
 
-# T tokens, E model features, H query heads, G key/value heads, D head dim, P pages, S tokens a page
+# T tokens, E model features, H query heads, G key/value heads, D head dim
 
 
 class Attention(nn.Module):
-    """Project to q, k, v; norm (optional) and rotate q and k; write k and v to the cache; attend; project back.
+    """Project to q, k, v; norm (optional) and rotate q and k; store k and v; attend; project back.
 
     Args:
         features: E.
@@ -83,21 +84,11 @@ class Attention(nn.Module):
         """The one layer that reads the input."""
         return self.qkv
 
-    def forward(
-        self, x_TE: Tensor | Codes, batch: Batch, k_cache: Tensor, v_cache: Tensor,
-        k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """[T, E], or its codes -> [T, E]. The cache's tensors (`KVCache`) are this layer's, and are written."""
+    def forward(self, x_TE: Tensor | Codes, batch: Batch | Packed, keys_values: KeysValues) -> Tensor:
+        """[T, E], or its codes -> [T, E]. `keys_values` is this layer's; a cache is written."""
         q, k, v = self.qkv(x_TE).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
-        q_THD = ops.rope_kv_write(
-            q, k, v, batch.positions, self.rope.cos_sin, k_cache, v_cache, batch.slots,
-            self.q_norm, self.k_norm, self.head_norm_eps, self.rope.interleaved, k_scale, v_scale,
-        )  # fmt: skip
-        o_THD = ops.paged_attention(
-            q_THD, k_cache, v_cache, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, self.scale, self.window,
-            k_scale, v_scale, self.sinks,
-        )  # fmt: skip
-        return self.out(o_THD.flatten(1))
+        heads = Heads(self.rope, self.q_norm, self.k_norm, self.head_norm_eps, self.scale, self.window, self.sinks)
+        return self.out(keys_values.attend(q, k, v, batch, heads).flatten(1))
 
     def extra_repr(self) -> str:
         return f"{self.head_counts[0]} heads, {self.head_counts[1]} kv heads of {self.head_dim}, window={self.window}"

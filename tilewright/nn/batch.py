@@ -1,19 +1,12 @@
-"""What a step's tokens are (`Batch`) and where their keys and values live: plain values, passed to every layer.
+"""What the tokens of one pass are, as plain values that go to every layer: a step of the engine, or packed documents."""
 
-`KVCache` holds the keys and values of heads, `LatentCache` rows of which those of all heads are made.
-"""
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from tilewright.kernels.attention.paged.configs import CODES
+__all__ = ["Batch", "Packed"]
 
-__all__ = ["Batch", "KVCache", "LatentCache"]
-
-# T tokens, B sequences, R rows to sample from, L layers, P pages, G key/value heads, S tokens a page, D head dim
+# T tokens, B sequences, R rows to sample from, P pages, S tokens a page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,71 +32,14 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVCache:
-    """Paged keys and values: per layer one [P, G, S, D] tensor each.
+class Packed:
+    """Documents, or pieces of them, one after the other; a token sees those before it in its own document.
 
-    A cache of codes (int8 or float8) has a scale for each token and head, [P, G, S], and values by columns, [P, G, D, S].
+    positions: [T] int64, each token's position in its document.
+    cu_q: [B + 1] int32, where each document starts, and T. Both on the model's device.
+    max_q_len: the most tokens of a document, or more.
     """
 
-    k: tuple[Tensor, ...]
-    v: tuple[Tensor, ...]
-    k_scale: tuple[Tensor, ...] = ()
-    v_scale: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def zeros(
-        cls,
-        *,
-        layers: int,
-        pages: int,
-        kv_heads: int,
-        page_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> "KVCache":
-        """An empty cache, one allocation. Zeroed: a kernel may read past a sequence's end, where a NaN would spread."""
-        data = torch.zeros(2, layers, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
-        if dtype not in CODES:
-            return cls(k=data[0].unbind(), v=data[1].unbind())
-        by_columns = data[1].view(layers, pages, kv_heads, head_dim, page_size)
-        # Side by side, because they are read together: with small pages a scale's 64 bytes would be a read of their own.
-        k_scale, v_scale = torch.zeros(layers, pages, kv_heads, 2, page_size, device=device).unbind(3)
-        return cls(k=data[0].unbind(), v=by_columns.unbind(), k_scale=k_scale.unbind(), v_scale=v_scale.unbind())
-
-    @property
-    def layers(self) -> Iterator[tuple[Tensor, ...]]:
-        """What each layer is called with."""
-        tensors = (self.k, self.v, self.k_scale, self.v_scale) if self.k_scale else (self.k, self.v)
-        return zip(*tensors, strict=True)
-
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, all layers. sources and targets: [N] int64; a page may be a source twice, a target once."""
-        for cache in (*self.k, *self.v, *self.k_scale, *self.v_scale):
-            # A CPU indexes no float8.
-            held = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
-            held.index_copy_(0, targets, held.index_select(0, sources))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentCache:
-    """Paged rows that stand for a token's keys and values of all heads (`nn.MLA`): per layer one [P, S, W] tensor."""
-
-    rows: tuple[Tensor, ...]
-
-    @classmethod
-    def zeros(
-        cls, *, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device | str
-    ) -> "LatentCache":
-        """An empty cache, one allocation. Zeroed: a kernel may read past a sequence's end, where a NaN would spread."""
-        return cls(rows=torch.zeros(layers, pages, page_size, width, dtype=dtype, device=device).unbind())
-
-    @property
-    def layers(self) -> Iterator[tuple[Tensor, ...]]:
-        """What each layer is called with."""
-        return ((rows,) for rows in self.rows)
-
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, all layers. sources and targets: [N] int64; a page may be a source twice, a target once."""
-        for cache in self.rows:
-            cache.index_copy_(0, targets, cache.index_select(0, sources))
+    positions: Tensor
+    cu_q: Tensor
+    max_q_len: int

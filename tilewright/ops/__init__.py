@@ -6,16 +6,17 @@ from tilewright.kernels.attention.backward.backward import attention_backward_op
 from tilewright.kernels.attention.biased import biased_attention_op
 from tilewright.kernels.attention.fp8.attention import scaled_attention_op
 from tilewright.kernels.attention.fp8.quantize_kv import quantize_keys_values_op
-from tilewright.kernels.attention.mla.attention import mla_attention, mla_attention_op
-from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write, mla_rope_write_op
-from tilewright.kernels.attention.paged.attention import paged_attention, paged_attention_op
-from tilewright.kernels.attention.paged.cache_write import kv_cache_write, kv_cache_write_op
-from tilewright.kernels.attention.paged.checks import check_paged
-from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write, rope_kv_write_op
+from tilewright.kernels.attention.mla.attention import mla_attention_op
+from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write_op
+from tilewright.kernels.attention.paged.attention import paged_attention_op
+from tilewright.kernels.attention.paged.cache_write import kv_cache_write_op
+from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write_op
 from tilewright.kernels.conv.conv import conv_op
 from tilewright.kernels.conv.int8 import conv_codes, conv_codes_op
 from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.dedup.band_keys import band_keys, band_keys_op
+from tilewright.kernels.dedup.minhash import minhash, minhash_op
 from tilewright.kernels.elementwise.activation import activation_op
 from tilewright.kernels.elementwise.activation_backward import activation_backward_op
 from tilewright.kernels.elementwise.dropout import dropout_op
@@ -41,6 +42,10 @@ from tilewright.kernels.norm.channel.sums_and_affine import channel_affine_op, c
 from tilewright.kernels.norm.layer_norm import layer_norm_op
 from tilewright.kernels.norm.layer_norm_stats import layer_norm_stats_op
 from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
+from tilewright.kernels.optimizer.adamw import adamw_op
+from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op
+from tilewright.kernels.optimizer.grad_norm import clip_scale_op, grad_squares_op
+from tilewright.kernels.optimizer.sgd import momentum_op, sgd_op
 from tilewright.kernels.quantize.fused import (
     add_rms_norm_quantize,
     add_rms_norm_quantize_op,
@@ -56,8 +61,9 @@ from tilewright.kernels.quantize.per_row import quantize_rows, quantize_rows_op
 from tilewright.kernels.quantize.per_tensor import quantize_static, quantize_static_op, quantize_tensor, quantize_tensor_op
 from tilewright.kernels.reduce.reduction import reduce_max_op, reduce_sum_op
 from tilewright.kernels.sampling.edit_logits import edit_logits, edit_logits_op
+from tilewright.kernels.sampling.mask_logits import mask_logits, mask_logits_op
 from tilewright.kernels.sampling.sample import sample, sample_op
-from tilewright.kernels.sampling.token_logprobs import token_logprobs, token_logprobs_op
+from tilewright.kernels.sampling.token_logprobs import token_logprobs, token_logprobs_op, top_logprobs, top_logprobs_op
 from tilewright.kernels.softmax.backward import log_softmax_backward_op, softmax_backward_op
 from tilewright.kernels.softmax.cross_entropy import (
     cross_entropy_gradient_in_place_op,
@@ -87,6 +93,14 @@ from tilewright.ops.embedding import embedding, embedding_bag
 from tilewright.ops.linear import linear, linear_codes
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tilewright.ops.paged import (
+    check_paged,
+    kv_cache_write,
+    mla_attention,
+    mla_rope_write,
+    paged_attention,
+    rope_kv_write,
+)
 from tilewright.ops.permute import permute, transpose
 from tilewright.ops.pointwise import activation, dropout, gated_mul, gelu_mul, glu, rope, silu_mul
 from tilewright.ops.pooling import adaptive_avg_pool, adaptive_max_pool, avg_pool, max_pool
@@ -106,6 +120,7 @@ __all__ = [
     "argmax",
     "attention",
     "avg_pool",
+    "band_keys",
     "batch_norm",
     "block_scaled_linear",
     "cast_linear",
@@ -135,10 +150,12 @@ __all__ = [
     "linear_codes",
     "linear_cross_entropy",
     "log_softmax",
+    "mask_logits",
     "matmul",
     "max",
     "max_pool",
     "mean",
+    "minhash",
     "mixed_linear",
     "mla_attention",
     "mla_rope_write",
@@ -163,6 +180,7 @@ __all__ = [
     "softmax",
     "sum",
     "token_logprobs",
+    "top_logprobs",
     "transpose",
     "upsample",
 ]

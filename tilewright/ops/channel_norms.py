@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.kernels.conv.problem import ACTIVATIONS
+from tilewright.kernels.conv.checks import ACTIVATIONS
 from tilewright.kernels.launch.autograd import dense, laid_like, wants_gradient
 from tilewright.kernels.launch.replay import Held, Prepared, call_key, in_place
 from tilewright.kernels.norm.channel import batch_statistics

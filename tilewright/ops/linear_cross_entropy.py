@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewright.kernels.elementwise.scale_in_place import scale_in_place_op
-from tilewright.kernels.gemm.accumulate import add_product
-from tilewright.kernels.gemm.linear import matmul
+from tilewright.kernels.gemm.linear import add_product, matmul
 from tilewright.kernels.launch.autograd import wants_gradient
 from tilewright.kernels.softmax.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_op
 from tilewright.ops.cross_entropy import LossOptions, check_targets, loss_options, rows_factor, rows_weights

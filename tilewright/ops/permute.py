@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.kernels.launch.autograd import wants_gradient
-from tilewright.kernels.layout.permute import permute_op
-from tilewright.kernels.layout.problem import form_of
+from tilewright.kernels.layout.permute import form_of, permute_op
 
 __all__ = ["permute", "transpose"]
 

@@ -17,10 +17,11 @@ from tilewright.kernels.elementwise.activation_backward import activation_backwa
 from tilewright.kernels.elementwise.dropout import dropout as _drop
 from tilewright.kernels.elementwise.glu_backward import gated_backward_op
 from tilewright.kernels.elementwise.rope import rope as _rotate
+from tilewright.kernels.elementwise.rope import rope_frequencies, rope_table
 from tilewright.kernels.launch.autograd import wants_gradient
 from tilewright.kernels.launch.shapes import rows_ready
 
-__all__ = ["activation", "dropout", "gated_mul", "gelu_mul", "glu", "rope", "silu_mul"]
+__all__ = ["activation", "dropout", "gated_mul", "gelu_mul", "glu", "rope", "rope_frequencies", "rope_table", "silu_mul"]
 
 
 # ---- activations

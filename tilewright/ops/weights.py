@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewright.formats import Quantized, dequantize, encode
-from tilewright.kernels.gemm.weight_only.int4_layout import prepare, restore
+from tilewright.kernels.device.quantize import padded_width
+from tilewright.kernels.gemm.weight_only.linear import prepare, restore
 from tilewright.kernels.quantize.mx_to_block import fold_mx, fold_mx_weight
-from tilewright.kernels.quantize.per_row import padded_width
 
 __all__ = [
     "WEIGHT_FORMATS",

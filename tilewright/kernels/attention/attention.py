@@ -60,13 +60,13 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.checks import check_bends, check_lengths, check_operands, scale_of, window_bounds
+from tilewright.kernels.attention.inputs import dense_attention_arguments
 from tilewright.kernels.attention.problem import Problem, empty_outputs, lengths_of, pairs_seen, problem_of
 from tilewright.kernels.attention.reference import Bends, attend, sequences
 from tilewright.kernels.attention.sdpa import VENDOR
 from tilewright.kernels.attention.short import SHORT
 from tilewright.kernels.attention.sm90 import SM90, SM90_INVARIANT
 from tilewright.kernels.attention.tile import TRITON
-from tilewright.kernels.inputs.common import dense_attention_arguments
 from tilewright.op import Example, Inputs, Op
 
 __all__ = ["attention", "attention_op"]
@@ -212,7 +212,7 @@ def _vendor_up_to(problem: Problem) -> int:
 
 def _first(device: Device, problem: Problem) -> str | None:
     """The vendor's library where it was measured to be no slower than sm90."""
-    return "vendor" if device.arch == 90 and problem.max_k <= _vendor_up_to(problem) else None
+    return "vendor" if device.is_hopper and problem.max_k <= _vendor_up_to(problem) else None
 
 
 attention_op = Op(

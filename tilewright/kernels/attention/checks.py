@@ -6,9 +6,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
+from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM, side_by_side
 
-__all__ = ["check_bends", "check_lengths", "check_operands", "scale_of", "window_bounds"]
+__all__ = [
+    "DTYPES",
+    "LARGEST_HEAD_DIM",
+    "check_bends",
+    "check_lengths",
+    "check_operands",
+    "scale_of",
+    "side_by_side",
+    "window_bounds",
+]
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:

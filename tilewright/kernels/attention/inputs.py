@@ -1,4 +1,4 @@
-"""Arguments of `biased_attention` from dimensions."""
+"""Example arguments of `attention` and `biased_attention` from dimensions: the `Op.make` of each."""
 
 import math
 from typing import Any
@@ -7,7 +7,11 @@ import torch
 
 from tilewright.op import Inputs
 
-__all__ = ["biased_attention_arguments"]
+__all__ = ["biased_attention_arguments", "dense_attention_arguments"]
+
+Args = tuple[Any, ...]
+
+_BF16 = torch.bfloat16
 
 
 def biased_attention_arguments(
@@ -30,3 +34,27 @@ def biased_attention_arguments(
     k, v = (inputs.randn(B, KV, G or H, width, dtype=dtype) for width in (D, V or D))
     given = inputs.randn(*shapes[bias], dtype=dtype)
     return q, k, v, given > -0.5 if mask else given, D**-0.5, -math.inf, False
+
+
+def dense_attention_arguments(
+    inputs: Inputs, *, B: int, KV: int, Q: int | None = None, H: int = 32, G: int = 8, D: int = 128, V: int | None = None,
+    causal: bool = False, packed: bool = False, lse: bool = False, window: int | None = None, prefix: int = 0,
+    sinks: bool = False, alibi: bool = False, dtype: torch.dtype = _BF16,
+) -> Args:  # fmt: skip
+    """B sequences of KV keys and Q queries (KV of them unless given), in a row; `packed`: with cumulative lengths.
+
+    V: of the values' heads, D unless given. window: a query sees its own key and window - 1 before it, and behind it unless
+    causal. prefix: keys that every query sees.
+    """
+    queries = KV if Q is None else Q
+    q = inputs.randn(B, queries, H, D, dtype=dtype)
+    k, v = (inputs.randn(B, KV, G, width, dtype=dtype) for width in (D, V or D))
+    cu_q = cu_k = None
+    if packed:
+        cu_q, cu_k = (inputs.tensor([i * rows for i in range(B + 1)], torch.int32) for rows in (queries, KV))
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    left = None if window is None else window - 1
+    sink = inputs.randn(H, dtype=dtype) if sinks else None
+    slopes = inputs.tensor([2.0 ** (-8.0 * (i + 1) / H) for i in range(H)], torch.float32) if alibi else None
+    right = None if causal else left
+    return q, k, v, cu_q, cu_k, queries, KV, D**-0.5, causal, lse, left, right, prefix, None, None, sink, slopes

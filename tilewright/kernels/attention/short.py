@@ -36,8 +36,6 @@ _REGISTERS = 168
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype.itemsize != 2:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if problem.head_dim not in (32, 64) or problem.value_dim != problem.head_dim:
@@ -124,4 +122,4 @@ def _launch(
     return out, lse
 
 
-SHORT = Impl(name="short", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse)
+SHORT = Impl(name="short", launch=_launch, space=SPACE, written_for=90, refuse=_refuse)

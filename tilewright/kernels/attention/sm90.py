@@ -34,8 +34,6 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _refuse_any_layout(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in _DTYPES:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if (problem.head_dim, problem.value_dim) not in HEAD_DIMS:
@@ -208,12 +206,12 @@ def _refuse_invariant(device: Device, problem: Problem) -> str | None:
     return _refuse_any_layout(device, problem) if scope().invariant else _refuse(device, problem)
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
 SM90_INVARIANT = Impl(
     name="sm90_invariant",
     launch=_launch_any_layout,
     space=Space(default=lambda device, problem: _config(problem, long=True), axes={}),
-    min_arch=90,
+    written_for=90,
     refuse=_refuse_invariant,
     batch_invariant=True,
     interpretable=False,

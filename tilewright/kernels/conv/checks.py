@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewright.kernels.conv.problem import ACTIVATIONS, output_size
 
 __all__ = [
+    "ACTIVATIONS",
     "DTYPES",
     "PADDING_MODES",
     "Int",

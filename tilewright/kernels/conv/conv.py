@@ -24,6 +24,7 @@ Not supported: gradients (ops.conv2d has them, by ops of their own), float64, sc
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +35,16 @@ from tilewright.kernels.conv.cudnn import VENDOR
 from tilewright.kernels.conv.depthwise import DEPTHWISE
 from tilewright.kernels.conv.implicit_gemm import FEW, TRITON
 from tilewright.kernels.conv.inputs import conv_arguments
+from tilewright.kernels.conv.plan import Plan
 from tilewright.kernels.conv.problem import Problem, problem_of, sizes_of
-from tilewright.kernels.conv.reference import reference
+from tilewright.kernels.conv.reference import convolved, reference
 from tilewright.kernels.conv.sm90 import SM90
 from tilewright.kernels.conv.sm90_grouped import NARROW
 from tilewright.kernels.gemm.linear import linear_op
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config
 
-__all__ = ["conv_op"]
+__all__ = ["conv_op", "convolved"]
 
 # ---- cost
 
@@ -103,6 +105,23 @@ def _launch_linear(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
+def _plan_linear(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, *_: Any
+) -> Plan:  # fmt: skip
+    """1 x 1: what `linear` has chosen for the pixels [N S, C]."""
+    pixels, (o, c), shape = x.numel() // x.shape[-1], (weight.shape[0], x.shape[-1]), (*x.shape[:-1], weight.shape[0])
+    order = (0, x.dim() - 1, *range(1, x.dim() - 1))
+    rows = None if residual is None else residual.view(pixels, o)
+    impl, config = linear_op.chosen(x.view(pixels, c), weight.view(o, c), bias, activation, rows)[:2]
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        rows = None if residual is None else residual.as_strided((pixels, o), (o, 1))
+        y = impl.launch(config, x.as_strided((pixels, c), (c, 1)), weight.as_strided((o, c), (c, 1)), bias, activation, rows)
+        return y.view(shape).permute(order)
+
+    return call
+
+
 # ---- op
 
 
@@ -111,11 +130,11 @@ def _first(device: Device, problem: Problem) -> str | None:
 
     Not where a strided filter leaves fewer tiles than there are SMs (0.8), nor for 1 x 1 with stride 1, a matrix product.
     """
-    if device.arch != 90 or problem.dtype.itemsize != 2 or problem.empty:
+    if not device.is_hopper or problem.dtype.itemsize != 2 or problem.empty:
         return None
     if problem.groups > 1:
         # ResNeXt-50 32x4d, 32 images: 26.4 us, cuDNN 50.1, at 128 channels of 56 x 56; 9.7, 10.6, at 1024 of 7 x 7.
-        return "narrow" if NARROW.refuse(device, problem) is None else None
+        return "narrow" if NARROW.refusal(device, problem) is None else None
     summed = problem.taps * problem.c
     small = problem.pixels * problem.o <= 64 * 64 * device.sms
     if small and summed >= 256:
@@ -146,7 +165,7 @@ conv_op = Op(
     rows_in_problem=True,
     impls=(
         # `linear` may take cuBLAS, which rounds before our epilogue.
-        Impl(name="linear", launch=_launch_linear, refuse=_refuse_linear, extra_roundings=1),
+        Impl(name="linear", launch=_launch_linear, refuse=_refuse_linear, plan=_plan_linear, extra_roundings=1),
         DEPTHWISE,
         VENDOR,
         SM90,

@@ -8,7 +8,6 @@ With a relu at the end cuDNN runs bias, residual and activation in its epilogue.
 residual and activation, each of which rounds again.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,12 +16,14 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.tf32 import allow_again, forbid_tf32
-from tilewright.kernels.conv.problem import Problem, activated
+from tilewright.kernels.conv.plan import Plan
+from tilewright.kernels.conv.problem import Problem
 from tilewright.kernels.conv.reference import convolved, plain_padding
+from tilewright.kernels.device.activations import activated
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["VENDOR", "cudnn_choosing", "takes_padding", "vendor_again"]
+__all__ = ["VENDOR", "cudnn_choosing", "takes_padding"]
 
 _FLAGS: tuple[tuple[Any, Any], ...] = (
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
@@ -106,11 +107,11 @@ def _with_relu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
     return y.movedim(1, -1).contiguous()
 
 
-def vendor_again(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+def _plan(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
     dtype: torch.dtype,
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None:  # fmt: skip
+) -> Plan | None:  # fmt: skip
     """The same convolution of torch's own shapes, channels dense: one call of torch. None where it takes more than one."""
     window = (tuple(stride), tuple(padding), tuple(dilation))
     fused = activation == "relu" and x.dim() == 4
@@ -131,4 +132,4 @@ def vendor_again(
     return call
 
 
-VENDOR = Impl(name="vendor", launch=_launch, refuse=_refuse, interpretable=False, extra_roundings=2)
+VENDOR = Impl(name="vendor", library=True, launch=_launch, plan=_plan, refuse=_refuse, interpretable=False, extra_roundings=2)

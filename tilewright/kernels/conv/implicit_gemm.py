@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
+from tilewright.kernels.conv.plan import plan_of
 from tilewright.kernels.conv.problem import Problem, empty_output, finish_pixels, sizes_of
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.tile import grouped
@@ -438,5 +439,5 @@ def _few_config(config: Config) -> Config:
     return {"BLOCK_M": 64, "num_warps": 4, "num_stages": 6 if config["BLOCK_N"] == 32 else 4, **config}
 
 
-TRITON = Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse)
-FEW = Impl(name="few", launch=_launch_few, space=FEW_SPACE, refuse=_refuse_few)
+TRITON = Impl(name="triton", launch=_launch, space=SPACE, plan=plan_of(launched), refuse=_refuse)
+FEW = Impl(name="few", launch=_launch_few, space=FEW_SPACE, plan=plan_of(launched), refuse=_refuse_few)

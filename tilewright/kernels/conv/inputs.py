@@ -1,4 +1,4 @@
-"""Arguments of the convolutions from dimensions, as in `inputs/common.py`."""
+"""Example arguments of the convolutions from dimensions: the `Op.make` of each."""
 
 # N images, C channels, O output channels, H = height and width (depth, length) of x, K of the filter, S stride, P padding
 
@@ -11,14 +11,7 @@ from torch import Tensor
 from tilewright.kernels.conv.problem import output_size
 from tilewright.op import Inputs
 
-__all__ = [
-    "batch_norm_backward_arguments",
-    "batch_statistics_arguments",
-    "conv_arguments",
-    "conv_transpose_arguments",
-    "conv_weight_gradient_arguments",
-    "normalize_channels_arguments",
-]
+__all__ = ["conv_arguments", "conv_codes_arguments", "conv_transpose_arguments", "conv_weight_gradient_arguments"]
 
 
 def _scales(inputs: Inputs, n: int, spread: float) -> Tensor:
@@ -104,31 +97,28 @@ def conv_weight_gradient_arguments(
     return dy, inputs.randn(N, *(H,) * dims, C, dtype=dtype), stride, padding, spread, groups, [K] * dims
 
 
-def normalize_channels_arguments(
-    inputs: Inputs, *, M: int, N: int, B: int = 2, dtype: torch.dtype = torch.float16, first: bool = False,
-    residual: bool = False, activation: str = "none",
+def conv_codes_arguments(
+    inputs: Inputs, *, N: int, C: int, H: int, O: int, K: int = 3, S: int = 1, P: int | None = None, groups: int = 1,
+    dims: int = 2, bias: bool = False, residual: bool = False, activation: str = "none", dtype: torch.dtype = torch.int8,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """x of B images, M places, N channels, which are dense, or with `first` the places are; float32 vectors."""
+    """x [N, H, H, C] and weight [O, K, K, C / groups] of codes, scaled such that the result is some 30 of 127 codes.
 
-    def image() -> Tensor:
-        return inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype)
-
-    x, mean, spread, weight, bias = image(), *(inputs.randn(N) for _ in range(4))
-    return x, mean, spread.square() + 0.5, weight, bias, image() if residual else None, 1e-5, activation
-
-
-def batch_statistics_arguments(
-    inputs: Inputs, *, M: int, N: int, B: int = 1, dtype: torch.dtype = torch.float16, first: bool = False
-) -> tuple[Any, ...]:
-    """x of B images with M places and N channels, dense along the channels, or with `first` the places; running statistics."""
-    x = inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype)
-    return x, inputs.randn(N), inputs.randn(N).square() + 0.5, 0.1
-
-
-def batch_norm_backward_arguments(
-    inputs: Inputs, *, M: int, N: int, B: int = 1, dtype: torch.dtype = torch.float16, first: bool = False, relu: bool = True
-) -> tuple[Any, ...]:
-    """dy and x of such a batch, with `relu` y behind one; statistics and a weight."""
-    dy, x, y = (inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype) for _ in range(3))
-    mean, variance, weight = inputs.randn(N) / 4, inputs.randn(N).square() + 0.5, inputs.randn(N)
-    return dy, x, y.relu() if relu else None, mean, variance, weight, 1e-5
+    Raises:
+        ValueError: channels do not divide into groups, or there is no output.
+    """
+    if groups < 1 or C % groups or O % groups:
+        raise ValueError(f"conv_codes: C={C} and O={O} must be multiples of groups={groups}")
+    pad = K // 2 if P is None else P
+    size = output_size(H, K, S, pad, pad, 1)
+    if size < 1:
+        raise ValueError(f"conv_codes: H={H} K={K} S={S} P={pad} leave no output")
+    summed = C // groups * K**dims
+    x = inputs.randint(-127, 128, N, *(H,) * dims, C, dtype=dtype)
+    weight = inputs.randint(-127, 128, O, *(K,) * dims, C // groups, dtype=dtype)
+    return (
+        x, weight,
+        inputs.randn(O) if bias else None,
+        inputs.randint(-3, 4, N, *(size,) * dims, O, dtype=dtype) if residual else None,
+        activation, [S] * dims, [pad] * dims, [1] * dims, groups, [size] * dims,
+        inputs.randn(O).abs().add(0.5).div(5329.0 * math.sqrt(summed)), inputs.randn(N).abs().add(30.0),
+    )  # fmt: skip

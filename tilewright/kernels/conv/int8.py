@@ -25,10 +25,11 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.conv.checks import Int, Padding, window_of
 from tilewright.kernels.conv.implicit_gemm import TRITON
-from tilewright.kernels.conv.inputs_int8 import conv_codes_arguments
-from tilewright.kernels.conv.problem import ACTIVATIONS, Problem, activated, problem_of, sizes_of
+from tilewright.kernels.conv.inputs import conv_codes_arguments
+from tilewright.kernels.conv.problem import ACTIVATIONS, Problem, problem_of, sizes_of
 from tilewright.kernels.conv.reference import convolved
 from tilewright.kernels.conv.sm90 import SM90
+from tilewright.kernels.device.activations import activated
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -137,7 +138,7 @@ conv_codes_op = Op(
     rows_in_problem=True,
     codes_may_move=True,
     impls=(
-        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, min_arch=90, refuse=SM90.refuse, interpretable=False),
+        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=SM90.refuse, interpretable=False),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=TRITON.refuse),
     ),
 )

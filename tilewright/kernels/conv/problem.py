@@ -10,26 +10,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.kernels.gemm.problem import activate
+from tilewright.kernels.device.activations import activate
 from tilewright.kernels.launch.replay import Held
 from tilewright.kernels.launch.shapes import next_pow2
 
-__all__ = [
-    "ACTIVATIONS",
-    "Problem",
-    "Sizes",
-    "activated",
-    "empty_output",
-    "finish_pixels",
-    "output_size",
-    "problem_of",
-    "sizes_of",
-]
+__all__ = ["ACTIVATIONS", "Problem", "Sizes", "empty_output", "finish_pixels", "output_size", "problem_of", "sizes_of"]
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
@@ -173,20 +162,6 @@ def problem_of(
 def empty_output(x: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory for the result, [N, *size, O]."""
     return torch.empty((x.shape[0], *size, weight.shape[0]), dtype=dtype, device=x.device)
-
-
-def activated(y: Tensor, activation: str) -> Tensor:
-    """The activation of a tensor, in its dtype."""
-    match activation:
-        case "relu":
-            return F.relu(y)
-        case "gelu":
-            return F.gelu(y)
-        case "gelu_tanh":
-            return F.gelu(y, approximate="tanh")
-        case "silu":
-            return F.silu(y)
-    return y
 
 
 # ---- shared Triton code

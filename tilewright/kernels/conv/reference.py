@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.kernels.conv.problem import activated
+from tilewright.kernels.device.activations import activated
 
 __all__ = ["convolved", "plain_padding", "reference"]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.device import Device
+from tilewright.kernels.conv.plan import plan_of
 from tilewright.kernels.conv.problem import Problem, empty_output, sizes_of
 from tilewright.kernels.conv.sm90_im2col import (
     AXES,
@@ -117,4 +118,6 @@ def _launch(
     return y
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(
+    name="sm90", launch=_launch, space=SPACE, plan=plan_of(launched), written_for=90, refuse=_refuse, interpretable=False
+)

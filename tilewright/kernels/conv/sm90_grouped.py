@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.conv.plan import plan_of
 from tilewright.kernels.conv.problem import Problem, Three, empty_output, sizes_of
 from tilewright.kernels.conv.sm90_im2col import Again, fetched_box, refuse_boxes
 from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
@@ -384,4 +385,6 @@ def _launch(
     return y
 
 
-NARROW = Impl(name="narrow", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+NARROW = Impl(
+    name="narrow", launch=_launch, space=SPACE, plan=plan_of(launched), written_for=90, refuse=_refuse, interpretable=False
+)

@@ -46,8 +46,6 @@ def refuse_boxes(
     device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 ) -> str | None:
     """What no form that reads boxes of pixels on sm_90 takes."""
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in dtypes:
         return f"does not take {problem.dtype}"
     if problem.empty:

@@ -26,27 +26,15 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.activations import gelu_tanh, normal_cdf, sigmoid, silu, tanh
 from tilewright.kernels.device.contiguous import dense, load_flat, store_flat
-from tilewright.kernels.device.normal import A1, A2, A3, A4, A5, RATE
-from tilewright.kernels.elementwise.glu import gelu_tanh, silu
 from tilewright.kernels.elementwise.inputs import activation_arguments
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = [
-    "FLAT_SPACE",
-    "KINDS",
-    "FlatProblem",
-    "activation",
-    "activation_op",
-    "check",
-    "float32_at_most",
-    "normal_cdf",
-    "sigmoid",
-    "tanh",
-]
+__all__ = ["FLAT_SPACE", "KINDS", "FlatProblem", "activation", "activation_op", "check", "float32_at_most"]
 
 KINDS = ("elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish", "relu", "sigmoid", "silu", "tanh")
 
@@ -125,37 +113,6 @@ EXAMPLES = (
 )
 
 # ---- kernel
-
-
-@triton.jit
-def sigmoid(x):
-    """The logistic function of float32."""
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def tanh(x):
-    """tanh of float32, within 2 ulps: a polynomial below 0.625 (Moshier, Cephes, tanhf), the exponential above."""
-    z = x * x
-    series = -5.70498872745e-3 * z + 2.06390887954e-2
-    series = (series * z - 5.37397155531e-2) * z + 1.33314422036e-1
-    series = (series * z - 3.33332819422e-1) * z * x + x
-    magnitude = tl.abs(x)
-    far = 1.0 - 2.0 / (tl.exp(2.0 * magnitude) + 1.0)
-    return tl.where(magnitude < 0.625, series, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def normal_cdf(x):
-    """(Phi(x), exp(-x^2 / 2)) of float32: Phi within 3e-7, and what is far below 0 keeps three digits, where 1 + erf has none.
-
-    As device/normal.py has it: a third of the instructions of tl.erf, whose gelu was 0.95 of torch's on an H100 (its gradient
-    0.90) where all else ran at the speed of a copy.
-    """
-    bell = tl.exp(-0.5 * x * x)
-    t = 1.0 / (1.0 + RATE * tl.abs(x))
-    tail = ((((A5 * t + A4) * t + A3) * t + A2) * t + A1) * t * bell
-    return tl.where(x < 0, tail, 1.0 - tail), bell
 
 
 @triton.jit

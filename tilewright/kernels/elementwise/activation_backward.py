@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.activations import normal_cdf, sigmoid, tanh
 from tilewright.kernels.device.contiguous import load_flat, store_flat
 from tilewright.kernels.elementwise.activation import EXAMPLES as FORWARD_EXAMPLES
-from tilewright.kernels.elementwise.activation import FLAT_SPACE, FlatProblem, float32_at_most, normal_cdf, sigmoid, tanh
+from tilewright.kernels.elementwise.activation import FLAT_SPACE, FlatProblem, float32_at_most
 from tilewright.kernels.elementwise.inputs import activation_backward_arguments
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div

@@ -22,25 +22,14 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.activations import gelu, gelu_tanh, silu
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.elementwise.inputs import gated_mul_arguments
-from tilewright.kernels.inputs.common import gated_arguments, gelu_arguments
+from tilewright.kernels.elementwise.inputs import gated_arguments, gated_mul_arguments, gelu_arguments
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = [
-    "GATES",
-    "gated_mul",
-    "gated_mul_op",
-    "gelu",
-    "gelu_mul",
-    "gelu_mul_op",
-    "gelu_tanh",
-    "silu",
-    "silu_mul",
-    "silu_mul_op",
-]
+__all__ = ["GATES", "gated_mul", "gated_mul_op", "gelu_mul", "gelu_mul_op", "silu_mul", "silu_mul_op"]
 
 GATES = ("relu", "sigmoid")
 """What `gated_mul` knows; silu and gelu have ops of their own, with which products and quantisers are fused."""
@@ -152,24 +141,6 @@ GATED_EXAMPLES = tuple(
 )
 
 # ---- kernel
-
-
-@triton.jit
-def silu(x):
-    """x * sigmoid(x) of float32."""
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def gelu(x):
-    """x * Phi(x) of float32."""
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
-def gelu_tanh(x):
-    """The tanh form of GELU, of float32: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
-    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit(do_not_specialize=["n_rows", "gate_row_stride", "up_row_stride"])

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.activations import gelu, gelu_tanh, sigmoid, silu
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.elementwise.activation import sigmoid
 from tilewright.kernels.elementwise.activation_backward import gelu_slope, gelu_tanh_slope, silu_slope
-from tilewright.kernels.elementwise.glu import SPACE, Problem, gelu, gelu_tanh, silu
+from tilewright.kernels.elementwise.glu import SPACE, Problem
 from tilewright.kernels.elementwise.inputs import gated_backward_arguments
 from tilewright.kernels.launch.shapes import next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op

@@ -1,8 +1,6 @@
 """Arguments of the elementwise ops from dimensions: the `Op.make` of activations, gates, dropout and their gradients.
 
-As in kernels/inputs/common.py: random data, never zeros, and nothing is allocated on "meta".
-
-    # M rows, N columns
+# M rows, N columns
 """
 
 from typing import Any
@@ -15,8 +13,12 @@ __all__ = [
     "activation_arguments",
     "activation_backward_arguments",
     "dropout_arguments",
+    "gated_arguments",
     "gated_backward_arguments",
     "gated_mul_arguments",
+    "gelu_arguments",
+    "rope_arguments",
+    "scale_in_place_arguments",
 ]
 
 _BF16 = torch.bfloat16
@@ -47,3 +49,27 @@ def gated_backward_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dty
 def dropout_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, p: str = "0.5") -> Args:
     """x [M, N], a seed and an offset, and the share of elements that become zero, in words ("0.1")."""
     return inputs.randn(M, N, dtype=dtype), inputs.randint(1, 1 << 40, 2), float(p)
+
+
+def gated_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16) -> Args:
+    """gate and up [M, N], the halves of one [M, 2 N] as a merged projection gives them."""
+    both = inputs.randn(M, 2 * N, dtype=dtype)
+    return both[:, :N], both[:, N:]
+
+
+def gelu_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, approximate: bool = False) -> Args:
+    """The same, and which GELU."""
+    return *gated_arguments(inputs, M=M, N=N, dtype=dtype), approximate
+
+
+def rope_arguments(
+    inputs: Inputs, *, T: int, H: int = 32, G: int = 8, D: int = 128, dtype: torch.dtype = _BF16, interleaved: bool = False
+) -> Args:
+    """q [T, H, D], k [T, G, D], positions [T], cos_sin [T, 2, D / 2]."""
+    q, k = (inputs.randn(T, heads, D, dtype=dtype) for heads in (H, G))
+    return q, k, inputs.randint(0, max(T, 1), T), inputs.randn(max(T, 1), 2, D // 2), interleaved
+
+
+def scale_in_place_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16) -> Args:
+    """x [M, N] and a factor that is not 1."""
+    return inputs.randn(M, N, dtype=dtype), inputs.tensor(0.5, torch.float32)

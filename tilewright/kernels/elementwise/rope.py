@@ -27,7 +27,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import rope_arguments
+from tilewright.kernels.elementwise.inputs import rope_arguments
 from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.inputs.training import scale_in_place_arguments
+from tilewright.kernels.elementwise.inputs import scale_in_place_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

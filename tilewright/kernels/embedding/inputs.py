@@ -1,8 +1,6 @@
 """Arguments of embedding_bag and of the embedding's gradient from dimensions.
 
-As in kernels/inputs/common.py: random data, never zeros, and nothing is allocated on "meta".
-
-    # M ids, N columns of the table, B bags, V rows of the table
+# M ids, N columns of the table, B bags, V rows of the table
 """
 
 from typing import Any

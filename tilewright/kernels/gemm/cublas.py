@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.kernels.elementwise.glu import gelu_mul, silu_mul
-from tilewright.kernels.launch.work import library_activates, vendor_work
+from tilewright.kernels.gemm.work import library_activates, vendor_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
@@ -50,4 +50,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y if residual is None else y.add_(residual)
 
 
-VENDOR = Impl(name="vendor", launch=_launch, interpretable=False, extra_roundings=1, work=vendor_work)
+VENDOR = Impl(name="vendor", library=True, launch=_launch, interpretable=False, extra_roundings=1, work=vendor_work)

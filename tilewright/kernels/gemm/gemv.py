@@ -23,9 +23,9 @@ from tilewright.hw.device import Device
 from tilewright.kernels.gemm.pad_operands import aligned_base, class_count, is_aligned
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.gemm.unaligned_skinny import first_whole
+from tilewright.kernels.gemm.work import gemv_work
 from tilewright.kernels.launch.pdl import launch_options, release
 from tilewright.kernels.launch.shapes import next_pow2
-from tilewright.kernels.launch.work import gemv_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -188,4 +188,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y
 
 
-GEMV = Impl(name="gemv", launch=_launch, space=SPACE, refuse=_refuse, work=gemv_work)
+GEMV = Impl(name="gemv", releases=True, launch=_launch, space=SPACE, refuse=_refuse, work=gemv_work)

@@ -16,20 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.kernels.elementwise.glu import gelu, gelu_tanh, silu
+from tilewright.kernels.device.activations import activate
 from tilewright.kernels.launch.shapes import next_pow2
 
-__all__ = [
-    "ACTIVATIONS",
-    "LARGEST_BUCKET",
-    "Problem",
-    "activate",
-    "buckets",
-    "empty_output",
-    "finish",
-    "problem_of",
-    "weight_rows",
-]
+__all__ = ["ACTIVATIONS", "LARGEST_BUCKET", "Problem", "buckets", "empty_output", "finish", "problem_of", "weight_rows"]
 
 # Name -> (the function, whether it multiplies the second half of the columns).
 ACTIVATIONS = {
@@ -116,22 +106,6 @@ def weight_rows(cols, N, GATED: tl.constexpr):
         return (cols % 2) * (N // 2) + cols // 2
     else:
         return cols
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """An activation of one operand, by its name."""
-    if ACTIVATION == "relu":
-        # Not tl.maximum: a NaN stays a NaN.
-        return tl.where(x < 0, 0.0, x)
-    elif ACTIVATION == "gelu":
-        return gelu(x)
-    elif ACTIVATION == "gelu_tanh":
-        return gelu_tanh(x)
-    elif ACTIVATION == "silu":
-        return silu(x)
-    else:
-        return x
 
 
 @triton.jit

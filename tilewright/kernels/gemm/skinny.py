@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_wait
 from tilewright.hw.device import Device
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
+from tilewright.kernels.gemm.work import skinny_work
 from tilewright.kernels.launch.pdl import launch_options, release
-from tilewright.kernels.launch.work import skinny_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -158,4 +158,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y
 
 
-SKINNY = Impl(name="skinny", launch=_launch, space=SPACE, refuse=_refuse, work=skinny_work)
+SKINNY = Impl(name="skinny", releases=True, launch=_launch, space=SPACE, refuse=_refuse, work=skinny_work)

@@ -36,9 +36,9 @@ from tilewright.kernels.gemm.sm90_configs import (
     shares,
 )
 from tilewright.kernels.gemm.sm90_kernel import sm90_kernel
+from tilewright.kernels.gemm.work import sm90_work
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.pdl import launch_options
-from tilewright.kernels.launch.work import sm90_work
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config
 
@@ -46,8 +46,6 @@ __all__ = ["DTYPES", "SM90", "box_rows", "descriptor", "launch_sm90", "pieces"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype.itemsize != 2:
         return f"does not take {problem.dtype}"
     if problem.batched:
@@ -252,4 +250,4 @@ def launch_sm90(
     return y
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=sm90_work)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, work=sm90_work)

@@ -22,8 +22,8 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
+from tilewright.kernels.gemm.work import tile_work
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.work import tile_work
 from tilewright.op import Impl
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space

@@ -20,7 +20,7 @@ from tilewright.hw.device import Device, device_of
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish
 from tilewright.kernels.gemm.tile import best_tile, grouped
-from tilewright.kernels.launch.work import tma_work
+from tilewright.kernels.gemm.work import tma_work
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from tilewright.kernels.device.normal import A1, A2, A3, A4, A5, RATE
+from tilewright.kernels.device.activations import A1, A2, A3, A4, A5, RATE
 from tilewright.kernels.hopper.primitives import block_barrier, store_box
 
 __all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part", "residual_blocks", "rounded"]
@@ -115,7 +115,7 @@ def _power_of_two(x):
 def _normal_cdf(x):
     """Phi(x) within 3e-7; libdevice's erf goes for float32's last bit, with many more instructions.
 
-    The tail below -|x| as device/normal.py has it.
+    The tail below -|x| as device/activations.py has it.
     """
     t = _reciprocal(1.0 + RATE * gl.abs(x))
     poly = ((((A5 * t + A4) * t + A3) * t + A2) * t + A1) * t

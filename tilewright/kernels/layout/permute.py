@@ -28,13 +28,13 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.inputs.training import permute_arguments
+from tilewright.kernels.layout.inputs import permute_arguments
 from tilewright.kernels.layout.problem import BITS, Problem, form_of, plan_of, problem_of, refuse_form, tile_of
 from tilewright.kernels.layout.unaligned import WORDS
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["permute_op"]
+__all__ = ["form_of", "permute_op"]
 
 # ---- reference
 

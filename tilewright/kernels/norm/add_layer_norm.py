@@ -30,9 +30,9 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
-from tilewright.kernels.launch.work import add_layer_norm_work
 from tilewright.kernels.norm.inputs import add_layer_norm_arguments
 from tilewright.kernels.norm.layer_norm import layer_norm_op
+from tilewright.kernels.norm.work import add_layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

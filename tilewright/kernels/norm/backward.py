@@ -35,13 +35,13 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import two_sums
 from tilewright.kernels.device.partial_sums import column_sums
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.training import layer_norm_backward_arguments, rms_norm_backward_arguments, row_statistics
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.row_space import row_space
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of
 from tilewright.kernels.norm.backward_cooperative import SPLIT_SPACE, refuse_split, split_gradients
 from tilewright.kernels.norm.backward_multi_pass import wide_gradients
 from tilewright.kernels.norm.backward_saved_stats import KEPT_SPACE, kept_gradients, refuse_kept
+from tilewright.kernels.norm.inputs import layer_norm_backward_arguments, rms_norm_backward_arguments, row_statistics
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 

@@ -27,12 +27,12 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import columns, load_block, store_block, wide_refusal
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import layer_norm_arguments
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
-from tilewright.kernels.launch.work import layer_norm_work
 from tilewright.kernels.norm.cooperative import LAYER_SPLIT, split_first
+from tilewright.kernels.norm.inputs import layer_norm_arguments
+from tilewright.kernels.norm.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

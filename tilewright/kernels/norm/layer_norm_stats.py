@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.inputs.common import layer_norm_arguments
 from tilewright.kernels.launch.row_space import row_space
 from tilewright.kernels.launch.shapes import check_last_dim, rows_of, rows_ready
-from tilewright.kernels.launch.work import layer_norm_work
 from tilewright.kernels.norm.cooperative import LAYER_STATS_SPLIT, split_first
+from tilewright.kernels.norm.inputs import layer_norm_arguments
 from tilewright.kernels.norm.layer_norm import EXAMPLES as LAYER_EXAMPLES
 from tilewright.kernels.norm.layer_norm import Problem, default_config, launch_rows
+from tilewright.kernels.norm.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 

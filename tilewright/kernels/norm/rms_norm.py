@@ -24,10 +24,10 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, store_block, wide_refusal
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import add_norm_arguments, norm_arguments
 from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
-from tilewright.kernels.launch.work import add_norm_work, norm_work
 from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
+from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
+from tilewright.kernels.norm.work import add_norm_work, norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

@@ -24,24 +24,16 @@ from torch import Tensor
 from tilewright.formats import FORMATS
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.activations import silu
+from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, padded_width, scales_of
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.elementwise.glu import silu, silu_mul_op
-from tilewright.kernels.inputs.common import add_norm_quantize_arguments, gated_quantize_arguments, norm_quantize_arguments
+from tilewright.kernels.elementwise.glu import silu_mul_op
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
-from tilewright.kernels.quantize.per_row import (
-    ROW_FORMATS,
-    UNFUSED,
-    check_format,
-    encode_tile,
-    magnitude,
-    padded_width,
-    quantize_rows_op,
-    refuse_format,
-    scales_of,
-)
+from tilewright.kernels.quantize.inputs import add_norm_quantize_arguments, gated_quantize_arguments, norm_quantize_arguments
+from tilewright.kernels.quantize.per_row import ROW_FORMATS, check_format, quantize_rows_op, refuse_format
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

@@ -24,21 +24,14 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.conv.inputs_int8 import layer_norm_quantize_arguments
+from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, padded_width, scales_of
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.layer_norm import layer_norm_op
-from tilewright.kernels.quantize.per_row import (
-    UNFUSED,
-    check_format,
-    encode_tile,
-    magnitude,
-    padded_width,
-    quantize_rows_op,
-    scales_of,
-)
+from tilewright.kernels.quantize.inputs import layer_norm_quantize_arguments
+from tilewright.kernels.quantize.per_row import check_format, quantize_rows_op
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

@@ -26,21 +26,13 @@ from torch import Tensor
 
 from tilewright.formats import FORMATS, encode
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import quantize_mx_arguments
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import rows_of, rows_ready
+from tilewright.kernels.quantize.inputs import quantize_mx_arguments
 from tilewright.kernels.quantize.per_block import MX_FORMATS, power_scales_of
-from tilewright.kernels.quantize.per_row import (
-    UNFUSED,
-    check_format,
-    encode_tile,
-    format_example,
-    format_problem,
-    magnitude,
-    matrix_of,
-    refuse_format,
-)
+from tilewright.kernels.quantize.per_row import check_format, format_example, format_problem, matrix_of, refuse_format
 from tilewright.op import Impl, Op
 from tilewright.tune.space import Config, Space
 

@@ -27,43 +27,32 @@ from tilewright.formats import FORMATS, encode
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, store_block
+from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, padded_width, scales_of
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import quantize_rows_arguments
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.quantize.inputs import quantize_rows_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = [
     "ROWS_SPACE",
     "ROW_FORMATS",
-    "UNFUSED",
     "Problem",
     "check_format",
-    "encode_tile",
     "format_example",
     "format_problem",
     "launch_rows",
-    "magnitude",
     "matrix_of",
     "padded_codes",
-    "padded_width",
     "quantize_rows",
     "quantize_rows_op",
     "refuse_format",
-    "scales_of",
 ]
 
 ROW_FORMATS = ("int8", "fp8", "fp8-e5m2")
-# Fusing a product into the addition that rounds it would skip a rounding that the definition has.
-UNFUSED = {"enable_fp_fusion": False}
 
 # ---- reference
-
-
-def padded_width(cols: int) -> int:
-    """Bytes from a row of codes to the next."""
-    return -(-cols // 16) * 16
 
 
 def matrix_of(x: Tensor) -> Tensor:
@@ -185,22 +174,6 @@ _ROWS_EXAMPLES = (
 
 
 @triton.jit
-def magnitude(x):
-    """The bits of |x| as float32: ordered like |x|, above all of them infinity, then NaN. A maximum loses no NaN."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def scales_of(bits, LARGEST: tl.constexpr):
-    """(scale, inverse) of the largest magnitude's bits; for NaN and infinity (NaN, 0)."""
-    finite = bits < 0x7F800000
-    # 2^-100: formats.SMALLEST_AMAX
-    amax = tl.where(finite, tl.maximum(bits, 0x0D800000), 0x3F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(finite, tl.div_rn(amax, LARGEST), float("nan"))
-    return scale, tl.where(finite, tl.div_rn(tl.zeros_like(amax) + LARGEST, amax), 0.0)
-
-
-@triton.jit
 def _scales(bits, given_ptr, GIVEN: tl.constexpr, LARGEST: tl.constexpr):
     """The same, or for rows with finite numbers what is given: (a scale), or (a scale, its inverse)."""
     if GIVEN == 0:
@@ -210,25 +183,6 @@ def _scales(bits, given_ptr, GIVEN: tl.constexpr, LARGEST: tl.constexpr):
         finite = tl.maximum(bits, magnitude(given)) < 0x7F800000
         inverse = tl.load(given_ptr + 1) if GIVEN == 2 else tl.div_rn(1.0, given)
         return tl.where(finite, given, float("nan")), tl.where(finite, inverse, 0.0)
-
-
-@triton.jit
-def encode_tile(x, inverse, dtype: tl.constexpr, zero=None):
-    """The codes of x * inverse; zeros where inverse is 0, whatever x holds. Launch with `enable_fp_fusion=False`.
-
-    zero: int8 only, what the code of 0 is, a whole float32.
-    """
-    y = tl.where(inverse > 0.0, x.to(tl.float32) * inverse, 0.0)
-    if zero is not None:
-        y = tl.minimum(tl.maximum(y, -128.0 - zero), 127.0 - zero)
-        return ((y + 12582912.0).to(tl.int32, bitcast=True) + zero.to(tl.int32)).to(tl.int8)
-    elif dtype == tl.int8:
-        # Beyond the largest only where the scale was given. fp8 conversions saturate by themselves.
-        y = tl.minimum(tl.maximum(y, -127.0), 127.0)
-        # From 2^23 to 2^24 a float32 counts in ones: the addition rounds, ties to even, and leaves the integer in the low bits.
-        return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        return y.to(dtype)
 
 
 @triton.jit

@@ -24,10 +24,11 @@ from torch import Tensor
 from tilewright.formats import FORMATS, encode
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block
+from tilewright.kernels.device.quantize import magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import quantize_static_arguments, quantize_tensor_arguments
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.quantize.inputs import quantize_static_arguments, quantize_tensor_arguments
 from tilewright.kernels.quantize.per_row import (
     ROW_FORMATS,
     ROWS_SPACE,
@@ -36,11 +37,9 @@ from tilewright.kernels.quantize.per_row import (
     format_example,
     format_problem,
     launch_rows,
-    magnitude,
     matrix_of,
     padded_codes,
     refuse_format,
-    scales_of,
 )
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config

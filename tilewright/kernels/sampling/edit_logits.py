@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.inputs.common import edit_logits_arguments
 from tilewright.kernels.launch.shapes import next_pow2, rows_ready
+from tilewright.kernels.sampling.inputs import edit_logits_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

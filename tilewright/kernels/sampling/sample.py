@@ -39,8 +39,8 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.philox import LANES, gumbel, gumbel_reference
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import sample_arguments
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.sampling.inputs import sample_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

@@ -22,10 +22,10 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, store_block
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.training import log_softmax_backward_arguments, softmax_backward_arguments
 from tilewright.kernels.launch.row_space import row_space
 from tilewright.kernels.launch.shapes import next_pow2, rows_of
 from tilewright.kernels.softmax.backward_cooperative import SPLIT_SPACE, gradient, launch_split, refuse_split, term
+from tilewright.kernels.softmax.inputs import log_softmax_backward_arguments, softmax_backward_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 

@@ -35,9 +35,9 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.cooperative_rows import SPLIT_SPACE
 from tilewright.kernels.device.multi_pass_rows import columns, load_block, store_block
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.training import cross_entropy_arguments, cross_entropy_gradient_arguments
 from tilewright.kernels.launch.shapes import rows_of
 from tilewright.kernels.softmax.cross_entropy_cooperative import launch_split, refuse_split, row_ends
+from tilewright.kernels.softmax.inputs import cross_entropy_arguments, cross_entropy_gradient_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

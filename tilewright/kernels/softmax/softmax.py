@@ -25,11 +25,11 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, store_block, wide_refusal
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import softmax_arguments
 from tilewright.kernels.launch.row_space import row_space
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
-from tilewright.kernels.launch.work import softmax_work
 from tilewright.kernels.softmax.cooperative import LOG_SPLIT, SPLIT, split_first
+from tilewright.kernels.softmax.inputs import softmax_arguments
+from tilewright.kernels.softmax.work import softmax_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

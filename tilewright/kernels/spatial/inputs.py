@@ -1,8 +1,6 @@
 """Arguments of pooling, upsampling and their gradients from dimensions: square images, channels last.
 
-As in kernels/inputs/common.py: random data, never zeros, and nothing is allocated on "meta".
-
-    # B images, S their height and width, N channels, K the window's height and width
+# B images, S their height and width, N channels, K the window's height and width
 """
 
 from typing import Any

@@ -35,8 +35,6 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in _DTYPES:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if problem.head_dim not in HEAD_DIMS:
@@ -222,4 +220,4 @@ def _launch(
     return dq, dk, dv, dsinks
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)

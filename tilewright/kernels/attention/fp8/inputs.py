@@ -1,4 +1,4 @@
-"""Arguments of the ops of 8-bit attention from its dimensions, as kernels/inputs/common.py has them for others."""
+"""Example arguments of the ops of 8-bit attention from dimensions: the `Op.make` of each."""
 
 # B sequences, H query heads, G key/value heads, D head dim
 

@@ -36,9 +36,9 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.fp8.inputs import quantize_keys_values_arguments
 from tilewright.kernels.attention.fp8.layout import KEYS, SMALLEST, key_order, padded_rows
+from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import next_pow2
-from tilewright.kernels.quantize.per_row import UNFUSED, encode_tile, magnitude
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

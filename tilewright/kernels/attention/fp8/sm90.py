@@ -25,8 +25,6 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if not problem.coded_values:
         return "takes float8 codes of queries, keys and values (the format fp8)"
     if problem.dtype not in (torch.bfloat16, torch.float16):
@@ -84,4 +82,4 @@ def _launch(
     return out
 
 
-SM90 = Impl(name="sm90", launch=_launch, min_arch=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, written_for=90, refuse=_refuse, interpretable=False)

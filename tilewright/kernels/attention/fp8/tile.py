@@ -17,8 +17,8 @@ from tilewright.hw import env
 from tilewright.hw.device import Device
 from tilewright.kernels.attention.fp8.layout import Problem
 from tilewright.kernels.attention.problem import LOG2_E
+from tilewright.kernels.device.quantize import UNFUSED, encode_tile
 from tilewright.kernels.launch.shapes import next_pow2
-from tilewright.kernels.quantize.per_row import UNFUSED, encode_tile
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 

@@ -29,8 +29,6 @@ _COMBINED_TILES = 0.05  # a range more to combine, of a tile: 64 of 2 tiles are 
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in _DTYPES:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if (problem.rank, problem.rotated) != (_RANK, _ROTATED):
@@ -92,8 +90,8 @@ SPACE = Space(default=_default, axes={"SPLITS": _SPLITS})
 # One walk over all keys, in tiles that are a token's own: its bits depend on nothing else.
 _INVARIANT_SPACE = Space(default=lambda device, problem: {"SPLITS": 1}, axes={})
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
 SM90_INVARIANT = Impl(
-    name="sm90_invariant", launch=_launch, space=_INVARIANT_SPACE, min_arch=90, refuse=_refuse, interpretable=False,
+    name="sm90_invariant", launch=_launch, space=_INVARIANT_SPACE, written_for=90, refuse=_refuse, interpretable=False,
     batch_invariant=True,
 )  # fmt: skip

@@ -46,6 +46,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.checks import at_hand, check_lengths, check_numbers, check_tables
 from tilewright.kernels.attention.paged.configs import (
     CODES,
+    FEW_QUERIES,
     INVARIANT_SPACE,
     VARLEN_SPACE,
     Problem,
@@ -56,18 +57,18 @@ from tilewright.kernels.attention.paged.configs import (
     value_shape,
 )
 from tilewright.kernels.attention.paged.decode_sm90 import SM90
+from tilewright.kernels.attention.paged.inputs import attention_arguments
 from tilewright.kernels.attention.paged.prefill_sm90 import INVARIANT_SM90, VARLEN_SM90
 from tilewright.kernels.attention.paged.split_kv import STREAM
 from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalise, walk
+from tilewright.kernels.attention.paged.work import varlen_work
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import attention_arguments
 from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
-from tilewright.kernels.launch.work import varlen_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
-__all__ = ["paged_attention", "paged_attention_op"]
+__all__ = ["CODES", "FEW_QUERIES", "paged_attention", "paged_attention_op"]
 
 # ---- reference
 

@@ -26,10 +26,10 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.checks import check_slots
 from tilewright.kernels.attention.paged.configs import CODES, misfit, value_shape
+from tilewright.kernels.attention.paged.inputs import kv_write_arguments
+from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import kv_write_arguments
 from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
-from tilewright.kernels.quantize.per_row import UNFUSED, encode_tile, magnitude, scales_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 

@@ -17,9 +17,9 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention.paged.configs import CODES, Problem, room_of, stream_refusal
 from tilewright.kernels.attention.paged.decode_sm90_kernel import paged_sm90_kernel
 from tilewright.kernels.attention.paged.decode_sm90_kernel_8bit import paged_sm90_codes_kernel
+from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.shapes import next_pow2, token_stride
-from tilewright.kernels.launch.work import stream_work
 from tilewright.op import Impl, scope
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space
@@ -38,8 +38,6 @@ def sm90_refusal(device: Device, problem: Problem, block: int, *, coded: bool = 
 
     block: keys of a tile; larger pages are whole tiles. coded: whether caches may be of codes too.
     """
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in _DTYPES or (problem.cache != problem.dtype and not (coded and problem.cache in CODES)):
         caches = "the same or of 8-bit codes" if coded else "the same"
         return f"takes queries of bf16 or fp16 and caches of {caches}, not {problem.dtype} with {problem.cache}"
@@ -151,4 +149,4 @@ SPACE = Space(
 """BOX: tokens that are fetched at once in a sequence's last tile, up to the box with its last token; elsewhere it is a page, or
 64 tokens of one."""
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, work=_work)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, work=_work)

@@ -14,10 +14,10 @@ from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
 from tilewright.kernels.attention.paged.configs import Problem, room_of
 from tilewright.kernels.attention.paged.decode_sm90 import boxes, sm90_refusal
 from tilewright.kernels.attention.paged.prefill_sm90_kernel import paged_varlen_sm90_kernel
+from tilewright.kernels.attention.paged.work import varlen_work
 from tilewright.kernels.attention.problem import LOG2_E, addressable
 from tilewright.kernels.attention.sm90_schedule import SLOT
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.work import varlen_work
 from tilewright.op import Impl, scope
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space
@@ -84,7 +84,7 @@ VARLEN_SM90 = Impl(
     name="varlen_sm90",
     launch=_launch,
     space=Space(default=_default, axes={"OVERLAP": (1, 0)}),
-    min_arch=90,
+    written_for=90,
     refuse=_refuse,
     interpretable=False,
     work=_work,
@@ -93,7 +93,7 @@ INVARIANT_SM90 = Impl(
     name="invariant_sm90",
     launch=_launch,
     space=Space(default=_default, axes={}),
-    min_arch=90,
+    written_for=90,
     refuse=_refuse,
     batch_invariant=True,
     interpretable=False,

@@ -31,10 +31,10 @@ from tilewright.kernels.attention.paged.cache_write import (
     write_reference,
     written_bytes,
 )
+from tilewright.kernels.attention.paged.inputs import rope_write_arguments
+from tilewright.kernels.device.quantize import encode_tile, magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.inputs.common import rope_write_arguments
 from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
-from tilewright.kernels.quantize.per_row import encode_tile, magnitude, scales_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 

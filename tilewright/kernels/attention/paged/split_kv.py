@@ -23,10 +23,10 @@ from torch import Tensor
 from tilewright.hw.device import CARD_OF_ARCH, device_of
 from tilewright.kernels.attention.paged.configs import STREAM_SPACE, codes_of, room_of, stream_refusal
 from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalise, walk
+from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.shapes import next_pow2, token_stride
-from tilewright.kernels.launch.work import stream_work
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config
 

@@ -31,11 +31,12 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.conv.cudnn import cudnn_choosing
 from tilewright.kernels.conv.depthwise import DEPTHWISE
 from tilewright.kernels.conv.inputs import conv_transpose_arguments
-from tilewright.kernels.conv.problem import Problem, activated, problem_of, sizes_of
+from tilewright.kernels.conv.problem import Problem, problem_of, sizes_of
 from tilewright.kernels.conv.reference import plain_padding
 from tilewright.kernels.conv.transpose.implicit_gemm import TRITON, fold_of
 from tilewright.kernels.conv.transpose.sm90 import TRANSPOSE_SM90
 from tilewright.kernels.conv.transpose.sm90_subpixel import PHASES
+from tilewright.kernels.device.activations import activated
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -173,9 +174,9 @@ def _launch_depthwise(
 
 def _first(device: Device, problem: Problem) -> str | None:
     """Where ours go before cuDNN; H100, fp16: 2 x 2 with stride 2 and 256 channels 1.26, 3 x 3 with stride 1 1.25 times."""
-    if device.arch != 90 or problem.dtype.itemsize != 2 or problem.groups > 1:
+    if not device.is_hopper or problem.dtype.itemsize != 2 or problem.groups > 1:
         return None
-    if PHASES.refuse(device, problem) is None:
+    if PHASES.refusal(device, problem) is None:
         # 8 images, 4 x 4, 128 -> 64 channels of 64 x 64: 19.9 us against cuDNN's 34.4; 2 x 2, 512 -> 256 of 16 x 16: 7.8, 13.0.
         return "phases"
     if fold_of(problem) > 1:
@@ -194,7 +195,7 @@ conv_transpose_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(name="depthwise", launch=_launch_depthwise, space=DEPTHWISE_SPACE, refuse=_refuse_depthwise),
-        Impl(name="vendor", launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=2),
+        Impl(name="vendor", library=True, launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=2),
         TRANSPOSE_SM90,
         PHASES,
         TRITON,

@@ -140,4 +140,6 @@ def _launch(
     return y
 
 
-TRANSPOSE_SM90 = Impl(name="sm90", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+TRANSPOSE_SM90 = Impl(
+    name="sm90", launch=_launch, plan=launched, space=SPACE, written_for=90, refuse=_refuse, interpretable=False
+)

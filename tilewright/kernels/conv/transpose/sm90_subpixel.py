@@ -392,4 +392,4 @@ def _launch(
     return y
 
 
-PHASES = Impl(name="phases", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False)
+PHASES = Impl(name="phases", launch=_launch, plan=launched, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)

@@ -328,9 +328,9 @@ def _first(device: Device, problem: Problem) -> str | None:
 
     32 images: 25.3 us, cuDNN 31.8, at 64 channels of 56 x 56; 22.3, 27.2, at 128 of 28 x 28; 23.5, 20.5, at 256 of 14 x 14.
     """
-    if device.arch != 90 or problem.dtype.itemsize != 2 or problem.kernel != (1, 3, 3) or problem.o * problem.c > 128 * 128:
+    if not device.is_hopper or problem.dtype.itemsize != 2 or problem.kernel != (1, 3, 3) or problem.o * problem.c > 128 * 128:
         return None
-    return "sm90" if problem.pixels >= 1 << 15 and WEIGHT_GRADIENT_SM90.refuse(device, problem) is None else None
+    return "sm90" if problem.pixels >= 1 << 15 and WEIGHT_GRADIENT_SM90.refusal(device, problem) is None else None
 
 
 conv_weight_gradient_op = Op(
@@ -345,6 +345,7 @@ conv_weight_gradient_op = Op(
     impls=(
         Impl(
             name="vendor",
+            library=True,
             launch=_launch_vendor,
             refuse=lambda device, problem: None if problem.pixels else "cuDNN has no empty tensors",
             interpretable=False,

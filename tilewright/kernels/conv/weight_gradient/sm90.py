@@ -54,8 +54,6 @@ _SIDE = 64
 
 
 def _refuse(device: Device, problem: Any) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"does not take {problem.dtype}"
     if problem.groups != 1:
@@ -325,4 +323,4 @@ def _first_launch(dy: Tensor, x: Tensor, dw: Tensor, s: Sizes) -> Again:
     return Again(products, sums, parts.numel())
 
 
-WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, min_arch=90, refuse=_refuse, interpretable=False)
+WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, plan=launched, written_for=90, refuse=_refuse, interpretable=False)

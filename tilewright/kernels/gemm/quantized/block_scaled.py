@@ -33,9 +33,9 @@ from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish, weight_rows
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem, best_config, card_of, launch_block_sm90
+from tilewright.kernels.gemm.quantized.inputs import block_scaled_linear_arguments
 from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
 from tilewright.kernels.gemm.tile import grouped
-from tilewright.kernels.inputs.common import block_scaled_linear_arguments
 from tilewright.kernels.launch.pdl import waits
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.op import Example, Impl, Op
@@ -107,8 +107,6 @@ EXAMPLES = (
 
 
 def _refuse_sm90(device: Device, problem: BlockProblem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.block_rows == 1:
         return "takes one scale for 128 rows of the weight, not one for each"
     if not problem.aligned:
@@ -263,10 +261,10 @@ block_scaled_linear_op = Op(
     make=block_scaled_linear_arguments,
     rows_in_problem=True,
     impls=(
-        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, min_arch=90, refuse=_refuse_sm90, interpretable=False),
+        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=_refuse_sm90, interpretable=False),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
         Impl(
-            name="sm90_invariant", launch=_launch_sm90_invariant, min_arch=90, refuse=_refuse_sm90, interpretable=False,
+            name="sm90_invariant", launch=_launch_sm90_invariant, written_for=90, refuse=_refuse_sm90, interpretable=False,
             batch_invariant=True,
         ),
         Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),

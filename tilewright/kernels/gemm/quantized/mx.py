@@ -24,9 +24,9 @@ from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish, weight_rows
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem
+from tilewright.kernels.gemm.quantized.inputs import mx_linear_arguments
 from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
 from tilewright.kernels.gemm.tile import grouped
-from tilewright.kernels.inputs.common import mx_linear_arguments
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.kernels.quantize.mx_to_block import fold_mx
 from tilewright.op import Example, Impl, Op

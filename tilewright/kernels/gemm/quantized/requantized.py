@@ -28,13 +28,13 @@ from torch import Tensor
 from tilewright.formats import FORMATS
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.quantize import padded_width
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.gemm.quantized.inputs import cast_linear_arguments
 from tilewright.kernels.gemm.quantized.row_scaled import LONGEST, finished, halved, refuse_sm90, scaled_kernel
 from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_operands
 from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
-from tilewright.kernels.quantize.per_row import padded_width
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -230,7 +230,7 @@ cast_linear_op = Op(
     codes_may_move=True,
     impls=(
         Impl(
-            name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, min_arch=90, refuse=_refuse_sm90, interpretable=False,
+            name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, written_for=90, refuse=_refuse_sm90, interpretable=False,
         ),
         Impl(name="triton", launch=_launch_triton, space=TRITON_CAST_SPACE, refuse=_refuse_triton),
         Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),

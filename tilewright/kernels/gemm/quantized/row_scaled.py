@@ -19,19 +19,19 @@ Not supported: gradients, operands that are dense along M or N, zero points, sca
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
+from tilewright.kernels.device.activations import activated
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, finish, problem_of, weight_rows
+from tilewright.kernels.gemm.quantized.inputs import scaled_linear_arguments
 from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
 from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.tile import best_tile, grouped
-from tilewright.kernels.inputs.common import scaled_linear_arguments
 from tilewright.kernels.launch.pdl import waits
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
@@ -56,18 +56,7 @@ def finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor |
     """What follows a product, in plain torch."""
     if bias is not None:
         y = y + bias
-    function, gated = ACTIVATIONS[activation]
-    y, up = y.chunk(2, -1) if gated else (y, None)
-    match function:
-        case "relu":
-            y = F.relu(y)
-        case "gelu":
-            y = F.gelu(y)
-        case "gelu_tanh":
-            y = F.gelu(y, approximate="tanh")
-        case "silu":
-            y = F.silu(y)
-    y = y if up is None else y * up
+    y = activated(y, activation)
     return y if residual is None else y + residual
 
 
@@ -103,8 +92,6 @@ EXAMPLES = (
 
 def refuse_sm90(device: Device, problem: Problem) -> str | None:
     """Why the Hopper kernel does not take a product of rows that it neither turns nor copies, or None."""
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if not problem.aligned:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.k or not problem.n:
@@ -301,10 +288,10 @@ scaled_linear_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(
-            name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, min_arch=90, refuse=refuse_sm90, interpretable=False,
+            name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, written_for=90, refuse=refuse_sm90, interpretable=False,
         ),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
-        Impl(name="vendor", launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),
+        Impl(name="vendor", library=True, launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),
         Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
     ),
 )  # fmt: skip

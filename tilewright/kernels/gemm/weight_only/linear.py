@@ -37,7 +37,8 @@ from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.gemm.problem import ACTIVATIONS, finish, weight_rows
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.gemm.weight_only.dequant_then_gemm import DEQUANTIZED
-from tilewright.kernels.gemm.weight_only.int4_layout import CHUNK, unpack
+from tilewright.kernels.gemm.weight_only.inputs import mixed_linear_arguments
+from tilewright.kernels.gemm.weight_only.int4_layout import CHUNK, prepare, restore, unpack
 from tilewright.kernels.gemm.weight_only.problem import (
     FORMATS,
     MixedProblem,
@@ -51,11 +52,10 @@ from tilewright.kernels.gemm.weight_only.problem import (
 from tilewright.kernels.gemm.weight_only.skinny import MIXED_SKINNY
 from tilewright.kernels.gemm.weight_only.sm90 import MIXED_SM90, tiles_of
 from tilewright.kernels.gemm.weight_only.sm90_rs import MIXED_REGISTERS
-from tilewright.kernels.inputs.common import mixed_linear_arguments
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["mixed_linear", "mixed_linear_op"]
+__all__ = ["mixed_linear", "mixed_linear_op", "prepare", "restore"]
 
 _GROUPS = (32, 64, 128)
 
@@ -233,7 +233,7 @@ def _first(device: Device, problem: MixedProblem) -> str | None:
     registers 0.884, sm90 0.748.
     """
     m, int4 = problem.m_bucket, problem.format == "int4"
-    if device.arch != 90:
+    if not device.is_hopper:
         return "dequantized" if m >= (2048 if problem.block_cols else 4096) else None
     if int4 and m > 1024 and MIXED_SM90.refusal(device, problem) is None and tiles_of(problem) > 3 * device.sms:
         return "sm90"

@@ -35,8 +35,6 @@ _REGISTERS = (208, 24, 72)
 
 
 def _refuse(device: Device, problem: MixedProblem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype.itemsize != 2 or problem.format != "int4":
         return f"is for int4 and 16 bits, not {problem.format} and {problem.dtype}"
     if problem.block_rows != 1 or problem.block_cols not in (64, 128):
@@ -105,5 +103,5 @@ _SPACE = Space(
 )
 
 MIXED_SM90 = Impl(
-    name="sm90", launch=_launch, space=_SPACE, min_arch=90, refuse=_refuse, interpretable=False, extra_roundings=1,
+    name="sm90", launch=_launch, space=_SPACE, written_for=90, refuse=_refuse, interpretable=False, extra_roundings=1,
 )  # fmt: skip

@@ -32,8 +32,6 @@ _ON_SUMS = 64  # rows of x up to which a group's scale multiplies sums; above, t
 
 
 def _refuse(device: Device, problem: MixedProblem) -> str | None:
-    if device.arch != 90:
-        return f"is written for sm_90, this is sm_{device.arch}"
     if problem.dtype.itemsize != 2:
         return f"does not take {problem.dtype}"
     if not problem.aligned:
@@ -198,5 +196,5 @@ def _launch(
 
 
 MIXED_REGISTERS = Impl(
-    name="registers", launch=_launch, space=SPACE, min_arch=90, refuse=_refuse, interpretable=False, extra_roundings=1
+    name="registers", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, extra_roundings=1
 )

@@ -21,12 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.conv.inputs import normalize_channels_arguments
-from tilewright.kernels.conv.problem import activated
-from tilewright.kernels.gemm.problem import activate
+from tilewright.kernels.device.activations import activate, activated
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.replay import Held, Prepared, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div
+from tilewright.kernels.norm.channel.inputs import normalize_channels_arguments
 from tilewright.kernels.norm.channel.sums_and_affine import (
     CHANNEL_SPACE,
     channel_problem,

@@ -26,11 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.conv.inputs import batch_norm_backward_arguments
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.replay import Held, Prepared, launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.kernels.norm.channel.batch_statistics import JOIN, join_rows, part_grid, parts_kernel
+from tilewright.kernels.norm.channel.inputs import batch_norm_backward_arguments
 from tilewright.kernels.norm.channel.sums_and_affine import (
     CHANNEL_SPACE,
     affine_into,

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from tilewright.hw.device import device_of
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.conv.inputs import batch_statistics_arguments
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.replay import Held, Prepared, launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div
+from tilewright.kernels.norm.channel.inputs import batch_statistics_arguments
 from tilewright.kernels.norm.channel.sums_and_affine import (
     CHANNEL_SPACE,
     channel_problem,

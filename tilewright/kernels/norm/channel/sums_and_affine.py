@@ -28,10 +28,10 @@ from torch import Tensor
 from tilewright.hw.device import Device, device_of
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.partial_sums import column_sums
-from tilewright.kernels.inputs.training import channel_affine_arguments, channel_sums_arguments
 from tilewright.kernels.launch.replay import Prepared, launch
 from tilewright.kernels.launch.row_space import row_space
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
+from tilewright.kernels.norm.channel.inputs import channel_affine_arguments, channel_sums_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 

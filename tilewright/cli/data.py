@@ -1,0 +1,84 @@
+"""`tilewright data`: text worth training on, from archives to token shards."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, say
+
+__all__ = ["data"]
+
+data = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Clean text for training: archives and files in, documents and token shards out.",
+)
+app.add_typer(data, name="data")
+
+
+@data.command(
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright data clean recipe.toml --out cleaned\n\n"
+    "tilewright data clean recipe.toml --out cleaned --processes 16 --memory-gb 32\n\n"
+    "docs/data.md describes recipes."
+)
+def clean(
+    context: typer.Context,
+    recipe: Annotated[Path, typer.Argument(help="TOML file: what to read, which steps, what to write")],
+    out: Annotated[Path, typer.Option(help="folder for the output, new; a run that was stopped goes on in it")],
+    processes: Annotated[int, typer.Option(min=1, help="worker processes")] = 2,
+    memory_gb: Annotated[float, typer.Option(min=0.5, help="memory that all processes together may use")] = 4.0,
+    executor: Annotated[str, typer.Option(help="local, or ray for several machines that share the folder")] = "local",
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON instead of a table")] = False,
+) -> None:
+    """Read, filter, deduplicate and tokenize what a recipe names; write documents, token shards and a report."""
+    with ends_on_sigterm(), plain_errors(context):
+        from tilewright.data.recipe import load
+        from tilewright.data.report import table, write_html
+        from tilewright.data.run import run
+
+        progress = Progress()
+        memory = int(memory_gb * (1 << 30))
+        result = run(load(recipe), out, processes=processes, memory_bytes=memory, executor=executor, say=progress)
+        write_html(result.report, out / "report.html")
+        progress.end()
+        if as_json:
+            print(json.dumps(result.report))
+        else:
+            print(table(result.report))
+            print(f"\nsha256 of the documents: {result.sha256}")
+            say(f"{out}/report.html explains the steps")
+
+
+@data.command()
+def diff(
+    context: typer.Context,
+    before: Annotated[Path, typer.Argument(help="output folder of one recipe")],
+    after: Annotated[Path, typer.Argument(help="output folder of another recipe over the same input")],
+    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+) -> None:
+    """Compare the outputs of two recipes: which documents only one of them kept, and what differs in their steps."""
+    with ends_on_sigterm(), plain_errors(context):
+        from tilewright.data.diff import compare, lines
+
+        found = compare(before, after)
+        print(json.dumps(found) if as_json else "\n".join(lines(found)))
+
+
+@data.command("train-quality")
+def train_quality(
+    context: typer.Context,
+    good: Annotated[Path, typer.Option(help="file of texts to keep: JSON lines, parquet, ...")],
+    bad: Annotated[Path, typer.Option(help="file of texts to remove")],
+    out: Annotated[Path, typer.Option(help="model file to write (.safetensors), for the step quality")],
+    text_field: Annotated[str, typer.Option(help="field that holds the text")] = "text",
+) -> None:
+    """Train the classifier that the step "quality" uses, from two sets of texts; a tenth of each is held out to measure it."""
+    with ends_on_sigterm(), plain_errors(context):
+        from tilewright.data.quality import train_files
+
+        found = train_files(good, bad, out, text_field=text_field)
+        print(json.dumps(found, indent=1))

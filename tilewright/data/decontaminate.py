@@ -1,0 +1,69 @@
+"""Decontamination: a document that holds a run of words from an evaluation set goes.
+
+Words are lower-cased letters and digits; every run of `words` neighbours of an evaluation text is looked up (Brown et al. 2020,
+appendix C, with 13). 10 is chosen here: it finds 98 % of GSM8K's questions after 5 % of their words were changed and nothing in
+books, where 13 finds 95 % (docs/data.md). A text shorter than that is looked up as a whole, if it has `min_words`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tilewright.data.document import Document, Removed
+from tilewright.data.hashing import hashed, windows
+
+__all__ = ["Decontaminate"]
+
+_WORD = re.compile(r"\w+")
+
+
+class Decontaminate:
+    """The step. `evaluation`: JSON lines files; `fields`: which of their fields are looked for, each on its own."""
+
+    def __init__(
+        self,
+        *,
+        evaluation: Sequence[str] | str,
+        fields: Sequence[str] = ("question", "text"),
+        words: int = 10,
+        min_words: int = 7,
+    ) -> None:
+        self.words = words
+        self.grams: dict[int, dict[int, str]] = {}
+        for path in [evaluation] if isinstance(evaluation, str) else evaluation:
+            found = 0
+            for number, text in _texts(Path(path), tuple(fields)):
+                found += 1
+                tokens = _WORD.findall(text.lower())
+                size = min(words, len(tokens))
+                if size >= min(min_words, words):
+                    grams = self.grams.setdefault(size, {})
+                    for gram in windows([hashed(token) for token in tokens], size).tolist():
+                        grams.setdefault(gram, f"{Path(path).name} line {number + 1}")
+            if not found:
+                raise ValueError(
+                    f"decontaminate: no line of {path} has a field {' or '.join(map(repr, fields))}; name them in fields"
+                )
+
+    def __call__(self, document: Document) -> Document | Removed:
+        """Removed where a run of words is found; the detail names its line."""
+        tokens = [hashed(token) for token in _WORD.findall(document.text.lower())]
+        for size, grams in self.grams.items():
+            for at in np.flatnonzero(np.isin(windows(tokens, size), np.fromiter(grams, np.uint64, len(grams)))):
+                return Removed("in an evaluation set", grams[int(windows(tokens[at : at + size], size)[0])])
+        return document
+
+
+def _texts(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except ValueError:
+                raise ValueError(f"decontaminate: {path} line {number + 1} is not JSON") from None
+            for field in fields:
+                if isinstance(row, dict) and isinstance(row.get(field), str):
+                    yield number, row[field]

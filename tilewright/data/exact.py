@@ -1,0 +1,184 @@
+"""Exact duplicates over all documents: whole texts, lines, and stretches of words. The first occurrence stays.
+
+Each step runs in three parts, so that documents are never all in memory: `index` hashes one chunk of documents, `join` looks
+at the hashes of all chunks, `apply` edits one document by what was found. What comes first is decided by the order of the
+input alone, so the result does not depend on how documents are cut into chunks.
+
+Stretches follow Lee et al. 2022 (arXiv 2107.06499), who find them with a suffix array over tokens: every run of words that
+occurred before and is at least `words` long goes. Here each window of `words` words has a hash, and the windows that were
+seen before are joined into runs: the same runs, in memory that can be bounded.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewright.data.document import Document, Removed
+from tilewright.data.hashing import hashed, windows
+
+__all__ = ["Arrays", "ExactDocuments", "ExactLines", "ExactSubstrings", "GlobalStep", "seen_before"]
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class GlobalStep(Protocol):
+    """A step that has to see all documents before it can decide on one."""
+
+    def index(self, documents: Sequence[Document]) -> Arrays:
+        """What `join` needs to know of a chunk."""
+        ...
+
+    def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
+        """What `apply` needs for each chunk, and facts for the report."""
+        ...
+
+    def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
+        """The document of row `row` in its chunk, edited, or why it goes."""
+        ...
+
+
+def seen_before(chunks: Sequence[NDArray[np.uint64]], memory_bytes: int) -> list[NDArray[np.bool_]]:
+    """For each hash whether an equal one stands before it, in its chunk or an earlier one.
+
+    Works through ranges of hashes such that the hashes of one range and their order fit `memory_bytes`.
+    """
+    total = sum(map(len, chunks))
+    ranges = max(1, -(-total * 40 // max(memory_bytes, 1)))  # 8 bytes a hash, 8 a position, and what sorting them takes
+    found = [np.zeros(len(chunk), np.bool_) for chunk in chunks]
+    flat = np.zeros(total, np.bool_)
+    for part in range(ranges):
+        low, high = part * 2**64 // ranges, (part + 1) * 2**64 // ranges - 1
+        hashes, places, base = [], [], 0
+        for chunk in chunks:
+            at = np.flatnonzero((chunk >= np.uint64(low)) & (chunk <= np.uint64(high)))
+            hashes.append(np.asarray(chunk)[at])
+            places.append(at + base)
+            base += len(chunk)
+        value, place = np.concatenate(hashes or [np.zeros(0, np.uint64)]), np.concatenate(places or [np.zeros(0, np.int64)])
+        order = np.argsort(value, kind="stable")
+        value = value[order]
+        again = np.concatenate([[False], value[1:] == value[:-1]])[: len(value)]
+        flat[place[order[again]]] = True
+    base = 0
+    for mask in found:
+        mask[:] = flat[base : base + len(mask)]
+        base += len(mask)
+    return found
+
+
+def ids_of(documents: Sequence[Document]) -> NDArray[Any]:
+    """The ids of documents as an array of 24 ASCII characters each."""
+    return np.array([document.id.encode() for document in documents], "S24")
+
+
+class ExactDocuments:
+    """Removes documents whose text, apart from white space and case, came before. 128-bit hashes."""
+
+    def index(self, documents: Sequence[Document]) -> Arrays:
+        """The hash of every text."""
+        digests = [hashlib.blake2b(_plain(d.text).encode("utf-8", "replace"), digest_size=16).digest() for d in documents]
+        return {"digest": np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2), "id": ids_of(documents)}
+
+    def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
+        """For each document the id of the first with its text, "" for that one itself."""
+        digests = np.concatenate([chunk["digest"] for chunk in chunks])
+        ids = np.concatenate([chunk["id"] for chunk in chunks])
+        rows = np.ascontiguousarray(digests).view([("a", np.uint64), ("b", np.uint64)])[:, 0]
+        _, first, which = np.unique(rows, return_index=True, return_inverse=True)
+        original = first[which]
+        like = np.where(original == np.arange(len(rows)), b"", ids[original])
+        ends = np.cumsum([len(chunk["id"]) for chunk in chunks])[:-1]
+        facts = {"different texts": len(first), "copies": len(rows) - len(first)}
+        return [{"like": part} for part in np.split(like, ends)], facts
+
+    def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
+        """Removed where the text came before."""
+        like = bytes(found["like"][row]).decode()
+        return Removed("same text", f"as {like}") if like else document
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+class ExactLines:
+    """Drops lines of at least `min_chars` that came before, in this document or an earlier one; 64-bit hashes."""
+
+    def __init__(self, *, min_chars: int = 20) -> None:
+        self.min_chars = min_chars
+
+    def _lines(self, text: str) -> list[str]:
+        return [line for line in (_plain(raw) for raw in text.split("\n")) if len(line) >= self.min_chars]
+
+    def index(self, documents: Sequence[Document]) -> Arrays:
+        """The hashes of all lines, and how many each document has."""
+        lines = [self._lines(document.text) for document in documents]
+        flat = np.array([hashed(line) for part in lines for line in part], np.uint64)
+        return {"hash": flat, "end": np.cumsum([len(part) for part in lines], dtype=np.int64)}
+
+    def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
+        """For each line whether it came before."""
+        seen = seen_before([chunk["hash"] for chunk in chunks], memory_bytes)
+        found = [{"seen": mask, "end": np.asarray(chunk["end"])} for mask, chunk in zip(seen, chunks)]
+        return found, {"lines": sum(map(len, seen)), "lines removed": int(sum(mask.sum() for mask in seen))}
+
+    def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
+        """The document without those lines; removed where nothing is left."""
+        start = int(found["end"][row - 1]) if row else 0
+        seen = found["seen"][start : int(found["end"][row])].tolist()
+        if not any(seen):
+            return document
+        document.notes["lines"] = sum(seen)
+        goes = iter(seen)
+        kept = [raw for raw in document.text.split("\n") if len(_plain(raw)) < self.min_chars or not next(goes)]
+        document.text = "\n".join(kept).strip()
+        return document if document.text else Removed("no line left")
+
+
+class ExactSubstrings:
+    """Drops every run of at least `words` words that came before, in this document or an earlier one; 64-bit hashes."""
+
+    def __init__(self, *, words: int = 50) -> None:
+        if words < 2:
+            raise ValueError(f"exact-substrings: words = {words}, wanted at least 2")
+        self.words = words
+
+    def index(self, documents: Sequence[Document]) -> Arrays:
+        """The hashes of all windows of `words` words, and how many each document has."""
+        parts = [windows([hashed(w) for w in document.text.split()], self.words) for document in documents]
+        flat = np.concatenate([*parts, np.zeros(0, np.uint64)])
+        return {"hash": flat, "end": np.cumsum([len(part) for part in parts], dtype=np.int64)}
+
+    def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
+        """For each window whether it came before."""
+        seen = seen_before([chunk["hash"] for chunk in chunks], memory_bytes)
+        found = [{"seen": mask, "end": np.asarray(chunk["end"])} for mask, chunk in zip(seen, chunks)]
+        return found, {"windows": sum(map(len, seen)), "windows seen before": int(sum(mask.sum() for mask in seen))}
+
+    def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
+        """The document without those runs; removed where nothing is left."""
+        start = int(found["end"][row - 1]) if row else 0
+        seen = np.flatnonzero(found["seen"][start : int(found["end"][row])])
+        if not len(seen):
+            return document
+        spans = [match.span() for match in re.finditer(r"\S+", document.text)]
+        covered = np.zeros(len(spans) + 1, np.int64)
+        np.add.at(covered, seen, 1)
+        np.add.at(covered, seen + self.words, -1)
+        gone = np.cumsum(covered[:-1]) > 0
+        parts, at, i = [], 0, 0
+        while i < len(spans):
+            if gone[i]:
+                parts.append(document.text[at : spans[i][0]])
+                while i < len(spans) and gone[i]:
+                    i += 1
+                at = spans[i][0] if i < len(spans) else len(document.text)
+            else:
+                i += 1
+        document.notes["words"] = int(gone.sum())
+        document.text = ("".join(parts) + document.text[at:]).strip()
+        return document if document.text else Removed("nothing left")

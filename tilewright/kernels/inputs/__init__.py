@@ -1,1 +1,0 @@
-"""Example arguments of the ops of several wings, from their dimensions."""

@@ -1,0 +1,1 @@
+"""Updates of parameters: one launch for all tensors of a model."""

@@ -1,0 +1,249 @@
+"""Stochastic gradient descent over all tensors of a model in one launch, plain and with momentum.
+
+    g = scale * gradient + d p
+    sgd:        p <- p - lr r g
+    momentum:   b <- beta1 b + g;   p <- p - lr r b, with Nesterov's p <- p - lr r (g + beta1 b)
+
+    p (master), b (momentum buffer, zeros at first): flat float32 as multi_tensor.py lays it; weights: p rounded to their dtype,
+    flat, or None; grads: a list of tensors of one dtype; rates: float32 [tensors, 2], factor r of the learning rate and weight
+    decay d of each tensor; control: float64, with beta1, the scale, and whether to write at all.
+
+Weight decay is part of the gradient, as in Sutskever et al., "On the importance of initialization and momentum in deep
+learning" (2013) and torch.optim.SGD. Without momentum that is the same as decay beside it, so `sgd` also applies an
+update that was made elsewhere.
+Limited by bytes: with bf16 gradients and weights 6 in and 6 out for each element, 10 and 10 with momentum.
+Not supported: dampening.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.optimizer.multi_tensor import (
+    BLOCKS,
+    CHUNK,
+    Problem,
+    Slot,
+    applied,
+    flat_arguments,
+    gathered,
+    load_gradient,
+    spread,
+    tables,
+)
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config
+
+__all__ = ["momentum_op", "sgd_op"]
+
+# ---- reference
+
+
+def _gradient(master: Tensor, grads: list[Tensor], rates: Tensor, control: Tensor) -> Tensor:
+    return gathered(grads, master) * control[Slot.SCALE].to(master.dtype) + spread(rates[:, 1], grads, master) * master
+
+
+def _write(master: Tensor, new: Tensor, weights: Tensor | None, control: Tensor) -> None:
+    master.copy_(torch.where(applied(control), new, master))
+    if weights is not None:
+        weights.copy_(torch.where(applied(control), master.to(weights.dtype), weights))
+
+
+def _sgd_reference(
+    master: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float
+) -> None:  # fmt: skip
+    move = _gradient(master, grads, rates, control)
+    _write(master, master - lr * spread(rates[:, 0], grads, master) * move, weights, control)
+
+
+def _momentum_reference(
+    master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float,
+    nesterov: bool,
+) -> None:  # fmt: skip
+    missing = (1 - control[Slot.BETA1]).to(master.dtype)
+    grad = _gradient(master, grads, rates, control)
+    new = buffer - missing * buffer + grad
+    move = grad + new - missing * new if nesterov else new
+    buffer.copy_(torch.where(applied(control), new, buffer))
+    _write(master, master - lr * spread(rates[:, 0], grads, master) * move, weights, control)
+
+
+# ---- cost
+
+
+def _bytes(flats: tuple[Tensor, ...], weights: Tensor | None, grads: list[Tensor]) -> int:
+    return 2 * sum(t.nbytes for t in flats) + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
+
+
+def _sgd_cost(
+    master: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float
+) -> Cost:  # fmt: skip
+    return Cost(flops=5 * master.numel(), bytes=_bytes((master,), weights, grads))
+
+
+def _momentum_cost(
+    master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float,
+    nesterov: bool,
+) -> Cost:  # fmt: skip
+    return Cost(flops=8 * master.numel(), bytes=_bytes((master, buffer), weights, grads))
+
+
+# ---- examples
+
+
+def _sgd_problem(
+    master: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float
+) -> Problem:  # fmt: skip
+    return Problem(grads[0].dtype, None if weights is None else weights.dtype)
+
+
+def _momentum_problem(
+    master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float,
+    nesterov: bool,
+) -> Problem:  # fmt: skip
+    return Problem(grads[0].dtype, None if weights is None else weights.dtype)
+
+
+def _sgd_arguments(
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None,
+    norm: float | None = None,
+) -> tuple:  # fmt: skip
+    (master,), grads, control = flat_arguments(inputs, shapes, dtype, 1, norm)
+    rates = inputs.tensor([[1.0, 0.1 * (len(shape) > 1)] for shape in shapes], torch.float32)
+    return master, master.to(weights) if weights else None, grads, rates, control, 1e-2
+
+
+def _momentum_arguments(
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None, nesterov: bool,
+    norm: float | None = None,
+) -> tuple:  # fmt: skip
+    master, *rest = _sgd_arguments(inputs, shapes, dtype, weights, norm)
+    return master, inputs.randn(master.numel()), *rest, nesterov
+
+
+_CASES = (
+    ("several", ((3, 50), (1,), (4097,), (64, 64)), torch.bfloat16, torch.bfloat16, None),
+    ("fp16", ((33,), (2, 100)), torch.float16, torch.float16, None),
+    ("fp32", ((5, 1000), (7,)), torch.float32, None, None),
+    ("empty among them", ((0,), (100,), (0, 3)), torch.bfloat16, torch.bfloat16, None),
+    ("not finite", ((3, 50), (9,)), torch.bfloat16, torch.bfloat16, float("inf")),
+)
+_SGD_EXAMPLES = tuple(
+    Example(label, lambda inputs, case=case: _sgd_arguments(inputs, *case)) for label, *case in _CASES
+)  # fmt: skip
+_MOMENTUM_EXAMPLES = tuple(
+    Example(f"{label}{', Nesterov' * nesterov}", lambda inputs, case=case, nesterov=nesterov: _momentum_arguments(
+        inputs, *case[:3], nesterov, case[3])
+    )
+    for label, *case in _CASES for nesterov in (False, True)
+)  # fmt: skip
+
+
+def _make_sgd(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16) -> tuple:
+    """M tensors [N, N], gradients and weights of `dtype`."""
+    return _sgd_arguments(inputs, ((N, N),) * M, dtype, dtype if dtype != torch.float32 else None)
+
+
+def _make_momentum(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, nesterov: bool = False) -> tuple:
+    """M tensors [N, N], gradients and weights of `dtype`."""
+    return _momentum_arguments(inputs, ((N, N),) * M, dtype, dtype if dtype != torch.float32 else None, nesterov)
+
+
+# ---- kernels
+
+
+@triton.jit
+def _decayed(p, grad, rates_ptr, owner, control_ptr):
+    return grad * tl.load(control_ptr + 7).to(tl.float32) + tl.load(rates_ptr + 2 * owner + 1) * p
+
+
+@triton.jit(do_not_specialize_on_alignment=["like_ptr"])
+def _sgd_kernel(
+    p_ptr, weights_ptr, like_ptr, owners_ptr, spans_ptr, addresses_ptr, rates_ptr, control_ptr, lr,
+    HAS_WEIGHTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(control_ptr + 8) != 0.0:
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        at = start + tl.arange(0, BLOCK)
+        p = tl.load(p_ptr + at)
+        owner = tl.load(owners_ptr + start // CHUNK)
+        grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
+        p = p - lr * tl.load(rates_ptr + 2 * owner) * _decayed(p, grad, rates_ptr, owner, control_ptr)
+        tl.store(p_ptr + at, p)
+        if HAS_WEIGHTS:
+            tl.store(weights_ptr + at, p.to(weights_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize_on_alignment=["like_ptr"])
+def _momentum_kernel(
+    p_ptr, buffer_ptr, weights_ptr, like_ptr, owners_ptr, spans_ptr, addresses_ptr, rates_ptr, control_ptr, lr,
+    HAS_WEIGHTS: tl.constexpr, NESTEROV: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(control_ptr + 8) != 0.0:
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        at = start + tl.arange(0, BLOCK)
+        p, buffer = tl.load(p_ptr + at), tl.load(buffer_ptr + at)
+        owner = tl.load(owners_ptr + start // CHUNK)
+        grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
+        grad = _decayed(p, grad, rates_ptr, owner, control_ptr)
+        missing = (1.0 - tl.load(control_ptr + 1)).to(tl.float32)
+        buffer = buffer - missing * buffer + grad
+        move = buffer
+        if NESTEROV:
+            move = grad + buffer - missing * buffer
+        p = p - lr * tl.load(rates_ptr + 2 * owner) * move
+        tl.store(p_ptr + at, p)
+        tl.store(buffer_ptr + at, buffer)
+        if HAS_WEIGHTS:
+            tl.store(weights_ptr + at, p.to(weights_ptr.dtype.element_ty))
+
+
+# ---- launchers and ops
+
+
+def _sgd_launch(
+    config: Config, master: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float
+) -> None:  # fmt: skip
+    table = tables(grads, master.device)
+    if master.numel():
+        _sgd_kernel[(master.numel() // config["BLOCK"],)](
+            master, master if weights is None else weights, grads[0], *table[:3], rates, control, lr,
+            HAS_WEIGHTS=weights is not None, CHUNK=CHUNK, **config,
+        )  # fmt: skip
+
+
+def _momentum_launch(
+    config: Config, master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor,
+    lr: float, nesterov: bool,
+) -> None:  # fmt: skip
+    table = tables(grads, master.device)
+    if master.numel():
+        _momentum_kernel[(master.numel() // config["BLOCK"],)](
+            master, buffer, master if weights is None else weights, grads[0], *table[:3], rates, control, lr,
+            HAS_WEIGHTS=weights is not None, NESTEROV=nesterov, CHUNK=CHUNK, **config,
+        )  # fmt: skip
+
+
+sgd_op = Op(
+    name="sgd",
+    reference=_sgd_reference,
+    problem=_sgd_problem,
+    cost=_sgd_cost,
+    examples=_SGD_EXAMPLES,
+    make=_make_sgd,
+    mutates=("master", "weights"),
+    impls=(Impl(name="triton", launch=_sgd_launch, space=BLOCKS, batch_invariant=True),),
+)
+
+momentum_op = Op(
+    name="momentum",
+    reference=_momentum_reference,
+    problem=_momentum_problem,
+    cost=_momentum_cost,
+    examples=_MOMENTUM_EXAMPLES,
+    make=_make_momentum,
+    mutates=("master", "buffer", "weights"),
+    impls=(Impl(name="triton", launch=_momentum_launch, space=BLOCKS, batch_invariant=True),),
+)

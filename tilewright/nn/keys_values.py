@@ -1,0 +1,175 @@
+"""Where keys and values live, and how they are attended to: the value that an attention layer is handed.
+
+| value             | keys and values live in                      | gradients | for                 |
+|-------------------|----------------------------------------------|-----------|---------------------|
+| `KVCache`         | pages, behind those of earlier steps         | no        | serving             |
+| `LatentCache`     | pages of rows that stand for all heads (MLA) | no        | serving             |
+| `PackedKeysValues`| the batch itself, nothing is kept            | yes       | training, scoring   |
+
+A model is called with one of them and takes `.layer(i)` of it for each of its layers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewright import ops
+from tilewright.nn.batch import Batch, Packed
+from tilewright.nn.rope import Rope
+from tilewright.ops.paged import CODES
+
+__all__ = ["Heads", "KVCache", "KeysValues", "LatentCache", "PackedKeysValues", "PagedKeysValues"]
+
+# T tokens, H query heads, L layers, P pages, G key/value heads, S tokens a page, D head dim
+
+
+class Heads(NamedTuple):
+    """What an attention layer does with its heads, wherever keys and values live; `nn.Attention` explains the fields."""
+
+    rope: Rope
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    norm_eps: float
+    scale: float
+    window: int | None
+    sinks: Tensor | None
+
+
+class KeysValues(Protocol):
+    """Stores a layer's keys and values and attends to them."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
+        """q [T, H, D], k and v [T, G, D], as projected -> [T, H, D]."""
+        ...
+
+
+class PagedKeysValues(NamedTuple):
+    """One layer of a `KVCache`."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
+        """Write this step's keys and values to their pages, and attend to all of each sequence."""
+        if not isinstance(batch, Batch):
+            raise TypeError(f"a paged cache needs nn.Batch, which says where tokens go; got {type(batch).__name__}")
+        q_THD = ops.rope_kv_write(
+            q, k, v, batch.positions, heads.rope.cos_sin, self.k, self.v, batch.slots,
+            heads.q_norm, heads.k_norm, heads.norm_eps, heads.rope.interleaved, self.k_scale, self.v_scale,
+        )  # fmt: skip
+        return ops.paged_attention(
+            q_THD, self.k, self.v, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, heads.scale, heads.window,
+            self.k_scale, self.v_scale, heads.sinks,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedKeysValues:
+    """Keys and values of the batch alone, for all layers: attention within documents, with gradients.
+
+    deterministic: whether the same gradients must come out of the same call every time; has a price on a GPU.
+    """
+
+    deterministic: bool = False
+
+    def layer(self, index: int) -> "PackedKeysValues":
+        """What a layer's attention is called with."""
+        return self
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
+        """Causal attention within each document."""
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q, k = ops.rms_norm(q, heads.q_norm, heads.norm_eps), ops.rms_norm(k, heads.k_norm, heads.norm_eps)
+        q, k = ops.rope(q, k, batch.positions, heads.rope.cos_sin, heads.rope.interleaved)
+        lengths = {"cu_q": batch.cu_q, "cu_k": batch.cu_q, "max_q": batch.max_q_len, "max_k": batch.max_q_len}
+        o_THD = ops.attention(
+            q, k, v, causal=True, scale=heads.scale, window=heads.window, sinks=heads.sinks,
+            deterministic=self.deterministic, **lengths,
+        )  # fmt: skip
+        assert isinstance(o_THD, Tensor)
+        return o_THD
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Paged keys and values: per layer one [P, G, S, D] tensor each.
+
+    A cache of codes (int8 or float8) has a scale for each token and head, [P, G, S], and values by columns, [P, G, D, S].
+    """
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    k_scale: tuple[Tensor, ...] = ()
+    v_scale: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def zeros(
+        cls,
+        *,
+        layers: int,
+        pages: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KVCache":
+        """An empty cache, one allocation. Zeroed: a kernel may read past a sequence's end, where a NaN would spread."""
+        data = torch.zeros(2, layers, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
+        if dtype not in CODES:
+            return cls(k=data[0].unbind(), v=data[1].unbind())
+        by_columns = data[1].view(layers, pages, kv_heads, head_dim, page_size)
+        # Side by side, because they are read together: with small pages a scale's 64 bytes would be a read of their own.
+        k_scale, v_scale = torch.zeros(layers, pages, kv_heads, 2, page_size, device=device).unbind(3)
+        return cls(k=data[0].unbind(), v=by_columns.unbind(), k_scale=k_scale.unbind(), v_scale=v_scale.unbind())
+
+    @property
+    def layers(self) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors of each layer."""
+        tensors = (self.k, self.v, self.k_scale, self.v_scale) if self.k_scale else (self.k, self.v)
+        return zip(*tensors, strict=True)
+
+    def layer(self, index: int) -> PagedKeysValues:
+        """What a layer's attention is called with."""
+        scales = (self.k_scale[index], self.v_scale[index]) if self.k_scale else (None, None)
+        return PagedKeysValues(self.k[index], self.v[index], *scales)
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages, all layers. sources and targets: [N] int64; a page may be a source twice, a target once."""
+        for cache in (*self.k, *self.v, *self.k_scale, *self.v_scale):
+            # A CPU indexes no float8.
+            held = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+            held.index_copy_(0, targets, held.index_select(0, sources))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentCache:
+    """Paged rows that stand for a token's keys and values of all heads (`nn.MLA`): per layer one [P, S, W] tensor."""
+
+    rows: tuple[Tensor, ...]
+
+    @classmethod
+    def zeros(
+        cls, *, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device | str
+    ) -> "LatentCache":
+        """An empty cache, one allocation. Zeroed: a kernel may read past a sequence's end, where a NaN would spread."""
+        return cls(rows=torch.zeros(layers, pages, page_size, width, dtype=dtype, device=device).unbind())
+
+    @property
+    def layers(self) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors of each layer."""
+        return ((rows,) for rows in self.rows)
+
+    def layer(self, index: int) -> Tensor:
+        """What a layer's attention is called with."""
+        return self.rows[index]
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages, all layers. sources and targets: [N] int64; a page may be a source twice, a target once."""
+        for cache in self.rows:
+            cache.index_copy_(0, targets, cache.index_select(0, sources))

@@ -1,0 +1,1 @@
+"""Training on the models and kernels that serve."""

@@ -1,0 +1,71 @@
+"""What a model is trained on in one pass: packed pieces of documents, with the token that each position should predict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewright.nn import Packed
+
+__all__ = ["IGNORED", "Piece", "TrainBatch", "pack"]
+
+IGNORED = -100
+"""The target of a position that has no loss."""
+
+Piece = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Token ids of a piece of a document, and the target of each: the next token, or `IGNORED`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """One micro-batch.
+
+    token_ids: [T] int64.
+    targets: [T] int64, what should come next; `IGNORED` where there is no loss.
+    packed: where documents begin; attention stays within them.
+    n_targets: targets that are not ignored, known on the host.
+    """
+
+    token_ids: Tensor
+    targets: Tensor
+    packed: Packed
+    n_targets: int
+
+    def to(self, device: torch.device | str) -> "TrainBatch":
+        """The same on a device; copies do not wait."""
+        packed = replace(
+            self.packed,
+            positions=self.packed.positions.to(device, non_blocking=True),
+            cu_q=self.packed.cu_q.to(device, non_blocking=True),
+        )
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            packed=packed,
+        )
+
+
+def pack(pieces: Sequence[Piece], pin: bool = False) -> TrainBatch:
+    """Lay pieces one after the other, on the CPU; in pinned memory for copies that do not wait, if `pin`.
+
+    Raises:
+        ValueError: there is no token.
+    """
+    lengths = [len(ids) for ids, _ in pieces if len(ids)]
+    if not lengths:
+        raise ValueError("pack: no tokens; give at least one piece that has some")
+    targets = np.concatenate([targets for _, targets in pieces]).astype(np.int64)
+    arrays = (
+        np.concatenate([ids for ids, _ in pieces]).astype(np.int64),
+        targets,
+        np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        np.cumsum([0, *lengths], dtype=np.int64).astype(np.int32),
+    )
+    tensors = [torch.from_numpy(array) for array in arrays]
+    token_ids, wanted, positions, cu_q = (tensor.pin_memory() for tensor in tensors) if pin else tensors
+    packed = Packed(positions=positions, cu_q=cu_q, max_q_len=max(lengths))
+    return TrainBatch(token_ids=token_ids, targets=wanted, packed=packed, n_targets=int((targets != IGNORED).sum()))

@@ -1,0 +1,10 @@
+"""Optimizers: one launch updates all parameters, and neither the clip nor the NaN guard asks the host."""
+
+from tilewright.train.optim.adamw import AdamW
+from tilewright.train.optim.adamw_8bit import AdamW8bit
+from tilewright.train.optim.flat import Optimizer, Step
+from tilewright.train.optim.momentum import Momentum
+from tilewright.train.optim.muon import Muon
+from tilewright.train.optim.sgd import SGD
+
+__all__ = ["SGD", "AdamW", "AdamW8bit", "Momentum", "Muon", "Optimizer", "Step"]

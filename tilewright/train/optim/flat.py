@@ -1,0 +1,182 @@
+"""What all optimizers share: flat float32 master weights, the gradients' norm, a step that the device clips or leaves out.
+
+An `Optimizer` takes the parameters' memory over: a 16-bit parameter becomes a view of one flat buffer of its dtype, which each
+step writes together with the master weights; a float32 parameter becomes a view of the master weights themselves. So it is
+made after the weights are loaded, and before a model is compiled or captured. `nn.Parameter`s stay the objects that they are.
+
+State is saved by parameter: `state_dict` gives views of the flat buffers by name, so a checkpoint does not know how they lie.
+Not here: learning rates over time (`train.schedules`), accumulating gradients, communication.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.kernels.optimizer.grad_norm import clip_scale_op, grad_squares_op
+from tilewright.kernels.optimizer.multi_tensor import CHUNK, Slot, control_values, starts_of
+
+__all__ = ["Optimizer", "PerParameter", "Step", "matrices_only"]
+
+PerParameter = Callable[[str, Tensor], float]
+"""(name, parameter) -> a number for it."""
+
+
+class Step(NamedTuple):
+    """What a step says of itself, on the device: reading it waits for the step."""
+
+    norm: Tensor
+    """Of all gradients together before clipping, float64, 0-dim."""
+    applied: Tensor
+    """1 if the step was applied, 0 if the norm was not finite and nothing was changed; float64, 0-dim."""
+
+
+def matrices_only(weight_decay: float) -> PerParameter:
+    """Weight decay for what has two dimensions or more; none for biases and norm weights."""
+    return lambda name, parameter: weight_decay if parameter.ndim >= 2 else 0.0
+
+
+class Optimizer:
+    """Parameters, their float32 master weights, and the control that kernels read. Subclasses add moments and the update.
+
+    Args:
+        parameters: name -> parameter, all of one dtype (float32, bfloat16 or float16) on one device. Their memory is taken
+            over: they become views of flat buffers.
+        betas: what the averages of the subclass decay with; 0 where it has none.
+        max_norm: gradients are scaled down to this global norm; inf for never.
+        decay: weight decay of each parameter.
+        lr_scale: factor of the learning rate of each parameter, as muP asks for.
+
+    Raises:
+        ValueError: no parameters, several dtypes or devices, a dtype without a kernel, or memory that is given twice.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], *, betas: tuple[float, float], max_norm: float, decay: PerParameter,
+        lr_scale: PerParameter = lambda name, parameter: 1.0,
+    ) -> None:  # fmt: skip
+        _check(parameters, betas, max_norm)
+        first = next(iter(parameters.values()))
+        self.names = tuple(parameters)
+        self.shapes = {name: p.shape for name, p in parameters.items()}
+        self._starts = starts_of([p.numel() for p in parameters.values()])
+        self.master = torch.zeros(self._starts[-1], dtype=torch.float32, device=first.device)
+        """The weights, flat, as `kernels.optimizer.multi_tensor` lays them."""
+        self.weights = None if first.dtype == torch.float32 else torch.zeros_like(self.master, dtype=first.dtype)
+        """The same rounded to the parameters' dtype; None where that is float32."""
+        rates = [[lr_scale(name, p), decay(name, p)] for name, p in parameters.items()]
+        self.rates = torch.tensor(rates, dtype=torch.float32, device=first.device)
+        self.control = torch.tensor(control_values(*betas, max_norm), dtype=torch.float64, device=first.device)
+        self._states: dict[str, tuple[Tensor, int]] = {"master": (self.master, 1)}
+        self._squares = torch.zeros(self.master.numel() // CHUNK, dtype=torch.float32, device=first.device)
+        with torch.no_grad():
+            for p, view in zip(parameters.values(), self._views(self.master)):
+                view.copy_(p)
+            for p, view in zip(parameters.values(), self._views(self.master if self.weights is None else self.weights)):
+                view.copy_(p)
+                p.data = view
+
+    def _state(self, name: str, dtype: torch.dtype = torch.float32, per: int = 1, fill: int = 0) -> Tensor:
+        """A flat state with one number for every `per` elements, filled with `fill`."""
+        state = torch.full((self.master.numel() // per,), fill, dtype=dtype, device=self.master.device)
+        self._states[name] = (state, per)
+        return state
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a flat buffer, in its shape."""
+        parts = zip(self._starts, self.shapes.values())
+        return [flat[start : start + shape.numel()].view(shape) for start, shape in parts]
+
+    def _in_order(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
+        """The gradients as a list in the order of the parameters. Raises ValueError for what does not fit."""
+        missing = [name for name in self.names if name not in grads]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"no gradient for {missing[0]}{more}: give every parameter one, zeros where it was not used")
+        for name, shape in self.shapes.items():
+            if grads[name].shape != shape:
+                raise ValueError(f"the gradient of {name} is {tuple(grads[name].shape)}, its parameter is {tuple(shape)}")
+        return [grads[name] for name in self.names]
+
+    @torch.no_grad()
+    def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """The sums of squares behind the norm: float32 [chunks], one for every 4,096 elements of each parameter, in order.
+
+        Overwritten by the next call. Ranks that hold parts of a model put theirs one after the other and give `step` all.
+        """
+        grad_squares_op(self._squares, self._in_order(grads))
+        return self._squares
+
+    @torch.no_grad()
+    def step(self, grads: Mapping[str, Tensor], lr: float, *, squares: Tensor | None = None) -> Step:
+        """Update every parameter, unless the gradients' norm is not finite. Nothing waits for the device.
+
+        Args:
+            grads: name -> gradient, shaped like the parameter, all of one dtype. They stay as they are.
+            lr: the learning rate of this step.
+            squares: of the whole model's gradients, where this optimizer has a part of it.
+
+        Raises:
+            ValueError: a gradient is missing, or has another shape than its parameter.
+        """
+        given = self._in_order(grads)
+        clip_scale_op(self.squares(grads) if squares is None else squares, self.control)
+        self._update(given, lr)
+        return Step(self.control[Slot.NORM].clone(), self.control[Slot.APPLIED].clone())
+
+    def _update(self, grads: list[Tensor], lr: float) -> None:
+        """Change the master weights, `weights` and the moments, where `control` says so."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that a step depends on: "<state>.<parameter>" -> a view of it, and "control"."""
+        found = {"control": self.control}
+        for state, (flat, per) in self._states.items():
+            for start, (name, shape) in zip(self._starts, self.shapes.items()):
+                size = -(-shape.numel() // per)
+                view = flat[start // per : start // per + size]
+                found[f"{state}.{name}"] = view.view(shape) if per == 1 else view
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Copy a saved state in, and give the parameters the saved weights.
+
+        Raises:
+            ValueError: it is of another optimizer or of other parameters; nothing was changed.
+        """
+        own = self.state_dict()
+        wrong = sorted(own.keys() ^ saved.keys())
+        if wrong:
+            where = "is missing from" if wrong[0] in own else "is not wanted in"
+            raise ValueError(f"{wrong[0]} {where} the saved state: it is of another optimizer or of another model")
+        for name, state in own.items():
+            if state.shape != saved[name].shape or state.dtype != saved[name].dtype:
+                got = f"{tuple(saved[name].shape)} {saved[name].dtype}"
+                raise ValueError(f"{name} is {got} in the saved state, wanted {tuple(state.shape)} {state.dtype}")
+        for name, state in own.items():
+            state.copy_(saved[name])
+        if self.weights is not None:
+            self.weights.copy_(self.master)
+
+
+def _check(parameters: Mapping[str, Tensor], betas: tuple[float, float], max_norm: float) -> None:
+    """Raise ValueError for what an optimizer cannot hold."""
+    if not parameters:
+        raise ValueError("an optimizer got no parameters: is everything frozen?")
+    kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters.values()})
+    if len(kinds) > 1:
+        raise ValueError(f"parameters of one optimizer have one dtype and device, got {', '.join(kinds)}: convert, or make two")
+    dtype = next(iter(parameters.values())).dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"parameters are {dtype}, wanted float32, bfloat16 or float16")
+    homes: dict[int, str] = {}
+    for name, p in parameters.items():
+        before = homes.setdefault(p.data_ptr(), name) if p.numel() and not p.is_meta else name
+        if before != name:
+            raise ValueError(f"{before} and {name} are the same memory: give a tied parameter once")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas are {betas}, wanted numbers from 0 to below 1")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}, wanted a number above 0, inf for no clipping")

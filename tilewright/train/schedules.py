@@ -1,0 +1,75 @@
+"""Learning rates over time: pure functions of the step.
+
+step     0 for the first update; at or behind `steps` the last value holds
+warmup   steps of linear growth up to `peak`: step s of them has peak (s + 1) / warmup, so none has a rate of zero
+floor    the rate at the end, behind the last step
+"""
+
+import math
+
+__all__ = ["SCHEDULES", "constant", "cosine", "linear", "warmup_stable_decay"]
+
+
+def constant(step: int, *, steps: int, warmup: int = 0, peak: float, floor: float = 0.0) -> float:
+    """Warm-up, then `peak` for ever; `floor` is not reached."""
+    _check(step, steps, warmup, peak, floor)
+    return _warm(step, warmup, peak)
+
+
+def linear(step: int, *, steps: int, warmup: int = 0, peak: float, floor: float = 0.0) -> float:
+    """Warm-up, then a straight line from `peak` to `floor`."""
+    _check(step, steps, warmup, peak, floor)
+    if step < warmup:
+        return _warm(step, warmup, peak)
+    return peak + (floor - peak) * _share(step, warmup, steps)
+
+
+def cosine(step: int, *, steps: int, warmup: int = 0, peak: float, floor: float = 0.0) -> float:
+    """Warm-up, then half a cosine from `peak` to `floor` (Loshchilov and Hutter, "SGDR", 2017, without restarts)."""
+    _check(step, steps, warmup, peak, floor)
+    if step < warmup:
+        return _warm(step, warmup, peak)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * _share(step, warmup, steps))) / 2
+
+
+def warmup_stable_decay(
+    step: int, *, steps: int, warmup: int = 0, decay: int | None = None, peak: float, floor: float = 0.0
+) -> float:  # fmt: skip
+    """Warm-up, `peak`, and a line down to `floor` over the last `decay` steps, a tenth of all by default.
+
+    Hu et al., "MiniCPM", 2024: a run can go on from where it was stable, whatever number of steps was planned.
+
+    Raises:
+        ValueError: warm-up and decay are longer than the run together, or a value makes no sense.
+    """
+    decay = steps // 10 if decay is None else decay
+    _check(step, steps, warmup, peak, floor)
+    if decay < 0 or warmup + decay > steps:
+        raise ValueError(f"warm-up of {warmup} and decay of {decay} steps do not fit into {steps}: make one shorter")
+    if step < warmup:
+        return _warm(step, warmup, peak)
+    return peak + (floor - peak) * _share(step, steps - decay, steps)
+
+
+SCHEDULES = {"constant": constant, "cosine": cosine, "linear": linear, "wsd": warmup_stable_decay}
+"""Name in a config -> the function."""
+
+
+def _warm(step: int, warmup: int, peak: float) -> float:
+    return peak * min(1.0, (step + 1) / warmup) if warmup else peak
+
+
+def _share(step: int, start: int, end: int) -> float:
+    """How much of the way from `start` to `end` lies behind: 0 to 1."""
+    if step < start:
+        return 0.0
+    return min(1.0, (step - start) / (end - start)) if end > start else 1.0
+
+
+def _check(step: int, steps: int, warmup: int, peak: float, floor: float) -> None:
+    if step < 0 or steps < 1:
+        raise ValueError(f"step {step} of {steps}: wanted a step from 0 on, of at least 1")
+    if not 0 <= warmup <= steps:
+        raise ValueError(f"warm-up of {warmup} steps in a run of {steps}: wanted 0 to {steps}")
+    if not 0 <= floor <= peak < math.inf:
+        raise ValueError(f"learning rates from {peak} down to {floor}: wanted 0 <= floor <= peak")

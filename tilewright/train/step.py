@@ -1,0 +1,130 @@
+"""One step of training, as the maths say it.
+
+    loss  = (sum of the losses of all targets of all micro-batches) / (number of targets)
+    grads = d loss / d weights,  summed over micro-batches by `sum_of`
+    weights, moments = optimizer(grads, lr)          clips by the global norm, and skips what is not finite, on the device
+
+Nothing waits for the device. How often micro-batches are cut, and which rank computes which, changes only the order of sums;
+`tree_sum` makes that order a function of the number of micro-batches alone.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+from tilewright.models import Model
+from tilewright.nn import PackedKeysValues
+from tilewright.train.batch import IGNORED, TrainBatch
+from tilewright.train.optim import Muon, Optimizer
+
+__all__ = ["NextToken", "Objective", "StepResult", "SumOf", "running_sum", "train_step", "trainable", "tree_sum"]
+
+
+class Objective(Protocol):
+    """What is minimised."""
+
+    def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
+        """The sum of the losses of the batch's targets, a scalar with a gradient."""
+        ...
+
+
+SumOf = Callable[[Iterable[list[Tensor]]], list[Tensor]]
+"""(loss, gradient, gradient ...) of each micro-batch, in order -> their sums."""
+
+
+class StepResult(NamedTuple):
+    """What a step says of itself, on the device."""
+
+    loss: Tensor
+    """Mean over the step's targets before the update, nats (float32, 0-dim); with what the objective adds to it."""
+    norm: Tensor
+    """Of all gradients together, before clipping."""
+    applied: Tensor
+    """1, or 0 where the norm was not finite and no weight was changed."""
+
+
+class NextToken:
+    """Cross-entropy of the next token; the logits of a batch are never whole in memory.
+
+    Args:
+        z_loss: adds z_loss * (log of the softmax's sum)^2 to each loss (Chowdhery et al., "PaLM", 2022).
+        label_smoothing: the share of the target that all tokens have in equal parts.
+        deterministic: whether the same batch must give the same gradients every time.
+    """
+
+    def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, deterministic: bool = False):
+        self.z_loss, self.label_smoothing = z_loss, label_smoothing
+        self.keys_values = PackedKeysValues(deterministic=deterministic)
+
+    def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
+        """The sum over the batch's targets."""
+        hidden_TE, head = model(batch.token_ids, batch.packed, self.keys_values), model.head.weight
+        if not isinstance(head, Tensor):
+            raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
+        return ops.linear_cross_entropy(
+            hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="sum",
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss,
+        )  # fmt: skip
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that ask for gradients, by name; a tied one once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def train_step(
+    model: Model, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], lr: float, objective: Objective, sum_of: SumOf
+) -> StepResult:
+    """Update the weights once, from all of `batches` together. Raises ValueError where there are no targets."""
+    weights = trainable(model)
+    n_targets = sum(batch.n_targets for batch in batches)
+    if not n_targets:
+        raise ValueError("train_step: no position of this step's batches has a target; check what the data masks")
+
+    def loss_and_grads(batch: TrainBatch) -> list[Tensor]:
+        loss = objective(model, batch) / n_targets
+        return [loss.detach(), *torch.autograd.grad(loss, list(weights.values()))]
+
+    loss, *grads = sum_of(loss_and_grads(batch) for batch in batches)
+    norm, applied = optimizer.step(dict(zip(weights, grads, strict=True)), lr)
+    return StepResult(loss, norm, applied)
+
+
+def running_sum(parts: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Add micro-batches one after the other, in float32 and in place: memory for one set of sums."""
+    total: list[Tensor] | None = None
+    for part in parts:
+        if total is None:
+            total = part
+        elif total[1:] and total[1].dtype != torch.float32:
+            total = [a.float() + b for a, b in zip(total, part, strict=True)]
+        else:
+            for a, b in zip(total, part, strict=True):
+                a += b
+    if total is None:
+        raise ValueError("running_sum: no micro-batches")
+    return total
+
+
+def tree_sum(parts: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Add micro-batches in a fixed binary tree over their index, in float32.
+
+    Sums of 2^k neighbours that begin at a multiple of 2^k are formed first, so ranks that hold such runs form parts of the same
+    tree. Holds one set of sums for each power of two up to the number of micro-batches.
+    """
+    held: list[tuple[int, list[Tensor]]] = []  # (how many micro-batches, their sum), larger runs first
+    for part in parts:
+        size, total = 1, [tensor.float() for tensor in part]
+        while held and held[-1][0] == size:
+            total = [a + b for a, b in zip(held.pop()[1], total, strict=True)]
+            size *= 2
+        held.append((size, total))
+    if not held:
+        raise ValueError("tree_sum: no micro-batches")
+    total = held.pop()[1]
+    while held:
+        total = [a + b for a, b in zip(held.pop()[1], total, strict=True)]
+    return total
