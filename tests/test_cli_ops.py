@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_doctor_names_the_extra_of_what_is_missing(monkeypatch: pytest.MonkeyPat
     assert found["extra hub"].state == "ok"
 
 
-EVERY = ",".join([*EXTRAS, "starlette", "transformers"])
+EVERY = ",".join([*dict.fromkeys(chain(*EXTRAS.values())), "starlette", "transformers"])
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,12 @@ def test_a_missing_extra_is_one_sentence(libraries: str, words: tuple[str, ...],
     assert done.returncode == 1
     assert f"pip install 'tilewright[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_every_extra_is_known_to_doctor() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for_users = set(project["optional-dependencies"]) - {"all", "docs", "test", "dev"}
+    assert for_users == set(EXTRAS) == set(verb.FOR)
 
 
 def test_operators_need_no_extra() -> None:

@@ -10,23 +10,26 @@ class MissingExtra(ImportError):
 
 
 EXTRAS = {
-    "fastapi": "serve",
-    "huggingface_hub": "hub",
-    "onnx": "compare",
-    "onnxruntime": "compare",
-    "onnxscript": "compare",
-    "openvino": "compare",
-    "prometheus_client": "serve",
-    "tokenizers": "llm",
-    "uvicorn": "serve",
-    "vl_convert": "compare",
+    "llm": ("tokenizers",),
+    "hub": ("huggingface_hub",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "structured": ("llguidance",),
+    "compare": ("onnx", "onnxscript", "onnxruntime", "openvino", "vl_convert"),
+    "data": (
+        *("brotli", "lxml_html_clean", "phonenumbers", "py3langid", "pyarrow", "resiliparse", "sklearn", "spacy"),
+        "trafilatura",
+    ),
+    "scaling": ("scipy", "vl_convert"),
+    "rl": ("math_verify", "reasoning_gym"),
+    "lab": ("vl_convert",),
 }
-"""Name that is imported -> extra."""
+"""Extra -> the names under which its libraries are imported."""
 
 
 def advice(what: str, library: str) -> str:
     """One sentence: `what` needs the library, and how to get it."""
-    return f"{what} needs {library}, which is not installed: pip install 'tilewright[{EXTRAS[library]}]'"
+    extra = next(extra for extra, libraries in EXTRAS.items() if library in libraries)
+    return f"{what} needs {library}, which is not installed: pip install 'tilewright[{extra}]'"
 
 
 def require(what: str, *libraries: str) -> None:

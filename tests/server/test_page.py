@@ -169,6 +169,28 @@ def test_nothing_is_wider_than_the_window(browser: object, server: Running, widt
     opened.close()
 
 
+def test_a_phone_shows_one_room_at_a_time(browser: object, server: Running) -> None:
+    opened = Page(browser, server.url, viewport={"width": 390, "height": 844})
+    page = opened.page
+    expect(page, "#model").to_have_text("letters")
+    expect(page, "#prompt").to_be_visible()
+    expect(page, "#live-title").to_be_hidden()
+    page.get_by_role("button", name="Engine").click()
+    expect(page, "#live-title").to_be_visible()
+    expect(page, "#prompt").to_be_hidden()
+    assert page.locator("#live-title").bounding_box()["y"] < 300, "without scrolling"
+    assert page.locator("#requests-note").bounding_box()["y"] < 844, "the pool of pages leaves room for the requests"
+    page.get_by_role("button", name="Playground").click()
+    expect(page, "#prompt").to_be_visible()
+    opened.close()
+
+
+def test_parameters_that_open_come_into_sight(page) -> None:
+    page.set_viewport_size({"width": 1280, "height": 640})
+    page.locator("#knobs summary").click()
+    expect(page, "#knob-stop").to_be_in_viewport()
+
+
 def test_a_model_without_a_chat_template_completes(browser: object) -> None:
     with running(fake_engine(chat=False)) as server:
         opened = Page(browser, server.url)

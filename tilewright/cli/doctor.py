@@ -20,7 +20,12 @@ FOR = {
     "llm": "language models",
     "hub": "models from the Hugging Face hub",
     "serve": "`tilewright serve`",
+    "structured": "answers that follow a grammar or a JSON schema",
     "compare": "ONNX Runtime and OpenVINO in `tilewright compare`, and its HTML report",
+    "data": "`tilewright data`",
+    "scaling": "`tilewright scaling`",
+    "rl": "rewards and tasks of reinforcement learning",
+    "lab": "the pictures of `tilewright lab`",
 }
 """Extra -> what it is for."""
 
@@ -152,8 +157,8 @@ def _cache() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     from tilewright.extras import EXTRAS
 
-    for extra in dict.fromkeys(EXTRAS.values()):
-        missing = [library for library, of in EXTRAS.items() if of == extra and find_spec(library) is None]
+    for extra, libraries in EXTRAS.items():
+        missing = [library for library in libraries if find_spec(library) is None]
         if missing:
             install = f"for {FOR.get(extra, extra)}: pip install 'tilewright[{extra}]'"
             yield Finding(f"extra {extra}", "missing", f"without {', '.join(missing)}", install)

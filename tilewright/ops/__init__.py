@@ -76,6 +76,7 @@ from tilewright.kernels.spatial.pooling_backward import avg_pool_backward_op, ma
 from tilewright.kernels.spatial.upsample import upsample_op
 from tilewright.kernels.spatial.upsample_backward import upsample_backward_op
 from tilewright.op import Op
+from tilewright.ops.arguments import in_words
 from tilewright.ops.attention import attention
 from tilewright.ops.channel_norms import batch_norm, group_norm, instance_norm
 from tilewright.ops.conv import (
@@ -186,3 +187,5 @@ __all__ = [
 
 ALL: tuple[Op, ...] = tuple(sorted({value for value in globals().values() if isinstance(value, Op)}, key=lambda op: op.name))
 """Every Op that is imported above: an operator joins tests, certificates, tuning and benchmarks by its import alone."""
+
+globals().update({name: in_words(globals()[name]) for name in __all__ if name != "ALL"})

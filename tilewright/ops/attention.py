@@ -65,6 +65,15 @@ def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | Non
     return biased_attention(q, k, v, bias, scale=scale)
 
 
+def _check_order(q: Tensor, k: Tensor) -> None:
+    """Heads that do not fit where the dimension before them would: the operands are in the order of torch's own attention."""
+    if q.dim() == 4 == k.dim() and k.shape[2] and q.shape[2] % k.shape[2] and k.shape[1] and not q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads. The order wanted is "
+            f"[B, S, H, D], got q {list(q.shape)} and k {list(k.shape)}; for [B, H, S, D] call ops.sdpa, or transpose(1, 2)"
+        )
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, cu_q: Tensor | None = None,
     cu_k: Tensor | None = None, max_q: int | None = None, max_k: int | None = None, return_lse: bool = False,
@@ -72,7 +81,7 @@ def attention(
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, deterministic: bool = False, precision: str | None = None,
     bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale * q k^T) v for each head, over sequences of equal length, or packed ones of any length.
+    """softmax(scale * q k^T) v for each head, over equally long sequences, or packed ones. [B, H, S, D] goes to `ops.sdpa`.
 
     Args:
         q: [B, S, H, D] bf16, fp16 or fp32, D at most 256; or packed, [T, H, D]. The last dimension is dense.
@@ -82,8 +91,7 @@ def attention(
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
         cu_q: for packed operands: int32 [B + 1], sequence b has rows cu_q[b] .. cu_q[b + 1] of q. On a GPU it is trusted.
         cu_k: the same for k and v.
-        max_q: for packed operands: the longest sequence's queries, or more.
-        max_k: the same for its keys.
+        max_q, max_k: for packed operands: the queries of the longest sequence, or more; its keys, likewise.
         return_lse: also return the logarithms of the softmax's sums.
         window: (left, right): a query sees the keys from `left` before its own to `right` behind it, None for all on that side.
             One number w: its own and w - 1 before it, and as many behind it unless causal.
@@ -107,6 +115,7 @@ def attention(
         ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit; or a gradient is
             asked for that there is none of.
     """
+    _check_order(q, k)
     lengths: Any = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
     bends: Any = {"window": window, "prefix": prefix, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
     if bias is not None:

@@ -53,7 +53,14 @@ HEADLINES = {
     ),
     "one undecided": (
         lambda c: replace(c, verdict="undecided"),
-        "Undecided whether every layer is 1.5× as fast, fp16 against fp32 (tf32 convolutions): layer “fc” stays open",
+        "Undecided whether every layer is 1.5× as fast, fp16 against fp32 (tf32 convolutions): "
+        "1 of 52 segments (layer “fc”) stays open",
+    ),
+    "one that is called 6, failed": (
+        lambda c: replace(
+            c, verdict="fail", segments=[replace(c.segments[0], name="6", verdict="fail"), *passing(c).segments[1:]]
+        ),
+        "Not every layer is 1.5× as fast, fp16 against fp32 (tf32 convolutions): 1 of 52 segments (layer “6”) falls short",
     ),
     "one segment, passed": (
         lambda c: passing(together(c)),
@@ -113,6 +120,15 @@ def test_the_sum_of_the_layers_stands_beside_the_whole(measured: Comparison) -> 
 def test_what_is_not_drawn_has_no_legend(measured: Comparison) -> None:
     by_key = {chart.key: chart for chart in charts(replace(measured, ceilings={}))}
     assert not any(meaning == "measured ceiling" for _, _, meaning in by_key["roofline"].legend)
+    without_products = charts(replace(measured, ceilings={"bytes_per_s": 3e12}))
+    roofs = next(chart for chart in without_products if chart.key == "roofline")
+    assert not roofs.spec["datasets"]["roofs"]
+    assert not any(meaning == "measured ceiling" for _, _, meaning in roofs.legend)
+    assert any("no roof is drawn" in note for note in roofs.notes)
+    verdicts = {segment.verdict for segment in measured.segments}
+    told = {meaning for _, _, meaning in strip(measured).legend}
+    assert verdicts <= told
+    assert not ({"pass", "fail", "undecided"} - verdicts) & told
     open_ended = replace(measured.segments[0], ratio=Interval(2.0, 0.0, MOST_RATIO))
     drawn = strip(replace(measured, segments=[open_ended, *measured.segments[1:]]))
     assert open_ended.name not in [row["name"] for row in drawn.spec["datasets"]["segments"]]

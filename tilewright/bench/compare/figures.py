@@ -122,9 +122,10 @@ def _about_layers(comparison: Comparison) -> str:
 
 def _named(segments: list[Segment], verdict: str) -> str:
     names = [segment.name for segment in segments if segment.verdict == verdict]
-    if len(names) == 1:
-        return f"layer “{names[0]}” {'falls' if verdict == 'fail' else 'stays'}"
-    return f"{len(names)} of {len(segments)} segments {'fall' if verdict == 'fail' else 'stay'}"
+    many = f"{len(names)} of {len(segments)} segments"
+    if len(names) == 1:  # a layer may be called "6": its name alone would be read as a count
+        return f"{many} (layer “{names[0]}”) {'falls' if verdict == 'fail' else 'stays'}"
+    return f"{many} {'fall' if verdict == 'fail' else 'stay'}"
 
 
 def subline(comparison: Comparison) -> str:

@@ -21,6 +21,19 @@ $("theme").addEventListener("click", () => {
   setTheme(THEMES[(THEMES.indexOf(now) + 1) % THEMES.length]);
 });
 
+// On a narrow screen one room is shown at a time.
+for (const button of document.querySelectorAll("[data-view]")) {
+  button.addEventListener("click", () => {
+    $("rooms").dataset.shown = button.dataset.view;
+    for (const other of document.querySelectorAll("[data-view]")) other.setAttribute("aria-pressed", String(other === button));
+  });
+}
+
+// Parameters that open below the edge come into sight.
+$("knobs").addEventListener("toggle", () => {
+  if ($("knobs").open) $("knobs").scrollIntoView({ block: "nearest" });
+});
+
 // Key: asked for when the server first says 401.
 let asked = false;
 function wantKey() {

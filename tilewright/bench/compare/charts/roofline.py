@@ -35,7 +35,7 @@ def roofline(c: Comparison) -> Chart:
         "A segment's bytes are counted once and in the precision of ours on both sides, so the height between its two points "
         "is its speed-up."
     ]
-    if not c.ceilings:
+    if not roofs:
         notes.append("Nobody has measured this machine's ceilings: no roof is drawn (`tilewright hw --measure` finds them).")
     if left := [s.name for s in c.segments if s not in drawn]:
         notes.append(f"Not drawn, for want of operations or of a time: {', '.join(left)}.")
@@ -48,7 +48,7 @@ def roofline(c: Comparison) -> Chart:
         legend=[
             ("ours", "circle", "ours"),
             ("baseline", "square", "baseline"),
-            *([("ink", "line", "measured ceiling")] if c.ceilings else []),
+            *([("ink", "line", "measured ceiling")] if roofs else []),
         ],
         spec=spec(data=data, height=430, layer=_layers(span, heights)),
         columns=list(_TOLD.values()),

@@ -40,6 +40,8 @@ def strip(c: Comparison) -> Chart:
         for key, word in (("fail", "Short of the claim:"), ("undecided", "Undecided:"))
         if named[key]
     ]
+    if any(r.low <= 0 or r.high >= MOST_RATIO for _, r, _ in entries):
+        notes.append("An interval that reaches the frame is not bounded on that side.")
     if boundless:
         notes.append(f"Not drawn, for their intervals have no bounds: {', '.join(boundless)}.")
     return Chart(
@@ -47,7 +49,8 @@ def strip(c: Comparison) -> Chart:
         title="Verdict strip",
         about="How many times as fast each segment is as in the baseline, with its interval. A segment passes when the whole "
         "interval is right of the claim, fails when it is left of it, and is undecided when the claim lies inside.",
-        legend=[(_COLOURS[v].removeprefix("$"), _SHAPES[v], v) for v in _SHAPES] + [("ink", "dashes", f"claim, {c.claim:g}×")],
+        legend=[(_COLOURS[v].removeprefix("$"), _SHAPES[v], v) for v in _SHAPES if any(v == each for _, _, each in entries)]
+        + [("ink", "dashes", f"claim, {c.claim:g}×")],
         spec=spec(data={"segments": data, "claim": [{"value": c.claim}]}, height=ROW_PX * len(data), layer=_layers(low, high)),
         columns=["segment", "speed-up", "interval", "verdict"],
         rows=[row for name, r, verdict in every for row in _rows(c, name, ratio(r.value), between(r), verdict)],
