@@ -17,6 +17,7 @@ try:
     import tilewright.cli.optimize
     import tilewright.cli.quantize
     import tilewright.cli.serve
+    import tilewright.cli.train
     import tilewright.cli.tune
     import tilewright.cli.tune_op
     import tilewright.cli.warmup  # noqa: F401 (a verb registers itself)
