@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test serve check test test-compile test-plain test-interpret test-long test-gpu bench certify certify-all clean
+.PHONY: help setup setup-serve setup-test serve check test test-compile test-plain test-interpret test-long test-gpu test-newest docs bench certify certify-all clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -21,7 +21,9 @@ setup: .venv/.installed ## create .venv and install tilewright into it, once
 
 setup-test: .venv/.installed-test ## the same with what tests and checks need
 
-serve: setup ## serve MODEL (bookworm) on http://127.0.0.1:PORT (8000)
+setup-serve: .venv/.installed-serve ## the same with what a server needs
+
+serve: setup-serve ## serve MODEL (bookworm) on http://127.0.0.1:PORT (8000)
 	$(BIN)/tilewright serve $(MODEL) --port $(PORT) $(ARGS)
 
 check: setup-test ## lint, formatting, types
@@ -55,6 +57,17 @@ test-long: setup-test ## the tests that take minutes, which `make test` leaves o
 test-gpu: ## what only a GPU can show, in ten minutes; make test-gpu PYTHON=python3.12 ARGS='-k attention'
 	$(PYTHON) scripts/test_gpu.py $(ARGS)
 
+# The newest torch and triton of the index, with whatever else they bring, in an environment of its own.
+test-newest: export OMP_NUM_THREADS := 1
+test-newest: .venv-newest/.installed ## all tests with the newest torch and triton; ARGS='tests/test_ops.py' for some
+	.venv-newest/bin/python -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
+	TRITON_INTERPRET=1 .venv-newest/bin/python -m pytest $(or $(ARGS),tests/test_ops.py tests/kernels)
+	$(if $(ARGS),true,.venv-newest/bin/python -m pytest)
+
+docs: .venv/.installed-docs ## the documentation site, into site/; fails where a link is broken
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+	@echo "open site/index.html"
+
 bench: setup ## measure operators or the engine: ARGS='ops', ARGS='engine'
 	$(BIN)/tilewright bench $(ARGS)
 
@@ -83,8 +96,24 @@ $(BIN)/pip:
 	$(INSTALL) -e .
 	@touch $@
 
-.venv/.installed-test: .venv/.installed
-	$(INSTALL) -e '.[test,dev,compare,data]'
+.venv/.installed-serve: .venv/.installed
+	$(INSTALL) -e '.[serve,hub]'
+	@touch $@
+
+.venv/.installed-docs: .venv/.installed-serve
+	$(INSTALL) -e '.[all,docs]'
+	@touch $@
+
+.venv-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	@# The package asks for versions that were tested; here others are wanted, so it comes last and without what it asks for.
+	.venv-newest/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --upgrade torch triton numpy
+	$(PYTHON) scripts/requirements.py test all | .venv-newest/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -r /dev/stdin
+	.venv-newest/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	@touch $@
+
+.venv/.installed-test: .venv/.installed-serve
+	$(INSTALL) -e '.[all,test,dev]'
 	rm -rf .data/openai-2
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --target .data/openai-2 'openai>=2,<3' # the other major
 	rm -rf .data/zoo

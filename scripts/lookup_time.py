@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from tilewright.hw.device import Device
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.matmul_common import Problem
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.problem import Problem
 from tilewright.op import Scope
 from tilewright.tune import lookup
 from tilewright.tune.database import Database

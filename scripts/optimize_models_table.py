@@ -1,14 +1,17 @@
 """Write docs/optimize_models.md from benchmarks/results/<card>/optimize-models.json (`python -m tests.fuse.zoo` makes those).
 
-python scripts/optimize_models_table.py            # rewrite the file
-python scripts/optimize_models_table.py --check    # exit 1 if it is not what the results say
+python -m scripts.optimize_models_table            # rewrite the file
+python -m scripts.optimize_models_table --check    # exit 1 if it is not what the results say
 """
 
 import json
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
+
+from tests.fuse.zoo_models import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/optimize_models.md"
@@ -29,12 +32,45 @@ them.
 GPU_BASES = {"eager": "eager", "graph": "CUDA graph", "compile": "torch.compile"}
 
 
-def page(results: dict[str, list[dict[str, Any]]]) -> str:
-    """The whole file, from rows by card."""
+def page(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """The whole file, from the contents of result files by card."""
     parts = [HEAD]
-    for card, rows in results.items():
-        parts.append(f"## {card}\n\n{setting(rows)}\n\n{table(rows)}\n\n{left(rows)}\n")
+    for card, kept in results.items():
+        rows = kept["rows"]
+        told = [setting(rows), *map(made, kept["runs"]), table(rows), *summary(rows), missing(rows), left(rows)]
+        parts.append(f"## {card}\n\n" + "\n\n".join(told) + "\n")
     return "\n".join(parts)
+
+
+def made(run: dict[str, Any]) -> str:
+    """Card, code, date and command of a run."""
+    where = f"{run['device']}, driver {run['driver']}" if "device" in run else f"CPU {run['cpu']}"
+    changes = " with uncommitted changes" if run["dirty"] else ""
+    return f"{where}, triton {run['triton']}; {run['date'][:10]}, commit {run['commit'][:7]}{changes}; `{run['command']}`"
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """The geometric mean over the strongest baseline by batch, and the row that gains least."""
+    lines = []
+    for batch in sorted({row["batch"] for row in rows}):
+        gains = {row["model"]: min(us for b, us in row["us"].items() if b != "ours") / row["us"]["ours"]
+                 for row in rows if row["batch"] == batch and "us" in row}  # fmt: skip
+        if gains:
+            mean, least = geometric_mean(gains.values()), min(gains, key=lambda name: gains[name])
+            lines.append(
+                f"Batch {batch}, over the fastest of torch's in each row: {mean:.2f} times as fast in the geometric mean of "
+                f"{len(gains)} models, {gains[least]:.2f} at least ({least})."
+            )
+    return lines
+
+
+def missing(rows: list[dict[str, Any]]) -> str:
+    """Models without a row, and rows without torch.compile."""
+    names = {row["model"] for row in rows}
+    models = [name for name in MODELS if name not in names]
+    rest = [f"{row['model']}@{row['batch']}" for row in rows if row["device"] == "cuda" and "compile" not in row.get("us", {})]
+    words = f"Not measured here yet: {', '.join(models)}." if models else "Every model has a row."
+    return words + (f" Without torch.compile, which took longer than the run had: {', '.join(rest)}." if rest else "")
 
 
 def setting(rows: list[dict[str, Any]]) -> str:
@@ -108,7 +144,7 @@ def _launches(row: dict[str, Any]) -> str:
 def main(given: list[str]) -> int:
     """Write or check the page. Returns the exit code."""
     found = sorted((ROOT / "benchmarks/results").glob(f"*/{NAME}"))
-    text = page({path.parent.name: json.loads(path.read_text(encoding="utf-8"))["rows"] for path in found})
+    text = page({path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in found})
     if given == ["--check"]:
         same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
         if not same:

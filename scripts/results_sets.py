@@ -123,5 +123,5 @@ def sets(results: Path) -> list[ResultSet]:
 
 
 def shown(found: list[ResultSet]) -> ResultSet:
-    """The one for README.md: of those that name their code the newest, else the newest."""
+    """The one for docs/results.md: of those that name their code the newest, else the newest."""
     return max(found, key=lambda each: (each.known, each.days[-1]))

@@ -1,8 +1,8 @@
-"""Write the tables of figures: README.md's summary, docs/results*.md, docs/support.md, and quant/speed.json of the package.
+"""Write the tables of figures: docs/results*.md, docs/support.md, and quant/speed.json of the package.
 
 What was measured comes from benchmarks/results, a folder a card; what compiles where from tilewright/asm/certificates. No table
-has figures of two cards, nor of two commits: README.md and docs/results.md show the newest set, every other set has a page
-of its own (docs/results-h100.md). Rows whose kernels have changed since are marked.
+has figures of two cards, nor of two commits: docs/results.md shows the newest set, every other set has a page of its own
+(docs/results-h100.md). Rows whose kernels have changed since are marked.
 
 python scripts/results_table.py            # rewrite the files
 python scripts/results_table.py --check    # exit 1 if one is not what the results say
@@ -21,12 +21,10 @@ from results_sets import ResultSet, changed_mark, day, mark, mark_of, sets, show
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
-BEGIN = "<!-- results: written by scripts/results_table.py from benchmarks/results -->\n"
-END = "<!-- end of results -->\n"
 RESULTS_HEAD = """# What was measured
 
 Written by scripts/results_table.py from benchmarks/results/{name}; the commands stand at the end, `tilewright bench all` runs
-those of the tables. docs/log.md tells what was tried.{others}
+those of the tables. docs/experiments tells what was tried.{others}
 
 """
 SUPPORT_HEAD = """# What compiles where
@@ -43,8 +41,8 @@ many blocks an SM holds. Written by scripts/results_table.py.
 Row = dict[str, Any]
 
 
-def engine_table(of: ResultSet, last: bool) -> str:
-    """One line a shape, workload and run; `last`: of several runs only the last."""
+def engine_table(of: ResultSet) -> str:
+    """One line a shape, workload and run."""
     lines = [
         "| shape | weights | workload | run | output tokens/s | input tokens/s | median step, ms "
         "| share of the limit by bytes, by FLOP | compiles after ready | measured |",
@@ -52,8 +50,6 @@ def engine_table(of: ResultSet, last: bool) -> str:
     ]
     files = [content for name, content in of.results.items() if name.startswith("engine")]
     rows = [row | {"day": day(content)} for content in files for row in content["rows"]]
-    if last:
-        rows = list({(row["shape"], row.get("weights"), row["workload"]): row for row in rows}.values())
     for row in rows:
         prompts = row.get("input_tok_per_s")
         limits = f"{row['of_bytes_limit']:.2f}, {row['of_flops_limit']:.2f}" if "of_bytes_limit" in row else ""
@@ -192,6 +188,12 @@ def geomean(rows: list[Row]) -> float:
     return statistics.geometric_mean(row["ratio"] for row in rows)
 
 
+WORKLOADS = (
+    "W1: 256 requests of 100 to 1024 tokens in and 100 to 1024 out, submitted at once, with the lengths of nano-vllm's\n"
+    "benchmark (142,827 tokens in, 133,966 out; rows measured before 2026-11-23 had others, as long). W2: 256 requests of\n"
+    "1024 in, 1024 out. B1: one request, 128 in, 256 out, decode only. Output tokens over wall time, prefill inside; greedy,\n"
+    "token ids in and out."
+)
 LAYERS = (
     "Quantised linear layers, quantising of the activation included, against `F.linear` in bf16 (above 1 is faster);\n"
     "geometric mean over the projections that were measured, in brackets the lowest and how many they are."
@@ -229,7 +231,7 @@ def filled(*parts: str) -> list[str]:
 
 
 def tables(of: ResultSet) -> list[str]:
-    """What README.md and a page of results have in common, behind the engine: quantised layers and attention."""
+    """Quantised layers and attention in 8 bits."""
     return [
         *filled(said(of, LAYERS, "layers"), layers_table(of)),
         *filled(said(of, SETTLED, "layers-settled"), layers_table(of, "layers-settled")),
@@ -237,19 +239,9 @@ def tables(of: ResultSet) -> list[str]:
     ]
 
 
-def summary(of: ResultSet, page: str) -> str:
-    """README's part."""
-    parts = [of.machine(), *filled("The engine, the last run of each workload:", engine_table(of, last=True))]
-    parts += filled("Operators against what they replace, above 1 is faster:", comparison_table(of))
-    parts += [*filled(PROGRAMS, programs_table(of, fair=True)), *tables(of)]
-    parts += of.legend("\n".join(parts))
-    parts += [f"Each row, and the commands: [docs/{page}](docs/{page})."]
-    return "\n\n".join(parts) + "\n\n"
-
-
 def page_of(of: ResultSet, others: list[str]) -> str:
     """docs/results.md, or that of another card."""
-    parts = [of.machine(), *filled("## The engine", engine_table(of, last=False))]
+    parts = [of.machine(), *filled("## The engine", WORKLOADS, engine_table(of))]
     parts += filled("## Operators limited by bytes", said(of, "", "ops").strip(), ops_table(of))
     parts += ["## Quantised layers and attention in 8 bits", *tables(of)]
     parts += filled("## Operators against what they replace", comparison_table(of))
@@ -323,19 +315,12 @@ def support_cell(certificate: dict[str, Any], impl: str, arch: str) -> str:
     return f"{', '.join(words)}; {limiters.most_common(1)[0][0]}" if limiters else words[0]
 
 
-def replaced(text: str, begin: str, end: str, inside: str) -> str:
-    """The text with what stands between the two markers changed."""
-    before, rest = text.split(begin)
-    return before + begin + inside + end + rest.split(end)[1]
-
-
 def wanted() -> dict[Path, str]:
     """Every file, and what it has to hold."""
-    readme, docs, found = ROOT / "README.md", ROOT / "docs", sets(RESULTS)
+    docs, found = ROOT / "docs", sets(RESULTS)
     first = shown(found)
     others = [each for each in found if each.folder != first.folder]
     files = {
-        readme: replaced(readme.read_text(), BEGIN, END, summary(first, "results.md")),
         docs / "results.md": page_of(first, [each.name for each in others]),
         docs / "support.md": SUPPORT_HEAD + support_table(),
         ROOT / "tilewright/quant/speed.json": speed(next(each for each in (first, *others) if "layers" in each.results)),

@@ -17,6 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tests.server.tiny_model import write_tiny_model
+from tests.train.options import TRAIN_OPTIONS
 from tilewright import __version__
 from tilewright.cli import app
 
@@ -42,6 +43,7 @@ OPTIONS = {
         "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
+        "--tool-format",
     },
     "run": {
         *ENGINE_OPTIONS,
@@ -53,15 +55,7 @@ OPTIONS = {
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
         *("--invariant", "--no-invariant"),
     },
-    "train": {
-        *("--json", "--model", "--init", "--init-std", "--depth-scaled", "--no-depth-scaled", "--tokenizer", "--data"),
-        *("--weights", "--text-field", "--chat", "--no-chat", "--shuffle", "--no-shuffle", "--out", "--device", "--dtype"),
-        *("--seed", "--row-tokens", "--micro-rows", "--micro-batches", "--accumulate", "--steps", "--optimizer", "--lr"),
-        *("--lr-floor", "--schedule", "--warmup", "--decay", "--beta1", "--beta2", "--eps", "--weight-decay", "--max-norm"),
-        *("--z-loss", "--label-smoothing", "--deterministic", "--no-deterministic", "--max-skipped", "--log-every"),
-        *("--save-every", "--save-async", "--no-save-async", "--keep", "--eval-data", "--eval-every", "--eval-rows"),
-        *("--sample-every", "--sample-prompt", "--sample-tokens", "--tensorboard", "--no-tensorboard"),
-    },
+    "train run": TRAIN_OPTIONS,
     "bench engine": {
         *(
             "--workload",
@@ -102,6 +96,17 @@ OPTIONS = {
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
+    "scaling fit": {
+        *("--params-column", "--tokens-column", "--flops-column", "--loss-column", "--drop-highest", "--delta", "--bootstrap"),
+        *("--seed", "--test", "--out", "--plots", "--json"),
+    },
+    "scaling plan": {
+        *("--budget", "--budgets", "--ratio", "--sizes", "--span", "--vocab", "--sequence", "--tied", "--head-dim", "--prior"),
+        *("--card", "--utilisation", "--out", "--json"),
+    },
+    "scaling predict": {"--flops", "--json"},
+    "ops": {"--card", "--json"},
+    "doctor": {"--json"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
     "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},

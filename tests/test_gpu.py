@@ -8,7 +8,7 @@ from tests.conformance import bits, flat, fresh, mutated
 from tilewright import ops
 from tilewright.fuse import optimize
 from tilewright.hw.device import device_of
-from tilewright.kernels.workspace import own_tickets
+from tilewright.kernels.launch.counters import own_tickets
 from tilewright.op import Example, Inputs, Op, prefer
 from tilewright.ops import ALL
 

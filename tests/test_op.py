@@ -110,6 +110,15 @@ def test_an_op_may_put_an_implementation_before_the_others(places: Places) -> No
         assert chosen(op, SMALL) == ("triton", 32, "default")
 
 
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [(80, "needs sm_90, this is sm_80"), (90, None), (100, "is written for sm_90, this is sm_100")],
+)
+def test_what_is_written_for_one_architecture(arch: int, reason: str | None) -> None:
+    card = Device(kind="cuda", name="card", arch=arch)
+    assert impl("sm90", written_for=90).refusal(card, LARGE) == reason
+
+
 def test_a_refusal_names_every_reason(places: Places) -> None:
     old = Device(kind="cuda", name="V100", arch=70)
     with pytest.raises(Refused, match=r"(?s)few: needs sm_80, this is sm_70.*vendor: needs sm_80.*next: needs sm_100"):

@@ -134,12 +134,21 @@ class Impl:
     launch: Callable[..., Any]
     space: Space = NO_CHOICES
     min_arch: int = 80
+    written_for: int | None = None
+    """The one architecture whose instructions it is made of (90: Hopper), in the place of `min_arch`; None: it is portable."""
     refuse: Callable[[Device, Any], str | None] = lambda device, problem: None
     batch_invariant: bool = False
     interpretable: bool = True
     """Whether Triton's interpreter can run it; vendor libraries and Gluon cannot be."""
     extra_roundings: int = 0
     """Roundings to the arguments' dtype beyond the op's own: a library's, before the epilogue that we add to it."""
+    library: bool = False
+    """Whether it is a call of the library that torch would take."""
+    releases: bool = False
+    """Whether it lets the launch behind it start early (kernels/launch/pdl.py)."""
+    plan: Callable[..., Any] | None = None
+    """(config, *args) -> what makes a call with these arguments again on tensors that differ in their memory alone, asked for
+    after such a call; None where there is none. What it is called with is the wing's to say (kernels/conv/plan.py)."""
     work: Callable[..., Work] | None = None
     """(device, config, *args) -> what a launch really does, for the analytical model; None: it is not predicted.
 
@@ -151,10 +160,13 @@ class Impl:
             return "needs a GPU, or TRITON_INTERPRET=1"
         if device.kind == "interpret" and not self.interpretable:
             return "cannot run under Triton's interpreter"
-        if device.arch < self.min_arch:
-            return f"needs sm_{self.min_arch}, this is sm_{device.arch}"
+        least = self.written_for or self.min_arch
+        if device.arch < least:
+            return f"needs sm_{least}, this is sm_{device.arch}"
         if scope.invariant and not self.batch_invariant:
             return "is not batch-invariant"
+        if self.written_for is not None and device.arch != self.written_for:
+            return f"is written for sm_{self.written_for}, this is sm_{device.arch}"
         return self.refuse(device, problem)
 
 
@@ -219,7 +231,8 @@ class Op:
     `problem(*args)` -> a hashable summary with all that a refusal or a default config may look at.
     `cost(*args)` -> the unavoidable work of the call.
     `make(inputs, *, M, N, dtype=torch.bfloat16, ...)` -> arguments from dimensions: its keywords are what `tune`, `explain` and
-    `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices.
+    `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices. Random data, never
+    zeros: on zeros a card draws less power and runs faster than it will. With `Inputs("meta")` nothing is allocated.
     `first(device, problem)` -> the name of the implementation to put before the others, or None: for problems where their order
     does not fit.
     `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.

@@ -12,7 +12,7 @@ from tilewright.asm.judge import judge
 from tilewright.asm.memory import memory
 from tilewright.hw import env
 from tilewright.hw.device import device_named
-from tilewright.kernels.norm_backward import layer_norm_backward_op
+from tilewright.kernels.norm.backward import layer_norm_backward_op
 from tilewright.op import Inputs
 
 pytestmark = pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")

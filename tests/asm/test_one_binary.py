@@ -103,7 +103,7 @@ def test_counts_and_layouts_choose_no_binary(op: Op) -> None:
     found = collect(op, 90, across_layouts=not fixed) or collect(op, 100, across_layouts=not fixed)
     assert found, "no launch was seen"
     wrong = [words for words in differing(found) if not (fixed and "_batch_stride" in words)]
-    assert not wrong, "\n".join(["put these into do_not_specialize, and see kernels/row_start.py:", *wrong])
+    assert not wrong, "\n".join(["put these into do_not_specialize, and see kernels/device/row_start.py:", *wrong])
 
 
 @triton.jit(do_not_specialize=["rows"])

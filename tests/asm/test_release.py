@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewright.asm.compile import CompileFailed, record
 from tilewright.hw import env
 from tilewright.hw.device import CARD_OF_ARCH
-from tilewright.kernels.hopper import hand_out, release, take
+from tilewright.kernels.hopper.primitives import hand_out, release, take
 from tilewright.op import Impl, Inputs, Op
 from tilewright.ops import ALL
 
@@ -113,7 +113,8 @@ def test_four_warps_meet_before_one_thread_arrives() -> None:
 
 def kernels() -> Iterator[Any]:
     for op in ALL:
-        yield from (pytest.param(op, impl, id=f"{op.name}-{impl.name}") for impl in op.impls if impl.min_arch == 90)
+        of_hopper = (impl for impl in op.impls if 90 in (impl.min_arch, impl.written_for))
+        yield from (pytest.param(op, impl, id=f"{op.name}-{impl.name}") for impl in of_hopper)
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ PEERLESS = {
     "adamw",
     "adamw_8bit",
     "add_rms_norm_quantize",
+    "band_keys",
     "batch_norm_backward",
     "batch_statistics",
     "block_scaled_linear",
@@ -36,6 +37,8 @@ PEERLESS = {
     "grad_squares",
     "kv_cache_write",
     "layer_norm_quantize",
+    "minhash",
+    "mask_logits",
     "mixed_linear",
     "mla_attention",
     "mla_rope_write",
@@ -56,6 +59,7 @@ PEERLESS = {
     "scaled_attention",
     "sgd",
     "silu_mul_quantize",
+    "top_logprobs",
 }
 SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10}
 

@@ -18,7 +18,7 @@ from tilewright.cli import bench
 from tilewright.cli.root import app
 from tilewright.hw import env
 from tilewright.hw.device import device_named
-from tilewright.kernels.softmax import softmax_op
+from tilewright.kernels.softmax.softmax import softmax_op
 from tilewright.op import on_card, prefer
 
 HASH = "0123456789abcdef0123456789abcdef01234567"

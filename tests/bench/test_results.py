@@ -20,7 +20,7 @@ from tilewright.bench import op
 from tilewright.bench.results import Results
 from tilewright.cli import bench
 from tilewright.cli.root import app
-from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.gemm.linear import linear_op
 
 ROWS = [{"format": "int8", "ratio": 2.0}, {"format": "int8", "ratio": 0.5}]
 

@@ -71,13 +71,12 @@ def texts(table: Any) -> dict[str, str]:
 
 def test_the_newest_set_that_names_its_code_is_shown_and_every_card_has_a_page(table: Any, cards: Path) -> None:
     found = texts(table)
-    assert set(found) == {"README.md", "results.md", "results-h100.md", "support.md", "speed.json"}
-    for name in ("README.md", "results.md"):
-        assert f"One {H200}" in found[name]
-        assert H100 not in found[name]
+    assert set(found) == {"results.md", "results-h100.md", "support.md", "speed.json"}
+    assert f"One {H200}" in found["results.md"]
+    assert H100 not in found["results.md"]
     assert "333.0" in found["results.md"]
-    assert "111.0" not in found["results.md"] + found["README.md"]
-    assert "Attention in 8 bits" not in found["README.md"], "what was not measured has no table"
+    assert "111.0" not in found["results.md"]
+    assert "| format | problem |" not in found["results.md"], "what was not measured has no table"
     assert "[h100](results-h100.md)" in found["results.md"]
     assert "111.0" in found["results-h100.md"]
     assert "333.0" not in found["results-h100.md"]
@@ -119,7 +118,7 @@ def test_a_dirty_tree_is_named(table: Any, cards: Path) -> None:
         content = json.loads(path.read_text())
         content["environment"]["dirty"] = True
         path.write_text(json.dumps(content))
-    assert "with changes that are not committed" in texts(table)["README.md"]
+    assert "with changes that are not committed" in texts(table)["results.md"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_parts_are_one_table_and_are_counted(table: Any, cards: Path) -> None:
         texts(table)
 
 
-def test_comparisons_with_an_open_card_are_not_in_the_readme(table: Any, cards: Path) -> None:
+def test_comparisons_with_an_open_card_have_a_table_of_their_own(table: Any, cards: Path) -> None:
     side = {"engine": "optimize:fp16", "whole": [1e-3, 1e-3, 1e-3]}
     for name, fair in (("fair", True), ("unfair", False)):
         point = {"name": "drift", "why": "One side became slower.", "open": not fair}
@@ -162,12 +161,10 @@ def test_comparisons_with_an_open_card_are_not_in_the_readme(table: Any, cards: 
             "card": [point], "environment": NEW,
         }  # fmt: skip
         (cards / "h200" / f"compare-{name}.json").write_text(json.dumps(content))
-    found = texts(table)
-    assert "| fair_model |" in found["README.md"]
-    assert "unfair_model" not in found["README.md"]
-    assert "drift: One side became slower." in next(
-        line for line in found["results.md"].splitlines() if line.startswith("| unfair_model")
-    )
+    closed, _, opened = texts(table)["results.md"].partition("Open on their fairness card")
+    assert "| fair_model |" in closed
+    assert "unfair_model" not in closed
+    assert "drift: One side became slower." in next(line for line in opened.splitlines() if line.startswith("| unfair_model"))
 
 
 def test_claims_stand_in_their_order_with_what_is_equal(table: Any, cards: Path) -> None:
@@ -182,7 +179,7 @@ def test_claims_stand_in_their_order_with_what_is_equal(table: Any, cards: Path)
         "baseline": {"engine": "eager", "whole": [9e-3] * 3}, "card": [], "claims": claims, "environment": NEW,
     }  # fmt: skip
     (cards / "h200" / "compare-it.json").write_text(json.dumps(content))
-    assert [line for line in texts(table)["README.md"].splitlines() if line.startswith("| a_model")] == [
+    assert [line for line in texts(table)["results.md"].splitlines() if line.startswith("| a_model")] == [
         "| a_model | optimize:fp16 | graph:fp16 | equal precision and launch mode | 1.000 | 2.000 | 2.00 (1.90 to 2.10) |  "
         "| 2026-11-24 |",
         "| a_model | optimize:fp16 | eager | not equal: fp32 beside fp16 | 1.000 | 9.000 | 9.00 (8.90 to 9.10) | 2, 2.50 "

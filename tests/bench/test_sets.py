@@ -8,7 +8,7 @@ from tilewright.bench import layers
 from tilewright.bench.op import shapes_of
 from tilewright.bench.sets import SETS, aligned
 from tilewright.cli.root import app
-from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.gemm.linear import linear_op
 from tilewright.op import scope
 
 

@@ -8,6 +8,7 @@ the tokens that come out, against `expected`, which hashes the plain token list.
 `asynchronous`: nothing runs before it is collected, so a step runs as late as a device could, after the next was launched.
 """
 
+import time
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -47,6 +48,7 @@ def scheduler(
     waiting: int = 1000,
     cache: bool = True,
     model_len: int = 1000,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """A scheduler with small bounds."""
     return Scheduler(
@@ -56,6 +58,7 @@ def scheduler(
         max_model_len=model_len,
         max_waiting=waiting,
         prefill_chunk=chunk,
+        clock=clock,
     )
 
 

@@ -59,6 +59,18 @@ def test_a_request_waits_for_as_long_as_it_may_and_is_refused_where_it_would_wai
     assert queue.ask(0.5).state is State.WAITING, "an empty queue takes the most impatient"
 
 
+def test_where_nobody_starts_for_long_only_the_impatient_are_refused():
+    """One step of eight seconds: a slow machine, or a long prompt. No start in the window of five says no more than that."""
+    queue = Queue()
+    for _ in range(3):
+        queue.ask(None)
+    queue.second()
+    queue.now_s += 8
+    with pytest.raises(QueueFull, match=r"2 requests wait, and this one would wait some 18\.0 s, wanted at most 17 s"):
+        queue.ask(17.0)
+    assert queue.ask(19.0).state is State.WAITING
+
+
 def test_the_samples_of_an_overdue_one_go_with_it():
     queue = Queue()
     queue.ask(None)

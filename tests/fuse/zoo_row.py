@@ -1,6 +1,7 @@
 """One row of the table of models: an optimised model checked, counted and timed beside torch."""
 
 import copy
+import signal
 import statistics
 import sys
 import time
@@ -144,9 +145,12 @@ def _words(error: BaseException) -> str:
 
 
 class Prepared:
-    """A row whose model is optimised and whose baselines are compiled; `measure` times them."""
+    """A row whose model is optimised and whose baselines are compiled; `measure` times them.
 
-    def __init__(self, name: str, batch: int, device: str, compiled: bool):
+    `over`: when torch.compile is given up, by `time.time`.
+    """
+
+    def __init__(self, name: str, batch: int, device: str, compiled: bool, over: float | None = None):
         self.row: dict[str, Any] = {"model": name, "batch": batch, "device": device, "torch": torch.__version__}
         self.calls: dict[str, Callable[[], Any]] = {}
         model = built(name).to(device)
@@ -159,13 +163,17 @@ class Prepared:
         except RAISED as e:
             self.row["right"] = f"raised: {_words(e)}"
             return
+        told = fast.report.facts if hasattr(fast, "report") else {}
+        self.row |= {name: told[name] for name in ("speed", "rivals", "no rival") if name in told}
         self.row |= taken(plain, model, given)
         self.row |= checked(name, batch, fast, model)
         other = checked(name, batch + 1, plain, model)
         self.row["other_batch"] = other["right"] if other.get("runs", "optimised") == "optimised" else other["runs"]
         self.row["parts"] = type(fast).__name__ == "Partial"
         self.calls["ours"] = lambda: fast(*given[0], **given[1])
-        self.calls |= baselines(name, model, given) if device == "cuda" else {"eager": lambda: model(*given[0], **given[1])}
+        self.calls |= (
+            baselines(name, model, given, over) if device == "cuda" else {"eager": lambda: model(*given[0], **given[1])}
+        )
 
     def measure(self) -> dict[str, Any]:
         """The row, with medians in microseconds."""
@@ -177,8 +185,44 @@ class Prepared:
 # ---- time
 
 
-def baselines(name: str, model: nn.Module, given: Inputs) -> dict[str, Callable[[], Any]]:
-    """torch in fp16 on a GPU: eager, a CUDA graph of it, torch.compile. What fails is left out, and printed."""
+@contextmanager
+def _measured_algorithms() -> Iterator[None]:
+    """cuDNN times its algorithms and takes the fastest."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+class _OverError(Exception):
+    """The time is over."""
+
+
+@contextmanager
+def _until(over: float | None) -> Iterator[None]:
+    """Raise `_OverError` inside when the time is over."""
+
+    def stop(*_: object) -> None:
+        raise _OverError("the time is over")
+
+    if over is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, over - time.time()))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def baselines(name: str, model: nn.Module, given: Inputs, over: float | None = None) -> dict[str, Callable[[], Any]]:
+    """torch in fp16 on a GPU: eager, a CUDA graph of it, torch.compile. cuDNN measures its algorithms for the latter two.
+
+    What fails, or is not there in time, is left out, and printed.
+    """
     half = copy.deepcopy(model).half()
     args, kwargs = pytree.tree_map(lambda t: t.half() if t.is_floating_point() else t, given)
     if MODELS[name].images:
@@ -191,8 +235,9 @@ def baselines(name: str, model: nn.Module, given: Inputs) -> dict[str, Callable[
     found: dict[str, Callable[[], Any]] = {"eager": eager}
     for what, make in (("graph", lambda: _captured(eager)), ("compile", lambda: _compiled(half, args, kwargs))):
         try:
-            found[what] = make()
-        except RAISED as e:
+            with _until(over if what == "compile" else None), _measured_algorithms():
+                found[what] = make()
+        except (*RAISED, _OverError) as e:
             print(f"{name}: no {what}: {_words(e)}", file=sys.stderr, flush=True)
     return found
 

@@ -6,7 +6,7 @@ import sys
 _SCRIPT = """
 import itertools, os, torch
 from tilewright.hw.tf32 import allows_tf32, exact_float32
-from tilewright.kernels.conv_vendor import cudnn_choosing
+from tilewright.kernels.conv.cudnn import cudnn_choosing
 
 get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 PLACES = [("generic", "all"), ("cuda", "all"), ("cuda", "conv"), ("cuda", "matmul")]

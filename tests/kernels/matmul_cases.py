@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewright.hw.device import Device
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.matmul_common import ACTIVATIONS
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.problem import ACTIVATIONS
 from tilewright.op import Impl, Inputs
 from tilewright.tune.space import Config
 

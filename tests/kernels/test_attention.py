@@ -13,10 +13,10 @@ from tests import conformance
 from tilewright import ops
 from tilewright.asm.certificate import load
 from tilewright.hw.device import CARD_OF_ARCH, CARDS, device_of
-from tilewright.kernels.attention import EXAMPLES, _example, attention_op
-from tilewright.kernels.attention_sm90_launch import SM90
-from tilewright.kernels.attention_tile import TRITON
-from tilewright.kernels.attention_vendor import VENDOR
+from tilewright.kernels.attention.attention import EXAMPLES, _example, attention_op
+from tilewright.kernels.attention.sdpa import VENDOR
+from tilewright.kernels.attention.sm90 import SM90
+from tilewright.kernels.attention.tile import TRITON
 from tilewright.op import Inputs, invariant
 
 sdpa_module = import_module("tilewright.ops.sdpa")  # the package has the function under that name
@@ -250,7 +250,7 @@ def test_invariant_mode_has_one_config_for_every_length(dims: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("dims", "card", "reason"),
     [
-        ({"KV": 64}, "a100", "is written for sm_90, this is sm_80"),
+        ({"KV": 64}, "a100", "needs sm_90, this is sm_80"),
         ({"KV": 64, "dtype": torch.float32}, "h100", "takes bf16 or fp16, not torch.float32"),
         (
             {"KV": 64, "D": 96},
@@ -274,7 +274,7 @@ def test_invariant_mode_has_one_config_for_every_length(dims: dict[str, Any]) ->
 def test_what_sm90_refuses(dims: dict[str, Any], card: str, reason: str | None) -> None:
     assert attention_op.make is not None
     problem = attention_op.problem(*attention_op.make(Inputs("meta"), B=2, **dims))
-    assert SM90.refuse(CARDS[card], problem) == reason
+    assert SM90.refusal(CARDS[card], problem) == reason
 
 
 def test_the_portable_kernels_defaults_spill_nothing_on_sm_80() -> None:

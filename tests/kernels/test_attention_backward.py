@@ -13,12 +13,12 @@ from torch import Tensor
 from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import CARD_OF_ARCH, CARDS, device_of
-from tilewright.kernels.attention import attention_op
-from tilewright.kernels.attention_backward import EXAMPLES, _example, attention_backward_op
-from tilewright.kernels.attention_backward_sm90_launch import SM90, _round_kernel, _rows_kernel
-from tilewright.kernels.attention_backward_tile import TRITON
-from tilewright.kernels.attention_checks import window_bounds
-from tilewright.kernels.attention_definition import Bends, attend, sequences
+from tilewright.kernels.attention.attention import attention_op
+from tilewright.kernels.attention.backward.backward import EXAMPLES, _example, attention_backward_op
+from tilewright.kernels.attention.backward.sm90 import SM90, _round_kernel, _rows_kernel
+from tilewright.kernels.attention.backward.tile import TRITON
+from tilewright.kernels.attention.checks import window_bounds
+from tilewright.kernels.attention.reference import Bends, attend, sequences
 from tilewright.op import Inputs
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)
@@ -354,7 +354,7 @@ def test_what_is_taken_unmeasured(dims: dict[str, Any], card: str, chosen: str) 
 @pytest.mark.parametrize(
     ("dims", "card", "reason"),
     [
-        ({}, "a100", "is written for sm_90, this is sm_80"),
+        ({}, "a100", "needs sm_90, this is sm_80"),
         ({"dtype": torch.float32}, "h100", "takes bf16 or fp16, not torch.float32"),
         ({"D": 96}, "h100", "takes head dims (64, 128, 256), not 96"),
         ({"D": 128, "V": 64}, "h100", "takes values as wide as keys, not 128/64"),
@@ -372,4 +372,4 @@ def test_what_is_taken_unmeasured(dims: dict[str, Any], card: str, chosen: str) 
 def test_what_sm90_refuses(dims: dict[str, Any], card: str, reason: str | None) -> None:
     assert attention_backward_op.make is not None
     problem = attention_backward_op.problem(*attention_backward_op.make(Inputs("meta"), B=2, KV=64, **dims))
-    assert SM90.refuse(CARDS[card], problem) == reason
+    assert SM90.refusal(CARDS[card], problem) == reason

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import triton
 
-from tilewright.kernels import attention_backward_sm90_work as sm90_work
+from tilewright.kernels.attention.backward import sm90_schedule as sm90_work
 
 
 class _Plain:

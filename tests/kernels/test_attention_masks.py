@@ -12,9 +12,9 @@ from torch import Tensor
 from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import CARDS, device_of
-from tilewright.kernels.attention import _example, attention_op
-from tilewright.kernels.attention_sm90_launch import SM90
-from tilewright.kernels.attention_tile import TRITON
+from tilewright.kernels.attention.attention import _example, attention_op
+from tilewright.kernels.attention.sm90 import SM90
+from tilewright.kernels.attention.tile import TRITON
 from tilewright.op import Inputs, invariant
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)
@@ -206,7 +206,7 @@ def test_work_is_counted_by_what_is_seen(options: dict[str, Any], pairs: int) ->
 def test_sm90_takes_windows(causal: bool) -> None:
     assert attention_op.make is not None
     args = attention_op.make(Inputs("meta"), B=2, KV=4096, causal=causal, window=512)
-    assert SM90.refuse(CARDS["h100"], attention_op.problem(*args)) is None
+    assert SM90.refusal(CARDS["h100"], attention_op.problem(*args)) is None
 
 
 # ---- bad input

@@ -13,10 +13,11 @@ from torch import Tensor
 from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import CARD_OF_ARCH, device_of
-from tilewright.kernels import attention, attention_backward
-from tilewright.kernels.attention import attention_op
-from tilewright.kernels.attention_backward import attention_backward_op
-from tilewright.kernels.attention_definition import Bends, by_group, inverted, scores_of
+from tilewright.kernels.attention import attention
+from tilewright.kernels.attention.attention import attention_op
+from tilewright.kernels.attention.backward import backward as attention_backward
+from tilewright.kernels.attention.backward.backward import attention_backward_op
+from tilewright.kernels.attention.reference import Bends, by_group, inverted, scores_of
 from tilewright.op import Inputs, Op, invariant
 from tilewright.tune.tolerance import Poisoned, errors
 

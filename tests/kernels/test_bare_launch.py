@@ -13,8 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
 from tilewright.hw import env
-from tilewright.kernels import bare_launch as of_bare
-from tilewright.kernels.prepared import Prepared
+from tilewright.kernels.launch import driver_call as of_bare
+from tilewright.kernels.launch.replay import Prepared
 
 pytestmark = pytest.mark.skipif(env.interpreting(), reason="the interpreter has no launcher")
 META = {
@@ -82,7 +82,7 @@ def test_the_same_to_the_driver(described: bool, driven: SimpleNamespace) -> Non
     driven.stream = 12
     launch((4096,))
     bare = launch._bare
-    assert bare is not None, "Triton's launcher is not what bare_launch.py knows: launches go the long way"
+    assert bare is not None, "Triton's launcher is not what launch/driver_call.py knows: launches go the long way"
     assert bare.encodes == described
     flat = [(*given[:-1], *given[-1]) if isinstance(given[-1], (list, tuple)) else given for given in code.given]
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.conformance import errors
 from tilewright import ops
 from tilewright.hw.device import device_of
-from tilewright.kernels.biased_attention import biased_attention_op
+from tilewright.kernels.attention.biased import biased_attention_op
 from tilewright.op import Inputs
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)

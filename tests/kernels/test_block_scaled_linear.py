@@ -11,9 +11,9 @@ from tilewright.asm.compile import record
 from tilewright.asm.facts import facts
 from tilewright.formats import quantize
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels.block_scaled_linear import block_scaled_linear, block_scaled_linear_op
-from tilewright.kernels.quantize_blocks import quantize_blocks
-from tilewright.kernels.quantize_fold import fold_mx_weight, quantize_fold
+from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear, block_scaled_linear_op
+from tilewright.kernels.quantize.mx_to_block import fold_mx_weight, quantize_fold
+from tilewright.kernels.quantize.per_block import quantize_blocks
 from tilewright.op import Inputs, invariant, prefer
 
 GPU = torch.cuda.is_available()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tilewright import ops
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels.cast_linear import cast_linear_op
+from tilewright.kernels.gemm.quantized.requantized import cast_linear_op
 from tilewright.op import Inputs
 from tilewright.ops.weights import StaticWeight, quantize_weight
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tilewright.hw.device import CARD_OF_ARCH
-from tilewright.kernels.scaled_linear import scaled_linear_op
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear_op
 from tilewright.op import Inputs
 
 STUDIES = Path(__file__).parents[2] / "benchmarks/results/h100/studies"

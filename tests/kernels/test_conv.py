@@ -11,9 +11,9 @@ from torch import Tensor
 from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.conv_transpose import conv_transpose_op
-from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op, divisor
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op, divisor
 from tilewright.op import Inputs, Op, prefer
 
 GPU = torch.cuda.is_available()

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests import conformance
 from tilewright import ops
-from tilewright.kernels import conv_again
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.normalize_channels import normalize_channels_op
-from tilewright.kernels.prepared import call_key
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.plan import plan_of
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.launch.replay import call_key
+from tilewright.kernels.norm.channel.batch_norm_apply import normalize_channels_op
 from tilewright.op import Inputs, prefer
 
 GPU = torch.cuda.is_available()
@@ -86,9 +86,32 @@ def test_product_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_op, "chosen", lambda *args: (chosen, {}), raising=False)
     inputs = Inputs()
     x, weight, bias = inputs.randn(2, 3, 5, 8), inputs.randn(6, 1, 1, 8), inputs.randn(6)
-    call = conv_again._product(x, weight, bias, None, "relu")
+    by_linear = next(impl for impl in conv_op.impls if impl.name == "linear")
+    assert by_linear.plan is not None
+    call = by_linear.plan({}, x, weight, bias, None, "relu")
     for _ in range(2):
         image, filters = inputs.randn(2, 3, 5, 8).permute(0, 3, 1, 2), inputs.randn(6, 1, 1, 8).permute(0, 3, 1, 2)
         y = call(image, filters, bias, None)
         assert y.is_contiguous(memory_format=torch.channels_last)
         torch.testing.assert_close(y, F.conv2d(image, filters, bias).relu())
+
+
+def test_a_plan_fills_memory_of_its_own() -> None:
+    inputs, seen = Inputs(), []
+
+    class Launched:
+        def launch(self, *operands: Tensor | None) -> None:
+            seen.append(operands)
+
+    x, weight, size = inputs.randn(2, 5, 4, 8), inputs.randn(6, 3, 3, 8), [5, 4]
+    args = (x, weight, None, None, "none", [1, 1], [1, 1], [1, 1], 1, size, None, None, torch.float16)
+    assert plan_of(lambda config, *args: None)({}, *args) is None
+    plan = plan_of(lambda config, *args: Launched())({}, *args)
+    assert plan is not None
+    first, second = plan(x, weight, None, None), plan(x, weight, None, x)
+    assert first.shape == (2, 6, 5, 4)
+    assert first.dtype == torch.float16
+    assert first.is_contiguous(memory_format=torch.channels_last)
+    assert first.data_ptr() != second.data_ptr()
+    assert seen[0] == (x, weight, first, None, None, None, None)
+    assert seen[1][4] is x

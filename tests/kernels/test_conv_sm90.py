@@ -14,14 +14,16 @@ from torch import Tensor
 
 from tilewright.hw import env
 from tilewright.hw.device import CARD_OF_ARCH
-from tilewright.kernels import conv_sm90_launch, conv_sm90_transpose
-from tilewright.kernels.arguments_conv import conv_arguments, conv_transpose_arguments
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.conv_common import activated, problem_of
-from tilewright.kernels.conv_sm90_boxes import Launch, box_of, phases_of
-from tilewright.kernels.conv_sm90_launch import SM90
-from tilewright.kernels.conv_sm90_transpose import TRANSPOSE_SM90
-from tilewright.kernels.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv import sm90 as conv_sm90_launch
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.inputs import conv_arguments, conv_transpose_arguments
+from tilewright.kernels.conv.problem import problem_of
+from tilewright.kernels.conv.sm90 import SM90
+from tilewright.kernels.conv.sm90_im2col import Launch, box_of, phases_of
+from tilewright.kernels.conv.transpose import sm90 as conv_sm90_transpose
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.transpose.sm90 import TRANSPOSE_SM90
+from tilewright.kernels.device.activations import activated
 from tilewright.op import Inputs
 
 H100 = CARD_OF_ARCH[90]

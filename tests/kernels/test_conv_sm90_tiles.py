@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.hw.device import CARD_OF_ARCH
-from tilewright.kernels import conv_sm90_narrow, conv_sm90_phases
-from tilewright.kernels.arguments_conv import conv_arguments, conv_transpose_arguments
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.conv_common import activated, problem_of
-from tilewright.kernels.conv_sm90_narrow import NARROW
-from tilewright.kernels.conv_sm90_phases import PHASES
-from tilewright.kernels.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv import sm90_grouped as conv_sm90_narrow
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.inputs import conv_arguments, conv_transpose_arguments
+from tilewright.kernels.conv.problem import problem_of
+from tilewright.kernels.conv.sm90_grouped import NARROW
+from tilewright.kernels.conv.transpose import sm90_subpixel as conv_sm90_phases
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.transpose.sm90_subpixel import PHASES
+from tilewright.kernels.device.activations import activated
 from tilewright.op import Inputs
 
 H100 = CARD_OF_ARCH[90]

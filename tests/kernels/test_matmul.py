@@ -15,10 +15,10 @@ from tilewright import ops
 from tilewright.asm.compile import record
 from tilewright.asm.facts import facts
 from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
-from tilewright.kernels.matmul import EXAMPLES, linear_op
-from tilewright.kernels.matmul_common import LARGEST_BUCKET, Problem, buckets
-from tilewright.kernels.matmul_tile import INVARIANT, TRITON
-from tilewright.kernels.matmul_vendor import VENDOR
+from tilewright.kernels.gemm.cublas import VENDOR
+from tilewright.kernels.gemm.linear import EXAMPLES, linear_op
+from tilewright.kernels.gemm.problem import LARGEST_BUCKET, Problem, buckets
+from tilewright.kernels.gemm.tile import INVARIANT, TRITON
 from tilewright.op import Impl, Inputs, invariant, prefer
 from tilewright.ops.linear import LINEAR_OPS
 

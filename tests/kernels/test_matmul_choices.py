@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.device import CARD_OF_ARCH
-from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.gemm.linear import linear_op
 from tilewright.op import Inputs
 
 STUDIES = Path(__file__).parents[2] / "benchmarks/results/h100/studies"

@@ -11,9 +11,9 @@ from tests.kernels.matmul_cases import arguments
 from tilewright.asm.compile import record
 from tilewright.asm.facts import facts
 from tilewright.hw.device import CARD_OF_ARCH, device_named, device_of
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.matmul_common import Problem, buckets
-from tilewright.kernels.matmul_uneven_tma import UNEVEN_TMA
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.problem import Problem, buckets
+from tilewright.kernels.gemm.unaligned_tma import UNEVEN_TMA
 from tilewright.op import Inputs
 from tilewright.tune.space import Config
 from tilewright.tune.tolerance import errors

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tilewright.hw.device import CARD_OF_ARCH
-from tilewright.kernels.mixed_common import MixedProblem
-from tilewright.kernels.mixed_linear import mixed_linear_op
-from tilewright.kernels.mixed_skinny import x_depth
+from tilewright.kernels.gemm.weight_only.linear import mixed_linear_op
+from tilewright.kernels.gemm.weight_only.problem import MixedProblem
+from tilewright.kernels.gemm.weight_only.skinny import x_depth
 from tilewright.op import Inputs
 
 STUDIES = Path(__file__).parents[2] / "benchmarks/results/h100/studies"

@@ -9,9 +9,9 @@ from torch import Tensor
 from tests import conformance
 from tilewright.formats import dequantize, pack_int4, quantize, unpack_int4
 from tilewright.hw.device import device_of
-from tilewright.kernels.mixed_layout import prepare, restore
-from tilewright.kernels.mixed_linear import mixed_linear, mixed_linear_op
-from tilewright.kernels.mixed_registers_launch import shares
+from tilewright.kernels.gemm.weight_only.int4_layout import prepare, restore
+from tilewright.kernels.gemm.weight_only.linear import mixed_linear, mixed_linear_op
+from tilewright.kernels.gemm.weight_only.sm90_rs import shares
 from tilewright.op import Inputs, prefer
 
 GPU = torch.cuda.is_available()

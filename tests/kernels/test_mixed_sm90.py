@@ -7,13 +7,13 @@ import torch
 
 from tests import conformance
 from tilewright.hw.device import CARD_OF_ARCH, device_of
-from tilewright.kernels import mixed_dequantized
-from tilewright.kernels.matmul_sm90_launch import SM90, pieces
-from tilewright.kernels.matmul_sm90_space import shares
-from tilewright.kernels.mixed_linear import mixed_linear_op
-from tilewright.kernels.mixed_sm90_launch import MIXED_SM90
-from tilewright.kernels.row_items_sm90 import counters_of
-from tilewright.kernels.workspace import tickets
+from tilewright.kernels.gemm.sm90 import SM90, pieces
+from tilewright.kernels.gemm.sm90_configs import shares
+from tilewright.kernels.gemm.weight_only import dequant_then_gemm as mixed_dequantized
+from tilewright.kernels.gemm.weight_only.linear import mixed_linear_op
+from tilewright.kernels.gemm.weight_only.sm90 import MIXED_SM90
+from tilewright.kernels.hopper.producer_rows import counters_of
+from tilewright.kernels.launch.counters import tickets
 from tilewright.op import Inputs
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)

@@ -9,11 +9,11 @@ import torch
 from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels.mla import EXAMPLES, mla_attention_op
-from tilewright.kernels.mla_common import Problem
-from tilewright.kernels.mla_sm90_launch import SM90
-from tilewright.kernels.mla_tile import INVARIANT, SPACE, TRITON, combine_splits
-from tilewright.kernels.mla_write import EXAMPLES as WRITES
+from tilewright.kernels.attention.mla.attention import EXAMPLES, mla_attention_op
+from tilewright.kernels.attention.mla.problem import Problem
+from tilewright.kernels.attention.mla.rope_cache_write import EXAMPLES as WRITES
+from tilewright.kernels.attention.mla.sm90 import SM90
+from tilewright.kernels.attention.mla.tile import INVARIANT, SPACE, TRITON, combine_splits
 from tilewright.op import Inputs
 
 DEVICE = device_of(-1)

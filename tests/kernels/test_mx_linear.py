@@ -9,8 +9,8 @@ import torch
 
 from tilewright.formats import dequantize, quantize
 from tilewright.hw.device import device_named
-from tilewright.kernels.mx_linear import mx_linear, mx_linear_op
-from tilewright.kernels.quantize_blocks import quantize_mx
+from tilewright.kernels.gemm.quantized.mx import mx_linear, mx_linear_op
+from tilewright.kernels.quantize.per_block import quantize_mx
 from tilewright.op import Inputs
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"

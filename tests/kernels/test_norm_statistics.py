@@ -12,12 +12,12 @@ from tests.conformance import errors
 from tilewright import ops
 from tilewright.asm.certificate import load
 from tilewright.hw.device import CARDS, device_named, device_of
-from tilewright.kernels import norm_backward_kept
-from tilewright.kernels.arguments_reduce import row_statistics
-from tilewright.kernels.layer_norm import layer_norm_op
-from tilewright.kernels.layer_norm_stats import layer_norm_stats, layer_norm_stats_op
-from tilewright.kernels.norm_backward import layer_norm_backward_op
-from tilewright.kernels.norm_backward_kept import KEPT_SPACE
+from tilewright.kernels.norm import backward_saved_stats as norm_backward_kept
+from tilewright.kernels.norm.backward import layer_norm_backward_op
+from tilewright.kernels.norm.backward_saved_stats import KEPT_SPACE
+from tilewright.kernels.norm.inputs import row_statistics
+from tilewright.kernels.norm.layer_norm import layer_norm_op
+from tilewright.kernels.norm.layer_norm_stats import layer_norm_stats, layer_norm_stats_op
 from tilewright.op import Example, Inputs, prefer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

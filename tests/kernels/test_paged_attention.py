@@ -17,11 +17,12 @@ from tests import conformance
 from tilewright import ops
 from tilewright.formats import encode
 from tilewright.hw.device import CARD_OF_ARCH, device_of
-from tilewright.kernels import paged_sm90_launch, paged_stream
-from tilewright.kernels.paged_attention import _example, paged_attention_op
-from tilewright.kernels.paged_sm90_launch import SM90
-from tilewright.kernels.paged_stream import STREAM
-from tilewright.kernels.paged_varlen_sm90_launch import INVARIANT_SM90, VARLEN_SM90
+from tilewright.kernels.attention.paged import decode_sm90 as paged_sm90_launch
+from tilewright.kernels.attention.paged import split_kv as paged_stream
+from tilewright.kernels.attention.paged.attention import _example, paged_attention_op
+from tilewright.kernels.attention.paged.decode_sm90 import SM90
+from tilewright.kernels.attention.paged.prefill_sm90 import INVARIANT_SM90, VARLEN_SM90
+from tilewright.kernels.attention.paged.split_kv import STREAM
 from tilewright.op import Inputs, invariant
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.kernels.test_paged_attention import DEVICE, HOPPER, IMPLS, WHERE, few_programs, needs_triton, ops_by_name, small
 from tilewright import ops
-from tilewright.kernels.paged_attention import _example, paged_attention_op
+from tilewright.kernels.attention.paged.attention import _example, paged_attention_op
 from tilewright.op import Inputs
 
 __all__ = ["few_programs"]

@@ -13,8 +13,8 @@ from tilewright import ops
 from tilewright.asm.compile import Binary, record
 from tilewright.asm.facts import facts, sass
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels.permute import permute_op
-from tilewright.kernels.permute_odd import WORDS
+from tilewright.kernels.layout.permute import permute_op
+from tilewright.kernels.layout.unaligned import WORDS
 from tilewright.op import Inputs
 
 GPU = torch.cuda.is_available()

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright import ops
 from tilewright.hw import env, here
-from tilewright.kernels import prepared as of_prepared
-from tilewright.kernels.pointwise import activation_op
-from tilewright.kernels.prepared import Held, Prepared, call_key, pointer_kind
+from tilewright.kernels.elementwise.activation import activation_op
+from tilewright.kernels.launch import replay as of_prepared
+from tilewright.kernels.launch.replay import Held, Prepared, call_key, pointer_kind
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: what is launched again has run on one")
 KERNEL = SimpleNamespace(arg_names=["x_desc", "x_ptr", "bias_ptr", "y_ptr", "N", "BLOCK"])

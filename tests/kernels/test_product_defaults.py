@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tilewright.hw.device import device_named
-from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
-from tilewright.kernels.cast_linear import cast_linear_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.mixed_linear import mixed_linear_op
-from tilewright.kernels.mx_linear import mx_linear_op
-from tilewright.kernels.scaled_linear import scaled_linear_op
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
+from tilewright.kernels.gemm.quantized.mx import mx_linear_op
+from tilewright.kernels.gemm.quantized.requantized import cast_linear_op
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear_op
+from tilewright.kernels.gemm.weight_only.linear import mixed_linear_op
 from tilewright.op import Inputs, Op
 
 BF16, INT8, E4M3 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -42,7 +42,7 @@ def test_a_default_is_of_its_space(op: Op, kinds: tuple[dict[str, Any], ...]) ->
     cards = [device_named(name) for name in ("a100", "l4", "h100", "h200", "b200")]
     for problem, card in product(problems(op, kinds), cards):
         for impl in op.impls:
-            if card.arch < impl.min_arch or (impl.refuse is not None and impl.refuse(card, problem)) or not impl.space.axes:
+            if impl.refusal(card, problem) is not None or not impl.space.axes:
                 continue
             config = impl.space.default(card, problem)
             assert config.keys() == impl.space.axes.keys(), (impl.name, card.name, problem)

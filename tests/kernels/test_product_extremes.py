@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tests import conformance
 from tilewright.hw.device import device_of
-from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
-from tilewright.kernels.cast_linear import cast_linear_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.mixed_linear import mixed_linear_op
-from tilewright.kernels.mx_linear import mx_linear_op
-from tilewright.kernels.scaled_linear import scaled_linear_op
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
+from tilewright.kernels.gemm.quantized.mx import mx_linear_op
+from tilewright.kernels.gemm.quantized.requantized import cast_linear_op
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear_op
+from tilewright.kernels.gemm.weight_only.linear import mixed_linear_op
 from tilewright.op import Impl, Inputs, Op
 
 GPU = torch.cuda.is_available()

@@ -14,14 +14,14 @@ from torch import Tensor
 from tests.conformance import Poisoned, bits, flat, outputs
 from tilewright.formats import FORMATS, SMALLEST_AMAX, Quantized, dequantize, quantize
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels import quantize_blocks as blocks
-from tilewright.kernels import quantize_fused as fused
-from tilewright.kernels.activation import silu_mul
-from tilewright.kernels.quantize import quantize_rows, quantize_rows_op
-from tilewright.kernels.quantize_blocks import quantize_blocks_op, quantize_mx_op
-from tilewright.kernels.quantize_tensor import quantize_static_op, quantize_tensor_op
-from tilewright.kernels.rms_norm import add_rms_norm, rms_norm
-from tilewright.kernels.scaled_linear import scaled_linear
+from tilewright.kernels.elementwise.glu import silu_mul
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear
+from tilewright.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from tilewright.kernels.quantize import fused
+from tilewright.kernels.quantize import per_block as blocks
+from tilewright.kernels.quantize.per_block import quantize_blocks_op, quantize_mx_op
+from tilewright.kernels.quantize.per_row import quantize_rows, quantize_rows_op
+from tilewright.kernels.quantize.per_tensor import quantize_static_op, quantize_tensor_op
 from tilewright.op import Example, Impl, Inputs, Op, Refused, on_card, prefer
 from tilewright.tune.tolerance import codes_apart
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.conformance import bits
 from tilewright.formats import dequantize, quantize
-from tilewright.kernels.quantize_blocks import quantize_mx
-from tilewright.kernels.quantize_fold import fold_mx, fold_mx_weight, quantize_fold
+from tilewright.kernels.quantize.mx_to_block import fold_mx, fold_mx_weight, quantize_fold
+from tilewright.kernels.quantize.per_block import quantize_mx
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = ("mxfp8", "mxfp8-e5m2")

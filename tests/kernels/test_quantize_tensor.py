@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.conformance import bits
 from tilewright.formats import FORMATS, encode
-from tilewright.kernels.quantize_tensor import quantize_static, quantize_tensor
+from tilewright.kernels.quantize.per_tensor import quantize_static, quantize_tensor
 from tilewright.op import prefer
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"

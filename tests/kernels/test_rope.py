@@ -1,11 +1,11 @@
-"""The tables of kernels/rope.py against transformers, and what the public function refuses."""
+"""The tables of kernels/elementwise/rope.py against transformers, and what the public function refuses."""
 
 import re
 
 import pytest
 import torch
 
-from tilewright.kernels.rope import rope, rope_frequencies, rope_table
+from tilewright.kernels.elementwise.rope import rope, rope_frequencies, rope_table
 
 LLAMA = pytest.importorskip("transformers.models.llama.modeling_llama", reason="the oracle for the tables is transformers")
 

@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from tests.conformance import errors
 from tilewright.hw.device import device_of
-from tilewright.kernels.activation import gelu_mul, silu_mul
-from tilewright.kernels.layer_norm import layer_norm
-from tilewright.kernels.logprobs import token_logprobs
-from tilewright.kernels.shapes import row_unit, rows_of, rows_ready, token_stride, tokens_ready
-from tilewright.kernels.softmax import softmax
+from tilewright.kernels.elementwise.glu import gelu_mul, silu_mul
+from tilewright.kernels.launch.shapes import row_unit, rows_of, rows_ready, token_stride, tokens_ready
+from tilewright.kernels.norm.layer_norm import layer_norm
+from tilewright.kernels.sampling.token_logprobs import token_logprobs, top_logprobs
+from tilewright.kernels.softmax.softmax import softmax
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
@@ -96,6 +96,47 @@ def test_ties_share_the_best_rank() -> None:
     assert token_logprobs(x, torch.arange(4, device=DEVICE))[1].tolist() == [4, 1, 1, 3]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_likeliest_tokens_are_those_of_a_stable_sort(seed: int) -> None:
+    """Coarse logits, so that most of them tie; -inf, both zeros; rows that want nothing, or more than there is."""
+    rng = torch.Generator().manual_seed(seed)
+    rows, vocab = 5, (1, 7, 65, 300, 4097, 9000)[seed]
+    x = (torch.randn(rows, vocab, generator=rng) * (2.0, 0.3)[seed % 2]).round() * -0.5
+    x = x.masked_fill(torch.rand(rows, vocab, generator=rng) < 0.3, -INF)
+    x[:, 0] = 1.5
+    ids, wanted = torch.zeros(rows, dtype=torch.int64), torch.tensor([-1, 0, 1, 9, 32], dtype=torch.int32)
+    logprob, rank, top_ids, top = (t.cpu() for t in top_logprobs(x.to(DEVICE), ids.to(DEVICE), wanted.to(DEVICE), 32))
+    ordered, order = x.double().sort(stable=True, dim=1, descending=True)
+    lse = torch.logsumexp(x.double(), 1)
+    for i, asked in enumerate(wanted.tolist()):
+        n = max(0, min(asked, vocab))
+        assert top_ids[i].tolist() == order[i, :n].tolist() + [-1] * (32 - n)
+        torch.testing.assert_close(top[i, :n].double(), ordered[i, :n] - lse[i], atol=1e-5, rtol=1e-5)
+        assert bool((top[i, n:] == -INF).all())
+        assert rank[i] == (0 if asked < 0 else 1 + int((x[i] > 1.5).sum()))
+        assert asked < 0 or abs(float(logprob[i]) - float(1.5 - lse[i])) < 1e-5
+
+
+def test_one_kernel_gives_both_log_probabilities() -> None:
+    """Bit for bit: what a server reports is what scoring the same token gives."""
+    x, ids = randn(8, 5003, dtype=torch.bfloat16) * 4, torch.arange(8, device=DEVICE)
+    alone = token_logprobs(x, ids)
+    beside = top_logprobs(x, ids, torch.full((8,), 3, dtype=torch.int32, device=DEVICE), 5)
+    assert torch.equal(alone[0], beside[0])
+    assert torch.equal(alone[1], beside[1])
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_logits_that_are_not_numbers_make_no_token_up(value: float) -> None:
+    x = randn(2, 300)
+    x[0, 70] = value
+    found = top_logprobs(x, torch.tensor([3, 3], device=DEVICE), torch.tensor([20, 20], dtype=torch.int32, device=DEVICE), 20)
+    assert bool(found[0][0].isnan())
+    assert bool(found[3][0].isnan().all())
+    assert 0 <= int(found[2].min()) <= int(found[2].max()) < 300
+    assert bool(found[3][1].isfinite().all())
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -108,6 +149,8 @@ def test_ties_share_the_best_rank() -> None:
         (lambda: token_logprobs(randn(8), IDS), "logits must be floats [B, V]"),
         (lambda: token_logprobs(randn(2, 8), IDS), "ids must be contiguous [2]"),
         (lambda: token_logprobs(randn(6, 8), IDS.int()), "got (6,) torch.int32"),
+        (lambda: top_logprobs(randn(6, 8), IDS, IDS, 5), "wanted must be contiguous [6] torch.int32"),
+        (lambda: top_logprobs(randn(6, 8), IDS, IDS.int(), 33), "most is 33, wanted 1 to 32"),
     ],
 )
 def test_refused_arguments(call: Callable[[], Any], message: str) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.device import device_of
-from tilewright.kernels.philox import LANES, gumbel_reference, philox4x32_reference
-from tilewright.kernels.sample import sample, sample_op
+from tilewright.kernels.device.philox import LANES, gumbel_reference, philox4x32_reference
+from tilewright.kernels.sampling.sample import sample, sample_op
 
 INF, NAN = float("inf"), float("nan")
 GPU = torch.cuda.is_available()
@@ -65,7 +65,7 @@ def test_philox_known_answers() -> None:
 
 
 def test_noise_of_a_token_is_its_word_of_philox() -> None:
-    """The map from tokens to words that philox.py states, and the noise's independence of the vocabulary's size."""
+    """The map from tokens to words that device/philox.py states, and the noise's independence of the vocabulary's size."""
     seed, position = torch.tensor([-5, 7]), torch.tensor([2**33 + 1, 0])
     noise = gumbel_reference(seed, position, 9000, torch.float64)
     for row, token in [(0, 0), (0, 1023), (0, 1024), (1, 4095), (1, 4096), (0, 8999)]:

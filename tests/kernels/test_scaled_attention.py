@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests import conformance
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels.quantize_keys_values import quantize_keys_values_op
-from tilewright.kernels.scaled_attention import scaled_attention_op
-from tilewright.kernels.scaled_attention_common import key_order
+from tilewright.kernels.attention.fp8.attention import scaled_attention_op
+from tilewright.kernels.attention.fp8.layout import key_order
+from tilewright.kernels.attention.fp8.quantize_kv import quantize_keys_values_op
 from tilewright.op import Inputs
 from tilewright.ops import attention
 

@@ -8,8 +8,8 @@ import torch
 
 from tests import conformance
 from tilewright.hw.device import device_of
-from tilewright.kernels import scaled_attention
-from tilewright.kernels.scaled_attention import scaled_attention_op
+from tilewright.kernels.attention.fp8 import attention as scaled_attention
+from tilewright.kernels.attention.fp8.attention import scaled_attention_op
 from tilewright.op import Inputs
 
 DEVICE = device_of(0 if torch.cuda.is_available() else -1)

@@ -12,10 +12,10 @@ from tilewright.asm.compile import record
 from tilewright.asm.facts import facts
 from tilewright.hw import env
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels.dependent import waits
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.quantize import quantize_rows_op
-from tilewright.kernels.scaled_linear import scaled_linear_op
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear_op
+from tilewright.kernels.launch.pdl import waits
+from tilewright.kernels.quantize.per_row import quantize_rows_op
 from tilewright.op import Inputs, invariant, prefer
 from tilewright.ops.weights import quantize_weight
 

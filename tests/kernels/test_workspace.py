@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tilewright.kernels import workspace
-from tilewright.kernels.workspace import own_tickets, tickets
+from tilewright.kernels.launch import counters as workspace
+from tilewright.kernels.launch.counters import own_tickets, tickets
 
 CPU = torch.device("cpu")
 

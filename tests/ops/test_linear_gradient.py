@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.prepared import Held
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.launch.replay import Held
 from tilewright.ops import linear_gradient
 
 ACTIVATIONS = {

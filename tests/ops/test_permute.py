@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewright import ops
-from tilewright.kernels.permute_common import form_of
+from tilewright.kernels.layout.problem import form_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.int16, torch.float32, torch.int32, torch.complex64, torch.float64)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.kernels.pointwise import KINDS
-from tilewright.kernels.rope import rope_table
+from tilewright.kernels.elementwise.activation import KINDS
+from tilewright.kernels.elementwise.rope import rope_table
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> Tensor:

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright import nn, ops
-from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
-from tilewright.kernels.batch_statistics import batch_statistics_op
-from tilewright.kernels.conv_checks import window_of
-from tilewright.kernels.conv_transpose import conv_transpose_op
-from tilewright.kernels.conv_vendor import cudnn_choosing
-from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.prepared import Held
-from tilewright.op import Inputs, scope
+from tilewright.kernels.conv.checks import window_of
+from tilewright.kernels.conv.cudnn import cudnn_choosing
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.launch.replay import Held
+from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
+from tilewright.kernels.norm.channel.batch_statistics import batch_statistics_op
+from tilewright.op import Choice, Inputs, Op, scope
 from tilewright.ops import channel_norms, conv_training, linear_gradient
 from tilewright.ops.batch_norm_again import BatchNormAgain
 from tilewright.ops.channel_norms import _batch_places
@@ -28,12 +27,18 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU her
 LAST = torch.channels_last
 
 
+def by_library(op: Op) -> Choice:
+    """What a card would choose where cuDNN is the fastest."""
+    return Choice(next(impl for impl in op.impls if impl.library), {})
+
+
 @pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (True, False, False)], ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_one_call_for_all_gradients(needs: tuple[bool, bool, bool], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's own call makes them, here on a CPU: those of torch's autograd, by the ops first, then by the call."""
     for op in (conv_transpose_op, conv_weight_gradient_op):
-        monkeypatch.setattr(op, "chosen", lambda *args: SimpleNamespace(impl=SimpleNamespace(name="vendor")), raising=False)
+        chosen = by_library(op)
+        monkeypatch.setattr(op, "chosen", lambda *args, found=chosen: found, raising=False)
     calls: list[Any] = []
     backward = conv_training._BACKWARD
     monkeypatch.setattr(conv_training, "_BACKWARD", lambda *args: calls.append(args[-1]) or backward(*args))
@@ -66,7 +71,7 @@ def test_new_choices_of_gradients_are_asked_for(monkeypatch: pytest.MonkeyPatch)
     """After a gradient's op forgot what it had chosen, a call that is made again asks it anew."""
     asked: list[str] = []
     for op in (conv_transpose_op, conv_weight_gradient_op):
-        chosen = SimpleNamespace(impl=SimpleNamespace(name="vendor"))
+        chosen = by_library(op)
         monkeypatch.setattr(op, "chosen", lambda *args, op=op, found=chosen: asked.append(op.name) or found, raising=False)
     x, weight = (Inputs().randn(*s, dtype=torch.float64).requires_grad_() for s in ((1, 4, 5, 5), (6, 4, 1, 1)))
     call = conv_training.ConvTraining(lambda x, w, *_: F.conv2d(x, w), window_of("conv2d", x, weight, 1, 0, 1), 1)

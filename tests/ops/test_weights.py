@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import formats, invariant, nn, ops
-from tilewright.kernels.activation_forms import ACTIVATION_FORMS
-from tilewright.kernels.matmul_common import ACTIVATIONS
+from tilewright.kernels.device.activations import ACTIVATION_FORMS
+from tilewright.kernels.gemm.problem import ACTIVATIONS
 from tilewright.ops import weights as weights_module
 from tilewright.ops.linear import FEW_ROWS, Codes
 from tilewright.ops.weights import (

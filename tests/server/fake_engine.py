@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -17,7 +18,7 @@ from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
 from tilewright.engine.request import Request, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
-from tilewright.engine.step import Step, StepResult
+from tilewright.engine.step import FillMasks, Step, StepResult
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.server.app import Server, create_app
 from tilewright.server.config import ServerConfig
@@ -68,6 +69,7 @@ class LetterRunner:
     def __init__(self, delay_s: float = 0.0):
         self.delay_s = delay_s
         self.steps = 0
+        self._flags: dict[Step, dict[int, np.ndarray]] = {}
 
     def launch(self, step: Step) -> Step:
         """Fails where a prompt has a `#`."""
@@ -76,10 +78,24 @@ class LetterRunner:
             raise RuntimeError("the device is on fire")
         return step
 
+    def sample(self, ticket: Step, words: int, fill: FillMasks) -> None:
+        """Keeps the masks of a step."""
+        bits = np.zeros((len(ticket.masked), words), np.int32)
+        fill(bits)
+        flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+        self._flags = {ticket: dict(zip(ticket.masked, flags, strict=True))}
+
+    def token(self, request: Request, position: int) -> int:
+        """What a request says at a position; where a mask forbids that, the next allowed token is taken."""
+        return _token(request, position)
+
     def collect(self, ticket: Step) -> StepResult:
         """Letters."""
         time.sleep(self.delay_s)
-        result = StepResult([_token(row.request, row.start + row.count) if row.samples else None for row in ticket.rows])
+        result = StepResult([self.token(row.request, row.start + row.count) if row.samples else None for row in ticket.rows])
+        for row, flags in self._flags.pop(ticket, {}).items():
+            wanted = result.tokens[row] or 0
+            result.tokens[row] = next(t % VOCAB for t in range(wanted, wanted + VOCAB) if flags[t % VOCAB])
         for row, token in zip(ticket.rows, result.tokens, strict=True):
             wanted, asked = row.request.params.logprobs, row.request.params.prompt_logprobs
             result.logprobs.append(None if wanted is None or token is None else logprob(token, wanted))

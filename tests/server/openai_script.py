@@ -80,6 +80,8 @@ def errors(client: openai.OpenAI, keyed_url: str) -> None:
     assert raises(openai.BadRequestError, create, **body, n=1_000_000).param == "n"
     tools = {"model": "letters", "messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}
     assert "not supported yet" in raises(openai.BadRequestError, client.chat.completions.create, **tools).message
+    bad = {"model": "letters", "messages": HI, "extra_body": {"guided_regex": "(("}}
+    assert raises(openai.BadRequestError, client.chat.completions.create, **bad).param == "guided_regex"
     assert raises(openai.NotFoundError, create, **{**body, "model": "gpt-4"}).code == "model_not_found"
     raises(openai.NotFoundError, client.models.retrieve, model="gpt-4")
     raises(openai.InternalServerError, create, **{**body, "prompt": "a#"})

@@ -35,19 +35,15 @@ def refusal(make: object, *args: object, **body: object) -> dict[str, str]:
 
 # Fields of other servers that change or bound an answer there.
 ELSEWHERE: dict[str, object] = {
-    **dict.fromkeys(
-        ("regex", "ebnf", "grammar", "stop_regex", "guided_regex", "guided_grammar", "lora_path", "cache_salt"), "x"
-    ),
+    **dict.fromkeys(("ebnf", "stop_regex", "lora_path", "cache_salt"), "x"),
     "json_schema": {},
-    "guided_json": {},
-    "structured_outputs": {},
     "kv_transfer_params": {},
     "cache_salt": "x",
     **dict.fromkeys(("no_repeat_ngram_size", "mirostat", "mirostat_mode", "min_length", "top_a", "truncate_prompt_tokens"), 2),
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "typical_p", "length_penalty", "repeat_penalty", "tfs"), 0.5),
     **dict.fromkeys(("use_beam_search", "continue_final_message", "include_stop_str_in_output", "early_stopping"), True),
     "documents": [{"text": "x"}],
-    "guided_choice": ["a"],
+    "structural_tag": {},
     "bad_words": ["a"],
     "reasoning_effort": "low",
     "verbosity": "low",
@@ -58,6 +54,7 @@ ELSEWHERE: dict[str, object] = {
     "web_search_options": {},
 }
 
+F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # (fields, the param named, words that the message must have)
 REFUSED = [
     ({"prompt": None}, "prompt", "missing"),
@@ -129,8 +126,14 @@ REFUSED = [
     ({"logit_bias": {"9999": 1}}, "logit_bias", "token id 9999"),
     ({"logit_bias": {str(i): 1 for i in range(4)}}, "logit_bias", "4 entries, wanted at most 3"),
     ({"suffix": "x"}, "suffix", "not supported yet"),
-    ({"guided_json": {}}, "guided_json", "not supported yet"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    ({"response_format": {"type": "xml"}}, "response_format", "wanted type text, json_object or json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "wanted a JSON schema"),
+    ({"guided_regex": "a", "grammar": "b"}, "grammar", "wanted one of them"),
+    ({"structured_outputs": {"xml": 1}}, "structured_outputs", "wanted one of json, regex"),
+    ({"structured_outputs": []}, "structured_outputs", "is no object"),
+    ({"choice": []}, "choice", "none of them empty"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"regex": "a", "min_tokens": 1}, "min_tokens", "wanted one of them"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "1, wanted"),
     ({"model": "gpt-4"}, "model", "'gpt-4' does not exist here; this server has 'letters'"),
 ]
@@ -164,9 +167,16 @@ REFUSED_CHATS = [
     ({"top_logprobs": 2}, "top_logprobs", "wanted logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"logprobs": 1}, "logprobs", "1, wanted"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+    ({"tools": [{"type": "function"}]}, "tools.0", "wanted {type: 'function'"),
+    ({"tools": "f"}, "tools", "wanted a list"),
+    ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools.0", "wanted 'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters, digits"),
+    ({"tools": [F, F]}, "tools", "each name once"),
+    ({"tools": [F]}, "tools", "no known format of calls"),
+    ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "one of the tools"),
+    ({"tools": [F], "tool_choice": "required", "regex": "a"}, "regex", "wanted one of them"),
     ({"functions": [{}]}, "functions", "not supported yet"),
-    ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
+    ({"tool_choice": "required"}, "tool_choice", "wanted tools with it"),
     ({"max_completion_tokens": 60}, "max_tokens", "maximum context length is 64"),
     ({"max_tokens": 0}, "max_tokens", "0, wanted 1 to 2147483647"),
     ({"prompt": "x"}, "prompt", "wanted messages alone"),

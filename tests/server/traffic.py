@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -87,6 +87,9 @@ class Summary:
     preemptions: float = 0.0
     pages_used: float = -1.0
     mb_a_minute: float = 0.0
+    """How fast the server's resident memory grew, over the last half of the run."""
+    resident_mb: tuple[float, ...] = ()
+    """Resident memory at the start of the traffic, and after each tenth of it."""
     longest_gap_s: float = 0.0
     seconds: float = 0.0
 
@@ -177,10 +180,12 @@ class _Run:
             self.summary.seconds = time.monotonic() - start_s
             samples = await memory
             await self._idle(client)
-        half = samples[len(samples) // 3 :]  # what is cached at first is no leak
+        half = samples[len(samples) // 2 :]  # what is cached at first is no leak
         if len(half) > 2:
             minutes, megabytes = np.array(half).T
             self.summary.mb_a_minute = float(np.polyfit(minutes, megabytes, 1)[0])
+        places = np.linspace(0, len(samples) - 1, min(11, len(samples))).astype(int)
+        self.summary.resident_mb = tuple(round(samples[place][1], 2) for place in places)
         return self.summary
 
     async def _client(self, client: httpx.AsyncClient) -> None:
@@ -245,13 +250,18 @@ def main() -> int:
     parser.add_argument(
         "--invariant", action="store_true", help="serve so that no bit depends on company, and compare every bit"
     )
+    parser.add_argument("--json", type=Path, help="write what was found to this file, too")
     given = parser.parse_args()
     options = ["--invariant"] if given.invariant else []
     summary = traffic(given.minutes * 60, clients=given.clients, seed=given.seed, options=options)
+    if given.json is not None:
+        found = {"options": vars(given) | {"json": None}, **asdict(summary), "failures": summary.failures}
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
     print(
         f"{summary.answers:,} answers in {summary.seconds:.0f} s, {summary.left:,} left early, {len(summary.wrong)} wrong; "
         f"{summary.preemptions:,.0f} preemptions, {summary.pages_used:g} pages held at idle, {summary.mb_a_minute:+.3f} MB/min"
     )
+    print("resident megabytes over the run:", *summary.resident_mb)
     for line in summary.failures:
         print(line)
     return int(bool(summary.failures))

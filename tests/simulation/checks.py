@@ -1,6 +1,7 @@
 """What must be true of an engine after every step, and of every answer at its end."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +10,7 @@ from tests.engine.test_stops import cut
 from tests.simulation.scenario import VOCAB
 from tilewright.engine.blocks import page_digest
 from tilewright.engine.core import Engine
-from tilewright.engine.request import Delta, Request, SamplingParams, State
+from tilewright.engine.request import Delta, QueueFull, Request, SamplingParams, State
 
 __all__ = ["EOS", "TOKENIZER", "Ledger", "check_answer", "definition"]
 
@@ -66,8 +67,11 @@ def _cut_after(text: str, stops: tuple[str, ...], exempt: int) -> tuple[str, str
     return text, None
 
 
-def check_answer(prompt: tuple[int, ...], params: SamplingParams, index: int, deltas: list[Delta], failures: bool) -> None:
-    """Deltas of one sample against its definition; all of them where it came to its end, else the first."""
+def check_answer(prompt: tuple[int, ...], params: SamplingParams, index: int, deltas: list[Delta], excused: set[str]) -> None:
+    """Deltas of one sample against its definition; all of them where it came to its end, else the first.
+
+    `excused`: finish reasons that something beside the request gave cause for.
+    """
     ends = [delta.finish_reason is not None for delta in deltas]
     assert not any(ends[:-1]), "deltas behind the end of a sample"
     reason = deltas[-1].finish_reason if deltas else None
@@ -78,7 +82,9 @@ def check_answer(prompt: tuple[int, ...], params: SamplingParams, index: int, de
     if reason in ("stop", "length"):
         assert (tokens, text, reason, deltas[-1].stop_reason) == want, f"got {tokens} {text!r}, wanted {want}"
     else:
-        assert reason is None or (reason == "error" and failures), f"ended by {reason!r} though nothing failed"
+        assert reason is None or reason in excused, f"ended by {reason!r}, for which there was no cause"
+        assert reason != "expired" or not tokens, "a sample expired that had been started"
+        assert reason != "expired" or (deltas[-1].retry_after_s or 0) > 0, "an expired request is not told when to try again"
         assert tokens == want[0][: len(tokens)], f"got {tokens}, wanted the beginning of {want[0]}"
         assert want[1].startswith(text), f"got {text!r}, wanted the beginning of {want[1]!r}"
     asked = params.logprobs is not None
@@ -98,14 +104,44 @@ class Ledger:
 
     Args:
         engine: over a `FakeRunner`.
+        clock: what the engine takes for the present.
+        ordered: nothing but age and priority decides who loses its pages: no step or row fails.
     """
 
-    def __init__(self, engine: Engine, runner: FakeRunner):
-        self.engine, self.runner = engine, runner
+    def __init__(self, engine: Engine, runner: FakeRunner, clock: Callable[[], float], *, ordered: bool):
+        self.engine, self.runner, self.clock, self.ordered = engine, runner, clock, ordered
         self.steps = 0
-        self.arrivals: dict[Request, int] = {}
+        self.arrivals: dict[Request, tuple[int, int]] = {}
+        """(priority, number of its arrival) of each request."""
+        self.arrived_s: dict[Request, float] = {}
+        self._watch_queue()
         self.known: dict[bytes, list[int]] = {}
         """Digest of a page -> what layer 0 of it must hold."""
+
+    def _watch_queue(self) -> None:
+        """Note who is taken into the queue and when; check who is refused, and who is given up."""
+        scheduler = self.engine.scheduler
+        add, expire = scheduler.add, scheduler.expire
+
+        def noted(*requests: Request) -> None:
+            before = len(scheduler.waiting)
+            try:
+                add(*requests)
+            except QueueFull:
+                assert before or len(requests) > scheduler.max_waiting, "refused by an empty queue"
+                raise
+            for request in requests:
+                self.arrivals[request] = (request.params.priority, len(self.arrivals))
+                self.arrived_s[request] = self.clock()
+
+        def expired() -> list[tuple[Request, float]]:
+            late = expire()
+            for request, _ in late:
+                (allowed,) = {one.max_wait_s for one, _ in late if one.id == request.id} - {None}
+                assert self.clock() - self.arrived_s[request] > (allowed or 0), "given up before its time"
+            return late
+
+        scheduler.add, scheduler.expire = noted, expired  # pyright: ignore[reportAttributeAccessIssue]
 
     def check(self) -> None:
         """After a step. Raises AssertionError."""
@@ -129,10 +165,16 @@ class Ledger:
         queued = Counter([*scheduler.running, *scheduler.waiting])
         listed = Counter(request for siblings in scheduler._by_id.values() for request in siblings)
         assert queued == listed, "a request is forgotten, or queued twice"
-        for request in queued:
-            self.arrivals.setdefault(request, len(self.arrivals))
-        order = [self.arrivals[request] for request in queued]
-        assert order == sorted(order), "a younger request stands before an older one"
+        for queue in (scheduler.running, scheduler.waiting):
+            order = [self.arrivals[request] for request in queue]
+            assert order == sorted(order), "requests are not in the order of priority and age"
+        for priority in range(4) if self.ordered else ():
+            order = [self.arrivals[request] for request in queued if request.params.priority == priority]
+            assert order == sorted(order), "a younger request runs while an older one waits"
+        for request in scheduler.waiting:
+            waited_s = self.clock() - self.arrived_s[request]
+            patient = request.max_wait_s is None or request.preemptions or waited_s <= request.max_wait_s
+            assert patient, "a request waits beyond its deadline"
         assert set(queued) == set(self.engine._outputs), "the engine and its scheduler know different requests"
 
     def _pages(self) -> None:

@@ -12,6 +12,7 @@ from tilewright.engine import prefixes, schedule
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.waiting import WaitingQueue
 from tilewright.server.worker import Channel, EngineWorker
 
 __all__ = ["MUTANTS"]
@@ -142,6 +143,56 @@ def _newest_first() -> AbstractContextManager[Any]:
     return _wrapped(Scheduler, "schedule", make)
 
 
+def _deadlines_are_forgotten() -> AbstractContextManager[Any]:
+    return patch.object(WaitingQueue, "overdue", lambda self: [])
+
+
+def _everybody_is_given_up_at_once() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def overdue(self: WaitingQueue) -> Any:
+            return [(request, 1.0) for request in self if request.max_wait_s is not None and not request.preemptions]
+
+        return overdue
+
+    return _wrapped(WaitingQueue, "overdue", make)
+
+
+def _priorities_are_ignored() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def add(self: Scheduler, *requests: Any) -> None:
+            for request in requests:
+                request.order = (0, request.order[1])
+            old(self, *requests)
+
+        return add
+
+    return _wrapped(Scheduler, "add", make)
+
+
+def _a_faulty_row_fails_its_neighbours() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def withdraw(self: Scheduler, step: Any, request: Any) -> Any:
+            kept = old(self, step, request)
+            if kept is not None:
+                kept.rows[0].request.stop_ids = range(257)
+            return kept
+
+        return withdraw
+
+    return _wrapped(Scheduler, "withdraw", make)
+
+
+def _pages_of_a_withdrawn_row_are_trusted() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def withdraw(self: Scheduler, *given: Any) -> Any:
+            with patch.object(self, "_spoil", lambda pages, ended: None):
+                return old(self, *given)
+
+        return withdraw
+
+    return _wrapped(Scheduler, "withdraw", make)
+
+
 @contextmanager
 def _a_stopped_engine_tells_nobody() -> Iterator[None]:
     with patch.object(EngineWorker, "_fail", lambda self, error: None):
@@ -155,7 +206,8 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         _digest_ignores_what_came_before, _preempted_requests_keep_their_place, _a_slot_is_not_given_back, _copies_are_dropped,
         _pages_are_trusted_after_a_fault, _stop_tokens_count_one_token_early, _prefix_hits_skip_a_page, _aborts_are_forgotten,
         _the_engine_stops_before_its_work_is_done, _last_deltas_are_lost, _deltas_come_out_of_order, _newest_first,
-        _a_stopped_engine_tells_nobody,
+        _deadlines_are_forgotten, _everybody_is_given_up_at_once, _priorities_are_ignored, _a_faulty_row_fails_its_neighbours,
+        _pages_of_a_withdrawn_row_are_trusted, _a_stopped_engine_tells_nobody,
     )
 }  # fmt: skip
 """What is wrong -> a context in which it is."""

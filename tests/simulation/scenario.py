@@ -1,6 +1,6 @@
 """What happens in one simulated episode, as plain values: drawn from a seed, written as JSON, made smaller, run again.
 
-A scenario holds the sizes of the engine, what each client asks for and when it goes away, and the steps that fail. Everything
+A scenario holds the sizes of the engine, what each client asks for and when it goes away, and the steps and rows that fail. All
 that is decided while it runs (which thread goes first) comes from its own seed too, so the same scenario is the same run.
 """
 
@@ -52,6 +52,10 @@ class Scenario:
     """Launches that raise; negative: collections that do."""
     lethal: int | None = None
     """A launch that raises what no runner may raise: the engine stops for good."""
+    row_faults: tuple[int, ...] = ()
+    """Launches that one of their rows, as the number says, makes impossible."""
+    max_wait_s: float | None = None
+    """How long a request may wait for its start; None: for ever."""
 
 
 def _prompt(rng: random.Random, longest: int) -> tuple[int, ...]:
@@ -73,6 +77,7 @@ def _params(rng: random.Random) -> dict[str, Any]:
         "presence_penalty": 0.5,
         "logprobs": rng.randint(0, 2),
         "prompt_logprobs": 0,
+        "priority": rng.randint(0, 3),
     }
     return params | {name: value for name, value in extras.items() if rng.random() < 0.2}
 
@@ -111,6 +116,8 @@ def draw_scenario(seed: int) -> Scenario:
         clients=tuple(_client(rng, span_s, rng.choice((8, 40, 90))) for _ in range(clients)),
         faults=tuple(rng.choice((1, -1)) * rng.randint(1, 120) for _ in range(rng.choice((0, 0, 1, 4)))),
         lethal=rng.randint(1, 150) if rng.random() < 0.05 else None,
+        row_faults=tuple(rng.randint(1, 120) for _ in range(rng.choice((0, 0, 1, 4)))),
+        max_wait_s=rng.choice((None, None, 2.0, 20.0)),
     )
 
 
@@ -123,7 +130,7 @@ def from_json(text: str) -> Scenario:
     """The scenario that `to_json` wrote."""
     data = json.loads(text)
     clients = tuple(_client_of(client) for client in data.pop("clients"))
-    return replace(Scenario(clients=clients, **data), faults=tuple(data["faults"]))
+    return replace(Scenario(clients=clients, **data), faults=tuple(data["faults"]), row_faults=tuple(data["row_faults"]))
 
 
 def _client_of(data: dict[str, Any]) -> Client:

@@ -40,6 +40,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         size //= 2
     for place in range(len(faults)):
         yield replace(scenario, faults=faults[:place] + faults[place + 1 :])
+    for place in range(len(scenario.row_faults)):
+        yield replace(scenario, row_faults=scenario.row_faults[:place] + scenario.row_faults[place + 1 :])
+    if scenario.max_wait_s is not None:
+        yield replace(scenario, max_wait_s=None)
     if scenario.lethal is not None:
         yield replace(scenario, lethal=None)
     if scenario.asynchronous:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from tests.simulation.loop import SimulatedExecutor, SimulatedLoop
 from tests.simulation.scenario import VOCAB, Client, Scenario
 from tilewright.engine.core import Engine
 from tilewright.engine.request import Delta, QueueFull, RequestTooLong, SamplingParams
+from tilewright.engine.step import RowFault, Step, StepResult
 from tilewright.server import worker as worker_module
 from tilewright.server.worker import EngineStopped, EngineWorker
 
@@ -45,20 +47,23 @@ class Outcome:
 
 
 class _Episode:
-    def __init__(self, scenario: Scenario):
-        self.scenario, self.outcome = scenario, Outcome()
-        self.failures = bool(scenario.faults)
+    def __init__(self, scenario: Scenario, executor: SimulatedExecutor, clock: Callable[[], float]):
+        self.scenario, self.outcome, self.executor = scenario, Outcome(), executor
+        self.failed: set[tuple[str, int]] = set()
+        """Samples that were in a step that failed."""
+        self.faulty: set[tuple[str, int]] = set()
+        """Those whose own row could not be launched."""
+        self.in_flight: dict[int, Step] = {}
         s = scenario
         self.scheduler = make_scheduler(
             s.pages, s.page_size, max_seqs=s.max_seqs, budget=s.budget, chunk=s.chunk, waiting=s.max_waiting,
-            cache=s.prefix_cache, model_len=200,
+            cache=s.prefix_cache, model_len=200, clock=clock,
         )  # fmt: skip
         self.runner = FakeRunner(
             s.pages, s.page_size, vocab_size=VOCAB, asynchronous=s.asynchronous, faults=self._fault
         )  # fmt: skip
         self.engine = Engine(self.runner, TOKENIZER, EOS, self.scheduler)
-        self.ledger = Ledger(self.engine, self.runner)
-        self.executor = SimulatedExecutor()
+        self.ledger = Ledger(self.engine, self.runner, clock, ordered=not (s.faults or s.row_faults))
         self.orphans: dict[str, int] = {}
         """Requests without a client -> the steps that they have had since."""
         self.unheard: list[str] = []
@@ -77,7 +82,7 @@ class _Episode:
 
     def _watch(self) -> None:
         """Every step of the engine is checked."""
-        step = self.engine.step
+        step, launch, collect = self.engine.step, self.runner.launch, self.runner.collect
 
         def checked() -> list[Delta]:
             deltas = step()
@@ -85,7 +90,35 @@ class _Episode:
             self._orphans()
             return deltas
 
+        def launched(step: Step) -> int:
+            number = self.runner.launched + 1
+            if number in self.scenario.row_faults:
+                self.runner.launched = number
+                request = step.rows[number % len(step.rows)].request
+                self.faulty.add((request.id, request.index))
+                raise RowFault(request, ValueError("its numbers do not fit"))
+            self.in_flight[number] = step
+            try:
+                return launch(step)
+            except Fault:
+                self._excuse(number)
+                raise
+
+        def collected(ticket: int) -> StepResult:
+            try:
+                return collect(ticket)
+            except Fault:
+                self._excuse(ticket)
+                raise
+
         self.engine.step = checked  # pyright: ignore[reportAttributeAccessIssue]
+        self.runner.launch, self.runner.collect = launched, collected  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _excuse(self, number: int) -> None:
+        """A step failed: its requests may, and those of the steps that were launched behind it."""
+        for later, step in self.in_flight.items():
+            if later >= number:
+                self.failed.update((row.request.id, row.request.index) for row in step.rows)
 
     def _orphans(self) -> None:
         """Requests whose client has gone are aborted before the step after the next."""
@@ -97,7 +130,12 @@ class _Episode:
     async def run(self) -> None:
         """All clients, to their ends; then nothing may be left."""
         with patch.object(worker_module, "ThreadPoolExecutor", lambda *args, **options: self.executor):
-            self.worker = EngineWorker(self.engine, _Latencies(), lambda error: None)  # pyright: ignore[reportArgumentType]
+            self.worker = EngineWorker(
+                self.engine,
+                _Latencies(),  # pyright: ignore[reportArgumentType]
+                lambda error: None,
+                max_wait_s=self.scenario.max_wait_s,
+            )
         tasks = [asyncio.ensure_future(self._client(i, client)) for i, client in enumerate(self.scenario.clients)]
         loop = asyncio.get_running_loop()
         for task, client in zip(tasks, self.scenario.clients, strict=True):
@@ -170,19 +208,25 @@ class _Episode:
         for place, prompt in enumerate(client.prompts):
             name = f"client-{number}" if len(client.prompts) == 1 else f"client-{number}-{place}"
             for index in range(params.n):
-                mine = deltas.pop((name, index), [])
-                check_answer(prompt, params, index, mine, self.failures)
+                mine, sample = deltas.pop((name, index), []), (name, index)
+                excused = {"error"} if sample in self.failed | self.faulty else set[str]()
+                if self.scenario.max_wait_s is not None and place == 0:
+                    excused.add("expired")
+                check_answer(prompt, params, index, mine, excused)
                 if complete:
                     assert mine, "a sample got nothing"
                     assert mine[-1].finish_reason is not None, "a sample never came to its end"
+                    assert sample not in self.faulty or mine[-1].finish_reason == "error", "a row that cannot run went on"
+                    self.outcome.ends[mine[-1].finish_reason] += 1
                 self.outcome.answers += complete
         assert not deltas, f"deltas of somebody else: {list(deltas)}"
 
 
 def run_scenario(scenario: Scenario) -> Outcome:
     """Run an episode. Raises AssertionError (also `loop.Stuck`) where a promise is broken."""
-    episode = _Episode(scenario)
-    loop = SimulatedLoop(episode.executor, scenario.seed)
+    executor = SimulatedExecutor()
+    loop = SimulatedLoop(executor, scenario.seed)
+    episode = _Episode(scenario, executor, loop.time)
     loop.set_exception_handler(episode.heard)
     try:
         loop.run_until_complete(episode.run())

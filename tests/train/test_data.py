@@ -3,6 +3,7 @@
 import json
 import lzma
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.server.tiny_model import write_tiny_model
 from tilewright.data.shards import TokenShards, write
+from tilewright.engine.chat_runs import chat_runs
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.train.batch import IGNORED, pack
 from tilewright.train.data import Conversations, Mixture, Texts, conversation_shards, text_shards
@@ -141,7 +143,7 @@ def test_only_answers_have_targets(tmp_path: Path) -> None:
     ]  # fmt: skip
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    tokens, answers = conversation_shards([path], tokenizer.chat_runs, 1000, tmp_path / "data", identity="x")
+    tokens, answers = conversation_shards([path], partial(chat_runs, tokenizer), 1000, tmp_path / "data", identity="x")
     row, position = Conversations(tokens, answers, None).row(0, len(tokens))
     assert position == len(row) == 2
     learned = [bytes(targets[targets != IGNORED].tolist()).decode() for _, targets in row]

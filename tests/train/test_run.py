@@ -197,7 +197,7 @@ def test_fine_tuning_on_conversations_by_the_command(model: Path, tmp_path: Path
     chats = [[{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word * 3}] for word in "abcd" * 5]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     options = (
-        f"train --model {model} --data {tmp_path}/chats.jsonl --chat --steps 8 --row-tokens 96 --out {tmp_path}/run --json"
+        f"train run --model {model} --data {tmp_path}/chats.jsonl --chat --steps 8 --row-tokens 96 --out {tmp_path}/run --json"
     )
     more = "--sample-every 4 --sample-tokens 5 --sample-prompt hello --device cpu --log-every 2 --lr 0.01 --warmup 1"
     done = CliRunner().invoke(app, f"{options} {more}".split(), prog_name="tilewright")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.tune.rows import CARD, problem, row
 from tilewright.cli import app, tune_op
 from tilewright.hw.device import device_named
-from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.gemm.linear import linear_op
 from tilewright.op import scope
 from tilewright.tune.database import Database
 from tilewright.tune.frozen import FrozenTable

@@ -150,5 +150,5 @@ def test_a_module_without_a_file_has_none(hash_of: Callable[..., str]) -> None:
 
 
 def test_real_kernels() -> None:
-    assert len(source_hash("tilewright.kernels.matmul_tile")) == 16
-    assert source_hash("tilewright.kernels.matmul_tile") != source_hash("tilewright.kernels.softmax")
+    assert len(source_hash("tilewright.kernels.gemm.tile")) == 16
+    assert source_hash("tilewright.kernels.gemm.tile") != source_hash("tilewright.kernels.softmax.softmax")

@@ -84,6 +84,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "gelu_mul": ({"M": 4, "N": 8192},),
     "silu_mul": ({"M": 4, "N": 8192},),
     "edit_logits": ({"M": 2, "N": 128256},),
+    "mask_logits": ({"M": 2, "N": 128256},),
     "kv_cache_write": ({"T": 8},),
     "permute": (
         *({"M": 2048, "N": 2048}, {"M": 2048, "N": 2048, "dtype": torch.float32}),
@@ -93,6 +94,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "rope_kv_write": ({"T": 8},),
     "sample": ({"M": 2, "N": 128256},),
     "token_logprobs": ({"M": 2, "N": 128256},),
+    "top_logprobs": ({"M": 2, "N": 128256},),
     "attention": (
         {"B": 2, "KV": 4096, "causal": True},
         {"B": 2, "KV": 4096, "D": 64, "causal": True},

@@ -13,8 +13,8 @@ from tilewright.bench.op import checked
 from tilewright.bench.provenance import Hashes, ran_by
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import device_of
-from tilewright.kernels.quantize_keys_values import FORMATS_OF_ATTENTION
-from tilewright.kernels.scaled_attention import scaled_attention_op
+from tilewright.kernels.attention.fp8.attention import scaled_attention_op
+from tilewright.kernels.attention.fp8.quantize_kv import FORMATS_OF_ATTENTION
 from tilewright.op import Inputs
 
 __all__ = ["rows", "shapes_of"]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.bench import peers_conv, peers_pointwise
-from tilewright.kernels.activation_forms import ACTIVATION_FORMS
+from tilewright.kernels.device.activations import ACTIVATION_FORMS
 
 __all__ = ["NoPeer", "default_shapes", "inductor", "peer"]
 
@@ -367,7 +367,11 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         )
     ),
     "edit_logits": ("M=1", "M=256"),
+    "minhash": ("D=65536 L=512", "D=64 L=65536"),
+    "band_keys": ("D=1048576",),
+    "mask_logits": ("M=1", "M=256"),
     "token_logprobs": ("M=1", "M=256"),
+    "top_logprobs": ("M=1", "M=64"),
 }
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.kernels.conv_common import activated
-from tilewright.kernels.conv_reference import convolved
+from tilewright.kernels.conv.conv import convolved
+from tilewright.kernels.device.activations import activated
 
 __all__ = ["PEERS", "SHAPES", "conv"]
 

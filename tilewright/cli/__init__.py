@@ -12,12 +12,17 @@ try:
     import tilewright.cli.bench_all
     import tilewright.cli.compare
     import tilewright.cli.data
+    import tilewright.cli.doctor
     import tilewright.cli.explain
     import tilewright.cli.hw
+    import tilewright.cli.lab
+    import tilewright.cli.ops
     import tilewright.cli.optimize
     import tilewright.cli.quantize
+    import tilewright.cli.scaling
     import tilewright.cli.serve
     import tilewright.cli.train
+    import tilewright.cli.train_plan
     import tilewright.cli.tune
     import tilewright.cli.tune_op
     import tilewright.cli.warmup  # noqa: F401 (a verb registers itself)

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from tilewright import __version__
+from tilewright.extras import MissingExtra
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Progress", "app", "ends_at_once", "ends_on_sigterm", "plain_errors", "say"]
 
@@ -61,7 +62,7 @@ def plain_errors(context: typer.Context) -> Iterator[None]:
         # The reader of stdout has gone (`| head`); Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, MissingExtra) as error:
         if context.obj:
             raise
         say(f"error: {str(error).strip() or type(error).__name__}")

@@ -13,6 +13,7 @@ import typer
 from tilewright.cli.options import Model, options
 from tilewright.cli.root import Progress, app, ends_at_once, ends_on_sigterm, plain_errors, say
 from tilewright.engine.config import EngineConfig
+from tilewright.extras import require
 from tilewright.server.config import ServerConfig
 from tilewright.server.logs import Log
 
@@ -83,6 +84,7 @@ def _key_of(file: Path) -> str:
 
 def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: ServerConfig, log: Log) -> int:
     """Load the model and serve it; the exit code."""
+    require("tilewright serve", "fastapi", "uvicorn", "prometheus_client", "tokenizers")
     from tilewright.server.serve import bind, run_server
 
     listener = bind(config)

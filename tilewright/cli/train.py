@@ -1,18 +1,20 @@
-"""`tilewright train`: a model from a config file, or from options, or from a file and options that overrule it."""
+"""`tilewright train CONFIG.toml`, `tilewright train run`: a model from a config file, or from options that overrule it."""
 
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tilewright.cli.options import options
-from tilewright.cli.root import app, ends_on_sigterm, plain_errors, say
+from tilewright.cli.root import ends_on_sigterm, plain_errors, say
+from tilewright.cli.train_group import train
 from tilewright.train.config import TrainConfig, merged, read_toml
 
-__all__ = ["train"]
+__all__ = ["run"]
 
 
 def _given() -> type:
@@ -28,15 +30,16 @@ def _given() -> type:
     return dataclasses.make_dataclass("TrainOptions", made)
 
 
-@app.command(
+@train.command(
+    "run",
     epilog="[b]Examples[/b]\n\n"
     "tilewright train books.toml\n\n"
     "tilewright train books.toml --steps 2000 --lr 1e-3 --out second-run\n\n"
-    "tilewright train --model Qwen/Qwen3-0.6B --data conversations.jsonl --chat --steps 500 --lr 1e-5\n\n"
-    "tilewright train --model bookworm --init random --data books.jsonl.xz --dtype float32"
+    "tilewright train run --model Qwen/Qwen3-0.6B --data conversations.jsonl --chat --steps 500 --lr 1e-5\n\n"
+    "tilewright train run --model bookworm --init random --data books.jsonl.xz --dtype float32",
 )
 @options(_given(), into="values")
-def train(
+def run(
     context: typer.Context,
     values: dict[str, Any],
     config: Annotated[
@@ -54,11 +57,11 @@ def train(
         resolved = merged({} if config is None else read_toml(config), over)
         say("Loading ...")
         from tilewright.train.main import tokenizer_folder
-        from tilewright.train.main import train as run
+        from tilewright.train.main import train as train_model
 
         folder = tokenizer_folder(resolved)
         try:
-            summary = run(resolved, render=_render(folder, resolved), sampler=_sampler(folder, resolved), say=say)
+            summary = train_model(resolved, render=_render(folder, resolved), sampler=_sampler(folder, resolved), say=say)
         except FloatingPointError as error:
             raise ValueError(str(error)) from error
         if as_json:
@@ -78,6 +81,7 @@ def _sampler(folder: Path | None, config: TrainConfig) -> Callable[[Any], Callab
 def _render(folder: Path | None, config: TrainConfig) -> Callable[[list[dict[str, Any]]], Any] | None:
     if folder is None or not config.chat:
         return None
+    from tilewright.engine.chat_runs import chat_runs
     from tilewright.engine.tokenizer import Tokenizer
 
-    return Tokenizer.load(folder).chat_runs
+    return partial(chat_runs, Tokenizer.load(folder))

@@ -9,7 +9,7 @@ connected.
 The result depends on the order of the documents alone, not on how they are cut into chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from tilewright.data.exact import Arrays, ids_of
 from tilewright.data.hashing import mixed
 from tilewright.data.minhash import EMPTY, parameters, shingles, signatures
 
-__all__ = ["NearDuplicates", "band_keys", "clusters"]
+__all__ = ["NearDuplicates", "Sorted", "band_keys", "clusters"]
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 64
@@ -36,7 +36,22 @@ def band_keys(signature_DP: NDArray[np.int32], bands: int) -> NDArray[np.uint64]
     return keys
 
 
-def clusters(signature_DP: NDArray[np.int32], bands: int, min_agreement: float) -> NDArray[np.int64]:
+Sorted = tuple[NDArray[np.int64], NDArray[np.uint64]]
+
+
+def sorted_here(part: NDArray[np.int32]) -> Sorted:
+    """(order of the documents by the key of a band, documents of one key in theirs; the keys in that order), by numpy."""
+    keys = band_keys(part, 1)[:, 0]
+    order = np.argsort(keys, kind="stable")
+    return order, keys[order]
+
+
+def clusters(
+    signature_DP: NDArray[np.int32],
+    bands: int,
+    min_agreement: float,
+    sort: Callable[[NDArray[np.int32]], Sorted] = sorted_here,
+) -> NDArray[np.int64]:
     """For each document the number of the first document of its cluster, its own where it stands alone. [D]."""
     count, places = signature_DP.shape
     rows = places // bands
@@ -44,9 +59,8 @@ def clusters(signature_DP: NDArray[np.int32], bands: int, min_agreement: float) 
     useful = np.flatnonzero(signature_DP[:, 0] != EMPTY)
     for band in range(bands):
         part = np.ascontiguousarray(signature_DP[useful, band * rows : (band + 1) * rows])
-        keys = band_keys(part, 1)[:, 0]
-        order = np.argsort(keys, kind="stable")
-        members, keys = useful[order], keys[order]
+        order, keys = sort(part)
+        members = useful[order]
         for _ in range(_ROUNDS):
             members, keys = _merge_with_first(signature_DP, members, keys, min_agreement, parent)
             if not len(members):
@@ -101,25 +115,33 @@ def _roots(parent: NDArray[np.int64]) -> NDArray[np.int64]:
 class NearDuplicates:
     """Removes documents that are nearly equal to an earlier one of their cluster."""
 
-    def __init__(self, *, words: int = 5, bands: int = 14, rows: int = 8, min_agreement: float = 0.4, seed: int = 1) -> None:
+    def __init__(
+        self, *, words: int = 5, bands: int = 14, rows: int = 8, min_agreement: float = 0.4, seed: int = 1, device: str = "cpu"
+    ) -> None:
         if not (1 <= words <= 100 and bands >= 1 and rows >= 1 and bands * rows <= 4096 and 0 <= min_agreement <= 1):
             raise ValueError(
                 f"near-duplicates: words = {words}, bands = {bands}, rows = {rows}, min_agreement = {min_agreement}; "
                 "wanted 1 to 100 words, at most 4096 places (bands x rows), an agreement from 0 to 1"
             )
+        self.sign, self.sort = signatures, sorted_here
+        if device != "cpu":
+            # Only here: torch and the kernels take seconds to import in every worker process.
+            from tilewright.data.on_gpu import signatures_on, sorted_on
+
+            self.sign, self.sort = signatures_on(device), sorted_on(device)
         self.words, self.bands, self.min_agreement = words, bands, min_agreement
         self.a, self.b = parameters(bands * rows, seed)
 
     def index(self, documents: Sequence[Document]) -> Arrays:
         """The signatures and ids of a chunk."""
         sets = [shingles(document.text, self.words) for document in documents]
-        return {"signature": signatures(sets, self.a, self.b), "id": ids_of(documents)}
+        return {"signature": self.sign(sets, self.a, self.b), "id": ids_of(documents)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
         """For each document the id of the first of its cluster, "" for that one itself."""
         signature_DP = np.concatenate([chunk["signature"] for chunk in chunks])
         ids = np.concatenate([chunk["id"] for chunk in chunks])
-        first = clusters(signature_DP, self.bands, self.min_agreement)
+        first = clusters(signature_DP, self.bands, self.min_agreement, self.sort)
         alone = first == np.arange(len(first))
         names: list[str] = ids.astype(str).tolist()
         sizes = np.bincount(first, minlength=len(first))[alone]

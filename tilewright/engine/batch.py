@@ -35,6 +35,8 @@ class Inputs(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
+    alternatives: Tensor
+    """[R] int32: likeliest tokens to report beside the sample; -1: no log-probabilities at all."""
     sampled_at: Tensor
     """[R] int64: position that the sample will have."""
 
@@ -51,6 +53,7 @@ _FIELDS = (
     ("kv_lens", "B", np.int32),
     ("cu_q", "B1", np.int32),
     ("top_k", "R", np.int32),
+    ("alternatives", "R", np.int32),
     ("temperature", "R", np.float32),
     ("top_p", "R", np.float32),
     ("min_p", "R", np.float32),
@@ -111,6 +114,7 @@ class Packer:
         self._top_p = np.ones(max_seqs + 1, np.float32)
         self._min_p = np.zeros(max_seqs + 1, np.float32)
         self._seed = np.zeros(max_seqs + 1, np.int64)
+        self._alternatives = np.full(max_seqs + 1, -1, np.int32)
 
     def refresh(self, step: Step) -> int:
         """Bring tables and parameters of the step's slots up to date; returns the pages of the longest table.
@@ -142,6 +146,7 @@ class Packer:
         s = request.settings
         self._temperature[slot], self._top_k[slot], self._top_p[slot] = s.temperature, s.top_k, s.top_p
         self._min_p[slot], self._seed[slot] = s.min_p, request.seed
+        self._alternatives[slot] = -1 if request.params.logprobs is None else request.params.logprobs
         self._place(request)
 
     def fill(self, out: dict[str, np.ndarray], step: Step) -> None:
@@ -195,3 +200,4 @@ class Packer:
         out["temperature"][:] = self._temperature[lines]
         out["top_k"][:], out["top_p"][:] = self._top_k[lines], self._top_p[lines]
         out["min_p"][:], out["seed"][:] = self._min_p[lines], self._seed[lines]
+        out["alternatives"][:] = self._alternatives[lines]

@@ -7,10 +7,15 @@ error of the runner those of the step. Only a lost device ends them all, and the
 
 import itertools
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
@@ -18,13 +23,14 @@ from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, St
 from tilewright.engine.stops import OutputText
 from tilewright.engine.tokenizer import Detokenizer, Tokenizer
 
-__all__ = ["Engine"]
+__all__ = ["GRAMMAR_FAILED", "Engine"]
 
 RUNNER_ERRORS = (*HOST_ERRORS, RuntimeError)
 """What a runner may raise: a fault of its own, or of the device (RuntimeError: out of memory, a kernel). Not here: interrupts
 and exits."""
 
 
+GRAMMAR_FAILED = "its grammar cannot be followed any further"
 NOT_NUMBERS = "the model's logits are not numbers (NaN): look at its weights"
 
 
@@ -67,6 +73,9 @@ class Engine:
         self.vocab_size = min(bounds)
         self._names = itertools.count()
         self._outputs: dict[Request, _Output] = {}
+        self._constraints: dict[Request, Constraint] = {}
+        self._grammars: Grammars | None = None
+        self._grammars_lock = threading.Lock()
         self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
         self._deltas: list[Delta] = []  # not handed out yet
         self.failed_steps = 0
@@ -78,6 +87,20 @@ class Engine:
     def has_work(self) -> bool:
         """True while `step` has something to do or to hand out."""
         return bool(self._outputs or self._in_flight or self._deltas)
+
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars of this engine's vocabulary; made at the first call, which may come from any thread.
+
+        Raises:
+            GrammarError: there can be none: no llguidance, no tokenizer, or no end-of-text token.
+        """
+        if self.tokenizer is None:
+            raise GrammarError("a grammar needs an engine with a tokenizer; this one takes and gives token ids alone")
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer.to_json(), self.eos_ids)
+            return self._grammars
 
     def submit(
         self,
@@ -93,7 +116,8 @@ class Engine:
             wait as long as it takes. None: so does the first.
 
         Raises:
-            ValueError: a token id is not the model's, the id is in use, or (RequestTooLong) prompt and max_tokens do not fit.
+            ValueError: a token id is not the model's, the id is in use, (GrammarError) the grammar cannot be followed, or
+                (RequestTooLong) prompt and max_tokens do not fit.
             QueueFull: too many requests wait, or it would wait for longer than `max_wait_s`.
             DeviceLost: the engine has ended.
         """
@@ -109,16 +133,19 @@ class Engine:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop is {params.stop!r}, but this engine has no tokenizer to find text with; use stop_token_ids")
+        constraints = [] if params.grammar is None else [self.grammars.start(params.grammar) for _ in range(params.n)]
         prompt_ids = list(prompt_ids)  # the caller's may change
         waits = (max_wait_s, *[None] * (params.n - 1))
         samples = [
             Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids, max_wait_s=wait) for i, wait in enumerate(waits)
         ]
         self.scheduler.add(*samples)
+        self._constraints.update(zip(samples, constraints))
         for request in samples:
             text = None
             if self.tokenizer is not None:
-                text = OutputText(Detokenizer(self.tokenizer, prompt_ids), params.stop, params.min_tokens)
+                detokenizer = Detokenizer(self.tokenizer, prompt_ids, special=params.special_tokens)
+                text = OutputText(detokenizer, params.stop, params.min_tokens)
             self._outputs[request] = _Output(text)
         return name
 
@@ -132,6 +159,7 @@ class Engine:
         self.scheduler.reset()
         self._in_flight.clear()
         self._outputs.clear()
+        self._constraints.clear()
         self._deltas.clear()
 
     def step(self) -> list[Delta]:
@@ -162,9 +190,10 @@ class Engine:
     def _launch(self, step: Step) -> None:
         rest: Step | None = step
         while rest is not None:
+            if self._constraints:
+                rest = self._masked(rest)
             try:
                 self._in_flight.append((rest, self.runner.launch(rest)))
-                return
             except RowFault as fault:
                 rest = self.scheduler.withdraw(rest, fault.request)
                 self._fail_request(fault.request, f"it could not be run: {fault}")
@@ -176,6 +205,39 @@ class Engine:
                     self._collect()
                 self._fail([rest], error)
                 return
+            else:
+                if rest.masked:
+                    self._sample()
+                return
+
+    def _masked(self, step: Step) -> Step:
+        constraints = self._constraints
+        rows = enumerate(step.rows)
+        return replace(step, masked=tuple(i for i, row in rows if row.samples and row.request in constraints))
+
+    def _sample(self) -> None:
+        """Sample the step that was launched last. Its masks need the tokens of those before it; the device is busy with it."""
+        while len(self._in_flight) > 1:
+            self._collect()
+        if not self._in_flight:  # one before it failed, and has taken it along
+            return
+        step, ticket = self._in_flight[0]
+        failed: list[tuple[Request, str]] = []
+
+        def fill(bits: np.ndarray) -> None:
+            requests = [step.rows[i].request for i in step.masked]
+            # One that has ended meanwhile has no constraint; its sample will be dropped.
+            failed.extend(self.grammars.fill(requests, [self._constraints.get(request) for request in requests], bits))
+
+        try:
+            self.runner.sample(ticket, self.grammars.words, fill)
+        except DeviceLost as error:
+            self._lose(error)
+        except RUNNER_ERRORS as error:
+            self._in_flight.clear()
+            self._fail([step], error)
+        for request, why in failed:
+            self._fail_request(request, f"{GRAMMAR_FAILED}: {why}")
 
     def _collect(self) -> None:
         step, ticket = self._in_flight.popleft()
@@ -245,8 +307,10 @@ class Engine:
         self._deltas.append(self._delta(request, output, (token,), text, () if logprobs is None else (logprobs,)))
         if request.finish_reason is not None:
             del self._outputs[request]
+            self._constraints.pop(request, None)
 
     def _end(self, request: Request, retry_s: float | None = None) -> None:
+        self._constraints.pop(request, None)
         self._deltas.append(self._delta(request, self._outputs.pop(request), retry_after_s=retry_s))
 
     def _delta(

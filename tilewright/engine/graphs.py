@@ -1,26 +1,39 @@
 """Decode steps captured as CUDA graphs: the launches of a whole step cost the host two calls.
 
-The model's body and what follows it, head and sampling, are captured apart: rows that want more of their logits than a sample
-have the same head, launched eagerly behind the body's graph. A pair of graphs is made
+The model's body and what follows it, head and sampling, are captured apart, and there are two tails: one for steps whose rows
+want nothing but a sample, one for steps in which any row wants more of its logits. These graphs are made
 for a number of rows; a step with fewer runs in the next larger one, with padding rows that write nowhere and attend to nothing.
 Graphs share one memory pool, for they run one after the other on one stream.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewright.engine.batch import Inputs, Layout
+from tilewright.engine.sampler import LogprobTensors
 
-__all__ = ["Body", "DecodeGraph", "DecodeGraphs", "Tail", "graph_sizes", "rehearse"]
+__all__ = ["Body", "DecodeGraph", "DecodeGraphs", "Sampled", "Tail", "Tails", "graph_sizes", "rehearse"]
+
+
+class Sampled(NamedTuple):
+    """What a step has drawn, on the device."""
+
+    tokens: Tensor
+    """[R] int64"""
+    logprobs: LogprobTensors | None = None
+    """None where no row asks."""
+
 
 Body = Callable[[Inputs], Tensor]
 """A step's inputs -> hidden [T, E], without waiting for the device."""
-Tail = Callable[[Inputs, Tensor], Tensor]
-"""(inputs, hidden) -> the sampled rows' tokens [R], without waiting for the device."""
+Tail = Callable[[Inputs, Tensor], Sampled]
+"""(inputs, hidden) -> what the sampled rows draw, without waiting for the device."""
+Tails = tuple[Tail, Tail]
+"""For rows that want a sample, and for rows that want more."""
 
 
 def graph_sizes(max_seqs: int) -> list[int]:
@@ -30,14 +43,14 @@ def graph_sizes(max_seqs: int) -> list[int]:
 
 
 class DecodeGraph:
-    """One captured step. `hidden` [rows, E] holds the result of `replay`, `tokens` [rows] that of `sample`, until the next."""
+    """One captured step. `hidden` [rows, E] holds the result of `replay` until the next."""
 
     def __init__(
         self,
         rows: int,
         max_pages: int,
         body: Body,
-        tail: Tail,
+        tails: Tails,
         *,
         device: torch.device,
         stream: torch.cuda.Stream,
@@ -49,12 +62,18 @@ class DecodeGraph:
         inputs = _padding(self.layout, self._buffer, self._table)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            tail(inputs, body(inputs))
-        self._body, self._tail = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            hidden = body(inputs)
+            for tail in tails:
+                tail(inputs, hidden)
+        self._body = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._body, pool=pool, stream=stream):
             self.hidden = body(inputs)
-        with torch.cuda.graph(self._tail, pool=pool, stream=stream):
-            self.tokens = tail(inputs, self.hidden)
+        self._tails: list[tuple[torch.cuda.CUDAGraph, Sampled]] = []
+        for tail in tails:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                sampled = tail(inputs, self.hidden)
+            self._tails.append((graph, sampled))
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def replay(self, packed: Tensor, block_table: Tensor) -> None:
@@ -63,9 +82,11 @@ class DecodeGraph:
         self._table[: block_table.shape[0], : block_table.shape[1]].copy_(block_table)
         self._body.replay()
 
-    def sample(self) -> None:
-        """Run head and sampling behind the body."""
-        self._tail.replay()
+    def sample(self, more: bool) -> Sampled:
+        """Run head and sampling behind the body; `more`: a row wants more than a sample. The result holds until the next."""
+        graph, sampled = self._tails[more]
+        graph.replay()
+        return sampled
 
 
 def _padding(layout: Layout, buffer: Tensor, table: Tensor) -> Inputs:
@@ -76,13 +97,15 @@ def _padding(layout: Layout, buffer: Tensor, table: Tensor) -> Inputs:
     return inputs
 
 
-def rehearse(body: Body, tail: Tail, *, max_seqs: int, max_pages: int) -> None:
+def rehearse(body: Body, tails: Tails, *, max_seqs: int, max_pages: int) -> None:
     """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
     for rows in graph_sizes(max_seqs):
         layout = Layout(rows, rows, rows)
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
         inputs = _padding(layout, buffer, torch.zeros(rows, max_pages, dtype=torch.int32, device="meta"))
-        tail(inputs, body(inputs))
+        hidden = body(inputs)
+        for tail in tails:
+            tail(inputs, hidden)
 
 
 class DecodeGraphs:
@@ -91,7 +114,7 @@ class DecodeGraphs:
     def __init__(
         self,
         body: Body,
-        tail: Tail,
+        tails: Tails,
         *,
         device: torch.device,
         max_seqs: int,
@@ -105,7 +128,7 @@ class DecodeGraphs:
         # Largest first: the smaller ones then live in memory that the pool has already.
         for i, rows in enumerate(reversed(self._sizes)):
             progress(f"capturing decode graphs {i + 1}/{len(self._sizes)}")
-            self._graphs[rows] = DecodeGraph(rows, max_pages, body, tail, device=device, stream=stream, pool=pool)
+            self._graphs[rows] = DecodeGraph(rows, max_pages, body, tails, device=device, stream=stream, pool=pool)
 
     def for_rows(self, rows: int) -> DecodeGraph:
         """The smallest graph that holds so many rows; there is one for every number up to max_seqs."""

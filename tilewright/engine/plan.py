@@ -85,9 +85,9 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     """Upper bound of what one step allocates beside weights and cache.
 
     Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
-    model's dtype with a float32 copy beside them, and counts of 2 bytes. Of quantised layers the codes of one's input with a
-    scale for each 128, or one's weight, widened for a product of many rows. Expanded latents are of up to twice the step's
-    tokens, the experts that multiply every token all there are, up to DENSE_TOKENS tokens.
+    model's dtype with a float32 copy beside them, and counts of 2 bytes; captured graphs keep another such copy. Of quantised
+    layers the codes of one's input with a scale for each 128, or one's weight, widened for a product of many rows. Expanded
+    latents are of up to twice the step's tokens, the experts that multiply every token all there are, up to DENSE_TOKENS.
     """
     config = model.config
     widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
@@ -99,7 +99,7 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     if config.experts is not None:
         every = config.experts.routing.experts * (3 * config.experts.inner + config.hidden_size)
         extra += min(DENSE_TOKENS, max_tokens_per_step) * every * dtype.itemsize
-    return tokens + extra + max_seqs * config.vocab_size * (dtype.itemsize + 10)
+    return tokens + extra + max_seqs * config.vocab_size * (dtype.itemsize + 14)
 
 
 def _attention_numbers(config: ModelConfig) -> int:
@@ -137,7 +137,7 @@ def page_size_of(config: ModelConfig, options: EngineConfig) -> int:
 
     The Hopper kernel for latents takes tiles of 64 rows out of one page. Codes of 8 bits are read 1.8 times as fast as bf16 by
     the portable kernel from pages of 64, 1.55 times from pages of 16; by Hopper's (head dims 64 and 128) 1.85 times from both
-    (docs/log.md#paged-decode). Smaller pages share more of a prefix.
+    (docs/experiments/paged-decode.md). Smaller pages share more of a prefix.
     """
     if options.page_size is not None:
         return options.page_size

@@ -2,7 +2,7 @@
 
 Pure Python: no tensors. A prompt with `n` samples is `n` requests; they share the pages of the prompt through the prefix cache.
 Parameters are checked, and brought to the widths that a device has, when a request is made: no later step can fail on them.
-Not supported: beam search, grammars and other constrained decoding beyond a set of allowed tokens.
+Not supported: beam search.
 """
 
 import math
@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
+
+from tilewright.engine.grammar import Grammar
 
 __all__ = [
     "MAX_LOGIT_ENTRIES",
@@ -91,11 +93,16 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be generated, the end-of-text token too; None: all of them."""
+    grammar: Grammar | None = None
+    """What the text must look like. The end-of-text token comes where the grammar allows it, and always ends the text. Not
+    together with `min_tokens` or `allowed_token_ids`, which could leave no token at all."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these that it completes."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text; like the end-of-text token they are in `token_ids`, but not in the text."""
     ignore_eos: bool = False
+    special_tokens: bool = False
+    """Special tokens stand in the text, such as the marks around a tool call; otherwise they are left out."""
     logprobs: int | None = None
     """Likeliest alternatives reported with every generated token (0: only the token's own); None: no logprobs at all."""
     prompt_logprobs: int | None = None
@@ -119,6 +126,7 @@ class SamplingParams:
         if self.top_p == 0:
             raise ValueError("top_p is 0, wanted above 0 and at most 1; for the likeliest token set temperature=0")
         self._check_stops()
+        self._check_grammar()
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias is {shown(self.logit_bias)}, wanted a mapping of token id to bias")
         for token, bias in self.logit_bias.items():
@@ -128,6 +136,16 @@ class SamplingParams:
         if len(self.logit_bias) + banned > MAX_LOGIT_ENTRIES:
             got = f"logit_bias has {len(self.logit_bias)} entries, and min_tokens bans {banned} stop tokens"
             raise ValueError(f"{got}; wanted at most {MAX_LOGIT_ENTRIES} together")
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar is {shown(self.grammar)}, wanted a Grammar, such as Grammar.json_schema({{...}})")
+        if self.min_tokens:
+            raise ValueError("min_tokens is set with a grammar, wanted one of them; a grammar can ask for a length itself")
+        if self.allowed_token_ids is not None:
+            raise ValueError("allowed_token_ids is set with a grammar, wanted one of them")
 
     def _check_stops(self) -> None:
         for name, kind in (("stop", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
@@ -296,7 +314,9 @@ class Request:
         self.prompt_ids = prompt_ids
         self.params = params
         self.seed = sample_seed(params.seed, index)
-        self.stop_ids = frozenset(params.stop_token_ids if params.ignore_eos else (*eos_ids, *params.stop_token_ids))
+        # A grammar's end leaves no token but the end of the text.
+        ignore_eos = params.ignore_eos and params.grammar is None
+        self.stop_ids = frozenset(params.stop_token_ids if ignore_eos else (*eos_ids, *params.stop_token_ids))
         self.max_tokens = params.max_tokens  # read for every request in every step
         self.settings = Settings(float(params.temperature), max(0, params.top_k), float(params.top_p), float(params.min_p))
         self.edits = _logit_edits(params, len(prompt_ids), self.stop_ids)

@@ -4,8 +4,8 @@ On a GPU `launch` only enqueues, so the host prepares a step while the device ru
 (`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
 replay captured graphs; steps with prompts run eagerly. On a CPU the same code runs at once.
 
-The head runs once a step, on the rows that sample. Rows that edit their logits, or want log-probabilities, share its result:
-the edits, and the sample behind them, are then launched eagerly for the whole step.
+The head runs once a step, on the rows that sample. Where a row edits its logits, or wants log-probabilities, the whole step
+goes through the edits, which leave the other rows as they are.
 
 Any thread may load a model and any other run it: what launches is inside `on_device`, because each thread begins with device 0
 as its current one, and Triton launches on the current device, whatever device its arguments are on.
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.engine.batch import Inputs, Layout, Packer
-from tilewright.engine.graphs import DecodeGraph, DecodeGraphs, rehearse
+from tilewright.engine.graphs import DecodeGraph, DecodeGraphs, Sampled, rehearse
 from tilewright.engine.request import TokenLogprobs
-from tilewright.engine.sampler import LogitTables, LogprobTensors, likelihoods
-from tilewright.engine.step import DeviceLost, Row, Step, StepResult
-from tilewright.kernels.paged_space import FEW_QUERIES
+from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
+from tilewright.engine.step import DeviceLost, FillMasks, Row, Step, StepResult
 from tilewright.models import Model
 from tilewright.op import invariant
+from tilewright.ops.paged import FEW_QUERIES
 
 __all__ = ["ModelRunner", "Progress", "on_device"]
 
@@ -52,9 +52,22 @@ class Ticket:
     """Indices of the rows that sample."""
     tokens: Tensor | None
     done: torch.cuda.Event | None
-    logprobs: tuple[list[int], LogprobTensors] | None = None
-    """(rows, their tensors)"""
+    logprobs: LogprobTensors | None = None
+    """Of the rows that sample; None where none asks."""
     prompt_logprobs: list[tuple[int, LogprobTensors]] | None = None
+    waiting: "_Waiting | None" = None
+    """What the samples need, until `ModelRunner.sample` has made them."""
+
+
+@dataclass
+class _Waiting:
+    """A step between its model pass and its samples."""
+
+    inputs: Inputs
+    hidden: Tensor
+    graph: DecodeGraph | None
+    edited: bool
+    turn: int
 
 
 class ModelRunner:
@@ -76,13 +89,20 @@ class ModelRunner:
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
+        self._masks = Masks(max_seqs=max_seqs, device=self.device)
         self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place)
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, max_seqs).nbytes + max_seqs * self._max_pages * 4
         self._staging = [torch.zeros(longest, dtype=torch.uint8, pin_memory=self.asynchronous) for _ in range(3)]
-        self._arrivals = [torch.zeros(max_seqs, dtype=torch.int64, pin_memory=self.asynchronous) for _ in range(3)]
+        self._arrivals = [
+            (
+                torch.zeros(max_seqs, dtype=torch.int64, pin_memory=self.asynchronous),
+                LogprobTensors.on_host(max_seqs, pinned=self.asynchronous),
+            )
+            for _ in range(3)
+        ]
         self._turn = 0
 
     # ---- steps
@@ -142,15 +162,34 @@ class ModelRunner:
             graph.replay(packed, table)
             hidden = graph.hidden
         ticket.prompt_logprobs = self._prompt_logprobs(rows, hidden)
-        if sampled:
-            tokens = self._tokens(ticket, inputs, hidden, graph)
-            ticket.tokens = self._arrivals[self._turn][: len(sampled)]
-            ticket.tokens.copy_(tokens, non_blocking=True)
+        edited = any(self._edits.edited[rows[i].request.slot or 0] for i in sampled)
+        ticket.waiting = _Waiting(inputs, hidden, graph, edited, self._turn)
+        if not step.masked:
+            self._finish(ticket, None)
+        self._turn = (self._turn + 1) % 3
+        return ticket
+
+    def sample(self, ticket: Ticket, words: int, fill: FillMasks) -> None:
+        """The samples of a step with masked rows; see `Runner.sample`. Raises DeviceLost."""
+        assert ticket.waiting is not None
+        self.launching = True
+        try:
+            with self._entered(), self._told_apart():
+                masked = set(ticket.step.masked)
+                rows = [at for at, i in enumerate(ticket.sampled) if i in masked]
+                self._finish(ticket, self._masks.sent(rows, words, fill))
+        finally:
+            self.launching = False
+
+    def _finish(self, ticket: Ticket, mask: Mask | None) -> None:
+        """Head and samples of a launched step."""
+        waiting, ticket.waiting = ticket.waiting, None
+        assert waiting is not None
+        if ticket.sampled:
+            self._send_samples(ticket, waiting, mask)
         if self.asynchronous:
             ticket.done = torch.cuda.Event()
             ticket.done.record()
-        self._turn = (self._turn + 1) % 3
-        return ticket
 
     def _copy_pages(self, step: Step) -> None:
         if step.copies:
@@ -169,16 +208,16 @@ class ModelRunner:
                 tokens[i] = token
         result = StepResult(tokens)
         if ticket.logprobs is not None:
-            chosen, tensors = ticket.logprobs
             result.logprobs.extend([None] * len(rows))
-            read = tensors.read([rows[i].request.params.logprobs or 0 for i in chosen])
-            for i, logprobs in zip(chosen, read, strict=True):
+            read = ticket.logprobs.read([rows[i].request.params.logprobs for i in ticket.sampled])
+            for i, logprobs in zip(ticket.sampled, read, strict=True):
                 result.logprobs[i] = logprobs
         if ticket.prompt_logprobs:
             found: list[list[TokenLogprobs] | None] = [None] * len(rows)
             for i, tensors in ticket.prompt_logprobs:
                 wanted = rows[i].request.params.prompt_logprobs or 0
-                found[i] = (found[i] or []) + tensors.read([wanted] * tensors.token_ids.shape[0])
+                read = tensors.read([wanted] * tensors.token_ids.shape[0])
+                found[i] = (found[i] or []) + [entry for entry in read if entry is not None]
             result.prompt_logprobs.extend(found)
         return result
 
@@ -200,9 +239,19 @@ class ModelRunner:
         token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
         return self.model(token_ids, inputs.batch, self.cache)
 
-    def _tail(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+    def _tail(self, inputs: Inputs, hidden: Tensor) -> Sampled:
         """Tokens [R] of rows that want nothing but a sample; they are also left in `_last` for the next step."""
-        return self._sample(self._logits(inputs, hidden), inputs)
+        return Sampled(self._sample(self._logits(inputs, hidden), inputs))
+
+    def _full_tail(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
+        """The same where rows want more: logits are edited and masked first; log-probabilities are of what the head gave."""
+        logits = self._logits(inputs, hidden)
+        edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
+        if mask is not None:
+            ops.mask_logits(edited, mask.rows, mask.bits)
+        tokens = self._sample(edited, inputs)
+        self._edits.count(inputs.sampled_slots, tokens)
+        return Sampled(tokens, likelihoods(logits, tokens, inputs.alternatives))
 
     def _logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden[inputs.batch.logits_rows])
@@ -214,27 +263,22 @@ class ModelRunner:
         self._last.index_copy_(0, inputs.sampled_slots, tokens)
         return tokens
 
-    def _sample_edited(self, logits: Tensor, inputs: Inputs) -> Tensor:
-        edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
-        tokens = self._sample(edited, inputs)
-        self._edits.count(inputs.sampled_slots, tokens)
-        return tokens
-
-    def _tokens(self, ticket: Ticket, inputs: Inputs, hidden: Tensor, graph: DecodeGraph | None) -> Tensor:
-        """The step's samples, and, where rows ask, their log-probabilities, from one pass of the head."""
+    def _send_samples(self, ticket: Ticket, waiting: _Waiting, mask: Mask | None) -> None:
+        """Draw the step's samples, and send them to the host; with them their log-probabilities, where rows ask."""
         requests = [ticket.step.rows[i].request for i in ticket.sampled]
-        explained = [j for j, request in enumerate(requests) if request.params.logprobs is not None]
-        edited = any(self._edits.edited[request.slot or 0] for request in requests)
-        if graph is not None and not explained and not edited:
-            graph.sample()
-            return graph.tokens[: len(requests)]
-        logits = self._logits(inputs, hidden)
-        tokens = self._sample_edited(logits, inputs) if edited else self._sample(logits, inputs)
-        if explained:
-            at = torch.tensor(explained, dtype=torch.int64).to(self.device, non_blocking=True)
-            most = max(requests[j].params.logprobs or 0 for j in explained)
-            ticket.logprobs = ([ticket.sampled[j] for j in explained], likelihoods(logits[at], tokens[at], most).sent())
-        return tokens[: len(requests)]
+        explained = any(request.params.logprobs is not None for request in requests)
+        more = explained or waiting.edited
+        if mask is not None:
+            drawn = self._full_tail(waiting.inputs, waiting.hidden, mask)
+        elif waiting.graph is not None:
+            drawn = waiting.graph.sample(more)
+        else:
+            drawn = (self._full_tail if more else self._tail)(waiting.inputs, waiting.hidden)
+        tokens, logprobs = self._arrivals[waiting.turn]
+        ticket.tokens = tokens[: len(requests)]
+        ticket.tokens.copy_(drawn.tokens[: len(requests)], non_blocking=True)
+        if explained and drawn.logprobs is not None:
+            ticket.logprobs = drawn.logprobs.sent(len(requests), logprobs)
 
     def _prompt_logprobs(self, rows: tuple[Row, ...], hidden: Tensor) -> list[tuple[int, LogprobTensors]]:
         found, begin = [], 0
@@ -246,7 +290,8 @@ class ModelRunner:
                     ids = torch.tensor(targets[at : at + _PROMPT_LOGPROB_ROWS], dtype=torch.int64)
                     ids = ids.to(self.device, non_blocking=True)
                     logits = self.model.logits(hidden[begin + at : begin + at + ids.shape[0]])
-                    found.append((i, likelihoods(logits, ids, alternatives).sent()))
+                    wanted = torch.full(ids.shape, alternatives, dtype=torch.int32, device=self.device)
+                    found.append((i, likelihoods(logits, ids, wanted).sent(ids.shape[0])))
             begin += count
         return found
 
@@ -265,11 +310,12 @@ class ModelRunner:
             for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
                 self._warm_prefill(tokens, longest)
         if self.device.type == "meta":
-            rehearse(self._body, self._tail, max_seqs=self.max_seqs, max_pages=self._max_pages)
+            rehearse(self._body, (self._tail, self._full_tail), max_seqs=self.max_seqs, max_pages=self._max_pages)
             return
         self._graphs = DecodeGraphs(
-            self._body, self._tail, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages, progress=progress
-        )
+            self._body, (self._tail, self._full_tail), device=self.device, max_seqs=self.max_seqs,
+            max_pages=self._max_pages, progress=progress,
+        )  # fmt: skip
         torch.cuda.synchronize(self.device)
 
     def _warm_prefill(self, tokens: int, longest: int) -> None:
@@ -285,9 +331,10 @@ class ModelRunner:
         inputs.batch.slots.fill_(-1)
         inputs.batch.cu_q[1:] = tokens
         inputs.sampled_slots.fill_(self.max_seqs)
-        logits = self._logits(inputs, self._body(inputs))
-        likelihoods(logits, self._sample(logits, inputs), 1)
-        self._sample_edited(logits, inputs)
+        hidden = self._body(inputs)
+        self._tail(inputs, hidden)
+        self._full_tail(inputs, hidden)
+        self._full_tail(inputs, hidden, self._masks.unused())
 
 
 def _powers(limit: int) -> list[int]:

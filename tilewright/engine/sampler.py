@@ -1,6 +1,8 @@
 """What a request may ask of its logits beyond `ops.sample`: penalties, biases, banned and allowed tokens, log-probabilities.
 
-Most requests ask for none of it, and their steps never come here. Order, as in OpenAI's API and its followers:
+Most requests ask for none of it, and steps of such requests alone never come here. A step in which one asks goes through all of
+it, whatever the others want: rows that ask for nothing have neutral tables. So every such step makes the same launches, which a
+captured graph can hold. Order, as in OpenAI's API and its followers:
 log-probabilities are of the model's own logits; then the edits of `ops.edit_logits`, then temperature and the filters of
 `ops.sample`.
 
@@ -16,10 +18,12 @@ import torch
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.engine.request import MAX_LOGIT_ENTRIES, Request, TokenLogprobs
+from tilewright.engine.request import MAX_LOGIT_ENTRIES, RANGES, Request, TokenLogprobs
+from tilewright.engine.step import FillMasks
 
-__all__ = ["LogitTables", "LogprobTensors", "likelihoods"]
+__all__ = ["MOST_ALTERNATIVES", "LogitTables", "LogprobTensors", "Mask", "Masks", "likelihoods"]
 
+MOST_ALTERNATIVES = int(RANGES["logprobs"][1])
 _MOST_COUNTED = (1 << 14) - 1
 """Times that a token is counted at most: an int16 holds them beside the bit for the prompt. More would change no sample."""
 
@@ -110,11 +114,66 @@ class LogitTables:
     def count(self, slots: Tensor, tokens: Tensor) -> None:
         """One more of each row's token [R], which has just been drawn. Several padding rows may share their slot."""
         had = self._counts[slots, tokens]
-        self._counts[slots, tokens] = torch.where(had < 2 * _MOST_COUNTED, had + 2, had)
+        self._counts[slots, tokens] = torch.add(had, had < 2 * _MOST_COUNTED, alpha=2)
+
+
+class Mask(NamedTuple):
+    """What `ops.mask_logits` takes, on the device."""
+
+    rows: Tensor
+    """[M] int64: rows of the logits."""
+    bits: Tensor
+    """[M, words] int32"""
+
+
+class Masks:
+    """Takes masks to the device, on a stream of their own: the model's pass runs meanwhile.
+
+    One buffer is enough: when the masks of a step are written, every step before it has been collected.
+    """
+
+    def __init__(self, *, max_seqs: int, device: torch.device):
+        self._max_seqs = max_seqs
+        self._device = device
+        self._buffers: tuple[Mask, Mask] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def unused(self) -> Mask:
+        """A mask of row 0 that forbids everything, for warm-up."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return Mask(rows, torch.zeros(1, 1, dtype=torch.int32, device=self._device))
+
+    def sent(self, rows: Sequence[int], words: int, fill: FillMasks) -> Mask:
+        """The mask that `fill` writes for these rows of the logits, there for whatever is launched next."""
+        host, there = self._both(words)
+        at, bits = host.rows[: len(rows)], host.bits[: len(rows)]
+        at.numpy()[:] = rows
+        fill(bits.numpy())
+        if self._device.type != "cuda":
+            return Mask(at, bits)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        arrived = Mask(there.rows[: len(rows)], there.bits[: len(rows)])
+        with torch.cuda.stream(self._stream):
+            arrived.rows.copy_(at, non_blocking=True)
+            arrived.bits.copy_(bits, non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return arrived
+
+    def _both(self, words: int) -> tuple[Mask, Mask]:
+        """(on the host, on the device), made at the first use: most servers have none."""
+        if self._buffers is None or self._buffers[0].bits.shape[1] != words:
+            pinned = self._device.type == "cuda"
+            host = Mask(
+                torch.zeros(self._max_seqs, dtype=torch.int64, pin_memory=pinned),
+                torch.zeros(self._max_seqs, words, dtype=torch.int32, pin_memory=pinned),
+            )
+            self._buffers = (host, Mask(host.rows.to(self._device), host.bits.to(self._device)))
+        return self._buffers
 
 
 class LogprobTensors(NamedTuple):
-    """Log-probabilities of N tokens, on the way to the host."""
+    """Log-probabilities of N tokens and of the K likeliest beside them, as `ops.top_logprobs` gives them."""
 
     token_ids: Tensor
     logprob: Tensor
@@ -122,26 +181,35 @@ class LogprobTensors(NamedTuple):
     top_ids: Tensor
     top_logprobs: Tensor
 
-    def read(self, wanted: Sequence[int]) -> list[TokenLogprobs]:
-        """As values; `wanted[i]` alternatives for token i. The tensors must have arrived."""
+    @classmethod
+    def on_host(cls, rows: int, *, pinned: bool) -> "LogprobTensors":
+        """Room for those of so many tokens on the host. From memory that is not pinned the device would be waited for."""
+
+        def room(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.empty(rows, *shape, dtype=dtype, pin_memory=pinned)
+
+        top = room(MOST_ALTERNATIVES), room(MOST_ALTERNATIVES, dtype=torch.float32)
+        return cls(room(), room(dtype=torch.float32), room(), *top)
+
+    def sent(self, rows: int, room: "LogprobTensors | None" = None) -> "LogprobTensors":
+        """The first `rows` of them on the host, in `room` or new memory, once the device has come to this point."""
+        pinned = self.logprob.device.type == "cuda"
+        if room is None and not pinned:
+            return self
+        room = room or LogprobTensors.on_host(rows, pinned=pinned)
+        return LogprobTensors(*(host[:rows].copy_(t[:rows], non_blocking=True) for host, t in zip(room, self)))
+
+    def read(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
+        """As values; `wanted[i]` alternatives for token i, None: not asked. The tensors must have arrived."""
+        most = max((n for n in wanted if n is not None), default=0)
         ids, logprob, rank = self.token_ids.tolist(), self.logprob.tolist(), self.rank.tolist()
-        top_ids, top = self.top_ids.tolist(), self.top_logprobs.tolist()
+        top_ids, top = self.top_ids[:, :most].tolist(), self.top_logprobs[:, :most].tolist()
         return [
-            TokenLogprobs(ids[i], logprob[i], rank[i], tuple(zip(top_ids[i][:n], top[i][:n], strict=True)))
+            None if n is None else TokenLogprobs(ids[i], logprob[i], rank[i], tuple(zip(top_ids[i][:n], top[i][:n])))
             for i, n in enumerate(wanted)
         ]
 
-    def sent(self) -> "LogprobTensors":
-        """Their copies on the host, once the device has come to this point: pinned, or each copy would wait for the device."""
-        if self.logprob.device.type != "cuda":
-            return self
-        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in self]
-        return LogprobTensors(*(host.copy_(t, non_blocking=True) for host, t in zip(hosts, self)))
 
-
-def likelihoods(logits: Tensor, token_ids: Tensor, alternatives: int) -> LogprobTensors:
-    """Log-probability and rank of one token a row of logits [N, V], and the likeliest `alternatives` tokens beside it."""
-    logprob, rank = ops.token_logprobs(logits, token_ids)
-    own = logits.gather(1, token_ids[:, None]).float()
-    top, top_ids = logits.topk(alternatives, dim=1)
-    return LogprobTensors(token_ids, logprob, rank, top_ids, top.float() - own + logprob[:, None])
+def likelihoods(logits: Tensor, token_ids: Tensor, alternatives: Tensor) -> LogprobTensors:
+    """Of one token a row of logits [N, V], and of the likeliest `alternatives` [N] beside it; see `Inputs.alternatives`."""
+    return LogprobTensors(token_ids, *ops.top_logprobs(logits, token_ids, alternatives, MOST_ALTERNATIVES))

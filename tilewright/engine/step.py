@@ -3,13 +3,16 @@
 Pure Python: no tensors. `Scheduler.schedule()` makes a `Step`, a `Runner` runs it, `Scheduler.complete()` takes the samples.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tilewright.engine.request import Request, TokenLogprobs
 
-__all__ = ["HOST_ERRORS", "DeviceLost", "Row", "RowFault", "Runner", "Step", "StepResult"]
+__all__ = ["HOST_ERRORS", "DeviceLost", "FillMasks", "Row", "RowFault", "Runner", "Step", "StepResult"]
 
+FillMasks = Callable[[Any], None]
+"""Writes the masks of a step's masked rows into a numpy array [rows, words] int32: a bit a token, the lowest first."""
 HOST_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError, TypeError, ValueError)
 """What Python raises where a program, or the numbers that it was given, are wrong. Not here: what a device says
 (RuntimeError), interrupts and exits."""
@@ -53,6 +56,9 @@ class Step:
     """(source, destination) pages, copied in all layers before the pass. No destination is a source, so their order is free."""
     fills: frozenset[int] = frozenset()
     """Pages that the prefix cache counts on: full once the step has run."""
+    masked: tuple[int, ...] = ()
+    """Rows, by their indices, whose samples a mask restricts. It depends on the tokens of the step before, so none of the
+    step's rows is sampled before `Runner.sample`; what stands before the samples runs meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,14 @@ class Runner(Protocol):
 
     def launch(self, step: Step) -> Any:
         """Enqueues the step, without waiting; returns a ticket for `collect`."""
+        ...
+
+    def sample(self, ticket: Any, words: int, fill: FillMasks) -> None:
+        """Enqueues the samples of a step with masked rows, once every step before it has been collected.
+
+        `fill` is called with an array [masked rows, words], in the order of `Step.masked`. Requests may have lost their slots
+        since the launch. A launched step that is never sampled is never collected, too.
+        """
         ...
 
     def collect(self, ticket: Any) -> StepResult:

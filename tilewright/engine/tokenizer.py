@@ -12,15 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from tilewright.engine.chat import ChatTemplate, ChatTemplateError
 from tilewright.engine.trial import try_template
+from tilewright.extras import MissingExtra, advice
 from tilewright.models.errors import ModelError
 from tilewright.models.fields import check_generation
 from tilewright.models.files import read_json, read_text
 
-__all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
+try:
+    import tokenizers
+except ModuleNotFoundError:
+    raise MissingExtra(advice("a language model", "tokenizers")) from None
+
+__all__ = ["Cut", "Detokenizer", "Tokenizer", "TokenizerError"]
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNFINISHED = "\ufffd"
@@ -140,6 +144,19 @@ class Tokenizer:
         """The text of the tokens, without special and unknown ones. Bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(self.visible(token_ids), skip_special_tokens=False)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, None if there is none."""
+        return None if self._chat is None else self._chat.source
+
+    def spelled(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, the names of special ones in it."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def id_to_token(self, token_id: int) -> str | None:
         """What the vocabulary calls a token, which is not its text ("\u0120the", "<0x0A>", "<s>"); None if it has none."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
@@ -191,37 +208,19 @@ class Tokenizer:
         """
         if allow_special:
             return self.encode(self.apply_chat_template(messages, **variables), add_special=False)
-        cut, safe = self._safe(messages, variables)
-        text = self.apply_chat_template(safe, **cut.apart(variables, self._control_texts))
-        return [token for piece in text.split(cut.mark) for token in self.encode(piece, add_special=False)]
+        cut, safe = self.safe(messages, variables)
+        pieces = self.apply_chat_template(safe, **cut.apart(variables, self._control_texts)).split(cut.mark)
+        return [token for piece in pieces for token in self.encode(piece, add_special=False)]
 
-    def chat_runs(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], bool]]:
-        """A conversation as runs of token ids, True for what the assistant says: to learn from. Safe and raises as `chat_ids`.
-
-        Each run is encoded alone, as a prompt is before an answer is generated. A conversation that reads otherwise once more
-        messages follow cannot be learned from, and is a ChatTemplateError.
-        """
-        cut, safe = self._safe(messages, {})
-        runs, done = [], ""
-        for i, message in enumerate(safe):
-            if message.get("role") == "assistant":
-                for end, text in ((i, self.apply_chat_template(safe[:i])),
-                                  (i + 1, self.apply_chat_template(safe[: i + 1], add_generation_prompt=False))):  # fmt: skip
-                    if not text.startswith(done):
-                        raise ChatTemplateError(f"the chat template writes the first {end} messages unlike those before")
-                    pieces = text[len(done) :].split(cut.mark)
-                    runs.append(([token for piece in pieces for token in self.encode(piece, add_special=False)], end > i))
-                    done = text
-        return runs
-
-    def _safe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple["_Cut", list[Any]]:
+    def safe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple["Cut", list[Any]]:
         """Messages with marks where their text would spell control tokens."""
-        cut = _Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
-        kinds = (self._special_texts if one.get("role") == "assistant" else self._control_texts for one in messages)
-        return cut, [cut.apart(message, kind) for message, kind in zip(messages, kinds)]
+        cut = Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
+        return cut, [
+            cut.apart(m, self._special_texts if m.get("role") == "assistant" else self._control_texts) for m in messages
+        ]
 
 
-class _Cut:
+class Cut:
     """Puts a mark, a character that is nowhere in `texts`, behind the first character of what is to be kept apart."""
 
     def __init__(self, texts: str):
@@ -229,12 +228,10 @@ class _Cut:
 
     def apart(self, value: Any, wanted: re.Pattern[str] | None) -> Any:
         """A value of messages with marks in all its texts, however deep."""
-        if wanted is None:
-            return value
         if isinstance(value, str):
-            return wanted.sub(lambda found: found[0] + self.mark, value)
+            return value if wanted is None else wanted.sub(lambda found: found[0] + self.mark, value)
         if isinstance(value, Mapping):
-            return {key: self.apart(item, wanted) for key, item in value.items()}
+            return {self.apart(key, wanted): self.apart(item, wanted) for key, item in value.items()}
         return [self.apart(item, wanted) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -252,14 +249,17 @@ class Detokenizer:
     character; bytes that may become one are held back. The decoders of byte-fallback tokenizers turn a run of byte tokens
     into text only if all of it is UTF-8, so there the whole run waits for its end.
 
+    With `special` the names of special tokens stand in the text, where they were generated.
+
     Only a short window of tokens is decoded at a time, from one before which the text is complete; most tokens not even so
     (`Tokenizer.suffix`).
     """
 
-    __slots__ = ("_complete", "_given", "_run", "_tokenizer", "_window", "open")
+    __slots__ = ("_complete", "_given", "_run", "_special", "_tokenizer", "_window", "open")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, special: bool = False):
         self._tokenizer = tokenizer
+        self._special = special
         self._window = _prompt_end(tokenizer, prompt_ids)
         self._given = tokenizer.decode(self._window)  # text of the window that the reader has: the prompt's, then ours
         self._run = 0  # byte-fallback tokens at the window's end
@@ -285,7 +285,7 @@ class Detokenizer:
     def _push(self, token: int) -> str:
         tokenizer, window = self._tokenizer, self._window
         if not tokenizer.visible((token,)):
-            return ""
+            return self._push_special(token) if self._special else ""
         if self._complete:
             known = tokenizer.suffix(token)
             if known is not None:
@@ -306,6 +306,14 @@ class Detokenizer:
             self._window = window[-1:]
             self._complete, self.open = True, False
         return new
+
+    def _push_special(self, token: int) -> str:
+        """A special token by its name: it ends whatever was open before it, and the text goes on behind it."""
+        name = self._tokenizer.id_to_token(token) or ""
+        text = self.peek() + name
+        self._window, self._given, self._run = [token], "", 0
+        self._complete, self.open = True, False
+        return text
 
     def peek(self) -> str:
         """What `flush` would return."""

@@ -36,6 +36,7 @@ class WaitingQueue:
         self._requests: list[Request] = []
         self._starts: deque[float] = deque()
         self._standing_since_s: float | None = None  # when requests were first left over by a step
+        self._last_start_s = -math.inf
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -70,7 +71,8 @@ class WaitingQueue:
     def pop(self) -> Request:
         """The first request, which is being started."""
         if self._standing_since_s is not None:
-            self._starts.append(self._clock())
+            self._last_start_s = self._clock()
+            self._starts.append(self._last_start_s)
         return self._requests.pop(0)
 
     def remove(self, request: Request) -> None:
@@ -99,7 +101,10 @@ class WaitingQueue:
         return [(request, retry_s) for request in late]
 
     def _wait_s(self, ahead: int) -> float | None:
-        """How long `ahead` requests will take to start, or None while too little is known. Infinite: none starts at all."""
+        """How long `ahead` requests will take to start, or None while too little is known.
+
+        Where none has started in the window, each is taken to need the time since the last start: no less is known of it.
+        """
         if ahead == 0 or self._standing_since_s is None:
             return None
         now_s = self._clock()
@@ -108,7 +113,9 @@ class WaitingQueue:
             self._starts.popleft()
         if known_s < RATE_LEAST_S:
             return None
-        return ahead * known_s / len(self._starts) if self._starts else math.inf
+        if self._starts:
+            return ahead * known_s / len(self._starts)
+        return ahead * (now_s - max(self._standing_since_s, self._last_start_s))
 
     def _retry_after_s(self, expected_s: float | None, allowed_s: float) -> float:
         """When the queue will be short enough, if nobody else comes."""

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.normal import Activation
 from tilewright.fuse.rules import ACTIVATIONS
-from tilewright.kernels.activation_forms import ACTIVATION_FORMS
+from tilewright.kernels.device.activations import ACTIVATION_FORMS
 
 __all__ = ["find_activation"]
 

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tilewright.kernels.attention_common import LARGEST_HEAD_DIM
+from tilewright.kernels.attention.checks import LARGEST_HEAD_DIM
 
 __all__ = ["READERS", "Anchor", "fit", "read", "same_sizes", "symbolic", "tensor_of"]
 

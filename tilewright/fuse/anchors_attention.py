@@ -6,7 +6,7 @@
 Casts to float32 around the softmax, dropout in evaluation, and views that split or join the leading dims (batch and heads, the
 windows of an image) may stand between. What nobody else reads counts alone. `options`:
 
-    scale, fill, empty_nan   as of kernels/biased_attention.py
+    scale, fill, empty_nan   as of kernels/attention/biased.py
     lead                     (batch, heads), to which all leading dims are brought
     turned                   whether the keys come as k^T
     masks                    for each operand behind keys and values: (what it does, its shape seen from `lead`)
@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from tilewright.fuse.anchors import Anchor, fit, same_sizes, symbolic, tensor_of
 from tilewright.fuse.view_calls import is_view
-from tilewright.kernels.attention_common import LARGEST_HEAD_DIM
+from tilewright.kernels.attention.checks import LARGEST_HEAD_DIM
 
 __all__ = ["MASKED", "read_product", "read_sdpa"]
 

@@ -19,7 +19,7 @@ from tilewright.fuse.anchors import Anchor, fit, tensor_of
 from tilewright.fuse.anchors_attention import read_product, read_sdpa
 from tilewright.fuse.anchors_rms import read_rms_written
 from tilewright.fuse.view_calls import is_view, plain_source
-from tilewright.kernels.pointwise import KINDS
+from tilewright.kernels.elementwise.activation import KINDS
 
 __all__ = ["read"]
 

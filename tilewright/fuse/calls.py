@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.kernels.activation_forms import ACTIVATION_FORMS
-from tilewright.kernels.add_layer_norm import add_layer_norm_op
-from tilewright.kernels.attention import attention_op
-from tilewright.kernels.attention_checks import scale_of
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.conv_checks import window_of
-from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.attention.attention import attention_op
+from tilewright.kernels.attention.checks import scale_of
+from tilewright.kernels.conv.checks import window_of
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.device.activations import ACTIVATION_FORMS
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.norm.add_layer_norm import add_layer_norm_op
 from tilewright.op import Op, launch
 from tilewright.ops.linear import Weight
 from tilewright.tune.space import Config

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from tilewright.fuse.structure import Structure, rebuild
-from tilewright.kernels.workspace import own_tickets
+from tilewright.kernels.launch.counters import own_tickets
 
 __all__ = ["Captured", "Turns", "plainly", "share_weights"]
 

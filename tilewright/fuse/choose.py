@@ -23,13 +23,13 @@ from tilewright.fuse import calls, coded_calls, op_calls
 from tilewright.fuse.op_race import race
 from tilewright.fuse.sums import Sum, in_place, note_sum, rewrite, streams, ways
 from tilewright.hw.device import Device, device_of
-from tilewright.kernels.attention import attention_op
-from tilewright.kernels.biased_attention import biased_attention_op
-from tilewright.kernels.cast_linear import cast_linear_op
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.conv_codes import conv_codes_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.scaled_linear import scaled_linear_op
+from tilewright.kernels.attention.attention import attention_op
+from tilewright.kernels.attention.biased import biased_attention_op
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.int8 import conv_codes_op
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.quantized.requantized import cast_linear_op
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear_op
 from tilewright.op import Choice, Impl, Op, on_card, scope
 from tilewright.tune.measure import Stopwatch
 from tilewright.tune.unmeasured import rank

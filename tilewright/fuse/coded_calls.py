@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tilewright.fuse.calls import Choice, run
-from tilewright.kernels.cast_linear import cast_linear_op
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.conv_checks import window_of
-from tilewright.kernels.conv_codes import conv_codes_op
-from tilewright.kernels.layer_norm_quantize import layer_norm_quantize_op
-from tilewright.kernels.quantize_tensor import quantize_static_op
-from tilewright.kernels.scaled_linear import scaled_linear_op
+from tilewright.kernels.conv.checks import window_of
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.int8 import conv_codes_op
+from tilewright.kernels.gemm.quantized.requantized import cast_linear_op
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear_op
+from tilewright.kernels.quantize.layer_norm_fused import layer_norm_quantize_op
+from tilewright.kernels.quantize.per_tensor import quantize_static_op
 
 __all__ = [
     "conv_from_codes", "conv_from_codes_operands", "conv_to_codes", "conv_to_codes_operands", "dequantise", "layer_norm_codes",
@@ -130,7 +130,7 @@ def conv_to_codes(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], w_scales: Tensor, factors: Tensor, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same with a residual and a result of codes; scales are folded (kernels/conv_codes.py)."""
+    """The same with a residual and a result of codes; scales are folded (kernels/conv/int8.py)."""
     args = conv_to_codes_operands(x, weight, bias, residual, activation, stride, padding, dilation, w_scales, factors)
     return run(conv_codes_op, args, choice).movedim(-1, 1)
 

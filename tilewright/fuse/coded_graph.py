@@ -10,7 +10,7 @@ from torch.fx import Node
 from tilewright.fuse import calls, coded_calls
 from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
 from tilewright.fuse.quantise import Candidate, Found, Plan, source_of
-from tilewright.kernels.conv_codes import folded_scales
+from tilewright.kernels.conv.int8 import folded_scales
 
 __all__ = ["coded_graph"]
 

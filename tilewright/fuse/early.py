@@ -1,8 +1,8 @@
 """Products of one row that start while the launch before them still runs (programmatic dependent launch, sm_90 and later).
 
-`gemv` fetches weights and bias before it waits for x (kernels/matmul_gemv.py), which is right where nothing writes them: in an
+`gemv` fetches weights and bias before it waits for x (kernels/gemm/gemv.py), which is right where nothing writes them: in an
 optimised graph they are constants. Only a launch that lets it start is worth waiting for inside, a norm or another product of
-one row (dependent.py); behind another it would cost 0.4 us. What `choose` measured has no such launch before it, so both are
+one row (launch/pdl.py); behind another it would cost 0.4 us. What `choose` measured has no such launch before it, so both are
 measured once more, behind a norm.
 """
 
@@ -18,17 +18,17 @@ from tilewright.fuse import calls
 from tilewright.fuse.calls import Choice
 from tilewright.fuse.choose import Launch, launches_of, sets_of
 from tilewright.hw.device import device_of
-from tilewright.kernels.dependent import overlaps
-from tilewright.kernels.layer_norm import layer_norm_op
-from tilewright.kernels.matmul import linear_op
-from tilewright.kernels.matmul_gemv import GEMV
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.launch.pdl import overlaps
+from tilewright.kernels.norm.layer_norm import layer_norm_op
 from tilewright.op import scope
 from tilewright.tune.measure import Stopwatch
 
 __all__ = ["mark", "start_early"]
 
 _NORMS = (calls.layer_norm, calls.add_layer_norm, calls.shifted_layer_norm)
-_RELEASE = ("gemv", "skinny")
+_RELEASE = frozenset(impl.name for impl in linear_op.impls if impl.releases)
+_EARLY = next(impl for impl in linear_op.impls if "PDL" in impl.space.axes)
 _QUIET = (calls.strided, operator.getitem, torch.ops.aten.view.default)
 """Calls that launch nothing."""
 _CHOICE = 6
@@ -69,10 +69,10 @@ def _better(launch: Launch, usual: Choice) -> Choice | None:
 def _measured(launch: Launch, usual: Choice) -> Choice | None:
     """The fastest early product behind a norm, where it is faster than the usual one there; None where that one stays."""
     device, problem = device_of(launch.args[0].get_device()), linear_op.problem(*launch.args)
-    if GEMV.refusal(device, problem, scope()) is not None:
+    if _EARLY.refusal(device, problem, scope()) is not None:
         return None
-    configs = [GEMV.space.default(device, problem), *([usual[1]] if usual[0] == GEMV.name else [])]
-    choices = [usual, *((GEMV.name, {**config, "PDL": True}) for config in configs)]
+    configs = [_EARLY.space.default(device, problem), *([usual[1]] if usual[0] == _EARLY.name else [])]
+    choices = [usual, *((_EARLY.name, {**config, "PDL": True}) for config in configs)]
     sets, scale = sets_of(launch), torch.ones_like(launch.args[0][0])
 
     def call(choice: Choice) -> Callable[[int], Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.fuse.calls import Choice, as_dense, run
-from tilewright.kernels.biased_attention import biased_attention_op
+from tilewright.kernels.attention.biased import biased_attention_op
 
 __all__ = [
     "activation", "adaptive_avg_pool", "avg_pool", "biased_attention", "conv_transpose", "group_norm", "instance_norm",
@@ -29,7 +29,7 @@ def _by_torch(x: Tensor, library: bool) -> bool:
 def biased_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool, choice: Choice | None = None
 ) -> Tensor:
-    """Attention of [B, S, H, D] with a mask or bias [N, H | 1, S | 1, T | 1] (kernels/biased_attention.py)."""
+    """Attention of [B, S, H, D] with a mask or bias [N, H | 1, S | 1, T | 1] (kernels/attention/biased.py)."""
     args = (q, k, v, bias, scale, fill, empty_nan)
     if _by_torch(q, False):
         return biased_attention_op.reference(*args)

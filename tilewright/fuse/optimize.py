@@ -34,6 +34,7 @@ from tilewright.fuse.lower import Lowering
 from tilewright.fuse.optimized import BUILDING, Made, Optimized
 from tilewright.fuse.partial import optimize_children
 from tilewright.fuse.report import Report
+from tilewright.fuse.rivals import NOISE, Rivals, fastest
 from tilewright.fuse.settings import MAX_SHAPES, PRECISIONS, Dynamic, Settings, cast
 from tilewright.fuse.structure import flatten, rebuild
 from tilewright.fuse.tokens import assemble
@@ -42,9 +43,6 @@ from tilewright.fuse.tuning import choices
 from tilewright.fuse.tuning import tune as tune_calls
 
 __all__ = ["copy_of", "lowered", "optimize"]
-
-_NOISE = 1.05
-"""A graph that takes no more than that, beside the model as given, is not known to be slower."""
 
 
 def optimize(
@@ -207,7 +205,7 @@ def _device(model: nn.Module, inputs: Any) -> torch.device:
     return devices.pop()
 
 
-def _compiled(fused: fx.GraphModule, flat: list[Any], found: Report) -> Any:
+def _compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report) -> Any:
     """The graph through Inductor, weights packed as constants; torch.compile loses `freezing` when it is given as an option.
 
     Where Inductor itself fails when it packs them (torch 2.13: convolutions of single pixels in 16 bits, which are products),
@@ -269,7 +267,11 @@ def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if traced.mutated:
         found.facts["not written"] = f"inputs that the model writes to stay as they are: {', '.join(traced.mutated)}"
     owner.writes, owner.layers_only = owner.writes or bool(traced.mutated), owner.layers_only or right.layers_only
-    return _faster(owner, captured, tensors, args, kwargs, found)
+    rivals = None
+    if settings.graph and settings.measure and not settings.quantised:
+        copies, dtypes = settings.copy_outputs, [t.dtype for t in right.tensors]
+        rivals = Rivals(traced, settings.dtype, tensors, dtypes, right.structure, owner.device, copies)
+    return _faster(owner, captured, tensors, args, kwargs, found, rivals)
 
 
 def _checked_capture(
@@ -330,14 +332,23 @@ def _to_blame(
 
 
 def _faster(
-    owner: Optimized, captured: Captured, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Report
-) -> Made:
-    """The graph, or none where the model as given takes less."""
+    owner: Optimized, captured: Captured, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    found: Report, rivals: Rivals | None,
+) -> Made:  # fmt: skip
+    """The graph, or what takes less: torch's own calls in the precision, or the model as given."""
     if not owner.settings.measure:
         return Made(captured, "", found)
     ours, given = timed_us((lambda: captured(tensors), lambda: owner.as_given(*args, **kwargs)), owner.device)
     words = f"{ours / 1e3:.3f} ms a call, the model as given {given / 1e3:.3f} ms"
-    if ours <= _NOISE * given:
+    best, name = (
+        (captured, "") if rivals is None else fastest(captured, tensors, rivals, found, partial(_compiled, found=found))
+    )
+    if name:
+        found.facts["speed"] = (
+            f"{name} is faster, and answers: {found.facts['rivals']}; the model as given {given / 1e3:.3f} ms"
+        )
+        return Made(best, found.facts["speed"], found)
+    if ours <= NOISE * given:
         found.facts["speed"] = f"{words}: {given / ours:.2f} times as fast"
         return Made(captured, words, found)
     found.facts["speed"] = (

@@ -34,10 +34,10 @@ from tilewright.fuse.race import race
 from tilewright.fuse.rules import Dialect
 from tilewright.fuse.walk import plan
 from tilewright.hw.device import device_of
-from tilewright.kernels.attention import attention_op
-from tilewright.kernels.attention_common import side_by_side
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.attention.attention import attention_op
+from tilewright.kernels.attention.checks import side_by_side
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.gemm.linear import linear_op
 from tilewright.op import Choice, Op, Refused, scope
 
 __all__ = ["fuse_graph"]

@@ -25,7 +25,7 @@ from torch.fx import Node
 from tilewright.fuse import calls
 from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
 from tilewright.fuse.parts import FLOAT_PARTS
-from tilewright.kernels.matmul import linear_op
+from tilewright.kernels.gemm.linear import linear_op
 
 __all__ = ["Sum", "in_place", "note_sum", "rewrite", "streams", "ways"]
 

@@ -49,6 +49,11 @@ class Device:
         return self.kind != "cpu"
 
     @property
+    def is_hopper(self) -> bool:
+        """Whether it is an H100, H200 or GH200: what orders of implementations were measured on."""
+        return self.arch == 90
+
+    @property
     def multiplies_by_warpgroup(self) -> bool:
         """Whether the tensor cores read operands from shared memory, so that a kernel's registers are its accumulators'."""
         return self.arch in (90, 100, 103)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from tilewright.kernels.rope import rope_frequencies
 from tilewright.models.errors import ModelError
 from tilewright.models.fields import check_fields, check_generation
 from tilewright.models.latent import LATENT, LATENT_DEFAULTS, Experts, Latent
 from tilewright.models.quantization import Quantization
+from tilewright.ops.pointwise import rope_frequencies
 
 __all__ = ["ACTIVATIONS", "SHAPES", "ModelConfig", "ModelError", "architecture_of"]
 

@@ -6,11 +6,10 @@ Refuses: pickled weights (*.bin, *.pt, *.pth), and code: nothing in a model fold
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tilewright.extras import advice
 from tilewright.models.errors import ModelError
 from tilewright.models.files import check_plain_file, read_json
 
@@ -35,13 +34,26 @@ def resolve(name_or_path: str | Path) -> Path:
     if name in _EMBEDDED_MODELS:
         folder = _EMBEDDED / name
         if not folder.is_dir():
-            raise ModelError(f"the embedded model {name!r} is not in this installation: no folder {folder}")
+            raise ModelError(
+                f"the model {name!r} is in tilewright's repository and not in its wheel: run `make serve` in a clone, "
+                f"or name a model folder or a model of the Hugging Face hub"
+            )
         return folder
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise ModelError(f"{name} is a file; give the folder with config.json and the *.safetensors in it")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    """The folder of a model of the hub, downloaded if it is not in the cache."""
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    except ModuleNotFoundError:
+        raise ModelError(f"no folder {name}, and {advice('a model of the Hugging Face hub', 'huggingface_hub')}") from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_WANTED, ignore_patterns=_HUB_UNWANTED))
     except HFValidationError as error:

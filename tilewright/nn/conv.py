@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.kernels.conv_checks import PADDING_MODES, Int
+from tilewright.ops.conv import PADDING_MODES, Int
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 

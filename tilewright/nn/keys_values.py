@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.kernels.paged_space import CODES
 from tilewright.nn.batch import Batch, Packed
 from tilewright.nn.rope import Rope
+from tilewright.ops.paged import CODES
 
 __all__ = ["Heads", "KVCache", "KeysValues", "LatentCache", "PackedKeysValues", "PagedKeysValues"]
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.kernels.quantize_fused import add_rms_norm_quantize, rms_norm_quantize
 from tilewright.nn.filling import begins_empty, parameter
 from tilewright.nn.linear import Linear
+from tilewright.ops import add_rms_norm_quantize, rms_norm_quantize
 from tilewright.ops.linear import Codes, codes_for
 
 __all__ = ["LayerNorm", "RMSNorm"]

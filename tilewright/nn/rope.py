@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.kernels.rope import rope_table
+from tilewright.ops.pointwise import rope_table
 
 __all__ = ["Rope"]
 

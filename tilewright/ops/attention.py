@@ -1,8 +1,8 @@
 """`attention` with gradients: the forward op, and where one is asked for, the backward op behind it.
 
 The forward pass keeps q, k, v, its result and one logarithm a row; the backward pass computes the weights again
-(kernels/attention_backward.py). Gradients are those of q, k, v and sinks, whatever the mask and the bends. Not differentiable,
-and refused with a sentence: ALiBi's slopes, lse as an input of what follows, and all of a call with a bias.
+(kernels/attention/backward/backward.py). Gradients are those of q, k, v and sinks, whatever the mask and the bends. Not
+differentiable, and refused with a sentence: ALiBi's slopes, lse as an input of what follows, and all of a call with a bias.
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.kernels.attention import attention as forward
-from tilewright.kernels.attention_backward import attention_backward_op
-from tilewright.kernels.attention_checks import window_bounds
-from tilewright.kernels.biased_attention import biased_attention
-from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.attention.attention import attention as forward
+from tilewright.kernels.attention.backward.backward import attention_backward_op
+from tilewright.kernels.attention.biased import biased_attention
+from tilewright.kernels.attention.checks import window_bounds
+from tilewright.kernels.launch.autograd import wants_gradient
 from tilewright.ops.scaled_attention import scaled_attention
 
 __all__ = ["attention"]
@@ -92,7 +92,7 @@ def attention(
         sinks: [H], floating point: a score that joins each softmax of the head and whose value is zero.
         alibi_slopes: float32 [H]: scores lose slope * |distance to the query's own key|.
         deterministic: whether the same gradients must come out of the same call every time, at a price
-            (docs/log.md#attention-backward). So does `torch.use_deterministic_algorithms(True)`.
+            (docs/experiments/attention-backward.md). So does `torch.use_deterministic_algorithms(True)`.
         precision: "fp8" or "int8": quantise first, and multiply 8-bit codes (ops/scaled_attention.py): faster for long prompts
             and less exact, forward only, with a causal mask or none. None: products in the operands' dtype.
         bias: what expands to [B, H, S, SK]: bool (True: seen) or floating point, added to the scores. Forward only, not for

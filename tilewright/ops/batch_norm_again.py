@@ -1,9 +1,10 @@
 """Batch norm in training that was called before: from torch's tensors straight to its launches, forward and backward.
 
-Three launches each way (kernels/batch_statistics.py, normalize_channels.py, batch_norm_backward.py), the memory they need and
-one `torch.autograd.Function`: of a network's small layers all else is host time. What may differ between two calls is the
-memory of their tensors, none of which is kept alive, and the momentum. Where a gradient comes that lies otherwise than x, or a
-scope or a dispatch mode was entered since, the backward pass goes through its op.
+Three launches each way (kernels/norm/channel/batch_statistics.py, norm/channel/batch_norm_apply.py,
+norm/channel/batch_norm_backward.py), the memory they need and one `torch.autograd.Function`: of a network's small layers all
+else is host time. What may differ between two calls is the memory of their tensors, none of which is kept alive, and the
+momentum. Where a gradient comes that lies otherwise than x, or a scope or a dispatch mode was entered since, the backward pass
+goes through its op.
 
 Only activations whose slope the result tells: none and relu. Second derivatives are refused.
 """
@@ -16,10 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewright.hw.here import indirect, wrapped
-from tilewright.kernels import batch_norm_backward, batch_statistics
-from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
-from tilewright.kernels.gradient import laid_like, restored, wants_gradient
-from tilewright.kernels.prepared import Prepared
+from tilewright.kernels.launch.autograd import laid_like, restored, wants_gradient
+from tilewright.kernels.launch.replay import Prepared
+from tilewright.kernels.norm.channel import batch_norm_backward, batch_statistics
+from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
 from tilewright.op import scope
 
 __all__ = ["BatchNormAgain", "wanted"]

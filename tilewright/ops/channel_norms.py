@@ -1,4 +1,4 @@
-"""group_norm, instance_norm and batch_norm with gradients: sums for each channel, a few numbers, one map (kernels/channels.py).
+"""group_norm, instance_norm and batch_norm with gradients: sums and a map of each channel (norm/channel/sums_and_affine.py).
 
     # N images, C channels, S places of an image
     y[n, c, s] = (x[n, c, s] - mean) / sqrt(variance + eps) * weight[c] + bias[c]
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.kernels import batch_statistics
-from tilewright.kernels.batch_norm_backward import batch_norm_backward_op
-from tilewright.kernels.batch_statistics import batch_statistics_op
-from tilewright.kernels.channels import channel_affine_op, channel_sums_op
-from tilewright.kernels.conv_common import ACTIVATIONS
-from tilewright.kernels.gradient import dense, laid_like, wants_gradient
-from tilewright.kernels.normalize_channels import launched, normalize_channels_op
-from tilewright.kernels.prepared import Held, Prepared, call_key, in_place
+from tilewright.kernels.conv.checks import ACTIVATIONS
+from tilewright.kernels.launch.autograd import dense, laid_like, wants_gradient
+from tilewright.kernels.launch.replay import Held, Prepared, call_key, in_place
+from tilewright.kernels.norm.channel import batch_statistics
+from tilewright.kernels.norm.channel.batch_norm_apply import launched, normalize_channels_op
+from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
+from tilewright.kernels.norm.channel.batch_statistics import batch_statistics_op
+from tilewright.kernels.norm.channel.sums_and_affine import channel_affine_op, channel_sums_op
 from tilewright.ops.batch_norm_again import BatchNormAgain, wanted
 from tilewright.ops.permute import permute
 from tilewright.ops.pointwise import activation as activate

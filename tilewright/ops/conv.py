@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from tilewright.kernels.conv import conv_op
-from tilewright.kernels.conv_again import Again, again
-from tilewright.kernels.conv_checks import (
+from tilewright.kernels.conv.checks import (
     PADDING_MODES,
     Int,
     Padding,
@@ -28,14 +26,18 @@ from tilewright.kernels.conv_checks import (
     transposed_window,
     window_of,
 )
-from tilewright.kernels.conv_transpose import conv_transpose_op
-from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.gradient import dense, no_view, wants_gradient
-from tilewright.kernels.prepared import Held, call_key, in_place
+from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.replay import Plan, again
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.launch.autograd import dense, no_view, wants_gradient
+from tilewright.kernels.launch.replay import Held, call_key, in_place
 from tilewright.ops.conv_training import ConvTraining
 from tilewright.ops.pointwise import activation as activate
 
 __all__ = [
+    "PADDING_MODES",
+    "Int",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -191,7 +193,7 @@ def _conv(
     if x_scales is None and w_scales is None:
         options = (stride, padding, dilation, groups, padding_mode, activation, dtype, trains)
         key = call_key((op, conv_op.generation, options), x, weight, bias, residual)
-        call: Again | ConvTraining | None = None if key is None else _AGAIN.get(key)
+        call: Plan | ConvTraining | None = None if key is None else _AGAIN.get(key)
         if call is not None:
             y = call(x, weight, bias, residual)
             return activate(y, activation) if trains and activation != "none" else y

@@ -1,6 +1,6 @@
 """A convolution in training that was called before: from torch's tensors straight to its launches, forward and backward.
 
-As kernels/conv_again.py for calls without gradients, with one `torch.autograd.Function` around it. The gradients of x and of
+As kernels/conv/replay.py for calls without gradients, with one `torch.autograd.Function` around it. The gradients of x and of
 the weight are those of ops/conv.py: what its ops have chosen is launched again. Where both are cuDNN's that is one call, which
 also sums the bias's; a gradient by a Hopper kernel is a launch of its own. Anything else goes through the ops every
 time, as does a gradient that comes under another scope or a dispatch mode.
@@ -15,14 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewright.hw.here import indirect, wrapped
-from tilewright.kernels import conv_sm90_phases, conv_sm90_transpose, conv_sm90_weight_gradient
-from tilewright.kernels.conv_again import FORMATS, Again
-from tilewright.kernels.conv_checks import Window
-from tilewright.kernels.conv_sm90_boxes import Again as Launched
-from tilewright.kernels.conv_transpose import conv_transpose_op
-from tilewright.kernels.conv_vendor import cudnn_choosing, takes_padding
-from tilewright.kernels.conv_weight_gradient import conv_weight_gradient_op
-from tilewright.kernels.gradient import no_view, restored
+from tilewright.kernels.conv.checks import Window
+from tilewright.kernels.conv.replay import FORMATS, Plan, cudnn_choosing, takes_padding
+from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
+from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op
+from tilewright.kernels.launch.autograd import no_view, restored
 from tilewright.op import scope
 
 __all__ = ["ConvTraining"]
@@ -39,16 +36,16 @@ class ConvTraining:
         groups: of the channels.
     """
 
-    def __init__(self, forward: Again, window: Window, groups: int):
+    def __init__(self, forward: Plan, window: Window, groups: int):
         self.forward = forward
         self._options = (window.stride, window.low, window.dilation, groups)
         self._size = tuple(window.size)
         self._scope = scope()
         self._short: dict[tuple[Any, ...], bool] = {}
         """By which gradients are wanted, and what their ops' choices are of: whether there is a short way to them."""
-        self._of_x: list[Launched] | None = None
+        self._of_x: list[Any] | None = None
         """What launches the gradient of x; None: cuDNN does it in the same call."""
-        self._of_weight: conv_sm90_weight_gradient.Again | None = None
+        self._of_weight: Any = None
         """The same of the weight."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -109,19 +106,14 @@ class ConvTraining:
         if not needs[1] or not takes_padding(*shapes):
             return False
         choice = conv_weight_gradient_op.chosen(*of_weight)
-        own = choice.impl.name == "sm90"
-        self._of_weight = conv_sm90_weight_gradient.launched(choice.config, *of_weight) if own else None
-        if self._of_weight is None and choice.impl.name != "vendor":
+        self._of_weight = None if choice.impl.plan is None else choice.impl.plan(choice.config, *of_weight)
+        if self._of_weight is None and not choice.impl.library:
             return False
         if not needs[0]:
             return True
         choice = conv_transpose_op.chosen(*of_x)
-        if choice.impl.name in ("sm90", "phases"):
-            module = conv_sm90_transpose if choice.impl.name == "sm90" else conv_sm90_phases
-            self._of_x = module.launched(choice.config, *of_x)
-            return self._of_x is not None
-        self._of_x = None
-        return choice.impl.name == "vendor"
+        self._of_x = None if choice.impl.plan is None else choice.impl.plan(choice.config, *of_x)
+        return self._of_x is not None or choice.impl.library
 
 
 class _Trained(torch.autograd.Function):

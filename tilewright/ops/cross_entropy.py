@@ -1,4 +1,4 @@
-"""`cross_entropy` with gradients: the losses of kernels/cross_entropy.py, reduced, and where their gradient comes from.
+"""`cross_entropy` with gradients: the losses of kernels/softmax/cross_entropy.py, reduced, and where their gradient comes from.
 
 That is the caller's choice, because it decides what a step holds and how often it reads the logits:
 
@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_gradient_op, cross_entropy_op
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.scale_in_place import scale_in_place_op
-from tilewright.kernels.shapes import rows_ready
+from tilewright.kernels.elementwise.scale_in_place import scale_in_place_op
+from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.kernels.launch.shapes import rows_ready
+from tilewright.kernels.softmax.cross_entropy import (
+    cross_entropy_gradient_in_place_op,
+    cross_entropy_gradient_op,
+    cross_entropy_op,
+)
 
 __all__ = ["LossOptions", "check_targets", "cross_entropy", "loss_options", "rows_factor", "rows_weights"]
 

@@ -1,8 +1,8 @@
 """Embeddings with gradients: rows of a table, alone or reduced by bags. The gradient is the same bits every time.
 
-A single row is torch's gather, which moves each byte once; bags are kernels/embedding.py. The gradient of the table is dense
-(kernels/embedding_backward.py). Not supported: sparse gradients, gradients of per-sample weights, `max_norm` (it would write
-the table in a forward pass).
+A single row is torch's gather, which moves each byte once; bags are kernels/embedding/embedding_bag.py. The gradient of the
+table is dense (kernels/embedding/embedding_backward.py). Not supported: sparse gradients, gradients of per-sample weights,
+`max_norm` (it would write the table in a forward pass).
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.kernels.embedding import bags_of
-from tilewright.kernels.embedding import embedding_bag as _bag
-from tilewright.kernels.embedding_backward import embedding_backward_op
-from tilewright.kernels.gradient import wants_gradient
+from tilewright.kernels.embedding.embedding_backward import embedding_backward_op
+from tilewright.kernels.embedding.embedding_bag import bags_of
+from tilewright.kernels.embedding.embedding_bag import embedding_bag as _bag
+from tilewright.kernels.launch.autograd import wants_gradient
 
 __all__ = ["embedding", "embedding_bag"]
 

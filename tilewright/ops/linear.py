@@ -20,19 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewright.kernels.block_scaled_linear import block_scaled_linear_op
-from tilewright.kernels.cast_linear import cast_linear
-from tilewright.kernels.gated_backward import gated_backward_op
-from tilewright.kernels.gradient import dense, wants_gradient
-from tilewright.kernels.matmul import check_epilogue, linear_op, operand_ready
-from tilewright.kernels.mixed_linear import mixed_linear_op
-from tilewright.kernels.pointwise_backward import activation_backward_op
-from tilewright.kernels.quantize import quantize_rows_op
-from tilewright.kernels.quantize_blocks import quantize_blocks_op
-from tilewright.kernels.quantize_fold import quantize_fold_op
-from tilewright.kernels.quantize_tensor import quantize_static_op
-from tilewright.kernels.scaled_linear import scaled_linear, scaled_linear_op
-from tilewright.kernels.shapes import rows_ready
+from tilewright.kernels.elementwise.activation_backward import activation_backward_op
+from tilewright.kernels.elementwise.glu_backward import gated_backward_op
+from tilewright.kernels.gemm.linear import check_epilogue, linear_op, operand_ready
+from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
+from tilewright.kernels.gemm.quantized.requantized import cast_linear
+from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear, scaled_linear_op
+from tilewright.kernels.gemm.weight_only.linear import mixed_linear_op
+from tilewright.kernels.launch.autograd import dense, wants_gradient
+from tilewright.kernels.launch.shapes import rows_ready
+from tilewright.kernels.quantize.mx_to_block import quantize_fold_op
+from tilewright.kernels.quantize.per_block import quantize_blocks_op
+from tilewright.kernels.quantize.per_row import quantize_rows_op
+from tilewright.kernels.quantize.per_tensor import quantize_static_op
 from tilewright.op import scope
 from tilewright.ops.linear_gradient import linear_again, linear_with_gradient
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
@@ -43,7 +43,7 @@ FEW_ROWS = 16
 """Up to so many rows an 8-bit weight meets an activation of 16 bits.
 
 H100, int8, times bf16: 1.59 at 16 rows; 1.38 at 64, where a quantised activation has 1.57 (docs/results.md#quantised-layers).
-Between them nothing was measured. Other forms for few rows: docs/log.md#few-rows-of-a-coded-weight-a-fourth-and-a-fifth-form.
+Between them nothing was measured. Other forms for few rows: docs/experiments/few-rows-weight-only.md.
 """
 
 

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.kernels.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_op
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.matmul import matmul
-from tilewright.kernels.product_sum import add_product
-from tilewright.kernels.scale_in_place import scale_in_place_op
+from tilewright.kernels.elementwise.scale_in_place import scale_in_place_op
+from tilewright.kernels.gemm.linear import add_product, matmul
+from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.kernels.softmax.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_op
 from tilewright.ops.cross_entropy import LossOptions, check_targets, loss_options, rows_factor, rows_weights
 
 __all__ = ["linear_cross_entropy"]

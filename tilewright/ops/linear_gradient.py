@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewright.hw.here import indirect, wrapped
-from tilewright.kernels.gradient import no_view, restored
-from tilewright.kernels.matmul import linear_op, matmul, operand_ready
-from tilewright.kernels.prepared import Held, call_key
+from tilewright.kernels.gemm.linear import linear_op, matmul, operand_ready
+from tilewright.kernels.launch.autograd import no_view, restored
+from tilewright.kernels.launch.replay import Held, call_key
 from tilewright.op import Choice, scope
 from tilewright.ops.pointwise import activation as activate
 from tilewright.ops.pointwise import gelu_mul, silu_mul

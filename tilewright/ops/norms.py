@@ -1,8 +1,8 @@
-"""Norms over the last dimension with gradients: the kernels forward (*_norm.py), and norm_backward.py behind.
+"""Norms over the last dimension with gradients: the kernels forward (*_norm.py), and norm/backward.py behind.
 
 Kept for the backward pass are x, or the sum that add_layer_norm or add_rms_norm returned, the weight, and of layer_norm's rows
-mean and 1 / deviation, 8 bytes a row (layer_norm_stats.py). Gradients are those of x, residual, weight and bias, once; the same
-bits every time on a card.
+mean and 1 / deviation, 8 bytes a row (norm/layer_norm_stats.py). Gradients are those of x, residual, weight and bias, once; the
+same bits every time on a card.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.kernels import add_layer_norm as of_sum
-from tilewright.kernels import layer_norm as of_layer
-from tilewright.kernels import layer_norm_stats as of_stats
-from tilewright.kernels import rms_norm as of_rms
-from tilewright.kernels.gradient import dense, wants_gradient
-from tilewright.kernels.norm_backward import layer_norm_backward_op, rms_norm_backward_op
-from tilewright.kernels.shapes import rows_ready
+from tilewright.kernels.launch.autograd import dense, wants_gradient
+from tilewright.kernels.launch.shapes import rows_ready
+from tilewright.kernels.norm import add_layer_norm as of_sum
+from tilewright.kernels.norm import layer_norm as of_layer
+from tilewright.kernels.norm import layer_norm_stats as of_stats
+from tilewright.kernels.norm import rms_norm as of_rms
+from tilewright.kernels.norm.backward import layer_norm_backward_op, rms_norm_backward_op
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 

@@ -1,4 +1,4 @@
-"""`permute` and `transpose` with gradients: kernels/permute.py, and the same copy backwards."""
+"""`permute` and `transpose` with gradients: kernels/layout/permute.py, and the same copy backwards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.permute import permute_op
-from tilewright.kernels.permute_common import form_of
+from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.kernels.layout.permute import form_of, permute_op
 
 __all__ = ["permute", "transpose"]
 

@@ -1,8 +1,8 @@
 """Elementwise operators with gradients: activations, gated activations, dropout, rotary embedding.
 
-Each is an op without gradients (kernels/pointwise.py, activation.py, dropout.py, rope.py) and, where a gradient is asked for, a
-`torch.autograd.Function` around it. Kept for the backward pass is what the forward pass was given, nothing else: slopes, masks
-and rotations are computed again. A gradient of a gradient is refused: the ops are forward only.
+Each is an op without gradients (activation.py, glu.py, dropout.py and rope.py in kernels/elementwise/) and, where a gradient is
+asked for, a `torch.autograd.Function` around it. Kept for the backward pass is what the forward pass was given,
+nothing else: slopes, masks and rotations are computed again. A gradient of a gradient is refused: the ops are forward only.
 """
 
 from typing import Any
@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.kernels import activation as gates
-from tilewright.kernels import pointwise
-from tilewright.kernels.dropout import dropout as _drop
-from tilewright.kernels.flat import dense, laid_out_like
-from tilewright.kernels.gated_backward import gated_backward_op
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.pointwise_backward import activation_backward_op
-from tilewright.kernels.rope import rope as _rotate
-from tilewright.kernels.shapes import rows_ready
+from tilewright.kernels.device.contiguous import dense, laid_out_like
+from tilewright.kernels.elementwise import activation as pointwise
+from tilewright.kernels.elementwise import glu as gates
+from tilewright.kernels.elementwise.activation_backward import activation_backward_op
+from tilewright.kernels.elementwise.dropout import dropout as _drop
+from tilewright.kernels.elementwise.glu_backward import gated_backward_op
+from tilewright.kernels.elementwise.rope import rope as _rotate
+from tilewright.kernels.elementwise.rope import rope_frequencies, rope_table
+from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.kernels.launch.shapes import rows_ready
 
-__all__ = ["activation", "dropout", "gated_mul", "gelu_mul", "glu", "rope", "silu_mul"]
+__all__ = ["activation", "dropout", "gated_mul", "gelu_mul", "glu", "rope", "rope_frequencies", "rope_table", "silu_mul"]
 
 
 # ---- activations

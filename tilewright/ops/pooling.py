@@ -1,7 +1,7 @@
 """Max and average pooling with gradients, in torch's shapes: [N, C, *spatial] or [C, *spatial], one to three spatial ones.
 
-The kernels are channels-last (kernels/pooling.py): a tensor in torch's channels-last memory format goes in and comes out
-without a copy, another one is copied first. The result is channels-last in memory, whatever the argument was.
+The kernels are channels-last (kernels/spatial/pooling.py): a tensor in torch's channels-last memory format goes in and comes
+out without a copy, another one is copied first. The result is channels-last in memory, whatever the argument was.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.pooling import avg_pool_op, max_pool_op
-from tilewright.kernels.pooling_backward import avg_pool_backward_op, max_pool_backward_op
+from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.kernels.spatial.pooling import avg_pool_op, max_pool_op
+from tilewright.kernels.spatial.pooling_backward import avg_pool_backward_op, max_pool_backward_op
 from tilewright.ops.reduction import mean
 
 __all__ = ["adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "max_pool", "spread"]

@@ -1,4 +1,4 @@
-"""sum, mean, max and argmax over any dimensions, with gradients, as torch means them: kernels/reduction.py.
+"""sum, mean, max and argmax over any dimensions, with gradients, as torch means them: kernels/reduce/reduction.py.
 
 What is reduced is brought to [N, R, C], R reduced: without a copy where the dimensions are neighbours in a dense tensor (the
 last ones, the first ones, all in between), else by one. Nothing to reduce is torch's own case: a sum is 0, a mean NaN, and
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.reduction import reduce_max_op, reduce_sum_op
+from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.kernels.reduce.reduction import reduce_max_op, reduce_sum_op
 from tilewright.ops.permute import permute
 
 __all__ = ["argmax", "max", "mean", "sum"]

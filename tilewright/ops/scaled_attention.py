@@ -1,7 +1,8 @@
 """`attention` in 8 bits, for long prompts: quantise keys and values, then attend over the codes. Two launches.
 
-Forward only, and never chosen silently: `ops.attention(precision=...)` asks for it. kernels/quantize_keys_values.py and
-kernels/scaled_attention.py say what is rounded, and what that costs in accuracy; docs/log.md#8-bits has figures.
+Forward only, and never chosen silently: `ops.attention(precision=...)` asks for it. kernels/attention/fp8/quantize_kv.py and
+kernels/attention/fp8/attention.py say what is rounded, and what that costs in accuracy; figures are in
+docs/experiments/attention-8bit.md.
 """
 
 import math
@@ -10,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tilewright.kernels.attention_checks import check_operands
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.quantize_keys_values import FORMATS_OF_ATTENTION, quantize_keys_values_op
-from tilewright.kernels.scaled_attention import scaled_attention_op
+from tilewright.kernels.attention.checks import check_operands
+from tilewright.kernels.attention.fp8.attention import scaled_attention_op
+from tilewright.kernels.attention.fp8.quantize_kv import FORMATS_OF_ATTENTION, quantize_keys_values_op
+from tilewright.kernels.launch.autograd import wants_gradient
 
 __all__ = ["scaled_attention"]
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.hw.here import autocasts, transforms
-from tilewright.kernels.attention_common import DTYPES, LARGEST_HEAD_DIM, side_by_side
+from tilewright.kernels.attention.checks import DTYPES, LARGEST_HEAD_DIM, side_by_side
 from tilewright.ops.attention import attention
 
 __all__ = ["sdpa"]

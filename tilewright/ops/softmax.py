@@ -1,4 +1,4 @@
-"""softmax and log_softmax with gradients, over any dimension: kernels/softmax.py, and softmax_backward.py behind.
+"""softmax and log_softmax with gradients, over any dimension: kernels/softmax/softmax.py, and softmax/backward.py behind.
 
 Kept for the backward pass is the result. Another dimension than the last is made the last by a copy, there and back.
 """
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.kernels import softmax as kernels
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.shapes import rows_ready
-from tilewright.kernels.softmax_backward import log_softmax_backward_op, softmax_backward_op
+from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.kernels.launch.shapes import rows_ready
+from tilewright.kernels.softmax import softmax as kernels
+from tilewright.kernels.softmax.backward import log_softmax_backward_op, softmax_backward_op
 from tilewright.ops.permute import transpose
 
 __all__ = ["log_softmax", "softmax"]

@@ -1,8 +1,8 @@
 """Resizing with gradients, in torch's shapes: [N, C, H, W], [N, C, L] or [N, C, D, H, W].
 
-The kernels are channels-last (kernels/upsample.py): torch's channels-last memory goes in and comes out without a copy, another
-tensor is copied first. The result is channels-last in memory. A volume is resized plane by plane, then in depth: two passes,
-and 16-bit numbers are rounded between them.
+The kernels are channels-last (kernels/spatial/upsample.py): torch's channels-last memory goes in and comes out without a copy,
+another tensor is copied first. The result is channels-last in memory. A volume is resized plane by plane, then in depth: two
+passes, and 16-bit numbers are rounded between them.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.kernels.gradient import wants_gradient
-from tilewright.kernels.upsample import upsample_op
-from tilewright.kernels.upsample_backward import upsample_backward_op
+from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.kernels.spatial.upsample import upsample_op
+from tilewright.kernels.spatial.upsample_backward import upsample_backward_op
 
 __all__ = ["upsample"]
 

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewright.formats import Quantized, dequantize, encode
-from tilewright.kernels.mixed_layout import prepare, restore
-from tilewright.kernels.quantize import padded_width
-from tilewright.kernels.quantize_fold import fold_mx, fold_mx_weight
+from tilewright.kernels.device.quantize import padded_width
+from tilewright.kernels.gemm.weight_only.linear import prepare, restore
+from tilewright.kernels.quantize.mx_to_block import fold_mx, fold_mx_weight
 
 __all__ = [
     "WEIGHT_FORMATS",
@@ -82,7 +82,7 @@ class QuantizedWeight(nn.Module, ABC):
 
     @property
     def operand(self) -> Tensor:
-        """The codes as the products take them: [N, K], int4 in the order of `kernels/mixed_layout.py`."""
+        """The codes as the products take them: [N, K], int4 in the order of `kernels/gemm/weight_only/int4_layout.py`."""
         stored = self.stored
         return stored if stored.dtype == torch.uint8 or stored.shape[1] == self._cols else stored[:, : self._cols]
 

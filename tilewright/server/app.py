@@ -42,6 +42,7 @@ from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
 from tilewright.server.prompts import Served, encode
 from tilewright.server.protocol import Job, chat_job, completion_job, parse
 from tilewright.server.stream import Answer
+from tilewright.server.structured import GrammarGate
 from tilewright.server.watchdog import Watchdog
 from tilewright.server.worker import EngineStopped, EngineWorker
 
@@ -77,6 +78,7 @@ class Server:
 
     worker: EngineWorker
     intake: Intake
+    grammars: GrammarGate
     watchdog: Watchdog
 
     def __init__(self, engine: Engine, served: Served, config: ServerConfig):
@@ -101,6 +103,7 @@ class Server:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Start the engine's thread, and end it with the app. From here on no kernel should be compiled."""
         self.intake = Intake()
+        self.grammars = GrammarGate(self.engine)
         self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed, max_wait_s=self.config.max_wait_s)
         self.watchdog = Watchdog(self.worker, self.config.step_timeout_s)
         watching = asyncio.ensure_future(self.watchdog.run())
@@ -111,6 +114,7 @@ class Server:
             watching.cancel()
             await self._close()
             self.intake.close()
+            self.grammars.close()
             self.compiles.stop()
 
     async def _close(self) -> None:
@@ -144,6 +148,9 @@ class Server:
         if self.watchdog.hangs:
             raise unavailable("the engine is in a step that does not end; the server needs a restart", code="hanging")
         job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
+        grammar = job.params[0].grammar
+        if grammar is not None:
+            await self.grammars.check(grammar, job.grammar_field or "grammar")
         answer = Answer(job, self.served, self.worker)
         tokens = tokens_of(request.scope)
         tokens.prompt, tokens.completion = sum(map(len, job.prompts)), lambda: answer.completion_tokens

@@ -10,6 +10,7 @@ __all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerConfig"]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+TOOL_FORMATS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 
 
@@ -32,6 +33,9 @@ class ServerConfig:
     )
     log_level: str = option("info", f"what is logged: {', '.join(LOG_LEVELS)}; each request is a line of info")
     log_format: str = option("text", f"lines of the log: {' or '.join(LOG_FORMATS)}")
+    tool_format: str = option(
+        "auto", f"how the model writes tool calls: auto (its chat template tells), none, {', '.join(TOOL_FORMATS)}"
+    )
     head_timeout_s: float = 10.0
     """Longest time that the head of a request may take to arrive, and that a connection may be idle before its first."""
     body_timeout_s: float = 60.0
@@ -70,7 +74,8 @@ class ServerConfig:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ValueError("api_key has characters that an HTTP header cannot carry; wanted printable ASCII, not empty")
 
-        for name, known in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+        formats = ("auto", "none", *TOOL_FORMATS)
+        for name, known in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS), ("tool_format", formats)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, wanted one of {', '.join(known)}")
         if self.max_connections < 1:

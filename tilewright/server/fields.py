@@ -19,7 +19,15 @@ from tilewright.server.errors import not_supported
 __all__ = ["ChatBody", "CompletionBody", "StreamOptions", "ignored_names"]
 
 IGNORED = {
-    *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id"),
+    *(
+        "guided_decoding_backend",
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+    ),
     *("safety_identifier", "service_tier", "store", "user"),
 }
 
@@ -45,7 +53,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "no_repeat_ngram_size": (0,),
     "repeat_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -106,6 +113,15 @@ class CompletionBody(_Body):
     prompt_logprobs: Annotated[int | None, _within("prompt_logprobs")] = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class ChatBody(CompletionBody):
@@ -115,6 +131,9 @@ class ChatBody(CompletionBody):
     max_completion_tokens: Annotated[int | None, _within("max_tokens")] = None
     logprobs: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     top_logprobs: Annotated[int | None, _within("logprobs")] = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     allow_special_tokens: bool | None = None

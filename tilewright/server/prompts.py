@@ -1,10 +1,12 @@
 """Prompts as clients write them -> token ids: text, lists of text, token ids, lists of those, and chat messages."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from tilewright.engine.chat import ChatTemplateError
 from tilewright.engine.core import Engine
+from tilewright.engine.request import shown
 from tilewright.engine.tokenizer import Tokenizer, TokenizerError
 from tilewright.server.errors import ApiError, bad_request, not_supported
 from tilewright.server.spelling import Spellings
@@ -13,6 +15,8 @@ __all__ = ["Served", "chat_prompt", "encode", "read_prompts"]
 
 LONG_CHARS = 1 << 16
 """Texts beyond this are looked at in pieces first, so that what can never fit costs no more than what does."""
+MAX_CALLS = 256
+"""Calls in one message."""
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")
 """Variables of a chat template that have fields of their own."""
 
@@ -173,9 +177,12 @@ def chat_prompt(
         raise bad_request("messages is missing or empty, wanted a list of {role, content}", "messages")
     if len(messages) > max_messages:
         raise bad_request(f"messages has {len(messages)} entries, wanted at most {max_messages}", "messages")
-    turns = [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
+    tools = "tool" in (served.tokenizer.chat_template or "")
+    turns = [_turn(message, f"messages.{index}", tools=tools) for index, message in enumerate(messages)]
     for index, turn in enumerate(turns):
         _check_length(turn["content"], served, f"messages.{index}.content")
+        for call in turn.get("tool_calls", ()):
+            _check_length(json.dumps(call["function"]), served, f"messages.{index}.tool_calls")
     try:
         ids = served.tokenizer.chat_ids(turns, allow_special=allow_special, **(variables or {}))
     except (ChatTemplateError, TokenizerError) as error:
@@ -186,17 +193,65 @@ def chat_prompt(
     return ids
 
 
-def _turn(message: Any, where: str) -> dict[str, str]:
+def _turn(message: Any, where: str, *, tools: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise bad_request(f"{where} is of type {type(message).__name__}, wanted {{role, content}}", where)
     role = message.get("role")
-    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-        raise not_supported(where, "tool calls and their results; wanted system, user and assistant text")
+    if role == "function" or message.get("function_call"):
+        raise not_supported(where, "functions as they were before tool calls; wanted tool_calls and the role tool")
+    if not tools and (role == "tool" or message.get("tool_calls")):
+        raise not_supported(where, "tool calls and their results with this model; wanted system, user and assistant text")
+    if role == "tool":
+        return _result(message, where)
     if not isinstance(role, str) or role not in ROLES:
         raise bad_request(f"{where}.role is {str(role)[:60]!r}, wanted one of {', '.join(ROLES)}", f"{where}.role")
-    turn = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+    calls = _calls(message.get("tool_calls"), f"{where}.tool_calls") if role == "assistant" else []
+    content = "" if calls and message.get("content") is None else _content(message.get("content"), f"{where}.content")
+    turn: dict[str, Any] = {"role": ROLES[role], "content": content}
+    if calls:
+        turn["tool_calls"] = calls
+    thoughts = message.get("reasoning_content")
+    if role == "assistant" and isinstance(thoughts, str):
+        turn["reasoning_content"] = _content(thoughts, f"{where}.reasoning_content")
     name = message.get("name")
     return {**turn, "name": name} if isinstance(name, str) else turn
+
+
+def _result(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """What a tool has answered."""
+    turn = {"role": "tool", "content": _content(message.get("content"), f"{where}.content")}
+    return turn | {key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)}
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of an earlier answer, their arguments as values: templates write them as JSON themselves."""
+    if calls is None:
+        return []
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        raise bad_request(f"{where} is of type {type(calls).__name__}, wanted a list of at most {MAX_CALLS} calls", where)
+    made: list[dict[str, Any]] = []
+    for at, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(name, str):
+            raise bad_request(f"{where}.{at} is no call, wanted {{id, type, function: {{name, arguments}}}}", f"{where}.{at}")
+        arguments = arguments_of(function.get("arguments"), f"{where}.{at}.function.arguments")
+        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        made.append({**identity, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return made
+
+
+def arguments_of(text: Any, where: str) -> dict[str, Any]:
+    """The arguments of an earlier call: the value that their JSON says. Raises `ApiError`."""
+    value = text
+    if isinstance(text, str):
+        try:
+            value = json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise bad_request(f"{where} is {shown(text, 60)}, wanted a JSON object, as text", where)
+    return value
 
 
 def _content(content: Any, where: str) -> str:

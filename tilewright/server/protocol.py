@@ -2,22 +2,26 @@
 
 fields.py has the fields and their ranges. Every size that a client names has a cap besides, in `ServerConfig`.
 
-Not here: tools and function calls, images and audio, structured output, suffix.
+Not here: images and audio, suffix, and functions as they were before tools.
 """
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 
+from tilewright.engine.grammar import Grammar
 from tilewright.engine.request import SamplingParams, shown
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import bad_request, not_supported
 from tilewright.server.fields import ChatBody, CompletionBody, ignored_names
 from tilewright.server.prompts import RESERVED_VARIABLES, Served, chat_prompt, read_prompts
+from tilewright.server.structured import grammar_of
+from tilewright.server.tools.asked import Answering, Asked, answering
+from tilewright.server.tools.channels import CLOSE, FINAL
 
 __all__ = ["ChatBody", "CompletionBody", "Job", "chat_job", "completion_job", "parse"]
 
@@ -58,6 +62,10 @@ class Job:
     """It shows the token ids of prompt and answer."""
     ignored: tuple[str, ...] = ()
     """Names of fields without effect."""
+    grammar_field: str | None = None
+    """Which field has asked for a grammar, where there is one."""
+    answering: Answering | None = None
+    """How a chat's answers are read, where they may hold more than text."""
 
     @property
     def n(self) -> int:
@@ -114,6 +122,7 @@ def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
         fields["logprobs"] = _at_most("logprobs", body.logprobs, config.max_logprobs)
         if body.echo:
             fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    grammar_field = _add_grammar(fields, grammar_of(body))
     prompts = read_prompts(body.prompt, served, config.max_prompts, add_special=body.add_special_tokens is not False)
     only_echo = body.max_tokens == 0
     if only_echo and not body.echo:
@@ -127,6 +136,7 @@ def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
         only_echo=only_echo,
         logprobs=body.logprobs is not None,
         ignored=ignored,
+        grammar_field=grammar_field,
         **_answer_fields(body),
     )
 
@@ -145,15 +155,17 @@ def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
         fields["logprobs"] = _at_most("top_logprobs", body.top_logprobs or 0, config.max_logprobs)
     if body.add_special_tokens:
         raise not_supported("add_special_tokens", "got true, wanted false: the chat template puts them where they belong")
+    asked_tools = Asked.of(body)
     prompts = [
         chat_prompt(
             body.messages,
             served,
             config.max_messages,
             allow_special=bool(body.allow_special_tokens),
-            variables=_template_variables(body),
+            variables=_template_variables(body) | ({"tools": list(asked_tools.tools)} if asked_tools.tools else {}),
         )
     ]
+    reading, grammar_field = _chat_grammar(fields, body, asked_tools, prompts[0], served, config)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return Job(
         chat=True,
@@ -162,8 +174,39 @@ def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
         echo=_chat_echo(body),
         logprobs=bool(body.logprobs),
         ignored=ignored,
+        grammar_field=grammar_field,
+        answering=reading,
         **_answer_fields(body),
     )
+
+
+def _add_grammar(fields: dict[str, Any], found: tuple[Grammar, str] | None) -> str | None:
+    if found is None:
+        return None
+    fields["grammar"], name = found
+    return name
+
+
+def _chat_grammar(
+    fields: dict[str, Any], body: ChatBody, asked: Asked, prompt: list[int], served: Served, config: ServerConfig
+) -> tuple[Answering | None, str | None]:
+    """Puts the grammar of a chat into its fields; returns how the answer is read, and which field has asked for the grammar."""
+    found = grammar_of(body)
+    forced = asked.grammar()
+    if found is not None and forced is not None:
+        raise bad_request(f"{found[1]} and tool_choice both say what the answer must be, wanted one of them", found[1])
+    if forced is not None:
+        found = (forced, "tools")
+    tokenizer = served.tokenizer
+    reading = answering(asked, tokenizer.chat_template or "", tokenizer.spelled(prompt[-16:]), config.tool_format)
+    if reading is not None:
+        fields["special_tokens"] = True
+    if found is not None and reading is not None:
+        # Thoughts come first, and are free; a model that has not been told to think begins with the answer.
+        mark = FINAL if reading.format == "harmony" else CLOSE if reading.reasoning and reading.open_already else None
+        if mark is not None:
+            found = (replace(found[0], after=(tuple(tokenizer.encode(mark, add_special=False)),)), found[1])
+    return reading, _add_grammar(fields, found)
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:

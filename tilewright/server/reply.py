@@ -16,6 +16,7 @@ from tilewright.engine.request import Delta
 from tilewright.server.logprobs import Logprobs
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job
+from tilewright.server.tools.message import Message
 
 __all__ = ["Reply"]
 
@@ -35,6 +36,8 @@ class _Sample:
     likelihood: float = 0.0
     """Sum of the tokens' log-probabilities, where they are known."""
     ends: dict[str, Any] = field(default_factory=dict)
+    message: Message | None = None
+    """Reads the text, where it may hold calls or reasoning."""
 
 
 class Reply:
@@ -46,7 +49,11 @@ class Reply:
         self._completion_tokens = 0
         self._cached_tokens = [0] * len(job.prompts)
         self._samples = [
-            _Sample(job.echo[i] if job.echo else "", Logprobs(job.chat, served, prompt if job.echo else ()))
+            _Sample(
+                job.echo[i] if job.echo else "",
+                Logprobs(job.chat, served, prompt if job.echo else ()),
+                message=Message(job.answering) if job.answering is not None else None,
+            )
             for i, prompt in enumerate(job.prompts)
             for _ in range(job.n)
         ]
@@ -66,7 +73,11 @@ class Reply:
     def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         """Server-sent events for these deltas, one for each piece of a sample that has something to say."""
         for index, delta in self._pieces(deltas):
-            if delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs or not self._samples[index].started:
+            if self._samples[index].message is not None:
+                yield from self._read_chunk(index, delta)
+            elif (
+                delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs or not self._samples[index].started
+            ):
                 yield self._chunk_start + _json(self._chunk(index, delta)).encode() + self._chunk_end()
 
     def last_chunk(self) -> bytes:
@@ -74,6 +85,21 @@ class Reply:
         if not self._job.include_usage:
             return b""
         return f"data: {_json({**self._head, 'choices': [], 'usage': self._usage()})}\n\n".encode()
+
+    def _read_chunk(self, index: int, delta: Delta) -> Iterator[bytes]:
+        """The event of a sample whose text is read, if there is something to say."""
+        sample = self._samples[index]
+        message = sample.message
+        assert message is not None
+        parts = message.parts(delta.text, last=delta.finish_reason is not None)
+        if not (parts or delta.finish_reason or delta.logprobs or delta.prompt_logprobs or not sample.started):
+            return
+        reason = message.finish_reason(delta.finish_reason)
+        choice = self._chunk(index, replace(delta, text=parts.get("content", "")))
+        choice["delta"] = {**({"role": "assistant"} if "role" in choice["delta"] else {}), **parts}
+        if sample.echo and "role" in choice["delta"]:
+            choice["delta"]["content"] = sample.echo + parts.get("content", "")
+        yield self._chunk_start + _json({**choice, "finish_reason": reason}).encode() + self._chunk_end()
 
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         sample = self._samples[index]
@@ -107,10 +133,14 @@ class Reply:
                 sample.logprobs.keep(delta)
             if self._job.prompt_logprobs and delta.prompt_logprobs is not None:
                 sample.logprobs.keep_prompt(delta.prompt_logprobs)
-            sample.text.append(delta.text)
+            if sample.message is None:
+                sample.text.append(delta.text)
+            else:
+                sample.message.add(delta.text, last=delta.finish_reason is not None)
             sample.token_ids += delta.token_ids
             sample.likelihood += sum(entry.logprob for entry in delta.logprobs)
-            sample.ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            reason = delta.finish_reason if sample.message is None else sample.message.finish_reason(delta.finish_reason)
+            sample.ends = {"finish_reason": reason, "stop_reason": delta.stop_reason}
             yield
 
     def whole(self) -> bytes:
@@ -133,7 +163,9 @@ class Reply:
         sample, job = self._samples[at], self._job
         text = sample.echo + "".join(sample.text)
         choice: dict[str, Any] = {"index": index}
-        if job.chat:
+        if sample.message is not None:
+            choice["message"] = {"role": "assistant", **sample.message.whole(sample.echo), "refusal": None}
+        elif job.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text

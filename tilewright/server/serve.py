@@ -26,6 +26,7 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connection
 from tilewright.server.files import connections_allowed
 from tilewright.server.logs import Log
+from tilewright.server.memory import settle
 
 __all__ = ["HttpServer", "bind", "run_server", "url_of"]
 
@@ -101,6 +102,7 @@ def run_server(app: FastAPI, listener: socket.socket, log: Log) -> int:
         wanted = f"--max-connections says {ours.config.max_connections}"
         log.say(f"warning: at most {limit} connections, because of the limit on open files (ulimit -n); {wanted}")
     ours.connections.limit = limit
+    settle()
     server = _Draining(app, listener, log.say)
     server.run()
     if ours.hung:

@@ -17,6 +17,7 @@ from typing import Any
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tilewright.engine.core import GRAMMAR_FAILED
 from tilewright.engine.request import Delta, QueueFull
 from tilewright.server.errors import ApiError, bad_request, overloaded, unavailable
 from tilewright.server.prompts import Served
@@ -109,6 +110,8 @@ class Answer(Response):
         failed = next((delta for delta in deltas if delta.finish_reason in ("abort", "error", "expired")), None)
         if failed is not None and failed.finish_reason == "expired":
             raise overloaded(failed.error or "the request has waited too long", failed.retry_after_s or 1.0)
+        if failed is not None and (failed.error or "").startswith(GRAMMAR_FAILED):
+            raise bad_request(f"the request could not be finished: {failed.error}", self._job.grammar_field)
         if failed is not None:
             why = "the server aborted it" if failed.finish_reason == "abort" else failed.error or "the model runner failed"
             raise ApiError(500, f"the request could not be finished: {why}", type="server_error", code="engine_error")

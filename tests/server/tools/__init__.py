@@ -1,0 +1,1 @@
+"""Tests of tool calls and reasoning in generated text."""

@@ -1,0 +1,94 @@
+"""`tilewright lab`: experiments on small models."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilewright.cli.root import Progress, app, plain_errors
+
+if TYPE_CHECKING:
+    from tilewright.train.lab.gradient_flow import Flow
+
+__all__ = ["lab"]
+
+lab = typer.Typer(no_args_is_help=True, help="Small experiments that show how training behaves; a laptop is enough.")
+app.add_typer(lab, name="lab")
+
+
+@lab.callback()
+def _lab() -> None:
+    """Keeps `lab` a group while it has one command."""
+
+
+@lab.command(
+    "gradient-flow",
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright lab gradient-flow --norm pre,post,peri,deepnorm,none --layers 6,12,24,48 --svg flow.svg\n\n"
+    "tilewright lab gradient-flow --norm pre,post --layers 12 --steps 100 --out flow.json",
+)
+def gradient_flow_command(
+    context: typer.Context,
+    norm: Annotated[
+        str, typer.Option(help="where norms stand: pre, post, peri, deepnorm, none; several with commas")
+    ] = "pre,post",
+    layers: Annotated[str, typer.Option(help="depths, with commas")] = "6,12,24",
+    width: Annotated[int, typer.Option(help="features of a token, a multiple of 16")] = 64,
+    batch: Annotated[int, typer.Option(help="sequences of a step")] = 16,
+    length: Annotated[int, typer.Option(help="tokens of a sequence")] = 32,
+    steps: Annotated[int, typer.Option(help="steps of training; 0 looks at the initialisation alone")] = 0,
+    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
+    warmup: Annotated[int, typer.Option(help="steps in which the learning rate grows to its value")] = 0,
+    seed: Annotated[int, typer.Option(help="of weights and data")] = 0,
+    out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw them into this SVG file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print all numbers as JSON instead of a table")] = False,
+) -> None:
+    """Gradients, activations and updates by layer, at initialisation and while a small transformer trains on a Markov chain."""
+    with plain_errors(context):
+        from tilewright.train.lab.chart import svg as drawn
+        from tilewright.train.lab.gradient_flow import FlowConfig, gradient_flow
+
+        configs = [
+            FlowConfig(
+                norm=name, layers=depth, width=width, batch=batch, length=length, steps=steps, lr=lr, warmup=warmup, seed=seed
+            )
+            for name in norm.split(",") for depth in _numbers(layers)
+        ]  # fmt: skip
+        progress = Progress()
+        flows: list[Flow] = []
+        for config in configs:
+            flows.append(gradient_flow(config, say=progress))
+            # After each run: a long one that is ended leaves what was found.
+            if out is not None:
+                out.write_text(json.dumps([flow.as_json() for flow in flows], indent=1) + "\n")
+        if svg is not None:
+            svg.write_text(drawn(flows))
+        if as_json:
+            print(json.dumps([flow.as_json() for flow in flows]))
+        else:
+            _print(flows)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers is {text!r}, wanted whole numbers with commas between them: 6,12,24") from None
+
+
+def _print(flows: "list[Flow]") -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("norm", "layers", "step", "loss", "stream, first", "last", "gradient, first", "last", "one token's, last")
+    for flow in flows:
+        for snapshot in flow.snapshots:
+            ends = [values[i] for values in (snapshot.activations, snapshot.gradients) for i in (0, -1)]
+            figures = [snapshot.loss, *ends, snapshot.per_token[-1]]
+            words = (f"{figure:.4g}" for figure in figures)
+            table.add_row(flow.config.norm, str(flow.config.layers), str(snapshot.step + 1 if flow.config.steps else 0), *words)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

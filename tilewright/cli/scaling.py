@@ -1,0 +1,210 @@
+"""`tilewright scaling`: plan training runs, fit a scaling law to their losses, predict the next run."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilewright.cli.root import app, ends_on_sigterm, plain_errors, say
+
+if TYPE_CHECKING:
+    from tilewright.scaling.plan import Plan
+
+__all__ = ["scaling"]
+
+scaling = typer.Typer(
+    help="How large a model and how much data a budget buys: plan runs, fit a law to them, predict.",
+    no_args_is_help=True,
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright scaling plan --budget 3e19 --card h200 --out plan.json\n\n"
+    "tilewright scaling fit runs.csv --out law.json --plots plots\n\n"
+    "tilewright scaling predict law.json --flops 1e24",
+)
+app.add_typer(scaling, name="scaling")
+
+_Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@scaling.command()
+def plan(
+    context: typer.Context,
+    budget: Annotated[float, typer.Option(help="FLOPs of the largest runs, each")],
+    budgets: Annotated[int, typer.Option(help="how many budgets, the largest among them")] = 5,
+    ratio: Annotated[float, typer.Option(help="from one budget to the next")] = 10**0.5,
+    sizes: Annotated[int, typer.Option(help="models a budget")] = 5,
+    span: Annotated[
+        float, typer.Option(help="the largest of them over the expected best size, and that over the smallest")
+    ] = 3.0,
+    vocab: Annotated[int, typer.Option(help="tokens of the vocabulary")] = 32_000,
+    sequence: Annotated[int, typer.Option(help="tokens of a training sequence; attention's FLOPs depend on it")] = 1024,
+    tied: Annotated[bool, typer.Option("--tied", help="one matrix is embedding and head")] = False,
+    head_dim: Annotated[int, typer.Option(help="dims of an attention head; widths are its multiples")] = 64,
+    prior: Annotated[Path | None, typer.Option(help="law.json of an earlier fit; default: the Chinchilla runs'")] = None,
+    card: Annotated[str, typer.Option(help="GPU that the hours are for")] = "h200",
+    utilisation: Annotated[float, typer.Option(help="share of the card's peak that training reaches")] = 0.35,
+    out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Lay out runs of several sizes at several budgets, so that each budget's best size lies between them."""
+    with plain_errors(context):
+        from tilewright.scaling.analysis import read_analysis
+        from tilewright.scaling.law import Law
+        from tilewright.scaling.plan import PRIOR, hours
+        from tilewright.scaling.plan import plan as make_plan
+
+        law = PRIOR if prior is None else Law(**read_analysis(prior)["law"])
+        made = make_plan(
+            budget,
+            budgets=budgets,
+            ratio=ratio,
+            sizes=sizes,
+            span=span,
+            vocab=vocab,
+            sequence=sequence,
+            tied=tied,
+            head_dim=head_dim,
+            prior=law,
+        )
+        needed = [hours(run.flops, card, utilisation) for run in made.runs]
+        if out is not None:
+            out.write_text(json.dumps(made.to_json(), indent=1) + "\n", encoding="utf-8")
+            say(f"Saved to {out}")
+        if as_json:
+            print(json.dumps(made.to_json() | {"hours": needed, "card": card, "utilisation": utilisation}))
+        else:
+            _print_plan(made, needed, f"{card.upper()} at {utilisation:.0%} of its peak")
+
+
+def _print_plan(made: "Plan", needed: list[float], machine: str) -> None:
+    print(f"{'name':20} {'layers':>6} {'hidden':>6} {'params':>9} {'tokens':>9} {'tokens/param':>12} {'hours':>9}")
+    for run, time in zip(made.runs, needed):
+        shape, ratio = run.shape, run.tokens / run.params
+        sizes = f"{shape.layers:6} {shape.hidden:6} {run.params:9.3g} {run.tokens:9.3g} {ratio:12.1f} {time:9.3g}"
+        print(f"{run.name:20} {sizes}")
+    total = sum(run.flops for run in made.runs)
+    print(f"{len(made.runs)} runs, {total:.3g} FLOPs in all, {sum(needed):.3g} hours on one {machine}")
+
+
+@scaling.command()
+def fit(
+    context: typer.Context,
+    data: Annotated[Path, typer.Argument(help="CSV, a run a line: loss, and two of parameters, tokens, FLOPs")],
+    params_column: Annotated[str | None, typer.Option(help="column of the parameters")] = None,
+    tokens_column: Annotated[str | None, typer.Option(help="column of the tokens")] = None,
+    flops_column: Annotated[str | None, typer.Option(help="column of the FLOPs")] = None,
+    loss_column: Annotated[str | None, typer.Option(help="column of the final loss, in nats a token")] = None,
+    drop_highest: Annotated[int, typer.Option(help="leave out this many runs of the highest losses")] = 0,
+    delta: Annotated[float, typer.Option(help="where the Huber loss of log L becomes a line")] = 1e-3,
+    bootstrap: Annotated[int, typer.Option(help="resampled fits that the intervals come from")] = 1000,
+    seed: Annotated[int, typer.Option(help="of the resampling")] = 0,
+    test: Annotated[str | None, typer.Option(help="E,A,B,alpha,beta: could the runs come from this law; or hoffmann")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the law to this file, for predict and plan")] = None,
+    plots: Annotated[Path | None, typer.Option(help="folder for SVG plots")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Fit L = E + A/N^alpha + B/D^beta to runs, with intervals, two other methods, and warnings where there is doubt."""
+    with plain_errors(context), ends_on_sigterm():
+        from tilewright.scaling.analysis import analyse
+        from tilewright.scaling.fit import rejection
+        from tilewright.scaling.runs import Columns, read_runs
+
+        tested = None if test is None else _law(test)
+        names = Columns(params=params_column, tokens=tokens_column, flops=flops_column, loss=loss_column)
+        runs = read_runs(data, names).without_highest(drop_highest)
+        say(f"Fitting {len(runs)} runs ...")
+        with _extra():
+            found = analyse(runs, delta=delta, bootstrap=bootstrap, seed=seed)
+            saved: dict[str, Any] = found.to_json()
+            if tested is not None:
+                saved["test"] = asdict(rejection(runs, found.fit, tested))
+            if plots is not None:
+                from tilewright.scaling.charts import write_charts
+
+                say(f"Plots: {', '.join(map(str, write_charts(found, plots)))}")
+        if out is not None:
+            out.write_text(json.dumps(saved) + "\n", encoding="utf-8")
+            say(f"Saved to {out}; use it: tilewright scaling predict {out} --flops 1e24")
+        if as_json:
+            print(json.dumps({key: value for key, value in saved.items() if key not in ("samples", "names")}))
+        else:
+            _print_fit(saved)
+        for warning in found.warnings:
+            say(f"warning: {warning}")
+
+
+def _law(text: str) -> Any:
+    from tilewright.scaling.law import HOFFMANN, Law
+
+    if text == "hoffmann":
+        return HOFFMANN
+    try:
+        E, A, B, alpha, beta = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--test is {text!r}; wanted five numbers E,A,B,alpha,beta, or hoffmann") from None
+    if not all(0 < value < 1e30 for value in (E, A, B, alpha, beta)):
+        raise ValueError(f"--test is {text!r}; wanted positive numbers")
+    return Law(E=E, A=A, B=B, alpha=alpha, beta=beta)
+
+
+@contextmanager
+def _extra() -> Iterator[None]:
+    """A missing package is one sentence for a user, like any other wrong input."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+
+
+def _print_fit(saved: dict[str, Any]) -> None:
+    print(f"{saved['runs']} runs, Huber objective {saved['objective']:.7f} (delta {saved['delta']:g})")
+    values = saved["law"] | {"exponent": saved["law"]["beta"] / (saved["law"]["alpha"] + saved["law"]["beta"])}
+    for name, value in values.items():
+        between = saved["intervals"][name]
+        said = f"  95 %: {between[0]:.4g} to {between[1]:.4g}" if between else ""
+        print(f"{name:>9} {value:10.4g}{said}" + ("  (N* ~ C^exponent, by the law)" if name == "exponent" else ""))
+    for method, t in saved["trends"].items():
+        said = (
+            "no trend" if t is None else f"{t['exponent']:.4g}  95 %: {t['low']:.4g} to {t['high']:.4g}, {t['points']} points"
+        )
+        print(f"exponent by {method}: {said}")
+    if left := saved["leave_largest_out"]:
+        print(
+            f"without the {left['held_out']} largest runs, predicted {left['decades']:.1f} decades on: loss off by "
+            f"{left['mean']:+.2%} on average, {left['rms']:.2%} RMS, {left['worst']:+.2%} at worst"
+        )
+    if test := saved.get("test"):
+        rejected = "rejected" if test["p_value"] < 0.05 else "not rejected"
+        print(
+            f"the given law is {rejected}: likelihood ratio {test['statistic']:.1f}, the largest of {test['resamples']} "
+            f"resamples under it {test['largest']:.1f}, p = {test['p_value']:.3g}"
+        )
+
+
+@scaling.command()
+def predict(
+    context: typer.Context,
+    law: Annotated[Path, typer.Argument(help="what `fit --out` wrote")],
+    flops: Annotated[float, typer.Option(help="the budget")],
+    as_json: _Json = False,
+) -> None:
+    """Say the best parameters, tokens and loss for a budget, with 95 % intervals."""
+    with plain_errors(context):
+        from tilewright.scaling.analysis import predict as predict_from
+        from tilewright.scaling.analysis import read_analysis
+
+        said = predict_from(read_analysis(law), flops)
+        if as_json:
+            print(json.dumps(asdict(said)))
+            return
+        for name, digits in (("params", 3), ("tokens", 3), ("loss", 4)):
+            value, between = getattr(said, name), getattr(said, f"{name}_interval")
+            said_between = f"  95 %: {between[0]:.{digits}g} to {between[1]:.{digits}g}" if between else ""
+            print(f"{name:>7} {value:10.{digits}g}{said_between}")
+        if said.decades > 0:
+            print(f"extrapolates {said.decades:.1f} decades beyond the largest run")
+        else:
+            print("within the budgets of the runs")

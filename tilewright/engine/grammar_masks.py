@@ -1,0 +1,191 @@
+"""Grammars at work: compiled by llguidance, and asked before each sample which tokens may come next, a bit a token.
+
+llguidance walks the tree of the vocabulary with a lexer and an Earley parser; its bounds on work (`LIMITS`) hold for compiling
+as for each mask, so that a hostile grammar ends as an error after some tens of milliseconds. It is an extra
+(`pip install tilewright[structured]`), imported at the first grammar.
+
+A request's state follows its `output_ids`: what has come since the last mask is consumed with the next. So nothing has to be
+undone when a request is preempted, or when a step is dropped.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tilewright.engine.grammar import Grammar
+from tilewright.engine.request import Request
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+__all__ = ["Constraint", "GrammarError", "Grammars"]
+
+KEPT = 128
+"""Compiled grammars that are kept: some 10 kB to 10 MB each."""
+KEPT_CHARS = 1 << 21
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 100_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,24}"
+"""Between two tokens of JSON, unless the schema's `x-guidance` says otherwise: a small model may never stop where there is no
+bound."""
+MISSING = "a grammar needs llguidance, which is not installed: pip install 'tilewright[structured]'"
+
+
+class GrammarError(ValueError):
+    """A grammar is not valid, is too complex, or cannot be followed with this model."""
+
+
+class Constraint:
+    """The grammar of one request, and how far its answer has come in it."""
+
+    __slots__ = ("_begun", "_consumed", "_grammar", "_matcher")
+
+    def __init__(self, grammar: Grammar, matcher: "LLMatcher"):
+        self._grammar = grammar
+        self._matcher = matcher
+        self._consumed = 0
+        self._begun = not grammar.after
+
+    def advance(self, output_ids: Sequence[int]) -> "LLMatcher | None":
+        """The matcher behind these tokens; None as long as anything may come. Raises GrammarError."""
+        matcher = self._matcher
+        while not self._begun and self._consumed < len(output_ids):
+            self._consumed += 1
+            self._begun = any(_ends(output_ids, self._consumed, ids) for ids in self._grammar.after)
+        if not self._begun:
+            return None
+        new = output_ids[self._consumed :]
+        self._consumed = len(output_ids)
+        if (new and not matcher.consume_tokens(list(new))) or matcher.is_error():
+            raise GrammarError(_why(matcher) or "a token came that the grammar does not allow")
+        return matcher
+
+
+def _ends(ids: Sequence[int], stop: int, last: tuple[int, ...]) -> bool:
+    return stop >= len(last) and tuple(ids[stop - len(last) : stop]) == last
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary and fills masks. `compiled` may be called from any thread, `fill` from one.
+
+    Args:
+        tokenizer_json: the text of a `tokenizer.json`.
+        eos_ids: tokens that end a text, at least one.
+        kept: compiled grammars that are kept; together they have at most `KEPT_CHARS` characters.
+        threads: that fill masks; None: 80 % of the processors, 32 at most.
+
+    Raises:
+        GrammarError: llguidance is missing, does not understand the tokenizer, or there is no end-of-text token.
+    """
+
+    def __init__(self, tokenizer_json: str, eos_ids: Sequence[int], *, kept: int = KEPT, threads: int | None = None):
+        if not eos_ids:
+            raise GrammarError("a grammar needs a model with an end-of-text token; this one has none")
+        try:
+            import llguidance
+        except ImportError:
+            raise GrammarError(MISSING) from None
+        self._lib: Any = llguidance
+        try:
+            self._tokenizer = llguidance.LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
+        except ValueError as error:
+            raise GrammarError(f"llguidance does not understand the model's tokenizer: {str(error)[:200]}") from None
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._executor = llguidance.LLExecutor(threads)
+        self.words = -(-self._tokenizer.vocab_size // 32)
+        """int32 words in a mask."""
+        self._lock = threading.Lock()
+        self._most = kept
+        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    def compiled(self, grammar: Grammar) -> "LLMatcher":
+        """A matcher at the grammar's beginning, compiled or kept from before. It is shared: copy it. Raises GrammarError."""
+        key = (grammar.kind, grammar.source)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+        matcher = self._compile(grammar)
+        with self._lock:
+            self._kept[key] = matcher
+            while len(self._kept) > self._most or sum(len(source) for _, source in self._kept) > KEPT_CHARS:
+                self._kept.popitem(last=False)
+        return matcher
+
+    def known(self, grammar: Grammar) -> bool:
+        """Whether `compiled` would return at once."""
+        with self._lock:
+            return (grammar.kind, grammar.source) in self._kept
+
+    def start(self, grammar: Grammar) -> Constraint:
+        """A request's own state, at the grammar's beginning. Raises GrammarError."""
+        return Constraint(grammar, self.compiled(grammar).deep_copy())
+
+    def check(self, grammar: Grammar) -> None:
+        """Compile a grammar and make its first mask. Raises GrammarError."""
+        matcher = self.compiled(grammar).deep_copy()
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(f"the {grammar.kind} cannot be followed: {_why(matcher)}")
+
+    def fill(
+        self, requests: Sequence[Request], constraints: Sequence[Constraint | None], bits: np.ndarray
+    ) -> list[tuple[Request, str]]:
+        """Write the masks of requests into bits [len(requests), words] int32, C-contiguous; returns whose grammar has failed.
+
+        Everything is allowed where there is no constraint, where it has failed, and where anything may be said still.
+        """
+        bits.fill(-1)
+        failed: list[tuple[Request, str]] = []
+        asked: list[tuple[LLMatcher, int]] = []
+        for i, (request, constraint) in enumerate(zip(requests, constraints, strict=True)):
+            if constraint is None:
+                continue
+            try:
+                matcher = constraint.advance(request.output_ids)
+            except GrammarError as error:
+                failed.append((request, str(error)))
+                continue
+            if matcher is not None:
+                asked.append((matcher, i))
+        if asked:
+            self._executor.unsafe_compute_mask_ptr(asked, bits.ctypes.data, 4 * bits.shape[1], bits.shape[0])
+        for matcher, i in asked:
+            if matcher.is_error():
+                failed.append((requests[i], _why(matcher)))
+                bits[i] = -1
+        return failed
+
+    def _compile(self, grammar: Grammar) -> Any:
+        matcher_of, source = self._lib.LLMatcher, grammar.source
+        try:
+            if grammar.kind == "json_schema":
+                text = matcher_of.grammar_from_json_schema(source, defaults={"whitespace_pattern": WHITESPACE})
+            elif grammar.kind == "regex":
+                text = matcher_of.grammar_from_regex(source)
+            else:
+                from llguidance.gbnf_to_lark import any_to_lark
+
+                text = matcher_of.grammar_from_lark(any_to_lark(source))
+            matcher = matcher_of(self._tokenizer, text, log_level=0, limits=self._limits)
+        except (ValueError, LookupError, RecursionError) as error:  # what the converters raise
+            raise GrammarError(f"the {grammar.kind} is not valid: {str(error)[:300]}") from None
+        if matcher.is_error():
+            raise GrammarError(f"the {grammar.kind} is not valid: {_why(matcher)}")
+        return matcher
+
+
+def _why(matcher: "LLMatcher") -> str:
+    words = " ".join(matcher.get_error().split())
+    return words if len(words) <= 300 else words[:297] + "..."

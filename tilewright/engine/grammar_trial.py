@@ -1,0 +1,130 @@
+"""A stranger's grammar is compiled first in a process of its own, where time and memory are bounded.
+
+llguidance counts its own work and gives up in time, nearly always; but a server must lose neither its engine to a fault in a
+library nor its memory to a grammar. What the child has survived is compiled once more where it is used.
+"""
+
+import json
+import logging
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from tilewright.engine.grammar import Grammar
+from tilewright.engine.grammar_masks import GrammarError, Grammars
+
+__all__ = ["GrammarTrial", "child"]
+
+TRIAL_S = 5.0
+"""Of wall-clock time for one grammar: the largest of those in use take half a second on a core of their own."""
+START_S = 60.0
+TRIAL_BYTES = 2 << 30
+MAX_TRIALS = 1000
+"""Grammars that one child compiles, so that nothing can pile up in it."""
+logger = logging.getLogger(__name__)
+
+_CHILD = """
+import json, sys
+job = json.loads(sys.stdin.readline())
+sys.path[:] = job["path"]
+from tilewright.engine.grammar_trial import child
+child(job)
+"""
+
+
+class GrammarTrial:
+    """Tries grammars in a child, which lives from the first to `close`. For one thread."""
+
+    def __init__(self, tokenizer_json: str, eos_ids: Sequence[int]):
+        self._job = json.dumps({"path": sys.path, "tokenizer": tokenizer_json, "eos": list(eos_ids)})
+        self._child: subprocess.Popen[str] | None = None
+        self._tried = 0
+
+    def check(self, grammar: Grammar) -> None:
+        """Compile a grammar and make its first mask, in the child.
+
+        Where no child can be started the grammar is not tried, and the log says so.
+
+        Raises:
+            GrammarError: it is not valid, or needs more than `TRIAL_S` seconds or `TRIAL_BYTES` bytes.
+        """
+        child = self._started()
+        if child is None:
+            return
+        answer = self._ask(child, json.dumps([grammar.kind, grammar.source]), TRIAL_S)
+        if answer is None:
+            self.close()
+            raise GrammarError(
+                f"the {grammar.kind} is too complex: it needs more than {TRIAL_S:g} s or {TRIAL_BYTES >> 20} MiB to be compiled"
+            )
+        self._tried += 1
+        if self._tried >= MAX_TRIALS:
+            self.close()
+        if answer:
+            raise GrammarError(answer)
+
+    def close(self) -> None:
+        """End the child."""
+        child, self._child, self._tried = self._child, None, 0
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+    def _started(self) -> subprocess.Popen[str] | None:
+        if self._child is not None and self._child.poll() is None:
+            return self._child
+        self.close()
+        command = [sys.executable, "-c", _CHILD]
+        try:
+            child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError as error:
+            logger.warning("a grammar was not tried, as no Python could be started: %s", error)
+            return None
+        self._child = child
+        if self._ask(child, self._job, START_S) != "":
+            logger.warning("a grammar was not tried, as the process for it did not start")
+            self.close()
+            return None
+        return child
+
+    def _ask(self, child: "subprocess.Popen[str]", line: str, timeout_s: float) -> str | None:
+        """The child's answer; None if it did not come in time, or the child has ended."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(line + "\n")
+            child.stdin.flush()
+        except OSError:
+            return None
+        end_s = time.monotonic() + timeout_s
+        if not select.select([child.stdout], [], [], max(0.0, end_s - time.monotonic()))[0]:
+            return None
+        answer = child.stdout.readline()  # the child writes a line at once
+        return json.loads(answer) if answer.endswith("\n") else None
+
+
+def child(job: dict[str, object]) -> None:
+    """The child's part: a line in for each grammar, a line out, "" where it is fine."""
+    try:
+        import resource
+    except ImportError:  # Windows: the time alone is bounded
+        pass
+    else:
+        resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    eos = job["eos"]
+    assert isinstance(eos, list)
+    grammars = Grammars(str(job["tokenizer"]), eos, kept=0, threads=1)
+    print(json.dumps(""), flush=True)
+    for line in sys.stdin:
+        kind, source = json.loads(line)
+        try:
+            grammars.check(Grammar(kind, source))
+            answer = ""
+        except ValueError as error:
+            answer = str(error)
+        print(json.dumps(answer), flush=True)

@@ -1,0 +1,126 @@
+"""torch's own calls in the precision, captured as an optimised graph is: what that graph has to be faster than.
+
+Two rivals: the calls as they were traced, images channels-last, in a CUDA graph; and the same through Inductor with frozen
+weights. Where one of them takes less, it answers the user's calls.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from tilewright.fuse import calls
+from tilewright.fuse.anchors import aten, tensor_of
+from tilewright.fuse.captured import Captured, Turns
+from tilewright.fuse.judge import timed_us
+from tilewright.fuse.report import Report
+from tilewright.fuse.structure import Structure
+from tilewright.fuse.trace import Traced
+
+__all__ = ["NOISE", "Rivals", "fastest", "torchs_calls"]
+
+NOISE = 1.03
+"""A graph that takes no more than that, beside another, is not known to be slower."""
+_CLEAR = 1.5
+"""Inductor is not asked where the graph is that many times as fast as torch's own calls: it takes half a minute."""
+_GRAPH, _INDUCTOR = "a CUDA graph of torch's own calls", "Inductor on torch's own calls"
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class Rivals(NamedTuple):
+    """Makes the rivals of a captured graph, on a GPU."""
+
+    traced: Traced
+    """The model in the precision."""
+    dtype: torch.dtype
+    inputs: Sequence[Tensor]
+    """The examples' tensors, in their own dtypes."""
+    outputs: Sequence[torch.dtype]
+    structure: Structure
+    device: torch.device
+    copies: bool
+    """Whether results are copied out."""
+
+    def graph(self) -> Captured:
+        """The calls as they were traced."""
+        plain = torchs_calls(self.traced, self.dtype)
+        return self._captured(plain, plain)
+
+    def compiled(self, compiler: Compiler) -> Captured:
+        """The calls through a compiler."""
+        plain = torchs_calls(self.traced, self.dtype)
+        return self._captured(plain, compiler(plain, self.inputs))
+
+    def _captured(self, plain: fx.GraphModule, called: Callable[..., Any]) -> Captured:
+        # Turns of its own: the memory of one that loses is free again.
+        turns = Turns(self.device, self.copies)
+        return Captured(plain, called, self.inputs, self.outputs, self.structure, self.device, turns)
+
+
+def fastest(
+    captured: Captured, tensors: Sequence[Tensor], rivals: Rivals, found: Report, compiler: Compiler
+) -> tuple[Captured, str]:
+    """(the fastest of the optimised graph and its rivals, the rival's name or ""); what they take stands in the report.
+
+    Args:
+        captured: the optimised graph.
+        tensors: of the examples' call.
+        rivals: what it is timed beside.
+        found: of the model.
+        compiler: Inductor, for a graph and its inputs.
+    """
+    made = {"": captured, _GRAPH: rivals.graph()}
+    ours, graph = timed_us([partial(each, tensors) for each in made.values()], rivals.device)
+    if ours > graph / _CLEAR:
+        try:
+            made[_INDUCTOR] = rivals.compiled(compiler)
+        except RuntimeError as error:  # Dynamo's and Inductor's own are RuntimeErrors too
+            found.facts["no rival"] = f"{_INDUCTOR} fails: {str(error).strip().splitlines()[0]}"
+    us = dict(zip(made, timed_us([partial(each, tensors) for each in made.values()], rivals.device), strict=True))
+    best = min(us, key=lambda name: us[name])
+    words = [f"{name or 'this graph'} {taken / 1e3:.3f} ms" for name, taken in us.items()]
+    found.facts["rivals"] = ", ".join(words)
+    return (made[best], best) if us[""] > NOISE * us[best] else (captured, "")
+
+
+def torchs_calls(traced: Traced, dtype: torch.dtype) -> fx.GraphModule:
+    """The traced calls on inputs of any floating-point dtype; where there are convolutions, images and filters channels-last.
+
+    Parameters are shared with what was traced, but for the filters.
+    """
+    graph = _calls_alone(traced.graph)
+    copied = fx.GraphModule(traced.module, graph)
+    convolutions = [n for n in graph.nodes if n.target in (aten.conv2d.default, aten.conv_transpose2d.input)]
+    for path in {n.args[1].target for n in convolutions if n.args[1].op == "get_attr"}:
+        holder, _, name = path.rpartition(".")
+        owner = copied.get_submodule(holder)
+        filters = getattr(owner, name).detach().to(memory_format=torch.channels_last)
+        delattr(owner, name)
+        owner.register_buffer(name, filters)
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        value = tensor_of(node)
+        if value is None:
+            continue
+        with graph.inserting_after(node):
+            kind = dtype if value.is_floating_point() else None
+            entered = graph.call_function(calls.enter, (node, kind, bool(convolutions) and value.dim() == 4))
+        node.replace_all_uses_with(entered, lambda user, entered=entered: user is not entered)
+    copied.recompile()
+    return copied
+
+
+def _calls_alone(traced: fx.Graph) -> fx.Graph:
+    """A copy without what export checks of its inputs; views copy where memory that is channels-last asks for it."""
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in traced.nodes:
+        if node.op == "call_module":
+            continue
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], lambda n: values[n]))
+            continue
+        values[node] = graph.node_copy(node, lambda n: values[n])
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            values[node].target = aten.reshape.default
+    return graph

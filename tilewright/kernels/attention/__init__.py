@@ -1,0 +1,1 @@
+"""Attention of whole sequences, with and without a bias."""

@@ -1,0 +1,268 @@
+"""Attention: every query's average of the values, weighted by how well its key fits.
+
+    # B sequences, T query rows of all of them, S keys, H query heads, G key/value heads, D head dim, V value head dim
+    out[t, h] = sum_s p[s] v[s, g]      p = softmax_s(z[t, s])      z[t, s] = scale * q[t, h] . k[s, g]      g = h // (H / G)
+    lse[t, h] = log sum_s exp(z[t, s])
+
+q [B, S, H, D], k [B, SK, G, D], v [B, SK, G, V]; or, for sequences of different lengths, packed: q [T, H, D], k [TK, G, D] and
+v [TK, G, V], sequence b in rows cu_q[b] .. cu_q[b + 1] of q and cu_k[b] .. cu_k[b + 1] of k and v. Query i of Q has a key of
+its own, i + K - Q: the last query's is the last key. What a query sees, and how its scores are bent:
+
+    causal      the keys up to its own
+    window      (left, right): the keys from own - left to own + right
+    prefix      under a causal mask also keys 0 .. P - 1, P one number or one a sequence; a window's left bound stays
+    softcap     z = cap tanh(scale q . k / cap)                                      (Gemma 2)
+    ALiBi       z - slope[h] |own - s|, after the cap                                (Press et al., "Train Short, Test Long")
+    sinks       one more score z = sink[h], of a key whose value is zero; lse has it (Xiao et al., 2023; gpt-oss)
+
+A query that sees no key gives zeros, and -inf for lse (with a sink: the sink).
+
+**Tiling.** Written down, the scores of one head are Q x K numbers: at 16384 tokens half a gigabyte in bf16, to be written and
+read several times, for an average of 4 MB. So nobody writes them down (Dao et al., "FlashAttention", 2022). A tile of M queries
+stays on the chip while keys and values go by in blocks of N; of a block's scores only [M, N] exist, in registers. A block is
+4 N D bytes in 16 bits and 4 M N D operations, M operations a byte: tiles of 128 rows are limited by the tensor cores.
+
+**Incremental softmax** (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). A softmax needs its row's
+maximum, and its sum, before it can weigh the first value; the last block of keys brings both too late. But weights that were
+taken relative to a maximum m too small are wrong by one factor for the whole row, exp(m - m'), and that can be made good
+afterwards. Per row, with the scores s_j = scale * q . k_j of a block:
+
+    m' = max(m, max_j s_j)                      the maximum so far;           at first -inf
+    a  = exp(m - m')                            what the past is worth now
+    l' = a l + sum_j exp(s_j - m')              the sum of weights so far;    at first 0
+    o' = a o + sum_j exp(s_j - m') v_j          the weighted values so far;   at first 0
+
+and after the last block  out = o / l,  lse = m + log l.  By induction m, l and o are what one pass over all keys so far would
+have given, whatever the blocks and their order. So a mask is a score of -inf, and a block beyond the diagonal is not visited at
+all: the half of the work that a causal mask saves. Cards have exp2, not exp: with c = scale * log2(e), and m taken of q . k
+alone, exp(s_j - m) = exp2(c q . k_j - c m), one multiply-add and one exp2 a score. So scale must be above 0.
+
+The products are accumulated in float32; the weights are rounded to the inputs' dtype for the second product, the result once at
+the end: two roundings. The implementations, best first:
+
+    sm90              Hopper, by hand in Gluon (sm90_kernel.py): one warp fetches, two or three groups of warps multiply
+    vendor            scaled_dot_product_attention: equal lengths, no lse, no mask but a causal one
+    sm90_invariant    the kernel of sm90 with one config for every length: the same bits alone, in a batch, packed, in chunks
+    short             Hopper, up to 256 keys, no mask, head dims 32 and 64 (short.py): where it is measured to win
+    triton            sm_80 and up, any head dim up to 256, any layout and mask (tile.py); batch-invariant too
+
+attention/backward/backward.py has the gradients, biased.py masks and biases as tensors, attention/paged/attention.py caches in
+pages. Not supported: dropout. Cumulative lengths and prefixes on a GPU are trusted.
+"""
+
+import math
+from collections import Counter
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.attention.checks import check_bends, check_lengths, check_operands, scale_of, window_bounds
+from tilewright.kernels.attention.inputs import dense_attention_arguments
+from tilewright.kernels.attention.problem import Problem, empty_outputs, lengths_of, pairs_seen, problem_of
+from tilewright.kernels.attention.reference import Bends, attend, sequences
+from tilewright.kernels.attention.sdpa import VENDOR
+from tilewright.kernels.attention.short import SHORT
+from tilewright.kernels.attention.sm90 import SM90, SM90_INVARIANT
+from tilewright.kernels.attention.tile import TRITON
+from tilewright.op import Example, Inputs, Op
+
+__all__ = ["attention", "attention_op"]
+
+# ---- reference
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
+    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parts = sequences((q,), (k, v), cu_q, cu_k)
+    behind = 0 if causal else right
+    of_each = [prefix] * len(parts) if prefixes is None else prefixes.tolist()
+    results = [
+        attend(*part, scale=scale, bends=Bends(left, behind, own, softcap, sinks, slopes))
+        for part, own in zip(parts, of_each, strict=True)
+    ]
+    out, lse = empty_outputs(q, v, want_lse)
+    if results:
+        out.copy_(torch.cat([r for r, _ in results]).view(out.shape))
+        if want_lse:
+            lse = torch.cat([s for _, s in results], 1).contiguous()
+    return out, lse
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
+    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return empty_outputs(q, v, want_lse)
+
+
+# ---- cost
+
+
+def _cost(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
+    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> Cost:  # fmt: skip
+    """Waits for the device where lengths are there. On meta tensors every sequence counts as long as the longest."""
+    behind = 0 if causal else right
+    lengths = lengths_of(q, cu_q, cu_k, max_q, max_k)
+    of_each = [prefix] * len(lengths) if prefixes is None or prefixes.is_meta else prefixes.tolist()
+    each = Counter((*length, own) for length, own in zip(lengths, of_each, strict=True))
+    pairs = sum(count * pairs_seen(queries, keys, left, behind, own) for (queries, keys, own), count in each.items())
+    heads, dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
+    out_bytes = q.shape[:-1].numel() * (value_dim * q.element_size() + 4 * want_lse)
+    return Cost(flops=2 * pairs * heads * (dim + value_dim), bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes)
+
+
+# ---- examples
+
+
+def _example(
+    label: str, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (2, 2), dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16, *, packed: bool = False, causal: bool = False, lse: bool = False,
+    merged: bool = False, spoilt: int | None = None, value_dim: int | None = None, left: int | None = None,
+    right: int | None = None, prefix: int | tuple[int, ...] = 0, softcap: float | None = None, sinks: bool = False,
+    alibi: bool = False,
+) -> Example:  # fmt: skip
+    """`lengths`: (queries, keys) of each sequence; all alike unless `packed`.
+
+    `merged`: q, k and v are views of one projection. `spoilt`: keys of that sequence are NaN; its neighbours must not notice.
+    """
+
+    def make(inputs: Inputs) -> tuple[object, ...]:
+        ends = [list(accumulate((one[i] for one in lengths), initial=0)) for i in (0, 1)]
+        if merged:
+            both = inputs.randn(ends[0][-1], heads[0] + 2 * heads[1], dim, dtype=dtype)
+            q, k, v = both.split((heads[0], heads[1], heads[1]), 1)
+        else:
+            q = inputs.randn(ends[0][-1], heads[0], dim, dtype=dtype)
+            k, v = (inputs.randn(ends[1][-1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
+        if spoilt is not None:
+            for t in (k, v):
+                t[ends[1][spoilt] : ends[1][spoilt + 1]] = math.nan
+        cu_q = cu_k = None
+        if packed:
+            cu_q, cu_k = (inputs.tensor(one, torch.int32) for one in ends)
+        else:
+            q, k, v = (t.unflatten(0, (len(lengths), -1)) for t in (q, k, v))
+        longest = [max(one[i] for one in lengths) for i in (0, 1)]
+        of_all, of_each = (prefix, None) if isinstance(prefix, int) else (0, inputs.tensor(prefix, torch.int32))
+        sink = inputs.randn(heads[0], dtype=dtype) if sinks else None
+        slopes = inputs.tensor([2.0 ** -(i + 1) for i in range(heads[0])], torch.float32) if alibi else None
+        factor = dim**-0.5
+        return q, k, v, cu_q, cu_k, *longest, factor, causal, lse, left, right, of_all, of_each, softcap, sink, slopes
+
+    return Example(label, make)
+
+
+EXAMPLES = (
+    _example("full", ((130, 70),) * 2, dim=128, lse=True),
+    _example("causal", ((140, 140),), (4, 2), dim=128, causal=True),
+    _example("packed", ((33, 33), (0, 5), (7, 0), (1, 129), (65, 64)), (4, 2), packed=True, causal=True, lse=True),
+    _example("no key seen", ((70, 20),), causal=True, dtype=torch.float16, lse=True),
+    _example("one query", ((1, 100),) * 3, (6, 2), dim=128, causal=True),
+    _example("spoilt neighbour", ((20, 30), (9, 77), (17, 31)), (2, 1), packed=True, spoilt=1),
+    _example("merged", ((65, 65),) * 2, (4, 1), dim=128, merged=True, causal=True),
+    _example("wide", ((66, 66),), (2, 1), 256, causal=True),
+    _example("wide fp16", ((40, 50),), (1, 1), 256, torch.float16),
+    _example("dim 80", ((40, 70),), (2, 1), 80, torch.float16, causal=True),
+    _example("dim 96", ((20, 20), (3, 40)), (2, 2), 96, packed=True),
+    _example("dim 20 fp32", ((35, 50),) * 2, (2, 1), 20, torch.float32, causal=True, lse=True),
+    _example("window", ((200, 200),), (2, 1), causal=True, left=40, lse=True),
+    _example("window of both sides", ((130, 140),) * 2, left=20, right=30),
+    _example("window beyond the keys", ((90, 20), (5, 70)), (2, 1), packed=True, left=3, right=2, lse=True),
+    _example("right bound alone", ((70, 50),), right=5, dim=128),
+    _example("prefix", ((100, 100),) * 2, causal=True, prefix=37),
+    _example("prefix of each", ((60, 80), (33, 33)), (2, 1), packed=True, causal=True, prefix=(70, 0), left=50),
+    _example("sinks", ((66, 66),), (4, 2), causal=True, left=30, sinks=True, lse=True),
+    _example("sinks, no key seen", ((40, 10),), causal=True, sinks=True, lse=True),
+    _example("soft cap", ((65, 70),), (2, 1), softcap=5.0, dtype=torch.float16, lse=True),
+    _example("alibi", ((70, 100),), (4, 2), causal=True, alibi=True),
+    _example(
+        "all of it", ((50, 90), (64, 64)), (4, 2), 128, packed=True, causal=True, left=45, softcap=20.0, alibi=True, sinks=True
+    ),
+    _example("narrow values", ((70, 130),), (2, 2), 192, causal=True, value_dim=128, lse=True),
+    _example("narrow values fp16", ((20, 30),) * 2, (4, 1), 80, torch.float16, value_dim=64),
+    _example("few keys", ((70, 200),) * 2, (4, 2), dtype=torch.float16),
+    _example("fewer keys", ((20, 50),), dim=32),
+    _example("no rows", ((0, 5),)),
+    _example("no keys", ((3, 0),) * 2, lse=True),
+    _example("no keys, sinks", ((3, 0),), lse=True, sinks=True),
+)
+
+# ---- op
+
+
+def _vendor_up_to(problem: Problem) -> int:
+    """Keys, a power of two as `max_k` is, up to which cuDNN was measured to be no slower than sm90 (docs/log.md#attention).
+
+    There sm90 has 0.91 to 1.01 of it, for a tile begins and ends without products; from the next power on 0.996 to 1.26.
+    """
+    # At 512 keys, as many queries: 32/8 heads of 128 have 1.14 full and 1.03 causal, 64 dims 1.03 full and 0.95 causal.
+    ahead = problem.heads > problem.kv_heads if problem.head_dim == 128 else problem.head_dim == 64 and not problem.causal
+    return 256 if problem.square and ahead else 512
+
+
+def _first(device: Device, problem: Problem) -> str | None:
+    """The vendor's library where it was measured to be no slower than sm90."""
+    return "vendor" if device.is_hopper and problem.max_k <= _vendor_up_to(problem) else None
+
+
+attention_op = Op(
+    name="attention",
+    reference=_reference,
+    problem=problem_of,
+    cost=_cost,
+    examples=EXAMPLES,
+    impls=(SM90, VENDOR, SM90_INVARIANT, SHORT, TRITON),
+    make=dense_attention_arguments,
+    first=_first,
+    fake=_fake,
+    rows_in_problem=True,
+    roundings=2,  # the weights, then the result
+)
+
+# ---- public function
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None, max_q: int | None = None, max_k: int | None = None, return_lse: bool = False,
+    window: int | tuple[int | None, int | None] | None = None, prefix: int | Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The forward pass of `ops.attention`, which says what goes in and what comes out; nothing is kept for gradients.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit.
+    """
+    check_operands(q, k, v)
+    factor = scale_of(q, scale)
+    if q.dim() == 4:
+        given = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"attention: {', '.join(names)} are for packed operands [T, H, D]; got q {list(q.shape)}")
+        batch, max_q, max_k = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        cu_q, max_q = check_lengths("q", cu_q, max_q, q)
+        cu_k, max_k = check_lengths("k", cu_k, max_k, k)
+        if cu_q.shape != cu_k.shape:
+            raise ValueError(f"attention: cu_q is for {cu_q.shape[0] - 1} sequences, cu_k for {cu_k.shape[0] - 1}")
+        batch = cu_q.shape[0] - 1
+    arguments = (q, k, v, cu_q, cu_k, max_q, max_k, factor, causal, return_lse)
+    if not (window is prefix is softcap is sinks is alibi_slopes is None):
+        left, right = window_bounds(window, causal)
+        check_bends(q, batch, causal, prefix, softcap, sinks, alibi_slopes)
+        of_all, of_each = (0, prefix) if isinstance(prefix, Tensor) else (prefix or 0, None)
+        arguments = (*arguments, left, right, of_all, of_each, softcap, sinks, alibi_slopes)
+    out, lse = attention_op(*arguments)
+    if not return_lse:
+        return out
+    return out, lse.unflatten(1, q.shape[:2]).transpose(0, 1) if q.dim() == 4 else lse

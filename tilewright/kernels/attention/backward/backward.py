@@ -1,0 +1,222 @@
+"""The gradients of attention, from the weights computed again.
+
+    # B sequences, T query rows of all of them, S keys, H query heads, G key/value heads, D head dim, V value head dim
+    out[t, h] = sum_s p[t, s] v[s, g]     p[t, s] = exp(z[t, s] - lse[t, h])     z = scale * q[t, h] . k[s, g]
+
+    with g = h // (H / G)
+
+    delta[t, h] = do[t, h] . out[t, h]
+    dp[t, s]    = do[t, h] . v[s, g]
+    ds[t, s]    = p[t, s] (dp[t, s] - delta[t, h])
+    dv[s, g]    = sum_h sum_t p[t, s] do[t, h]
+    dk[s, g]    = scale sum_h sum_t ds[t, s] q[t, h]
+    dq[t, h]    = scale sum_s ds[t, s] k[s, g]
+
+Shapes, masks and what bends the scores as in attention/attention.py: q, do, out [B, S, H, ..], k and v [B, SK, G, ..], or
+packed with cumulative lengths; lse as the op `attention` returns it, float32 [H, T]. A query that sees no key has lse -inf (or
+its sink), gives zeros and receives zeros. Of the bends, z = cap tanh(scale q . k / cap) puts its own slope, 1 - (z / cap)^2, on
+ds; a distance times a slope is a constant, and slopes have no gradient; a sink is a key with the value zero, so dp = 0 and
+
+    dsink[h]    = -sum_t exp(sink[h] - lse[t, h]) delta[t, h]
+
+**Why nothing but lse is kept** (Dao et al., "FlashAttention", 2022). The weights of one head are Q x K numbers. The forward
+pass did not write them down, and this one does not read them: with the logarithm of each row's sum a block of weights is one
+product and one exponential, without a maximum and in any order. The second term of ds is the derivative of the softmax's sum:
+sum_s p[t, s] dp[t, s] would want a whole row of dp, but it is do . sum_s p[t, s] v[s] = do . out, which costs one pass over
+two tensors.
+
+**What limits it.** Five products a pair of blocks, 6 D + 4 V operations a pair of a query and a key against 2 D + 2 V forward.
+dk and dv are sums over queries, dq is one over keys: whoever keeps one in registers must share out the other. Either the keys'
+programs add their parts of dq to float32 memory (five products, and an order of addition that changes from run to run unless
+they wait for each other), or a second kernel computes the scores again for dq alone (seven products, no addition in memory).
+
+Products are accumulated in float32; p and ds are rounded to the inputs' dtype for the products that they enter, the gradients
+once at the end. The implementations, in the order in which they are asked:
+
+    sm90      Hopper, by hand in Gluon (sm90_kernel.py): five products; equal lengths, causal masks, windows under
+              them, sinks
+    triton    sm_80 and up, any head dim up to 256, any layout and mask (tile.py): seven products,
+              deterministic
+
+Not supported: what attention/attention.py does not support, and gradients of lse and of ALiBi's slopes.
+"""
+
+import math
+from collections import Counter
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.attention.backward.problem import Gradients, arguments_of, empty_gradients, problem_of
+from tilewright.kernels.attention.backward.sm90 import SM90
+from tilewright.kernels.attention.backward.tile import TRITON
+from tilewright.kernels.attention.problem import lengths_of, pairs_seen
+from tilewright.kernels.attention.reference import Bends, attend, by_group, inverted, scores_of, sequences
+from tilewright.op import Example, Inputs, Op
+
+__all__ = ["attention_backward_op"]
+
+# ---- reference
+
+
+def _one_sequence(
+    do: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, bends: Bends
+) -> Gradients:
+    """Gradients of q [Q, H, D], k [K, G, D], v [K, G, V] and the sinks, in float32 or wider; lse [H, Q]."""
+    groups = k.shape[1]
+    do, q, out, k, v = (by_group(t, groups) for t in (do, q, out, k, v))
+    lse = lse.to(q.dtype).unflatten(0, (groups, -1))
+    scores, slope = scores_of(q, k, scale, bends)
+    p = (scores - inverted(lse)[..., None]).exp()
+    delta = (do * out).sum(-1)
+    ds = p * (do @ v.mT - delta[..., None]) * slope * scale
+    dq = (ds @ k).flatten(0, 1).transpose(0, 1)
+    dk, dv = ((weights.mT @ rows).sum(1).transpose(0, 1) for weights, rows in ((ds, q), (p, do)))
+    if bends.sinks is None:
+        return dq, dk, dv, lse.new_zeros(0)
+    of_sinks = (bends.sinks.to(q.dtype).view(groups, -1, 1) - lse).exp()  # a sink's value is 0, and so its part of dp
+    return dq, dk, dv, -(of_sinks * delta).sum(-1).flatten()
+
+
+def _reference(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
+    max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,
+    right: int | None = None, prefix: int = 0, prefixes: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    parts = sequences((do, q, out), (k, v), cu_q, cu_k)
+    lses = lse.split([part[0].shape[0] for part in parts], 1)
+    of_each = [prefix] * len(parts) if prefixes is None else prefixes.tolist()
+    behind = 0 if causal else right
+    found = [
+        _one_sequence(*part, lse=rows, scale=scale, bends=Bends(left, behind, own, softcap, sinks, slopes))
+        for part, rows, own in zip(parts, lses, of_each, strict=True)
+    ]
+    results = empty_gradients(q, k, v, sinks)
+    for i, result in enumerate(results[:3]):
+        if found:
+            result.copy_(torch.cat([each[i] for each in found]).view(result.shape))
+    results[3].copy_(sum((each[3] for each in found), torch.zeros(results[3].shape, dtype=lse.dtype, device=lse.device)))
+    return results
+
+
+def _fake(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
+    max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,
+    right: int | None = None, prefix: int = 0, prefixes: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return empty_gradients(q, k, v, sinks)
+
+
+# ---- cost
+
+
+def _cost(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
+    max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,
+    right: int | None = None, prefix: int = 0, prefixes: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> Cost:  # fmt: skip
+    """Waits for the device where lengths are there. On meta tensors every sequence counts as long as the longest."""
+    behind = 0 if causal else right
+    lengths = lengths_of(q, cu_q, cu_k, max_q, max_k)
+    of_each = [prefix] * len(lengths) if prefixes is None or prefixes.is_meta else prefixes.tolist()
+    each = Counter((*length, own) for length, own in zip(lengths, of_each, strict=True))
+    pairs = sum(count * pairs_seen(queries, keys, left, behind, own) for (queries, keys, own), count in each.items())
+    heads, dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
+    moved = 2 * (q.nbytes + k.nbytes + v.nbytes) + do.nbytes + out.nbytes + lse.nbytes
+    return Cost(flops=2 * pairs * heads * (3 * dim + 2 * value_dim), bytes=moved + (0 if sinks is None else 2 * sinks.nbytes))
+
+
+# ---- examples
+
+
+def _example(
+    label: str, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (2, 2), dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16, *, packed: bool = False, causal: bool = False, merged: bool = False,
+    spoilt: int | None = None, deterministic: bool = True, value_dim: int | None = None, left: int | None = None,
+    right: int | None = None, prefix: int | tuple[int, ...] = 0, softcap: float | None = None, sinks: bool = False,
+    alibi: bool = False,
+) -> Example:  # fmt: skip
+    """`lengths`: (queries, keys) of each sequence; all alike unless `packed`.
+
+    `merged`: q, k and v are views of one projection. `spoilt`: all of that sequence is NaN; its neighbours must not notice.
+    """
+
+    def make(inputs: Inputs) -> tuple[object, ...]:
+        ends = [list(accumulate((one[i] for one in lengths), initial=0)) for i in (0, 1)]
+        widths = (dim, dim, value_dim or dim)
+        if merged:
+            both = inputs.randn(ends[0][-1], heads[0] + 2 * heads[1], dim, dtype=dtype)
+            q, k, v = both.split((heads[0], heads[1], heads[1]), 1)
+        else:
+            q = inputs.randn(ends[0][-1], heads[0], dim, dtype=dtype)
+            k, v = (inputs.randn(ends[1][-1], heads[1], width, dtype=dtype) for width in widths[1:])
+        do = inputs.randn(ends[0][-1], heads[0], widths[2], dtype=dtype)
+        of_each = (prefix,) * len(lengths) if isinstance(prefix, int) else prefix
+        sink = inputs.randn(heads[0], dtype=dtype) if sinks else None
+        slopes = inputs.tensor([2.0 ** -(i + 1) for i in range(heads[0])], torch.float32) if alibi else None
+        bends = [Bends(left, 0 if causal else right, own, softcap, sink, slopes) for own in of_each]
+        cu_q, cu_k = (inputs.tensor(one, torch.int32) for one in ends)
+        parts = sequences((q,), (k, v), cu_q, cu_k)
+        made = [attend(*part, scale=dim**-0.5, bends=bent) for part, bent in zip(parts, bends, strict=True)]
+        out, lse = torch.cat([o for o, _ in made]).to(dtype), torch.cat([x for _, x in made], 1)
+        if spoilt is not None:
+            for t in sequences((q, do, out), (k, v), cu_q, cu_k)[spoilt]:
+                t.fill_(math.nan)
+        if not packed:
+            do, q, k, v, out = (t.unflatten(0, (len(lengths), -1)) for t in (do, q, k, v, out))
+        longest = [max(one[i] for one in lengths) for i in (0, 1)]
+        of_all, prefixes = (prefix, None) if isinstance(prefix, int) else (0, inputs.tensor(prefix, torch.int32))
+        cu = (cu_q, cu_k) if packed else (None, None)
+        options = (dim**-0.5, causal, deterministic, left, right, of_all, prefixes, softcap, sink, slopes)
+        return do, q, k, v, out, lse, *cu, *longest, *options
+
+    return Example(label, make)
+
+
+# Interpreted on two cores these take seconds each: every feature is there once, most of them in pairs.
+EXAMPLES = (
+    _example("full", ((40, 70),), (1, 1), dim=128),
+    _example("causal", ((70, 70),), (1, 1), dim=128, causal=True),
+    _example("packed", ((33, 40), (0, 5), (7, 0)), (2, 1), 16, packed=True, causal=True),
+    _example("no key seen", ((40, 20),), (1, 1), causal=True, dtype=torch.float16),
+    _example("one query", ((1, 50),), (2, 1), causal=True),
+    _example("spoilt neighbour", ((20, 30), (9, 37), (17, 31)), (1, 1), packed=True, spoilt=1),
+    _example("merged", ((35, 35),), (2, 1), merged=True, causal=True),
+    _example("wide", ((34, 34),), (1, 1), 256, causal=True),
+    _example("dim 80 fp16", ((20, 40),), (1, 1), 80, torch.float16, causal=True),
+    _example("dim 20 fp32", ((20, 35),), (2, 1), 20, torch.float32, causal=True),
+    _example("window", ((75, 75),), (1, 1), causal=True, left=20),
+    _example("both sides, packed", ((30, 50), (40, 40)), (1, 1), 96, packed=True, left=13, right=12),
+    _example("prefix of each, window", ((60, 70), (33, 33)), (1, 1), packed=True, causal=True, prefix=(50, 0), left=30),
+    _example("soft cap", ((35, 40),), (1, 1), softcap=5.0, dtype=torch.float16),
+    _example("sinks", ((40, 10),), (2, 1), causal=True, sinks=True),
+    _example("alibi", ((30, 40),), (2, 1), causal=True, alibi=True),
+    _example("narrow values", ((35, 40),), (1, 1), 192, causal=True, value_dim=128),
+    _example(
+        "all of it", ((34, 50),), (2, 1), 128, packed=True, causal=True, left=35, prefix=9, softcap=20.0, alibi=True,
+        sinks=True, value_dim=64,
+    ),
+    _example("no rows", ((0, 5),)),
+    _example("no keys", ((3, 0),) * 2, sinks=True),
+)  # fmt: skip
+
+# ---- op
+
+
+attention_backward_op = Op(
+    name="attention_backward",
+    reference=_reference,
+    problem=problem_of,
+    cost=_cost,
+    examples=EXAMPLES,
+    impls=(SM90, TRITON),
+    make=arguments_of,
+    fake=_fake,
+    rows_in_problem=True,
+    roundings=2,  # the weights or their gradients, then the result
+)

@@ -1,0 +1,223 @@
+"""The host side of sm90_kernel.py: what it takes, its configs, what goes before and after; exports the Impl `sm90`.
+
+Three kernels: one prepares two numbers a row of queries, the one in Gluon, and one that scales and rounds dq. In between dq is
+float32 memory that every block of keys adds to, so two runs differ in the last bits unless `deterministic` has the blocks take
+turns.
+
+Refuses: dtypes other than bf16 and fp16, head dims other than 64, 128 and 256, values narrower than keys, packed sequences,
+windows without a causal mask, prefixes, soft caps and ALiBi, heads that are not beside each other in a row (a layout [heads,
+tokens, D]), and rows or heads that do not start at multiples of 16 bytes.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.attention.backward.problem import Gradients, Problem, empty_gradients, gradient_of_sinks
+from tilewright.kernels.attention.backward.sm90_kernel import attention_backward_sm90_kernel
+from tilewright.kernels.attention.backward.sm90_schedule import SLOT
+from tilewright.kernels.attention.problem import LOG2_E, lacks
+from tilewright.kernels.launch.counters import tickets
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config, Space
+
+__all__ = ["SM90"]
+
+HEAD_DIMS = (64, 128, 256)
+_ROWS = 64  # of a product
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if problem.dtype not in _DTYPES:
+        return f"takes bf16 or fp16, not {problem.dtype}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"takes head dims {HEAD_DIMS}, not {problem.head_dim}"
+    if problem.value_dim != problem.head_dim:
+        return f"takes values as wide as keys, not {problem.head_dim}/{problem.value_dim}"
+    if missing := lacks(problem, window=problem.causal, sinks=True):
+        return missing
+    if problem.varlen:
+        return "takes sequences of equal length, not packed ones"
+    if not problem.tma:
+        return "takes heads beside each other in a row, rows and heads at multiples of 16 bytes"
+    return None
+
+
+# ---- space
+
+
+def _keys(head_dim: int) -> int:
+    """Of a program: 64 a warpgroup; where a row has 256 dims, 64 for both."""
+    return _ROWS if head_dim == 256 else 2 * _ROWS
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # H100, docs/log.md#attention-backward. A third stage makes no difference that two runs agree on.
+    sets = 2 if problem.head_dim == 64 else 1
+    if problem.head_dim == 128:
+        # What programs that stay save is a tile's beginning and end, the less the longer it takes, and idle SMs at a diagonal.
+        steps = problem.heads // problem.kv_heads * (problem.max_q // _ROWS)
+        sets = 2 if steps <= (64 if problem.causal else 16) else 1 if problem.causal and steps <= 256 else 0
+    return {
+        "BLOCK_M": 64,
+        "STAGES": 2,
+        "AHEAD": int(problem.head_dim == 64),
+        "SETS": 0 if problem.deterministic else sets,
+    }
+
+
+def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
+    # Operands that stay, those that go by, and the scores' gradients, twice.
+    keys, sets = _keys(problem.head_dim), max(c["SETS"], 1)
+    smem = (
+        sets * 2 * 2 * keys * problem.head_dim
+        + c["STAGES"] * c["BLOCK_M"] * (4 * problem.head_dim + 8)
+        + 4 * keys * c["BLOCK_M"]
+    )
+    if keys == _ROWS:
+        smem += 4 * keys * c["BLOCK_M"]  # the weights as well
+    if smem + 1024 > device.smem_bytes:
+        return "more shared memory than the device has"
+    # Of a thread: dk, dv, scores and their gradients.
+    if min(problem.head_dim, 128) + c["BLOCK_M"] > 192:
+        return "more accumulators than the registers hold"
+    if c["AHEAD"] and (problem.head_dim != 64 or c["BLOCK_M"] == 128):
+        return "no registers for scores that are ahead"
+    if c["SETS"] and problem.deterministic:
+        return "programs that stay keep no order of additions"
+    return None
+
+
+SPACE = Space(
+    default=_default,
+    axes={"BLOCK_M": (64, 128), "STAGES": (2, 3), "AHEAD": (0, 1), "SETS": (0, 1, 2)},
+    refusal=_config_refusal,
+)
+"""AHEAD: the next block's scores in flight under this one's last products. SETS: of buffers for keys and values, of programs
+that stay, one an SM; 0: a program for each block of keys."""
+
+# ---- kernels before and after
+
+
+@triton.jit(do_not_specialize=["blocks", "max_q", "total_q", "H"])
+def _rows_kernel(
+    do_ptr, out_ptr, lse_ptr, bounds_ptr, blocks, max_q, total_q, H, per_scale,
+    do_batch_stride, do_row_stride, do_head_stride, out_batch_stride, out_row_stride, out_head_stride,
+    D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """-lse / scale and -delta of every row, blocks padded; -inf where a row sees no key or is none."""
+    rows = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(0) // blocks
+    h = (head % H).to(tl.int64)
+    b = (head // H).to(tl.int64)
+    dims = tl.arange(0, D)[None, :]
+    live = (rows < max_q)[:, None]
+    far = rows[:, None].to(tl.int64)
+    do = tl.load(do_ptr + b * do_batch_stride + h * do_head_stride + far * do_row_stride + dims, mask=live, other=0.0)
+    out = tl.load(out_ptr + b * out_batch_stride + h * out_head_stride + far * out_row_stride + dims, mask=live, other=0.0)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + h * total_q + b * max_q + rows, mask=rows < max_q, other=float("-inf"))
+    at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(bounds_ptr + at, tl.where(lse == float("-inf"), float("-inf"), -lse * per_scale))
+    tl.store(bounds_ptr + tl.num_programs(0).to(tl.int64) * BLOCK_M + at, -delta)
+
+
+@triton.jit(do_not_specialize=["blocks", "max_q", "H"])
+def _round_kernel(
+    sum_ptr, dq_ptr, blocks, max_q, H, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr
+):
+    """A block of dq, parts of 64 rows of N columns as the threads had them: scaled, rounded, in its place."""
+    block = tl.program_id(0) % blocks
+    head = tl.program_id(0) // blocks
+    sum_ptr += tl.program_id(0).to(tl.int64) * (BLOCK_M * D)
+    for part in tl.static_range(PARTS):
+        line = tl.load(sum_ptr + part * (64 * N) + tl.arange(0, 64 * N))
+        # sm90_kernel.py, `_add_to`, the other way round
+        x = line.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
+        rows = block * BLOCK_M + tl.arange(0, 64)
+        cols = tl.arange(0, N)
+        if BLOCK_M == 128:
+            rows += part * 64
+        else:
+            cols += part * N
+        at = ((head // H * max_q + rows).to(tl.int64) * H + head % H) * D
+        tl.store(dq_ptr + at[:, None] + cols[None, :], (x * scale).to(dq_ptr.dtype.element_ty), mask=(rows < max_q)[:, None])
+
+
+# ---- launcher
+
+
+def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
+    """Of [B, S, H, D] as B matrices whose rows hold the heads beside each other; a box is `rows` of one head."""
+    box = [1, rows, t.shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
+    width = (t.shape[2] - 1) * t.stride(2) + t.shape[3]
+    return TensorDescriptor(t, [t.shape[0], t.shape[1], width], [t.stride(0), t.stride(1), 1], box, layout)
+
+
+def _line_descriptor(t: Tensor, box: int) -> TensorDescriptor:
+    return TensorDescriptor(t, [t.shape[0]], [1], [box], gl.NVMMASharedLayout.get_default_for([box], gl.float32))
+
+
+def _section(card: Device, head_dim: int, causal: bool, key_blocks: int, heads: int, config: Config) -> int:
+    """Key/value heads that go together, of so many of all sequences."""
+    # Without a diagonal all blocks are as long, and at 128 dims the fewer heads are under way the better.
+    if not causal and head_dim == 128 and config["SETS"] != 1:
+        return 1
+    # About a tile for each SM. Evenly, for what is left over makes a round of its own: 6 % at 2 x 8192 of 32/8 heads.
+    section = max(1, min(card.sms // key_blocks, heads))
+    return -(-heads // -(-heads // section))
+
+
+def _launch(
+    config: Config, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None,
+    cu_k: Tensor | None, max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,
+    right: int | None = None, prefix: int = 0, prefixes: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    dq, dk, dv, dsinks = empty_gradients(q, k, v, sinks)
+    if not q.numel() or not k.numel():  # the copy engine has no empty matrices
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()
+    (batch, _, heads, d), groups = q.shape, k.shape[2]
+    rows, keys = config["BLOCK_M"], _keys(d)
+    blocks, key_blocks = -(-max_q // rows), -(-max_k // keys)
+    programs = batch * heads * blocks
+    bounds = torch.empty((2, programs * rows), dtype=torch.float32, device=q.device)
+    card = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    section = _section(card, d, causal, key_blocks, batch * groups, config)
+    sums = torch.zeros(programs * rows * d, dtype=torch.float32, device=q.device)
+    columns = 128 if d == 256 else 64 if rows * d >= 8192 else 32  # of a part of dq
+    parts = rows * d // (64 * columns)
+    order = torch.zeros(parts * programs, dtype=torch.int32, device=q.device) if deterministic else None
+    _rows_kernel[(programs,)](
+        do, out, lse, bounds, blocks, max_q, batch * max_q, heads, 1 / scale, *do.stride()[:3], *out.stride()[:3],
+        D=d, BLOCK_M=rows,
+    )  # fmt: skip
+    tiles, sets = key_blocks * groups * batch, config["SETS"]
+    staying = min(tiles, card.sms) if sets else tiles
+    counter = tickets(q.device, 1) if sets else None
+    slots = torch.empty(2 * SLOT.value * staying, dtype=torch.int32, device=q.device) if sets else None
+    dk_desc, dv_desc = (_descriptor(t, _ROWS) if sets == 2 else None for t in (dk, dv))
+    attention_backward_sm90_kernel[(staying,)](
+        _descriptor(q, rows), _descriptor(do, rows), _descriptor(k, _ROWS), _descriptor(v, _ROWS),
+        _line_descriptor(bounds[0], rows), _line_descriptor(bounds[1], rows), dk_desc, dv_desc, sums, dk, dv, order,
+        counter, slots, tiles, key_blocks, section, groups, heads // groups,
+        max_q, max_k, left or 0, q.stride(2), do.stride(2), k.stride(2), v.stride(2), scale, scale * LOG2_E,
+        KEYS=keys, BLOCK_M=rows, D=d, STAGES=config["STAGES"], CAUSAL=causal, LEFT=left is not None, SETS=sets,
+        AHEAD=bool(config["AHEAD"]), num_warps=4,
+    )  # fmt: skip
+    _round_kernel[(programs,)](sums, dq, blocks, max_q, heads, scale, D=d, BLOCK_M=rows, PARTS=parts, N=columns)
+    if sinks is not None:
+        of_rows = bounds.view(2, batch, heads, -1).transpose(1, 2).flatten(2)
+        dsinks = gradient_of_sinks(sinks, -scale * of_rows[0], -of_rows[1])
+    return dq, dk, dv, dsinks
+
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)

@@ -1,0 +1,1 @@
+"""Attention over keys and values of 8 bits."""

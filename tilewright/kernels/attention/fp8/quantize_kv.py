@@ -1,0 +1,296 @@
+"""Keys and values of an attention as 8-bit codes, in one launch.
+
+    k codes, scale    blocks of 128 keys of a head, of k - mean: code = round(. / scale), scale = max |.| / largest;
+                      mean: of a sample of the head's keys
+    v codes, scale    fp8 only: blocks of 128 keys of a head; the scale is the power of two that is at least max |v| / largest
+
+    k and v [B, SK, G, D] of bf16, fp16 or fp32  ->  k codes [B, G, PK, D], v codes [B, G, D, PK], scales [B, G, PK / 128];
+    codes int8 (largest 127) or float8 e4m3 (448), scales float32; PK is SK rounded up to 128, filled up with zeros
+
+**Smoothing** (Zhang et al., "SageAttention", 2024). Keys of real models have channels that are far from zero for every token,
+and 8 bits relative to those leave nothing for what tells keys apart. One vector subtracted from all keys of a head changes all
+of a query's scores by one number, which its softmax does not see. That holds for any vector, so the mean is taken of up to 32
+keys, spread evenly: it is 0.18 standard deviations of a key from the mean of all, and costs no pass of its own. (The
+log-sum-exp does see it: attention over codes returns none.)
+
+**Layout.** Products of 8 bits on Hopper read both operands with the summed dimension dense: values are transposed. Of each 16
+keys they are in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, so that the weights of Hopper's scores are the next
+product's operand in the registers where they are (scaled_attention_common.key_order).
+
+With int8 the values stay what they are: their codes and scales are empty. Scales are at least 2^-40 / largest, so that a
+product of two is no denormal number. A block that holds a NaN or an infinity has the scale NaN and zero codes; keys of a head
+all have it if their sample does.
+
+Limited by bytes. Not supported: packed sequences, other head dims than multiples of 16, fp8 before sm_89.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.formats import FORMATS
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.attention.fp8.inputs import quantize_keys_values_arguments
+from tilewright.kernels.attention.fp8.layout import KEYS, SMALLEST, key_order, padded_rows
+from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude
+from tilewright.kernels.launch.pdl import release
+from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["FORMATS_OF_ATTENTION", "quantize_keys_values_op"]
+
+# B sequences, S queries, H query heads, G key/value heads, D head dim, N rows of a block
+
+FORMATS_OF_ATTENTION = ("fp8", "int8")
+SAMPLE = 32  # keys
+Coded = tuple[Tensor, Tensor, Tensor, Tensor]
+
+# ---- reference
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[B, SK, G, D] as float32 blocks [B, G, PK / 128, 128, D], filled up with zeros."""
+    x = x.float().transpose(1, 2)
+    x = torch.nn.functional.pad(x, (0, 0, 0, padded_rows(x.shape[2]) - x.shape[2]))
+    return x.unflatten(2, (-1, KEYS))
+
+
+def _encode(blocks: Tensor, format: str, power: bool = False) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of blocks [.., N, D]."""
+    form = FORMATS[format]
+    amax = blocks.abs().amax((-2, -1)).clamp_min(SMALLEST)
+    finite = amax.isfinite()
+    amax = amax.where(finite, 1.0)
+    scale, inverse = amax / form.largest, torch.full_like(amax, form.largest) / amax  # `largest / amax` would round twice
+    if power:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        inverse = 1.0 / scale
+    scaled = (blocks * inverse[..., None, None]).where(finite[..., None, None], 0.0)
+    codes = (scaled.round() if form.dtype == torch.int8 else scaled).clamp(-form.largest, form.largest).to(form.dtype)
+    return codes, scale.where(finite, float("nan"))
+
+
+def _sample_mean(k: Tensor) -> Tensor:
+    """float32 [B, 1, G, D]: of up to SAMPLE keys of [B, SK, G, D], spread evenly."""
+    keys = k.shape[1]
+    count = min(keys, SAMPLE)
+    at = torch.arange(count, device=k.device) * keys // max(count, 1)
+    return k[:, at].float().sum(1, keepdim=True) / max(count, 1)
+
+
+def _reference(k: Tensor, v: Tensor, format: str) -> Coded:
+    k_codes, k_scale = _encode(_blocks(k.float() - _sample_mean(k)), format)
+    if format != "fp8":
+        return k_codes.flatten(2, 3), k_codes.new_empty(0), k_scale, k_scale.new_empty(0)
+    v_codes, v_scale = _encode(_blocks(v), format, power=True)
+    v_codes = v_codes.flatten(2, 3)
+    # Indexing is not there for 8-bit floats on every device.
+    v_codes = v_codes.view(torch.uint8)[:, :, key_order(v_codes.shape[2], v.device)].mT.contiguous().view(v_codes.dtype)
+    return k_codes.flatten(2, 3), v_codes, k_scale, v_scale
+
+
+def _fake(k: Tensor, v: Tensor, format: str) -> Coded:
+    batch, keys, groups, dim = k.shape
+    padded = padded_rows(keys)
+    coded = format == "fp8"
+
+    def codes(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=FORMATS[format].dtype, device=k.device)
+
+    def scales(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=k.device)
+
+    return (
+        codes(batch, groups, padded, dim),
+        codes(batch, groups, dim, padded) if coded else codes(0),
+        scales(batch, groups, padded // KEYS),
+        scales(batch, groups, padded // KEYS) if coded else scales(0),
+    )
+
+
+# ---- cost, space and examples
+
+
+def _cost(k: Tensor, v: Tensor, format: str) -> Cost:
+    read = (k, v) if format == "fp8" else (k,)
+    written = _fake(k.to("meta"), v.to("meta"), format)
+    return Cost(flops=3 * sum(t.numel() for t in read), bytes=sum(t.nbytes for t in (*read, *written)))
+
+
+class Problem(NamedTuple):
+    """All that a config may depend on."""
+
+    dtype: torch.dtype
+    head_dim: int
+    format: str
+
+
+def _problem(k: Tensor, v: Tensor, format: str) -> Problem:
+    return Problem(k.dtype, k.shape[-1], format)
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if problem.format == "fp8" and device.arch < 89:
+        return f"fp8 needs the conversions of sm_89, this is sm_{device.arch}; int8 runs here"
+    return None
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    return {"num_warps": 4 if problem.head_dim <= 128 else 16}
+
+
+def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    if problem.head_dim > 128 and config["num_warps"] < 16:
+        return "a block of keys and its sample take more registers than there are"
+    return None
+
+
+SPACE = Space(default=_default, axes={"num_warps": (4, 8, 16)}, refusal=_config_refusal)
+
+
+def _example(
+    label: str, format: str, keys: int, heads: int = 1, dim: int = 64, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
+    merged: bool = False, offset: float = 0.0,
+) -> Example:  # fmt: skip
+    """merged: k and v are views of one projection. offset: added to all keys."""
+
+    def make(inputs: Inputs) -> tuple[object, ...]:
+        if merged:
+            k, v = inputs.randn(batch, keys, 2 * heads, dim, dtype=dtype).split(heads, 2)
+        else:
+            k, v = (inputs.randn(batch, keys, heads, dim, dtype=dtype) for _ in range(2))
+        return k + offset if offset else k, v, format
+
+    return Example(label, make)
+
+
+EXAMPLES = (
+    _example("ragged", "fp8", 130),
+    _example("merged", "fp8", 129, 2, 128, merged=True),
+    _example("offset", "fp8", 257, offset=20.0, dtype=torch.float16),
+    _example("int8", "int8", 100, 2, batch=2, offset=5.0),
+    _example("int8 wide", "int8", 129, dim=256),
+    _example("narrow", "fp8", 20, dim=48, dtype=torch.float32),
+    _example("one", "int8", 1, dim=16),
+    _example("no keys", "fp8", 0),
+)
+
+# ---- kernel
+
+
+@triton.jit
+def _scales(bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
+    """(scale, inverse) of the largest magnitude's bits; for NaN and infinity (NaN, 0). POWER: the next power of two."""
+    finite = bits < 0x7F800000
+    amax = tl.where(finite, tl.maximum(bits, 0x2B800000), 0x3F800000).to(tl.float32, bitcast=True)  # 2^-40 at least
+    scale = tl.div_rn(amax, LARGEST)
+    inverse = tl.div_rn(tl.zeros_like(amax) + LARGEST, amax)
+    if POWER:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        inverse = tl.div_rn(1.0, scale)
+    return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
+
+
+@triton.jit
+def _rows(x_ptr, rows, limit, strides, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of one head, zeros beyond `limit` and D. strides: (of a row, of a head's start)."""
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    at = rows[:, None]
+    return tl.load(x_ptr + at.to(tl.int64) * strides + cols, mask=(at < limit) & (cols < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rows(codes_ptr, rows, codes, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(codes_ptr + rows[:, None].to(tl.int64) * D + cols, codes, mask=cols < D)
+
+
+@triton.jit
+def _keys(
+    x_ptr, codes_ptr, scale_ptr, head, block, blocks, keys, row_stride,
+    LARGEST: tl.constexpr, SAMPLE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    count = tl.minimum(keys, SAMPLE)
+    sampled = tl.arange(0, SAMPLE)
+    at = tl.where(sampled < count, (sampled.to(tl.int64) * keys // count).to(tl.int32), keys)
+    mean = tl.sum(_rows(x_ptr, at, keys, row_stride, D, BLOCK_D), axis=0) / count
+    rows = block * 128 + tl.arange(0, 128)
+    x = _rows(x_ptr, rows, keys, row_stride, D, BLOCK_D)
+    x = tl.where(rows[:, None] < keys, x - mean[None, :], 0.0)
+    scale, inverse = _scales(tl.max(tl.max(magnitude(x), axis=1), axis=0), LARGEST, False)  # pyright: ignore[reportGeneralTypeIssues]
+    codes = encode_tile(x, inverse, codes_ptr.dtype.element_ty)
+    _store_rows(codes_ptr, (head * blocks + block) * 128 + tl.arange(0, 128), codes, D, BLOCK_D)
+    tl.store(scale_ptr + head * blocks + block, scale)
+
+
+@triton.jit
+def _values(
+    x_ptr, codes_ptr, scale_ptr, head, block, blocks, keys, row_stride,
+    LARGEST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    place = tl.arange(0, 128)
+    of_16 = place % 16
+    # scaled_attention_common.key_order
+    rows = block * 128 + place - of_16 + of_16 // 4 * 2 + of_16 % 2 + of_16 % 4 // 2 * 8
+    x = _rows(x_ptr, rows, keys, row_stride, D, BLOCK_D)
+    scale, inverse = _scales(tl.max(tl.max(magnitude(x), axis=1), axis=0), LARGEST, True)  # pyright: ignore[reportGeneralTypeIssues]
+    codes = tl.trans(encode_tile(x, inverse, codes_ptr.dtype.element_ty))
+    channel = tl.arange(0, BLOCK_D)[:, None]
+    cols = (block * 128 + place)[None, :]
+    tl.store(codes_ptr + (head * D + channel).to(tl.int64) * (blocks * 128) + cols, codes, mask=channel < D)
+    tl.store(scale_ptr + head * blocks + block, scale)
+
+
+@triton.jit(do_not_specialize=["keys", "G", "blocks", "of_keys"])
+def quantize_keys_values_kernel(
+    k_ptr, v_ptr, k_codes_ptr, v_codes_ptr, k_scale_ptr, v_scale_ptr, keys, G, blocks, of_keys,
+    k_batch_stride, k_row_stride, k_head_stride, v_batch_stride, v_row_stride, v_head_stride,
+    LARGEST: tl.constexpr, SAMPLE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program a block of 128 rows of a head: of_keys programs of keys, and as many of values if they are coded."""
+    release()
+    program = tl.program_id(0)
+    if program < of_keys:
+        head = program // blocks
+        start = k_ptr + (head // G).to(tl.int64) * k_batch_stride + (head % G).to(tl.int64) * k_head_stride
+        _keys(start, k_codes_ptr, k_scale_ptr, head, program % blocks, blocks, keys, k_row_stride, LARGEST, SAMPLE, D, BLOCK_D)
+    else:
+        program -= of_keys
+        head = program // blocks
+        start = v_ptr + (head // G).to(tl.int64) * v_batch_stride + (head % G).to(tl.int64) * v_head_stride
+        _values(start, v_codes_ptr, v_scale_ptr, head, program % blocks, blocks, keys, v_row_stride, LARGEST, D, BLOCK_D)
+
+
+# ---- launcher and op
+
+
+def _launch(config: Config, k: Tensor, v: Tensor, format: str) -> Coded:
+    coded = _fake(k, v, format)
+    k_codes, v_codes, k_scale, v_scale = coded
+    if of_keys := k_scale.numel():
+        dim = k.shape[3]
+        quantize_keys_values_kernel[(of_keys * (2 if format == "fp8" else 1),)](
+            k, v, k_codes, v_codes, k_scale, v_scale, k.shape[1], k.shape[2], k_scale.shape[2], of_keys,
+            *k.stride()[:3], *v.stride()[:3],
+            LARGEST=FORMATS[format].largest, SAMPLE=SAMPLE, D=dim, BLOCK_D=next_pow2(dim), **UNFUSED, **config,
+        )  # fmt: skip
+    return coded
+
+
+quantize_keys_values_op = Op(
+    name="quantize_keys_values",
+    reference=_reference,
+    problem=_problem,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=quantize_keys_values_arguments,
+    fake=_fake,
+    codes_may_move=True,
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, batch_invariant=True),),
+)

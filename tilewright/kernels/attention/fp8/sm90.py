@@ -1,0 +1,85 @@
+"""The host side of sm90_kernel.py: what it takes, its descriptors; exports the Impl `sm90`.
+
+Refuses: values that are not float8 codes (the format int8), queries in float32, head dims that are not in HEAD_DIMS, and
+queries that the copy engine cannot address.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.attention.fp8.layout import Problem
+from tilewright.kernels.attention.fp8.sm90_kernel import scaled_attention_sm90_kernel
+from tilewright.kernels.attention.fp8.sm90_schedule import CONSUMERS, KEYS, ROWS, SLOT
+from tilewright.kernels.attention.problem import LOG2_E, packed
+from tilewright.kernels.launch.counters import tickets
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config
+
+__all__ = ["SM90"]
+
+HEAD_DIMS = (64, 128)
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if not problem.coded_values:
+        return "takes float8 codes of queries, keys and values (the format fp8)"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bf16 or fp16, not {problem.dtype}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"takes head dims {' and '.join(map(str, HEAD_DIMS))}, not {problem.head_dim}"
+    if not problem.tma:
+        return "takes queries whose heads are beside each other in a row, rows and heads at multiples of 16 bytes"
+    return None
+
+
+# ---- launcher
+
+
+def _descriptor(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], _DTYPES[matrix.dtype])
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, cols], layout)
+
+
+def _launch(
+    config: Config, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor | None, keys: int, scale: float,
+    causal: bool,
+) -> Tensor:  # fmt: skip
+    assert v_scale is not None
+    batch, queries, heads, d = q.shape
+    groups, padded_k = k.shape[1], k.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not out.numel():
+        return out
+    if not keys:  # the copy engine has no empty matrices
+        return out.zero_()
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    rows, block, consumers = ROWS.value, KEYS.value, CONSUMERS.value
+    blocks = -(-queries // (consumers * rows))
+    shared = heads // groups
+    # Heads at a time: as many as give each SM a tile (two under a mask, whose tiles differ), with at most half of L2 for their
+    # keys and values. Heads that share them go together.
+    wanted = -(-device.sms * (2 if causal else 1) // (blocks * shared))
+    section = max(1, min(wanted, device.l2_bytes // 2 // (2 * padded_k * d))) * shared
+    programs = min(blocks * batch * heads, device.sms)
+    # Beside the ring: the tile's queries as they are and as codes, and its result.
+    stages = min(6, (device.smem_bytes - 2048 - consumers * rows * d * (2 * q.itemsize + 1)) // (2 * block * d))
+    of_q = packed(q)
+    width = (heads - 1) * of_q.stride(1) + d
+    q_matrix = of_q.as_strided((batch * queries, width), (of_q.stride(0), 1))
+    scaled_attention_sm90_kernel[(programs,)](
+        _descriptor(q_matrix, rows, d), _descriptor(k.view(-1, d), block, d), _descriptor(v.view(-1, padded_k), d, block),
+        _descriptor(out.view(batch * queries, heads * d), rows, d), out, k_scale, v_scale,
+        tickets(q.device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=q.device),
+        blocks, batch * heads, min(section, batch * heads), heads, shared, queries, keys, padded_k, of_q.stride(1),
+        scale * LOG2_E,
+        STAGES=stages, D=d, CAUSAL=causal, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+SM90 = Impl(name="sm90", launch=_launch, written_for=90, refuse=_refuse, interpretable=False)

@@ -1,0 +1,1 @@
+"""Attention over a paged cache, and what writes to that cache."""

@@ -1,0 +1,411 @@
+"""Causal attention over a paged KV cache, for prefill, chunked prefill and decode rows in one batch.
+
+    # T tokens of B sequences packed, H query heads, G key/value heads, D head dim, P pages, S tokens a page
+    o[t, h, :] = sum_n softmax_n(scale * q[t, h, :] . k[n, g, :]) v[n, g, :]        g = h // (H / G)
+
+over the keys n of the token's own sequence that stand at or before it (and fewer than `window` back). Sequence b brings the
+queries cu_q[b] .. cu_q[b+1]; they are the last of its kv_lens[b] tokens, whose keys and values are in the cache already.
+Key n of sequence b lies in page block_table[b, n // S] at offset n % S. A row without keys (kv_lens 0) gives zeros.
+
+The incremental softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
+"FlashAttention", 2022) walks over the keys in tiles and keeps, per query row, the running maximum m, the sum l of
+exp2(s - m) and the weighted sum of values acc. A new tile with maximum m' rescales l and acc by exp2(m - m'). Scores are
+scaled by log2(e) once, so that the hardware's exp2 serves.
+
+The caches have q's dtype, or hold codes of 8 bits, int8 or float8 e4m3, with a float32 scale for each token and head,
+k = code * k_scale; values are then stored by columns, [P, G, D, S]. Attention sinks are a logit for each head that takes weight
+in the softmax and has no value.
+
+Six schedules:
+- `sm90` (decode_sm90_kernel.py, decode_sm90_kernel_8bit.py): `stream` for Hopper, by hand; head dims 64 and 128, caches of 16
+  bits or codes.
+- `stream` (split_kv.py), few queries a sequence (decode), limited by the bytes of the cache: all programs get equal shares
+  of all keys, whatever the lengths; the last to finish a sequence combines what its programs found.
+- `varlen_sm90` (prefill_sm90_kernel.py), many queries a sequence: the loop of attention/sm90_kernel.py, over pages; head dims
+  as `sm90`, caches of 16 bits.
+- `varlen`, any lengths: a program takes one key/value head and a tile of queries x shared heads, walks the keys from the
+  first, and masks only where the diagonal or the window passes.
+- `invariant_sm90` and `invariant`: `varlen_sm90` and `varlen` with one tile for every batch, so a row's bits are the same
+  in prefill, in a chunk and in decode.
+
+Not supported: backward, dropout, biases, non-causal masks, soft caps. A GPU does not say that a length or a page is wrong, but
+never reads outside the cache for it (checks.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.formats import encode
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.attention.paged.checks import at_hand, check_lengths, check_numbers, check_tables
+from tilewright.kernels.attention.paged.configs import (
+    CODES,
+    FEW_QUERIES,
+    INVARIANT_SPACE,
+    VARLEN_SPACE,
+    Problem,
+    codes_of,
+    misfit,
+    problem_of,
+    room_of,
+    value_shape,
+)
+from tilewright.kernels.attention.paged.decode_sm90 import SM90
+from tilewright.kernels.attention.paged.inputs import attention_arguments
+from tilewright.kernels.attention.paged.prefill_sm90 import INVARIANT_SM90, VARLEN_SM90
+from tilewright.kernels.attention.paged.split_kv import STREAM
+from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalise, walk
+from tilewright.kernels.attention.paged.work import varlen_work
+from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
+from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config
+
+__all__ = ["CODES", "FEW_QUERIES", "paged_attention", "paged_attention_op"]
+
+# ---- reference
+
+
+def _gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of one sequence, [G, length, D]."""
+    _, heads, page_size, dim = cache.shape
+    held = cache.index_select(0, pages[: -(-length // page_size)])
+    return held.transpose(0, 1).reshape(heads, -1, dim)[:, :length]
+
+
+def _decoded(cache: Tensor, scale: Tensor | None, by_columns: bool, dtype: torch.dtype) -> Tensor:
+    """A cache as numbers [P, G, S, D]."""
+    if scale is None:
+        return cache
+    numbers = cache.to(dtype)
+    return (numbers.mT if by_columns else numbers) * scale[..., None].to(dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+    """q [1, G, rows, D], k and v [1, G, n, D], sinks [G, rows]: logits that take weight and have no value."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = scale * (q.to(wide) @ k.to(wide).mT)
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    weights = torch.cat((scores, sinks.to(wide)[None, :, :, None]), -1).softmax(-1)[..., :-1]
+    return (weights @ v.to(wide)).to(q.dtype)
+
+
+def _reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    kv_heads, dim = k_cache.shape[1], q.shape[2]
+    group = q.shape[1] // kv_heads
+    wide = q.dtype if k_scale is None else torch.promote_types(q.dtype, torch.float32)
+    bounds, lengths = cu_q.tolist(), kv_lens.tolist()
+    keys, values = _decoded(k_cache, k_scale, False, wide), _decoded(v_cache, v_scale, True, wide)
+    outputs = []
+    for b, length in enumerate(lengths):
+        rows = q[bounds[b] : bounds[b + 1]] if len(lengths) > 1 else q
+        count = rows.shape[0]
+        if count == 0 or length == 0:
+            outputs.append(torch.zeros_like(rows))
+            continue
+        k, v = (_gather(cache, block_table[b], length) for cache in (keys, values))
+        mask = None
+        if count > 1 or window is not None:
+            at = torch.arange(length - count, length, device=q.device).repeat_interleave(group)[:, None]
+            others = torch.arange(length, device=q.device)[None, :]
+            mask = (others <= at) if window is None else (others <= at) & (others > at - window)
+        # The heads that share keys become rows of one head: query 0's heads, then query 1's ...
+        rows = rows.view(-1, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
+        out = _attend(
+            rows.to(wide), k[None], v[None], mask, scale, None if sinks is None else sinks.view(-1, group).repeat(1, count)
+        )
+        outputs.append(out.to(q.dtype).view(kv_heads, -1, group, dim).transpose(0, 1).reshape(count, -1, dim))
+    if not outputs:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
+
+
+# ---- cost
+
+
+def _cost(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+) -> Cost:  # fmt: skip
+    """Waits for the device: the work depends on the lengths."""
+    heads, dim = q.shape[1:]
+    pairs = keys = 0
+    for length, queries in zip(kv_lens.tolist(), cu_q.diff().tolist(), strict=True):
+        span = length if window is None else min(length, window + max(queries - 1, 0))
+        keys += span
+        pairs += sum(min(length - i, window or length) for i in range(min(queries, length)))
+    scale_bytes = 0 if k_scale is None else k_scale.element_size()
+    kv_bytes = 2 * keys * k_cache.shape[1] * (dim * k_cache.element_size() + scale_bytes)
+    return Cost(flops=4 * pairs * heads * dim, bytes=2 * q.nbytes + kv_bytes)
+
+
+# ---- examples
+
+
+def _example(
+    label: str, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (4, 2), dim: int = 32,
+    page_size: int = 16, window: int | None = None, dtype: torch.dtype = torch.bfloat16,
+    format: str = "", sinks: bool = False,
+) -> Example:  # fmt: skip
+    """`lengths`: (query length, total length) of each sequence. Pages are scattered; what lies past a length is NaN."""
+
+    def make(inputs: Inputs) -> tuple[object, ...]:
+        needed = [-(-kv // page_size) for _, kv in lengths]
+        pages = 1 + sum(needed)
+        order = inputs.permutation(pages)
+        caches = [inputs.randn(pages, heads[1], page_size, dim, dtype=dtype) for _ in range(2)]
+        table = inputs.tensor([[0] * max(needed) for _ in lengths], torch.int32)
+        at = 0
+        for b, (count, (_, kv)) in enumerate(zip(needed, lengths, strict=True)):
+            table[b, :count] = order[at : at + count]
+            if kv % page_size:
+                for cache in caches:
+                    cache[order[at + count - 1], :, kv % page_size :] = float("nan")
+            at += count
+        for cache in caches:
+            cache[order[at:]] = float("nan")
+        scales: Sequence[Tensor | None] = (None, None)
+        if format:
+            # The scale of what is not there is NaN, and so is all that is read of it.
+            coded = [encode(cache, format) for cache in caches]
+            caches, scales = [coded[0][0], coded[1][0].mT.contiguous()], [scale.squeeze(-1) for _, scale, _ in coded]
+        ends = [0]
+        for queries, _ in lengths:
+            ends.append(ends[-1] + queries)
+        q = inputs.randn(ends[-1], heads[0], dim, dtype=dtype)
+        kv_lens = inputs.tensor([kv for _, kv in lengths], torch.int32)
+        longest = max(queries for queries, _ in lengths)
+        ends, sink = inputs.tensor(ends, torch.int32), inputs.randn(heads[0]) if sinks else None
+        return q, *caches, table, kv_lens, ends, longest, dim**-0.5, window, *scales, sink
+
+    return Example(label, make)
+
+
+EXAMPLES = (
+    _example("decode", ((1, 70), (1, 1), (1, 0), (1, 33))),
+    _example("decode-long", ((1, 600),), heads=(2, 1), dim=16),
+    _example("decode-window", ((1, 70), (1, 5)), window=20, dtype=torch.float16),
+    _example("prefill", ((33, 33), (7, 7)), heads=(2, 2), dtype=torch.float32),
+    _example("mixed", ((1, 40), (5, 69), (0, 16), (1, 1), (17, 17))),
+    _example("window", ((20, 70), (3, 3)), window=9),
+    _example("ragged-heads", ((5, 21),), heads=(6, 2), dim=24, page_size=4, dtype=torch.float16),
+    _example("few", ((3, 300), (16, 16), (0, 40), (1, 77)), page_size=32),
+    _example("few-window", ((16, 130), (2, 9)), heads=(2, 2), page_size=64, window=30, sinks=True),
+    _example("sinks", ((1, 200), (1, 0), (1, 1)), dim=64, page_size=128, sinks=True, dtype=torch.float32),
+    _example("wide", ((1, 140), (1, 64), (1, 0)), (8, 2), 128),
+    _example("wide-mixed", ((40, 170), (1, 33), (0, 9)), (4, 2), 128),
+    _example("wide-few", ((3, 70), (0, 20), (1, 1)), (4, 2), 64, 64, sinks=True, dtype=torch.float16),
+    _example("int8", ((1, 150), (1, 1), (1, 300)), format="int8"),
+    _example("fp8", ((2, 150), (1, 17)), dim=64, format="fp8", dtype=torch.float16),
+    _example("int8-prefill", ((40, 150), (1, 17)), format="int8", page_size=64, sinks=True),
+)
+
+# ---- kernels
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "q_row_stride", "table_row_stride", "window"])
+def _varlen_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
+    batch, tokens, pages, room, q_row_stride, table_row_stride, scale_log2, window,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, HEAD_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    # Late tiles see the most keys: start them first, so that no long one is left for the end.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    g = tl.program_id(1)
+    # Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on: at least ceil(its queries / BLOCK_Q) of them.
+    b = tl.full((), 0, tl.int32)
+    high = batch
+    while b + 1 < high:
+        middle = (b + high) // 2
+        if tl.load(cu_q_ptr + middle) // BLOCK_Q + middle <= tile:
+            b = middle
+        else:
+            high = middle
+    q_begin = tl.load(cu_q_ptr + b)
+    q_len = tl.load(cu_q_ptr + b + 1) - q_begin
+    kv_len = length_of(kv_lens_ptr, b, True, room)
+    q_first = (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
+    if q_first >= q_len:
+        return
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    queries = q_first + rows // GROUP
+    heads = g * GROUP + rows % GROUP
+    token = (q_begin + queries).to(tl.int64)
+    live_rows = (queries < q_len) & (rows < BLOCK_Q * GROUP) & (token >= 0) & (token < tokens)
+    live = live_rows[:, None] & (dims < D)[None, :]
+    q = tl.load(q_ptr + (row_start(token, q_row_stride, D) + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
+    at = kv_len - q_len + queries
+    first_at = kv_len - q_len + q_first
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(0, first_at + 1 - window) // BLOCK_N * BLOCK_N
+    last = tl.minimum(kv_len, first_at + BLOCK_Q)
+    PAGE_STRIDE: tl.constexpr = G * S * D
+    table_ptr += b.to(tl.int64) * table_row_stride
+    acc, m, l = walk(  # pyright: ignore[reportGeneralTypeIssues] (it follows the literal first = 0 into no return)
+        q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, k_scale_ptr + g * HEAD_SCALES, v_scale_ptr + g * HEAD_SCALES,
+        table_ptr, pages, first, last, kv_len, at, first_at, scale_log2, window,
+        PAGE_STRIDE, G * HEAD_SCALES, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, CODED, True,
+    )  # fmt: skip
+    o = normalise(acc, m, l, sink_ptr, heads, live_rows, HAS_SINKS).to(o_ptr.dtype.element_ty)
+    tl.store(o_ptr + (token * G * GROUP * D + heads * D)[:, None] + dims[None, :], o, mask=live)
+
+
+# ---- launchers and op
+
+_LOG2_E = 1.4426950408889634
+
+
+def _varlen_launch(
+    config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (tokens, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
+    o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    group, block_d = heads // kv_heads, max(16, next_pow2(dim))
+    tiles = tokens // (config["BLOCK_M"] // group) + batch
+    if tokens:
+        _varlen_kernel[(tiles, kv_heads)](
+            q, codes_of(k_cache), codes_of(v_cache), q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+            q if sinks is None else sinks, block_table, kv_lens, cu_q, o,
+            batch, tokens, k_cache.shape[0], room_of(k_cache, block_table), token_stride(q), block_table.stride(0),
+            scale * _LOG2_E, window or 0, G=kv_heads, GROUP=group, D=dim, S=page_size, HAS_WINDOW=window is not None,
+            CODED=k_scale is not None, HEAD_SCALES=0 if k_scale is None else k_scale.stride(1),
+            HAS_SINKS=sinks is not None, BLOCK_D=block_d, **config,
+        )  # fmt: skip
+    return o
+
+
+def _first(device: Device, problem: Problem) -> str | None:
+    # H100, docs/log.md#paged-decode: with its default the fastest of those for few queries nearly everywhere.
+    return "sm90" if problem.queries else None
+
+
+paged_attention_op = Op(
+    name="paged_attention",
+    reference=_reference,
+    fake=lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    problem=problem_of,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=attention_arguments,
+    rows_in_problem=True,
+    first=_first,
+    roundings=2,  # the softmax's weights, then the result
+    impls=(
+        SM90,
+        STREAM,
+        VARLEN_SM90,
+        Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
+        INVARIANT_SM90,
+        Impl(name="invariant", launch=_varlen_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),
+    ),
+)
+
+# ---- public function
+
+
+def _check_codes(q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    if (k_cache.dtype in CODES) != (k_scale is not None) or (k_scale is None) != (v_scale is None):
+        raise ValueError(
+            f"paged_attention: caches of {k_cache.dtype} with k_scale {'absent' if k_scale is None else 'given'} and v_scale "
+            f"{'absent' if v_scale is None else 'given'}: int8 and float8_e4m3fn want both, {q.dtype} wants none"
+        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and (why := misfit(scale, k_cache, k_scale)):
+            raise ValueError(f"paged_attention: {name} {why}")
+
+
+def _check_operands(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *CODES):
+        raise ValueError(
+            f"paged_attention: dtypes differ: q {q.dtype}, caches {k_cache.dtype}, {v_cache.dtype}; wanted caches of q's "
+            "dtype, or both of int8 or float8_e4m3fn with scales"
+        )
+    if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or v_cache.shape != value_shape(k_cache):
+        raise ValueError(
+            "paged_attention: wants q [T, H, D] and caches [P, G, S, D] with one D, values in codes [P, G, D, S]; "
+            f"got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        )
+    if not k_cache.shape[1] or not q.shape[1] or q.shape[1] % k_cache.shape[1]:
+        raise ValueError(f"paged_attention: {q.shape[1]} query heads are no multiple of {k_cache.shape[1]} key/value heads")
+    if not 1 <= q.shape[2] <= LARGEST_HEAD_DIM:
+        raise ValueError(f"paged_attention: head dim is {q.shape[2]}, wanted 1 to {LARGEST_HEAD_DIM}")
+    if not q.device == k_cache.device == v_cache.device:
+        raise ValueError(
+            "paged_attention: wants all tensors on one device; got q on "
+            f"{q.device}, caches on {k_cache.device} and {v_cache.device}"
+        )
+    if q.stride(2) != 1 or q.stride(1) != q.shape[2] or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError(
+            f"paged_attention: wants q with dense heads and contiguous caches; got strides {q.stride()}, {k_cache.stride()}, "
+            f"{v_cache.stride()}: call .contiguous() first"
+        )
+
+
+def _check_sinks(q: Tensor, sinks: Tensor) -> None:
+    if sinks.shape != q.shape[1:2] or sinks.dtype not in DTYPES or sinks.device != q.device or not sinks.is_contiguous():
+        raise ValueError(
+            f"paged_attention: sinks must be [{q.shape[1]}], one a query head, contiguous, bfloat16, float16 or float32 on "
+            f"{q.device}; got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device} with strides {sinks.stride()}"
+        )
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of packed queries over a paged cache that already holds their own keys and values.
+
+    Args:
+        q: [T, H, D] bf16, fp16 or fp32, heads dense; H a multiple of G, D at most 256.
+        k_cache: [P, G, S, D] of q's dtype, contiguous; or codes of int8 or float8_e4m3fn.
+        v_cache: like k_cache; codes by columns, [P, G, D, S].
+        block_table: [B, max_pages] int32, the page of each S tokens of a sequence.
+        kv_lens: [B] int32, tokens of each sequence in the cache, this call's included.
+        cu_q: [B + 1] int32, where each sequence's queries start in q.
+        max_q_len: the longest query length; 1 means that every sequence brings exactly one query (decode).
+        scale: factor on q . k, above 0.
+        window: each query sees at most this many keys, its own included; None for all.
+        k_scale: [P, G, S] float32, what a key's codes are multiplied by; for caches of codes only.
+        v_scale: likewise for values, with the same strides: both may be views of one [P, G, 2, S].
+        sinks: [H] floating point, a logit for each head that takes part in the softmax and has no value; None for none.
+
+    Returns:
+        [T, H, D] of q's dtype, contiguous. Sequences with kv_lens 0 give zeros.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or layouts do not fit; on a CPU also lengths or pages (see `ops.check_paged`).
+    """
+    _check_operands(q, k_cache, v_cache)
+    check_numbers("paged_attention", q, max_q_len, scale)
+    _check_codes(q, k_cache, k_scale, v_scale)
+    check_tables("paged_attention", q, block_table, kv_lens, cu_q, max_q_len)
+    if at_hand(kv_lens):
+        pages, page_size = k_cache.shape[0], k_cache.shape[2]
+        check_lengths("paged_attention", block_table, kv_lens, page_size, pages, cu_q, q.shape[0], max_q_len)
+    if sinks is not None:
+        _check_sinks(q, sinks)
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: window must be at least 1, or None for all keys; got {window}")
+    return paged_attention_op(
+        tokens_ready(q), k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks
+    )

@@ -1,0 +1,152 @@
+"""The host side of decode_sm90_kernel.py and decode_sm90_kernel_8bit.py: configs and launch; exports the Impl `sm90`.
+
+Refuses: queries other than bf16 and fp16, caches other than of the queries' dtype or codes, head dims other than 64 and 128,
+pages of other than 16, 32, 64 or a multiple of 64 tokens, more than 64 rows (queries times heads that share keys) or 16 queries
+a sequence. What `varlen_sm90` refuses for the same reasons, and the boxes of both, stand here too.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.attention.paged.configs import CODES, Problem, room_of, stream_refusal
+from tilewright.kernels.attention.paged.decode_sm90_kernel import paged_sm90_kernel
+from tilewright.kernels.attention.paged.decode_sm90_kernel_8bit import paged_sm90_codes_kernel
+from tilewright.kernels.attention.paged.work import stream_work
+from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.shapes import next_pow2, token_stride
+from tilewright.op import Impl, scope
+from tilewright.tune.model import Work
+from tilewright.tune.space import Config, Space
+
+__all__ = ["SM90", "boxes", "sm90_refusal"]
+
+_LOG2_E = 1.4426950408889634
+_ROWS = 64  # of a tile: keys; and queries times heads that share them, at most
+_PANEL = 64  # columns of a box
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_BOXED = {**_DTYPES, torch.int32: gl.int32}
+
+
+def sm90_refusal(device: Device, problem: Problem, block: int, *, coded: bool = False) -> str | None:
+    """Why no kernel for Hopper takes a problem, or None.
+
+    block: keys of a tile; larger pages are whole tiles. coded: whether caches may be of codes too.
+    """
+    if problem.dtype not in _DTYPES or (problem.cache != problem.dtype and not (coded and problem.cache in CODES)):
+        caches = "the same or of 8-bit codes" if coded else "the same"
+        return f"takes queries of bf16 or fp16 and caches of {caches}, not {problem.dtype} with {problem.cache}"
+    if problem.head_dim not in (64, 128):
+        return f"takes head dims of 64 and 128, not {problem.head_dim}"
+    if problem.page_size not in (16, 32, 64) and problem.page_size % block:
+        return f"takes pages of 16, 32, 64 or a multiple of {block} tokens, not {problem.page_size}"
+    return None
+
+
+def _columns(problem_rows: int) -> int:
+    """wgmma's narrow side."""
+    return max(8, next_pow2(problem_rows))
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if reason := sm90_refusal(device, problem, _ROWS, coded=True) or stream_refusal(device, problem):
+        return reason
+    rows = problem.queries * problem.group
+    return f"{rows} rows, queries times heads that share keys, are more than {_ROWS}" if rows > _ROWS else None
+
+
+def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    if config["BOX"] < _ROWS and (problem.page_size <= config["BOX"] or problem.cache in CODES):
+        return "smaller boxes are for pages of 16 bits that are larger"
+    columns = _columns(problem.queries * problem.group)
+    if columns > 32 and problem.row_bytes == 128 and problem.cache in CODES and config["PER_SM"] > 1:
+        return "two programs an SM leave too few registers for 64 columns of codes"
+    own = columns * (2 * problem.head_dim + 2 * _ROWS + 16)  # queries, weights, maxima
+    used = config["PER_SM"] * (2 * config["STAGES"] * _ROWS * (problem.row_bytes + 4) + own + 4096)
+    return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # H100, 128 dims, docs/log.md#paged-decode: rows of 256 bytes are read faster by one program an SM with two stages, codes by
+    # two programs. 64 dims of 16 bits were not timed.
+    if problem.cache in CODES:
+        return {"PER_SM": 1 if problem.queries * problem.group > 32 else 2, "STAGES": 2, "LONGER": 6, "BOX": _ROWS}
+    few = problem.row_bytes == 256
+    # Two programs win there too, by up to 1.6 %, where a program has pairs of a sequence and a head of its own: with fewer
+    # pairs than programs there are more parts to combine, and 16 x 2000 takes 4 % longer.
+    own = problem.queries == 1 and problem.batch * problem.kv_heads > 2 * device.sms
+    # Of 310 tokens boxes of 8 fetch 312, of 16, or a page of 64, 320.
+    return {"PER_SM": 1 if few and not own else 2, "STAGES": 2 if few else 4, "LONGER": 6, "BOX": 8}
+
+
+def boxes(t: Tensor, box: list[int]) -> TensorDescriptor:
+    """A dense tensor of bf16, fp16 or words of codes in boxes, swizzled by as many bytes as a box is wide, 128 at most."""
+    layout = gl.NVMMASharedLayout.get_default_for(box, _BOXED[t.dtype])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
+
+
+def _code_boxes(k_cache: Tensor, v_cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of keys and values in words of four codes: a page at most 64 tokens of it; small pages of values in rows of 128 bytes."""
+    dim, page_size = k_cache.shape[3], k_cache.shape[2]
+    keys = boxes(k_cache.view(-1, dim).view(torch.int32), [min(page_size, _ROWS), dim // 4])
+    if page_size < _ROWS:
+        return keys, boxes(v_cache.view(-1, 128).view(torch.int32), [dim * page_size // 128, 32])
+    return keys, boxes(v_cache.view(-1, page_size).view(torch.int32), [dim, _ROWS // 4])
+
+
+def _launch(
+    config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (tokens, heads, dim), (pages, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
+    o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    if not tokens:
+        return o
+    group, queries = heads // kv_heads, 1 if max_q_len == 1 else 16
+    block_r = next_pow2(queries * group)
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    most = batch * kv_heads * triton.cdiv(block_table.shape[1] * page_size, _ROWS)
+    grid = max(1, min(config["PER_SM"] * device.sms, most))
+    part = torch.empty(2 * grid * queries * group * (dim + 2), dtype=torch.float32, device=q.device)
+    out = (q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks)
+    lengths = (block_table, kv_lens, cu_q, batch, tokens, room_of(k_cache, block_table), window or 0)
+    strides = (token_stride(q), block_table.stride(0), scale * _LOG2_E)
+    constants: dict[str, Any] = {
+        "G": kv_heads, "GROUP": group, "D": dim, "N": _columns(queries * group), "S": page_size, "QUERIES": queries,
+        "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "BLOCK_R": block_r,
+        "AT_ONCE": max(1, min(16, 64 // block_r)), "STAGES": config["STAGES"], "LONGER": config["LONGER"],
+        "num_warps": 4, "maxnreg": 256 // config["PER_SM"],
+    }  # fmt: skip
+    if k_scale is None:
+        heights = (min(page_size, _ROWS), min(page_size, config["BOX"]))
+        descriptors = [boxes(t.view(-1, dim), [high, _PANEL]) for high in heights for t in (k_cache, v_cache)]
+        paged_sm90_kernel[(grid,)](*descriptors, *out, *lengths, *strides, **constants)
+    else:
+        format = "int8" if k_cache.dtype == torch.int8 else "e4m3"
+        paged_sm90_codes_kernel[(grid,)](
+            *_code_boxes(k_cache, v_cache), k_scale, v_scale, *out, *lengths, pages * kv_heads, *strides,
+            FORMAT=format, HEAD_SCALES=k_scale.stride(1), **constants,
+        )  # fmt: skip
+    return o
+
+
+def _work(device: Device, config: Config, *args: Any) -> Work:
+    """As `stream`, with the names that its config has."""
+    return stream_work(device, {**config, "BLOCK_N": _ROWS, "num_stages": config["STAGES"], "num_warps": 4}, *args)
+
+
+SPACE = Space(
+    default=_default,
+    axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6), "BOX": (8, 16, 64)},
+    refusal=_config_refusal,
+)
+"""BOX: tokens that are fetched at once in a sequence's last tile, up to the box with its last token; elsewhere it is a page, or
+64 tokens of one."""
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, work=_work)

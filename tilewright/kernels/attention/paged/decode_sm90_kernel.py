@@ -1,0 +1,299 @@
+"""Paged attention of few queries for Hopper, scheduled by hand in Gluon: the kernel of `paged_attention`'s `sm90`.
+
+A program walks an equal range of all keys, tile by tile (decode_sm90_split_kv.py). Two groups of warps:
+
+    producer  one warp: has the copy engine (TMA) fetch tile after tile of keys and values into a ring of STAGES stages, box by
+              box of one page, and goes on into the next pair while the other group still ends the one before
+    consumer  a warpgroup: S = Q K^T, softmax, O += P V, with both products turned round
+
+Keys are the tall side of the tensor cores' products, and the N queries that share them, 8 or few times that, the narrow one:
+S^T [64, N] = K Q^T and O^T [D, N] = V^T P^T. Queries as the 64 rows that wgmma wants would be padding for the most part: so
+little is multiplied for nothing, and a thread holds N / 2 scores and D N / 128 sums instead of 32 and D / 2.
+
+One warpgroup has all of a tile: a warp for itself could keep maxima of its own 16 keys, but O^T's rows are dims, so each warp's
+sums take the weights of all 64 keys, and all weights of a query must refer to one maximum. What the parties share:
+
+    keys, values  the copy engine writes, wgmma reads. Full: the barrier that counts its bytes. Empty: one arrival by the
+                  consumer behind a barrier of its four warps, (b) for keys and (d) for values, before which each warp has
+                  waited for its own products
+    queries       written at the start of a pair by all warps; fence and barrier (a), then wgmma reads. Written again after
+                  (b) of the pair's last tile, which each warp reaches with its S^T done
+    maxima        [4, N], a row a warp; barrier (b), then read by all. Written again after (c) and (d)
+    weights       written by all warps; fence and barrier (c), then wgmma reads. Written again after (d), which a warp reaches
+                  with its O^T done
+    end of V      what lies past the last key is zeroed in shared memory; the fence and barrier of `clear_end`, then (c)
+
+Limited by the cache's bytes. The host side is decode_sm90.py, which refuses what does not fit.
+"""
+# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+# B sequences, H query heads, G key/value heads, D head dim, S tokens a page, N columns: queries times heads, padded
+
+from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewright.kernels.attention.paged.decode_sm90_split_kv import (
+    PANEL,
+    ROWS,
+    barriers,
+    boxes_joined,
+    end_pair,
+    page_rows,
+    range_of,
+    stretch,
+)
+from tilewright.kernels.hopper.primitives import block_barrier, clear_end, load_box, release, viewed
+
+__all__ = ["WARPS", "column_maxima", "only_seen", "paged_sm90_kernel", "pairs_of_rows", "tall_sums", "weigh"]
+
+
+WARPS = gl.constexpr(4)
+
+# ---- producer
+
+
+@gluon.jit
+def _fetch(desc, bufs, full, empty, rows, j, BOXES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr):
+    """The j-th tile of keys or of values, when its memory is free."""
+    stage = j % STAGES
+    mbarrier.wait(empty.index(stage), j // STAGES & 1 ^ 1)
+    mbarrier.expect(full.index(stage), ROWS * PANELS * PANEL * 2)
+    for i in gl.static_range(BOXES):
+        for panel in gl.static_range(PANELS):
+            load_box(desc, [rows[i], panel * PANEL], full.index(stage), bufs.index((stage * PANELS + panel) * BOXES + i))
+
+
+@gluon.jit
+def _load(
+    descs, bufs, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, table_row_stride,
+    G: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    BOXES: gl.constexpr, END_BOXES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    k_desc, v_desc, k_end_desc, v_end_desc = descs
+    k_bufs, v_bufs, k_end_bufs, v_end_bufs = bufs
+    k_full, v_full, k_empty, v_empty = bars
+    j = at * 0
+    while at < stop:
+        g, first, count, kv_len, _q_len, _pair_at, tiles = stretch(
+            at, stop, b, before, kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW
+        )  # fmt: skip
+        row_ptr = table_ptr + b.to(gl.int64) * table_row_stride
+        for i in range(count):
+            key = first + i * ROWS
+            # The pages are read before the wait for free memory.
+            if (END_BOXES > BOXES) & (key + ROWS > kv_len):
+                end_rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // END_BOXES, END_BOXES)
+                _fetch(k_end_desc, k_end_bufs, k_full, k_empty, end_rows, j, END_BOXES, PANELS, STAGES)
+                _fetch(v_end_desc, v_end_bufs, v_full, v_empty, end_rows, j, END_BOXES, PANELS, STAGES)
+            else:
+                rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // BOXES, BOXES)
+                _fetch(k_desc, k_bufs, k_full, k_empty, rows, j, BOXES, PANELS, STAGES)
+                _fetch(v_desc, v_bufs, v_full, v_empty, rows, j, BOXES, PANELS, STAGES)
+            j += 1
+        at += count
+        if at == (before + tiles) * G:
+            before += tiles
+            b += 1
+
+
+# ---- consumer
+
+
+@constexpr_function
+def tall_sums(columns: int) -> gl.NVMMADistributedLayout:
+    """Of both products: warps and lanes along the tall side, pairs of columns in a thread."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@constexpr_function
+def _every_warps(columns: int) -> gl.DistributedLinearLayout:
+    """[4, columns]: each thread has the columns that it has in `tall_sums`, of all warps."""
+    wide = [[0, 1 << i] for i in range(3, columns.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout([[0, 1], *wide, [1, 0], [2, 0]], lanes, [[0, 0], [0, 0]], [], [4, columns])
+
+
+@gluon.jit
+def column_maxima(s, tops):
+    """The largest of each column of s [64, N], for all threads, by way of `tops`."""
+    N: gl.constexpr = s.shape[1]
+    tops.store(gl.max(s.reshape([WARPS, ROWS // WARPS, N]), 1))
+    block_barrier()  # (b)
+    every = gl.max(tops.load(_every_warps(N)), 0)
+    return gl.convert_layout(every, gl.SliceLayout(0, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def pairs_of_rows(p):
+    """p [64, N] as [4, 8, N]: the two rows added that a thread has of each column."""
+    return gl.sum(p.reshape([WARPS, 2, ROWS // WARPS // 2, p.shape[1]]), 1)
+
+
+@gluon.jit
+def only_seen(s, keys, at, start, kv_len, window, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr):
+    """Scores s [64, N] of the tile from key `start` on; -inf where the query at position `at` [1, N] does not see the key."""
+    if QUERIES > 1 or HAS_WINDOW:
+        seen = keys <= at
+        if HAS_WINDOW:
+            seen &= keys > at - window
+        s = gl.where(seen & (keys < kv_len), s, float("-inf"))
+    elif start + ROWS > kv_len:
+        s = gl.where(keys < kv_len, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def weigh(s, m, high, sums):
+    """(weights [64, N], what sums so far shrink by [N], sums [4, 8, N]) of scores s, whose maxima go from m to `high`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout))
+    # A query that has seen no key has m = -inf; subtracting 0 keeps its weights 0, not NaN.
+    base = gl.where(high == float("-inf"), 0.0, high)
+    p = gl.exp2(s - gl.expand_dims(base, 0))
+    alpha = gl.exp2(m - base)
+    fade = gl.convert_layout(alpha, LAYOUT, assert_trivial=True)
+    return p, alpha, sums * gl.expand_dims(gl.expand_dims(fade, 0), 0) + pairs_of_rows(p)
+
+
+@gluon.jit
+def _walk(
+    tiles, own, bars, j, first, count, kv_len, q_len, scale, window,
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """(O^T [D, N], m [N], l [N], the next tile's number) of `count` tiles from key `first` on; m in units of scaled scores."""
+    LAYOUT: gl.constexpr = tall_sums(N)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    k_tiles, v_tiles = tiles
+    q_buf, p_buf, tops = own
+    k_full, v_full, k_empty, v_empty = bars
+    q = q_buf.permute((1, 0))
+    weights = p_buf.permute((1, 0))
+    o = gl.zeros([D, N], gl.float32, LAYOUT)
+    sums = pairs_of_rows(gl.zeros([ROWS, N], gl.float32, LAYOUT))
+    m = gl.full([N], float("-inf"), gl.float32, COLUMNS)
+    at = gl.expand_dims(kv_len - q_len + gl.arange(0, N, layout=COLUMNS) // GROUP, 0)
+    rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    for i in range(count):
+        stage = j % STAGES
+        phase = j // STAGES & 1
+        start = first + i * ROWS
+        mbarrier.wait(k_full.index(stage), phase)
+        s = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+        s = warpgroup_mma(k_tiles.index(stage), q, s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        s = s * scale
+        s = only_seen(s, start + rows, at, start, kv_len, window, QUERIES, HAS_WINDOW)
+        high = gl.maximum(m, column_maxima(s, tops))
+        release(k_empty.index(stage))
+        p, alpha, sums = weigh(s, m, high, sums)
+        m = high
+        o = o * gl.expand_dims(alpha, 0)
+        weights.store(p.to(weights.dtype))
+        mbarrier.wait(v_full.index(stage), phase)
+        if start + ROWS > kv_len:
+            clear_end(v_tiles.index(stage), kv_len - start, 16)
+        fence_async_shared()
+        block_barrier()  # (c)
+        o = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), weights, o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        release(v_empty.index(stage))  # (d)
+        j += 1
+    return o, m, gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), COLUMNS), j
+
+
+@gluon.jit
+def _attend(
+    tiles, own, bars, at, stop, b, before, share, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, kv_lens_ptr, cu_q_ptr,
+    batch, tokens, room, window, q_row_stride, scale,
+    G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, QUERIES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    HELD: gl.constexpr = QUERIES * GROUP
+    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    q_buf = own[0]
+    rows = gl.arange(0, N, layout=gl.SliceLayout(1, Q_LAYOUT))
+    dims = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
+    j = at * 0
+    while at < stop:
+        g, first, count, kv_len, q_len, pair_at, pair_tiles = stretch(
+            at, stop, b, before, kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW
+        )  # fmt: skip
+        if QUERIES == 1:
+            q_begin = b.to(gl.int64)
+        else:
+            q_begin = gl.load(cu_q_ptr + b).to(gl.int64)
+        token = q_begin + rows // GROUP
+        live = (rows < HELD) & (rows // GROUP < q_len) & (token >= 0) & (token < tokens)
+        places = token * (q_row_stride // 8) * 8 + (g * GROUP + rows % GROUP) * D
+        q_buf.store(gl.load(q_ptr + gl.expand_dims(places, 1) + dims, mask=gl.expand_dims(live, 1), other=0.0))
+        fence_async_shared()
+        block_barrier()  # (a)
+        o, m, l, j = _walk(
+            tiles, own, bars, j, first, count, kv_len, q_len, scale, window, GROUP, QUERIES, HAS_WINDOW, D, N, STAGES
+        )  # fmt: skip
+        end_pair(
+            o.permute((1, 0)), m, l, at, count, share, b, g, pair_at, pair_tiles, q_begin, q_len, tokens,
+            part_ptr, ticket_ptr, o_ptr, sink_ptr, G, GROUP, D, HELD, HAS_SINKS, BLOCK_R, AT_ONCE,
+        )  # fmt: skip
+        at += count
+        if at == (before + pair_tiles) * G:
+            before += pair_tiles
+            b += 1
+
+
+# ---- kernel
+
+
+@gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "q_row_stride", "table_row_stride"])
+def paged_sm90_kernel(
+    k_desc, v_desc, k_end_desc, v_end_desc, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
+    batch, tokens, room, window, q_row_stride, table_row_stride, scale,
+    G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
+    LONGER: gl.constexpr,
+):  # fmt: skip
+    """Launch with num_warps=4, the consumer's; the producer brings its own warp.
+
+    k_desc, v_desc: of the caches as [P * G * S, D], in boxes of min(S, 64) rows by 64; k_end_desc, v_end_desc: the same, or in
+    boxes of fewer rows for the last tiles of sequences. scale: times log2(e). N: a power of two of at least 8 that
+    QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    PANELS: gl.constexpr = D // PANEL
+    BOXES: gl.constexpr = ROWS // k_desc.block_type.shape[0]
+    END_BOXES: gl.constexpr = ROWS // k_end_desc.block_type.shape[0]
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES * PANELS * BOXES, ROWS // BOXES, PANEL], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES * PANELS * BOXES, ROWS // BOXES, PANEL], v_desc.layout)
+    own = (
+        gl.allocate_shared_memory(dtype, [N, D], NARROW),
+        gl.allocate_shared_memory(dtype, [N, ROWS], NARROW),
+        gl.allocate_shared_memory(gl.float32, [WARPS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+    )
+    bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
+    at, stop, b, before, share = range_of(kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, LONGER)
+    tiles = (boxes_joined(k_bufs, STAGES, ROWS, D), boxes_joined(v_bufs, STAGES, ROWS, D))
+    descs = (k_desc, v_desc, k_end_desc, v_end_desc)
+    end_shape: gl.constexpr = [STAGES * PANELS * END_BOXES, ROWS // END_BOXES, PANEL]
+    end_layout: gl.constexpr = k_end_desc.layout
+    bufs = (k_bufs, v_bufs, viewed(k_bufs, dtype, end_shape, end_layout), viewed(v_bufs, dtype, end_shape, end_layout))
+    gl.warp_specialize([
+        (_attend, (
+            tiles, own, bars, at, stop, b, before, share, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, kv_lens_ptr, cu_q_ptr,
+            batch, tokens, room, window, q_row_stride, scale,
+            G, GROUP, D, N, QUERIES, HAS_WINDOW, HAS_SINKS, BLOCK_R, AT_ONCE, STAGES,
+        )),
+        (_load, (
+            descs, bufs, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, table_row_stride,
+            G, S, QUERIES, HAS_WINDOW, BOXES, END_BOXES, PANELS, STAGES,
+        )),
+    ], [1], [56])  # fmt: skip

@@ -1,0 +1,101 @@
+"""The host side of prefill_sm90_kernel.py; exports the Impls `varlen_sm90` and, with one config for all, `invariant_sm90`.
+
+Refuses: dtypes other than bf16 and fp16, caches of codes, head dims other than 64 and 128, pages of other than 16, 32, 64 or a
+multiple of 128 tokens.
+
+A row's bits depend on its own keys and on the config alone: blocks of keys begin at the same places of a sequence whatever tile
+the row is in, and a block that the row does not see leaves it as it was.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.attention.paged.configs import Problem, room_of
+from tilewright.kernels.attention.paged.decode_sm90 import boxes, sm90_refusal
+from tilewright.kernels.attention.paged.prefill_sm90_kernel import paged_varlen_sm90_kernel
+from tilewright.kernels.attention.paged.work import varlen_work
+from tilewright.kernels.attention.problem import LOG2_E, addressable
+from tilewright.kernels.attention.sm90_schedule import SLOT
+from tilewright.kernels.launch.counters import tickets
+from tilewright.op import Impl, scope
+from tilewright.tune.model import Work
+from tilewright.tune.space import Config, Space
+
+__all__ = ["INVARIANT_SM90", "VARLEN_SM90"]
+
+_ROWS = 64  # of a consumer
+_CONSUMERS = 2
+_BLOCK_N = 128
+_PANEL = 64  # columns of a box
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    return sm90_refusal(device, problem, _BLOCK_N)
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    return {"OVERLAP": int(problem.head_dim == 128)}
+
+
+def _pack(group: int) -> int:
+    """Heads that a tile holds beside each other: tiles are powers of two high."""
+    return min(group & -group, _ROWS)
+
+
+def _launch(
+    config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (tokens, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
+    o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    if not tokens:
+        return o
+    if not k_cache.numel():  # the copy engine has no empty matrices
+        return o.zero_()
+    if not addressable(q):
+        q = q.contiguous()
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    pack = _pack(heads // kv_heads)
+    units, tiles = heads // pack, tokens * pack // (_CONSUMERS * _ROWS) + batch
+    programs = min(units * tiles, device.sms)
+    box = [min(page_size, _BLOCK_N), _PANEL]
+    paged_varlen_sm90_kernel[(programs,)](
+        boxes(q, [_ROWS // pack, pack, _PANEL]), *(boxes(t.view(-1, dim), box) for t in (k_cache, v_cache)),
+        boxes(o, [_ROWS // pack, pack, _PANEL]), o, sinks, block_table, kv_lens, cu_q,
+        tickets(q.device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=q.device),
+        tiles, units, batch, tokens, room_of(k_cache, block_table), 0 if window is None else window - 1,
+        block_table.stride(0), scale * LOG2_E,
+        G=kv_heads, GROUP=heads // kv_heads, PACK=pack, D=dim, S=page_size, BLOCK_N=_BLOCK_N,
+        STAGES=256 // dim, OVERLAP=bool(config["OVERLAP"]), LEFT=window is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return o
+
+
+def _work(device: Device, config: Config, q: Tensor, *args: object) -> Work:
+    """As `varlen`, with the names that its config has."""
+    tile = {"BLOCK_M": _CONSUMERS * _ROWS, "BLOCK_N": _BLOCK_N, "num_stages": 2, "num_warps": 8}
+    return varlen_work(device, tile, q, *args)  # pyright: ignore[reportArgumentType] (the op's own arguments)
+
+
+VARLEN_SM90 = Impl(
+    name="varlen_sm90",
+    launch=_launch,
+    space=Space(default=_default, axes={"OVERLAP": (1, 0)}),
+    written_for=90,
+    refuse=_refuse,
+    interpretable=False,
+    work=_work,
+)
+INVARIANT_SM90 = Impl(
+    name="invariant_sm90",
+    launch=_launch,
+    space=Space(default=_default, axes={}),
+    written_for=90,
+    refuse=_refuse,
+    batch_invariant=True,
+    interpretable=False,
+    work=_work,
+)

@@ -1,0 +1,258 @@
+"""`stream`: paged attention of few queries a sequence, with equal shares of all the keys for every program of the grid.
+
+    # B sequences, H query heads, G key/value heads, D head dim, S tokens a page, P programs
+
+A fixed number of programs, a few an SM, whatever the batch. Line up the keys of all (sequence, key/value head) pairs in tiles
+of BLOCK_N: program p takes the p-th of P equal ranges of that line, as stream-K does for products (Osama et al., "Stream-K",
+2023), or of whole pairs where those are hardly longer. The lengths are read on the device: no host sync, one grid for a CUDA
+graph whatever they become, and no program waits for one that was given the longest sequence.
+
+The H / G query heads of a key/value head, and up to 16 queries of the sequence, share a tile of rows: the cache is read once.
+A program that has all keys of a pair writes the result. Else it leaves its (m, l, acc) in scratch memory, two places a program
+(a range begins and ends inside a pair at most once); whoever draws a pair's last ticket combines them, in the order of the
+ranges: the same bits in every run.
+
+The result depends on where the ranges end, hence on the other sequences: not batch-invariant. Limited by the cache's bytes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import CARD_OF_ARCH, device_of
+from tilewright.kernels.attention.paged.configs import STREAM_SPACE, codes_of, room_of, stream_refusal
+from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalise, walk
+from tilewright.kernels.attention.paged.work import stream_work
+from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.shapes import next_pow2, token_stride
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config
+
+__all__ = ["STREAM"]
+
+_LOG2_E = 1.4426950408889634
+_ONE_BY_ONE = tl.constexpr(8)  # sequences that are counted without sums over all threads, which wait for one another
+_COUNTED = tl.constexpr(256)  # sequences whose lengths a program reads at a time
+
+
+@triton.jit
+def _tiles(
+    kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(length, queries, first key that is needed, tiles of keys) of each sequence b; at least one tile, past `batch` none."""
+    live = b < batch
+    kv_len = length_of(kv_lens_ptr, b, live, room)
+    if QUERIES == 1:
+        q_len = tl.where(live, 1, 0)
+    else:
+        q_len = tl.load(cu_q_ptr + b + 1, mask=live, other=0) - tl.load(cu_q_ptr + b, mask=live, other=0)
+        kv_len = tl.where(q_len > 0, kv_len, 0)
+    begin = tl.zeros_like(kv_len)
+    if HAS_WINDOW:
+        begin = tl.maximum(0, kv_len - q_len + 1 - window) // BLOCK_N * BLOCK_N
+    tiles = tl.where(live, tl.maximum(1, tl.cdiv(kv_len - begin, BLOCK_N)), 0)
+    return kv_len, q_len, begin, tiles
+
+
+@triton.jit
+def _share_of(
+    kv_lens_ptr, cu_q_ptr, batch, room, window,
+    G: tl.constexpr, QUERIES: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(Tiles of the line, tiles of a range)."""
+    lanes = tl.arange(0, _COUNTED)
+    total = tl.full((), 0, tl.int32)
+    if batch <= _ONE_BY_ONE:
+        for b in range(batch):
+            total += _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)[3]
+    else:
+        for start in range(0, batch, _COUNTED):
+            counts = _tiles(kv_lens_ptr, cu_q_ptr, start + lanes, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)[3]
+            total += tl.sum(counts, 0)
+    share = tl.maximum(tl.cdiv(total * G, tl.num_programs(0)), 1)
+    # Where whole pairs are hardly more than a share, a range takes whole pairs: nothing is left to combine.
+    pair = tl.cdiv(total, batch)
+    whole = tl.cdiv(share, pair) * pair
+    return total * G, tl.where(whole - share <= 1 + share // 32, whole, share)
+
+
+@triton.jit
+def _sequence_at(
+    at, kv_lens_ptr, cu_q_ptr, batch, room, window,
+    G: tl.constexpr, QUERIES: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(The sequence that the tile `at` of the line belongs to, a head's tiles before it.)"""
+    lanes = tl.arange(0, _COUNTED)
+    b = tl.full((), 0, tl.int32)
+    before = tl.full((), 0, tl.int32)
+    counted = tl.full((), 0, tl.int32)
+    if batch <= _ONE_BY_ONE:
+        for i in range(batch):
+            counted += _tiles(kv_lens_ptr, cu_q_ptr, i, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)[3]
+            b = tl.where(counted * G <= at, i + 1, b)
+            before = tl.where(counted * G <= at, counted, before)
+    else:
+        for start in range(0, batch, _COUNTED):
+            counts = _tiles(kv_lens_ptr, cu_q_ptr, start + lanes, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)[3]
+            ends = counted + tl.cumsum(counts, 0)
+            passed = (ends * G <= at) & (start + lanes < batch)
+            b += tl.sum(passed.to(tl.int32), 0)
+            before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+            counted += tl.sum(counts, 0)
+    return b, before
+
+
+@triton.jit
+def _place(first, i):
+    """Where the i-th of a pair's parts was left: the first one ends in the pair, the others begin in it."""
+    return (first + i) * 2 + tl.where(i == 0, 1, 0)
+
+
+@triton.jit
+def _leave(acc, m, l, part_ptr, sums_ptr, place, ticket_ptr, ROWS: tl.constexpr):
+    """Leave a pair's part in its place; how many of the pair's programs have done so before."""
+    rows = tl.arange(0, acc.shape[0])
+    dims = tl.arange(0, acc.shape[1])
+    held = rows < ROWS
+    tl.store(part_ptr + (place * ROWS + rows)[:, None] * acc.shape[1] + dims[None, :], acc, mask=held[:, None])
+    tl.store(sums_ptr + place * (2 * ROWS) + rows, m, mask=held)
+    tl.store(sums_ptr + place * (2 * ROWS) + ROWS + rows, l, mask=held)
+    tl.debug_barrier()
+    return tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def _combine(
+    part_ptr, sums_ptr, o_ptr, sink_ptr, first, parts, g, q_begin, q_len, tokens,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Combine the parts first .. first + parts of a pair, AT_ONCE at a time, and write the result."""
+    rows = tl.arange(0, BLOCK_R)
+    dims = tl.arange(0, BLOCK_D)
+    held = rows < ROWS
+    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for start in range(0, parts, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        there = (i < parts)[:, None] & held[None, :]
+        place = _place(first, i)
+        sums = sums_ptr + place[:, None] * (2 * ROWS) + rows[None, :]
+        at = (place[:, None] * ROWS + rows[None, :])[:, :, None] * BLOCK_D + dims[None, None, :]
+        # .cg: other SMs wrote these, so this SM's L1 must not answer. All are asked for before any is used.
+        acc_i = tl.load(part_ptr + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        m_i = tl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg")
+        l_i = tl.load(sums + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(m_i, 0))
+        # A row that has seen no key has m = -inf; subtracting 0 keeps its weights 0, not NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        fade = tl.exp2(m - shift)
+        share = tl.exp2(m_i - shift[None, :])
+        l = l * fade + tl.sum(l_i * share, 0)
+        acc = acc * fade[:, None] + tl.sum(acc_i * share[:, :, None], 0)
+        m = m_new
+    heads = g * GROUP + rows % GROUP
+    token = q_begin + rows // GROUP
+    live = held & (rows // GROUP < q_len) & (token >= 0) & (token < tokens)
+    o = normalise(acc, m, l, sink_ptr, heads, live, HAS_SINKS).to(o_ptr.dtype.element_ty)
+    o_ptrs = o_ptr + (token * G * GROUP * D + heads * D)[:, None] + dims[None, :]
+    tl.store(o_ptrs, o, mask=live[:, None] & (dims < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "q_row_stride", "table_row_stride", "window"])
+def _stream_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
+    part_ptr, ticket_ptr, batch, tokens, pages, room, q_row_stride, table_row_stride, scale_log2, window,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, QUERIES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, HEAD_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = QUERIES * GROUP
+    line, share = _share_of(  # pyright: ignore[reportGeneralTypeIssues] (it takes a loop on the device for NoReturn)
+        kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N
+    )  # fmt: skip
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    queries = rows // GROUP
+    sums_ptr = part_ptr + 2 * tl.num_programs(0) * ROWS * BLOCK_D
+    at = tl.program_id(0) * share
+    stop = tl.minimum(at + share, line)
+    b, before = _sequence_at(at, kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N)
+    while at < stop:
+        kv_len, q_len, begin, tiles = _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)
+        g = (at - before * G) // tiles
+        pair_at = before * G + g * tiles
+        first = begin + (at - pair_at) * BLOCK_N
+        pair_stop = tl.minimum(stop, pair_at + tiles)
+        last = tl.minimum(begin + (pair_stop - pair_at) * BLOCK_N, kv_len)
+        if QUERIES == 1:
+            q_begin = b.to(tl.int64)
+        else:
+            q_begin = tl.load(cu_q_ptr + b).to(tl.int64)
+        token = q_begin + queries
+        heads = g * GROUP + rows % GROUP
+        live = (rows < ROWS) & (queries < q_len) & (token >= 0) & (token < tokens)
+        mask = live[:, None] & (dims < D)[None, :]
+        q = tl.load(q_ptr + (row_start(token, q_row_stride, D) + heads * D)[:, None] + dims[None, :], mask=mask, other=0.0)
+        acc, m, l = walk(
+            q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D,
+            k_scale_ptr + g * HEAD_SCALES, v_scale_ptr + g * HEAD_SCALES,
+            table_ptr + b.to(tl.int64) * table_row_stride, pages, first, last, kv_len, kv_len - q_len + queries,
+            kv_len - q_len, scale_log2, window,
+            G * S * D, G * HEAD_SCALES, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, CODED, False,
+        )  # fmt: skip
+        if (at == pair_at) & (pair_stop == pair_at + tiles):
+            o = normalise(acc, m, l, sink_ptr, heads, live, HAS_SINKS).to(o_ptr.dtype.element_ty)
+            tl.store(o_ptr + (token * G * GROUP * D + heads * D)[:, None] + dims[None, :], o, mask=mask)
+        else:
+            place = tl.program_id(0) * 2 + tl.where(at == pair_at, 1, 0)
+            ticket = _leave(acc, m, l, part_ptr, sums_ptr, place, ticket_ptr + b * G + g, ROWS)
+            owner = pair_at // share
+            parts = (pair_at + tiles - 1) // share - owner + 1
+            if ticket == parts - 1:
+                tl.store(ticket_ptr + b * G + g, 0)
+                _combine(
+                    part_ptr, sums_ptr, o_ptr, sink_ptr, owner, parts, g, q_begin, q_len, tokens,
+                    G, GROUP, D, ROWS, HAS_SINKS, BLOCK_R, BLOCK_D, AT_ONCE,
+                )  # fmt: skip
+        at = pair_stop
+        if at == (before + tiles) * G:
+            before += tiles
+            b += 1
+
+
+def _launch(
+    config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (tokens, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
+    o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    if not tokens:
+        return o
+    group, block_d = heads // kv_heads, max(16, next_pow2(dim))
+    rows = group * (1 if max_q_len == 1 else 16)
+    block_r = next_pow2(rows)
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    most = batch * kv_heads * triton.cdiv(block_table.shape[1] * page_size, config["BLOCK_N"])
+    grid = max(1, min(config["PER_SM"] * device.sms, most))
+    part = torch.empty(2 * grid * rows * (block_d + 2), dtype=torch.float32, device=q.device)
+    k_codes, v_codes = codes_of(k_cache), codes_of(v_cache)
+    tiles = {name: value for name, value in config.items() if name != "PER_SM"}
+    _stream_kernel[(grid,)](
+        q, k_codes, v_codes, q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+        q if sinks is None else sinks, block_table, kv_lens, cu_q, o, part, tickets(q.device, batch * kv_heads),
+        batch, tokens, k_cache.shape[0], room_of(k_cache, block_table), token_stride(q), block_table.stride(0),
+        scale * _LOG2_E, window or 0,
+        G=kv_heads, GROUP=group, D=dim, S=page_size, QUERIES=rows // group, HAS_WINDOW=window is not None,
+        CODED=k_scale is not None, HEAD_SCALES=0 if k_scale is None else k_scale.stride(1), HAS_SINKS=sinks is not None,
+        BLOCK_M=max(16, block_r), BLOCK_D=block_d, BLOCK_R=block_r, AT_ONCE=max(1, min(16, 8192 // (block_r * block_d))),
+        **tiles,
+    )  # fmt: skip
+    return o
+
+
+STREAM = Impl(name="stream", launch=_launch, space=STREAM_SPACE, refuse=stream_refusal, work=stream_work)

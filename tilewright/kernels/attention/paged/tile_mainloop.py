@@ -1,0 +1,177 @@
+"""The inner loop of paged attention: online softmax over keys that a block table scatters over pages. No launchers.
+
+Per query row it keeps the maximum m, the sum l of exp2(s - m) and the weighted values acc (attention.py tells why).
+In a cache of 8-bit codes (dequant.py) a key's scale multiplies its scores and a value's scale its weights: the codes
+themselves are what the tensor cores multiply, as fp16 where the queries are of 16 bits. Codes of values stand by columns, [D,
+S] of a page and head: tensor cores want the numbers that they sum side by side, and what turns tiles round in shared memory
+takes pairs of bytes only.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.kernels.attention.paged.dequant import unit, widen
+from tilewright.kernels.device.dot import dot
+
+__all__ = ["length_of", "normalise", "pages_of", "walk"]
+
+_RAISED = tl.constexpr(256.0)  # takes weights times scales away from fp16's subnormals: scales up to 255, values up to 32,000
+
+
+@triton.jit
+def length_of(kv_lens_ptr, b, live, room):
+    """The tokens of a sequence, 0 where not `live`: never more than the `room` that its row of the block table has."""
+    return tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b, mask=live, other=0), 0), room)
+
+
+@triton.jit
+def pages_of(table_ptr, start, end, pages, S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each key start .. start + BLOCK_N; 0 from `end` on, and never outside the cache."""
+    keys = start + tl.arange(0, BLOCK_N)
+    page = tl.load(table_ptr + keys // S, mask=keys < end, other=0)
+    return tl.minimum(tl.maximum(page, 0), pages - 1)
+
+
+@triton.jit
+def _scales_of(k_scale_ptr, v_scale_ptr, places, inside):
+    """Of keys and values; 0 past the end."""
+    return tl.load(k_scale_ptr + places, mask=inside, other=0.0), tl.load(v_scale_ptr + places, mask=inside, other=0.0)
+
+
+@triton.jit
+def _columns(
+    v_cache_ptr, places, S: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Codes of values [BLOCK_D, BLOCK_N] from where each token's first one is."""
+    dims = tl.arange(0, BLOCK_D)
+    columns = places[None, :] + (dims * S)[:, None]
+    if S % 16 == 0 and BLOCK_N % 16 == 0:
+        # Within a page: what the compiler cannot know of what it loaded.
+        columns = tl.max_contiguous(tl.multiple_of(columns, [1, 16]), [1, 16])
+    if D == BLOCK_D:
+        v = tl.load(v_cache_ptr + columns)
+    else:
+        v = tl.load(v_cache_ptr + columns, mask=(dims < D)[:, None], other=0)
+    return v
+
+
+@triton.jit
+def _tile_step(
+    q, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, window,
+    PAGE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr,
+):  # fmt: skip
+    """Take the keys start .. start + BLOCK_N into (m, l, acc). The pointers to caches and scales point at the head."""
+    dims = tl.arange(0, BLOCK_D)
+    keys = start + tl.arange(0, BLOCK_N)
+    inside = keys < end
+    page = pages.to(tl.int64)
+    if MASKED and not CODED:
+        mask = inside[:, None] & (dims < D)[None, :]
+    else:
+        # Codes are finite whatever they are, and those past the end get the scale 0.
+        mask = (dims < D)[None, :]
+    base = page * PAGE_STRIDE
+    offsets = (base + (keys % S) * D)[:, None] + dims[None, :]
+    if D == BLOCK_D and (CODED or not MASKED):
+        k = tl.load(k_cache_ptr + offsets)
+    else:
+        k = tl.load(k_cache_ptr + offsets, mask=mask, other=0)
+    s = dot(q, tl.trans(widen(k, q)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+    if CODED:
+        k_scale, v_scale = _scales_of(k_scale_ptr, v_scale_ptr, page * SCALE_STRIDE + keys % S, inside)
+        s *= scales[:, None] * k_scale[None, :]
+    else:
+        s *= scales
+    if MASKED:
+        seen = inside[None, :] & (keys[None, :] <= at[:, None])
+        if HAS_WINDOW:
+            seen &= keys[None, :] > at[:, None] - window
+        s = tl.where(seen, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen no key yet has m = -inf; subtracting 0 instead keeps its weights exp2(-inf) = 0, not NaN.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    l = l * alpha + tl.sum(p, 1)
+    if CODED:
+        p *= v_scale[None, :] * _RAISED
+        v = _columns(v_cache_ptr, base + keys % S, S, D, BLOCK_N, BLOCK_D)
+        acc = dot(p.to(q.dtype), tl.trans(widen(v, q)), acc * alpha[:, None])
+    else:
+        if D == BLOCK_D and not MASKED:
+            v = tl.load(v_cache_ptr + offsets)
+        else:
+            v = tl.load(v_cache_ptr + offsets, mask=mask, other=0)
+        acc = dot(p.to(q.dtype), v, acc * alpha[:, None])
+    return acc, m_new, l
+
+
+@triton.jit
+def walk(
+    q, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, pages_held, first, last, end, at, first_at, scale_log2,
+    window, PAGE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, SKIP_MASKS: tl.constexpr,
+):  # fmt: skip
+    """Softmax-weighted values over the keys first .. last, `first` a multiple of BLOCK_N. No key from `end` on is read.
+
+    `end` is not beyond the table's row (`length_of`). A page outside the cache's `pages_held` is read as its nearest one.
+
+    `first_at` is the position of the tile's first query. SKIP_MASKS: tiles of keys wholly before it go without masks, in a loop
+    of their own; two loops fill their pipelines one after the other, so short walks take one.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if CODED:
+        scales = tl.zeros([BLOCK_M], tl.float32) + scale_log2
+        if q.dtype == tl.bfloat16:
+            # Codes widen to fp16 in fewer instructions than to bf16, and their scaled weights are rounded less. A power of two
+            # takes a row of q into fp16's range; what is then too small for it is less than 2^-24 of the row's largest.
+            wide = q.to(tl.float32)
+            power = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            power = tl.where((power > 0.0) & (power < float("inf")), power, 1.0)
+            rows = (wide / power[:, None]).to(tl.float16)
+            scales *= power
+        else:
+            rows = q
+        UNIT: tl.constexpr = unit(k_cache_ptr.dtype.element_ty, rows.dtype)
+        scales *= UNIT
+    else:
+        rows = q
+        scales = scale_log2
+    # A tile's pages are read one tile early: else its keys would wait for two reads one after the other.
+    pages = pages_of(table_ptr, first, end, pages_held, S, BLOCK_N)
+    plain_end = first
+    if SKIP_MASKS and not HAS_WINDOW:
+        plain_end = tl.maximum(first, tl.minimum(last, first_at + 1) // BLOCK_N * BLOCK_N)
+        for start in tl.range(first, plain_end, BLOCK_N):
+            following = pages_of(table_ptr, start + BLOCK_N, end, pages_held, S, BLOCK_N)
+            acc, m, l = _tile_step(
+                rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, window,
+                PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, False, HAS_WINDOW, CODED,
+            )  # fmt: skip
+            pages = following
+    for start in tl.range(plain_end, last, BLOCK_N):
+        following = pages_of(table_ptr, start + BLOCK_N, end, pages_held, S, BLOCK_N)
+        acc, m, l = _tile_step(
+            rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, window,
+            PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, True, HAS_WINDOW, CODED,
+        )  # fmt: skip
+        pages = following
+    if CODED:
+        acc *= UNIT / _RAISED
+    return acc, m, l
+
+
+@triton.jit
+def normalise(acc, m, l, sink_ptr, heads, live, HAS_SINKS: tl.constexpr):
+    """acc / l of each row; a row without keys gives zeros. sink_ptr: [H], logits that take weight and have no value."""
+    if HAS_SINKS:
+        sink = tl.load(sink_ptr + heads, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+        top = tl.maximum(m, sink)
+        fade = tl.exp2(m - top)
+        return acc * (fade / (l * fade + tl.exp2(sink - top)))[:, None]
+    else:
+        return acc / tl.where(l == 0.0, 1.0, l)[:, None]

@@ -1,0 +1,218 @@
+"""The host side of sm90_kernel.py: what it takes, its configs, its descriptors; exports the Impls `sm90`, `sm90_invariant`.
+
+Refuses: dtypes other than bf16 and fp16, head dims that are not in HEAD_DIMS, prefixes, soft caps and ALiBi; and `sm90` heads
+that are not beside each other in a row (a [heads, tokens, D] layout), and rows or heads that do not start at multiples of 16
+bytes.
+
+A row's bits depend on its own keys and on the config: blocks of keys begin at the same places of a sequence whatever tile the
+row is in, and a block that the row does not see leaves it as it was. The default of `sm90` depends on lengths; `sm90_invariant`
+has one config for a head dim and kind of mask, so that a sequence alone, in a batch, packed, or in chunks has the same bits. In
+the invariant scope it copies what the copy engine cannot address: else strides would choose between kernels, and so bits.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.attention.problem import LOG2_E, Problem, addressable, empty_outputs, lacks, packed
+from tilewright.kernels.attention.sm90_kernel import attention_sm90_kernel
+from tilewright.kernels.attention.sm90_schedule import SLOT
+from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.replay import Held, Prepared, pointer_kind
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config, Space
+
+__all__ = ["SM90", "SM90_INVARIANT"]
+
+HEAD_DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (256, 128), (256, 256))  # of keys and of values
+_ROWS = 64  # of a consumer
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def _refuse_any_layout(device: Device, problem: Problem) -> str | None:
+    if problem.dtype not in _DTYPES:
+        return f"takes bf16 or fp16, not {problem.dtype}"
+    if (problem.head_dim, problem.value_dim) not in HEAD_DIMS:
+        taken = ", ".join(f"{keys}/{values}" for keys, values in HEAD_DIMS)
+        return f"takes head dims of keys and values {taken}, not {problem.head_dim}/{problem.value_dim}"
+    return lacks(problem, window=True, sinks=True)
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if reason := _refuse_any_layout(device, problem):
+        return reason
+    if not problem.tma:
+        return "takes heads beside each other in a row, rows and heads at multiples of 16 bytes"
+    return None
+
+
+# ---- space
+
+
+def _config(problem: Problem, long: bool) -> Config:
+    # H100, docs/log.md#attention: three consumers share each block of keys; they have the registers only where D is 64, and
+    # lose under a diagonal, which cuts more of a higher tile, and where tiles are few.
+    wide = problem.head_dim == 64 and not problem.causal and long
+    # Overlapped products cost registers. They bring nothing before a tile has about 16 blocks, and nothing where D is 64 and
+    # most tiles under a diagonal are short.
+    overlap = long if problem.head_dim == 128 else problem.head_dim != 64 or not problem.causal
+    return {
+        "CONSUMERS": 3 if wide else 2,
+        "BLOCK_N": 64 if problem.head_dim > 128 else 128,
+        "OVERLAP": int(overlap),
+    }
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    return _config(problem, problem.max_k >= 2048)
+
+
+def _ring(device: Device, head_dim: int, value_dim: int, config: Config) -> tuple[int, int, bool]:
+    """(stages, buffers for Q, whether the output goes through Q's memory).
+
+    Two buffers of Q, so that the next tile's first scores do not wait, come before a third stage.
+    """
+    rows = config["CONSUMERS"] * _ROWS
+    stage = 2 * config["BLOCK_N"] * (head_dim + value_dim)
+    room = device.smem_bytes - 1024
+    for buffers, share in ((2, False), (1, False), (1, True)):
+        if share and head_dim != value_dim:
+            break
+        stages = min(4, (room - 2 * rows * (buffers * head_dim + (not share) * value_dim)) // stage)
+        if stages >= 2:
+            return stages, buffers, share
+    return 0, 1, True
+
+
+def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    # Registers of a thread: o, s and p of 64 rows.
+    accumulators = problem.value_dim // 2 + config["BLOCK_N"] // 2 + config["BLOCK_N"] // 4
+    if accumulators > (184 if config["CONSUMERS"] == 2 else 128):
+        return "more accumulators than the registers hold"
+    if _ring(device, problem.head_dim, problem.value_dim, config)[0] < 2:
+        return "two stages of keys and values do not fit shared memory"
+    return None
+
+
+SPACE = Space(
+    default=_default,
+    axes={"CONSUMERS": (2, 3), "BLOCK_N": (64, 128), "OVERLAP": (1, 0)},
+    refusal=_config_refusal,
+)
+"""OVERLAP: this block's product with the values in flight under the next one's softmax."""
+
+# ---- launcher
+
+
+def _descriptor(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Of [T, H, D] as a matrix whose rows hold the heads beside each other; a box is `rows` of `cols` columns of one head."""
+    box = [rows, cols]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
+    width = (t.shape[1] - 1) * t.stride(1) + t.shape[2]
+    return TensorDescriptor(t, [t.shape[0], width], [t.stride(0), 1], box, layout)
+
+
+def _memory(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
+    """Tickets, and what the programs tell each other of them."""
+    return tickets(device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=device)
+
+
+class _Again(NamedTuple):
+    """A launch to be made again on other memory."""
+
+    prepared: Prepared
+    programs: int
+
+    def launch(self, q: Tensor, *others: Tensor | None) -> None:
+        """Only addresses are read: of q, k, v, the result, lse, cu_q, cu_k, sinks."""
+        operands = (q, *others, *_memory(q.device, self.programs))
+        self.prepared([0 if t is None else t.data_ptr() for t in operands])
+
+
+_HELD = Held()
+
+
+def _launch(
+    config: Config, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+    scale: float, causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
+    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    result, lse = empty_outputs(q, v, want_lse)
+    if not q.numel():
+        return result, lse
+    if not k.numel():  # the copy engine has no empty matrices
+        return result.zero_(), lse.fill_(float("-inf")) if sinks is None or not want_lse else lse.copy_(sinks[:, None])
+    key = (
+        q.get_device(), *((t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v)),
+        *(pointer_kind(t) for t in (q, cu_q, cu_k, sinks)), None if cu_q is None else cu_q.shape,
+        max_q, max_k, scale, causal, want_lse, left, right, *config.values(),
+    )  # fmt: skip
+    held: _Again | None = _HELD.get(key)
+    if held is not None:
+        held.launch(q, k, v, result, lse if want_lse else None, cu_q, cu_k, sinks)
+        return result, lse
+    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    q, k, v, out = packed(q), packed(k), packed(v), packed(result)
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    total_q, heads, d = q.shape
+    behind = 0 if causal else right
+    consumers, block_n = config["CONSUMERS"], config["BLOCK_N"]
+    dv = v.shape[2]
+    main = 1 << d.bit_length() - 1  # tiles are powers of two wide: 192 columns are 128 and 64
+    tail = d - main
+    stages, q_buffers, share_q = _ring(device, d, dv, config)
+    blocks = -(-max_q // (_ROWS * consumers))
+    group = heads // k.shape[1]
+    # Heads at a time: as many as give each SM a tile (two under a mask, whose tiles differ), so that memory is read evenly and
+    # not in bursts, with at most half of L2 for their keys and values. Heads that share them go together.
+    wanted = -(-device.sms * (1 if behind is None else 2) // (blocks * group))
+    section = max(1, min(wanted, device.l2_bytes // 2 // max(1, max_k * 2 * (d + dv)))) * group
+    programs = min(blocks * batch * heads, device.sms)
+    counters, scratch = _memory(q.device, programs)
+    operands = (q, k, v, out, lse if want_lse else None, cu_q, cu_k, sinks, counters, scratch)
+    arguments = (
+        _descriptor(q, _ROWS, main), _descriptor(k, block_n, main), _descriptor(v, block_n, dv), _descriptor(out, _ROWS, dv),
+        _descriptor(q, _ROWS, tail) if tail else None, _descriptor(k, block_n, tail) if tail else None,
+        out, *operands[4:],
+        blocks, batch * heads, min(section, batch * heads), heads, group, total_q, max_q, max_k, left or 0, behind or 0,
+        q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), scale * LOG2_E,
+    )  # fmt: skip
+    constants = {
+        "CONSUMERS": consumers, "BLOCK_N": block_n, "STAGES": stages, "D": main, "DV": dv, "TAIL": tail,
+        "RIGHT": behind is not None, "LEFT": left is not None, "OVERLAP": bool(config["OVERLAP"]), "Q_BUFS": q_buffers,
+        "SHARE_Q": share_q,
+    }  # fmt: skip
+    compiled = attention_sm90_kernel[(programs,)](*arguments, **constants, num_warps=4)
+    starts = [0 if t is None else t.data_ptr() for t in operands]
+    owners = (0, 1, 2, 3, 0, 1, 3, *range(4, 10))  # which operand each argument points into
+    prepared = Prepared(attention_sm90_kernel, compiled, (programs,), arguments, constants, owners, starts)
+    if q.is_cuda:
+        _HELD.keep(key, _Again(prepared, programs))
+    return result, lse
+
+
+def _launch_any_layout(config: Config, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = (t if addressable(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+    return _launch(config, q, k, v, *rest)
+
+
+def _refuse_invariant(device: Device, problem: Problem) -> str | None:
+    # Elsewhere the portable kernel reads other layouts: two and a half times as fast as the copies at 512 keys.
+    return _refuse_any_layout(device, problem) if scope().invariant else _refuse(device, problem)
+
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
+SM90_INVARIANT = Impl(
+    name="sm90_invariant",
+    launch=_launch_any_layout,
+    space=Space(default=lambda device, problem: _config(problem, long=True), axes={}),
+    written_for=90,
+    refuse=_refuse_invariant,
+    batch_invariant=True,
+    interpretable=False,
+)

@@ -1,0 +1,157 @@
+"""Which tile a program of `attention_sm90_kernel` computes, which keys its rows see, and the warps that deal and fetch.
+
+Tiles of a launch are numbered: the heads in sections that keep the SMs busy, inside of a section the longest tiles first. What
+is left over when heads are dealt into sections goes first, so that a launch ends with the short tiles of a whole section.
+A program begins with its own number and then draws tickets from a counter, for tiles differ in length; the warp that draws
+hands the number, and what it found out of the tile, to the others (hopper/primitives.py).
+"""
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewright.kernels.hopper.primitives import BEHIND, hand_out, load_box, next_tile, release, take
+
+__all__ = ["PLACE", "ROWS", "SLOT", "deal_tiles", "load_tiles"]
+
+
+ROWS = gl.constexpr(64)  # of a consumer: what the tensor cores take at once
+SLOT = gl.constexpr(16)  # from one tile's numbers to the next one's
+PLACE = gl.constexpr(10)  # numbers that describe a tile
+
+
+@gluon.jit
+def _span(b, cu_ptr, length):
+    """(start, length) of sequence b."""
+    start = b * length
+    if cu_ptr is not None:
+        start = gl.load(cu_ptr + b)
+        length = gl.load(cu_ptr + b + 1) - start
+    return start, length
+
+
+@gluon.jit
+def _tile_of(tile, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr):
+    """(first row, head, start and length of q, start and length of k, last block of keys, blocks, whole, cut) of a tile.
+
+    where: the grid (tiles a head, heads, section, H), lengths (cu_q_ptr, cu_k_ptr, max_q, max_k) and window (left, right).
+    RIGHT, LEFT: whether a row sees only so many keys behind or before its own (a causal mask: none behind). A tile visits the
+    `blocks` blocks of keys that end with `last`; those from `whole` on, and those before `cut`, have keys to mask.
+    """
+    grid, lengths, window = where
+    blocks, heads, section, H = grid
+    cu_q_ptr, cu_k_ptr, max_q, max_k = lengths
+    left, right = window
+    # From the end, so that a section of few heads is the first one: as the last it kept SMs waiting for its longest tiles.
+    before = blocks * heads - 1 - tile
+    first = before // (section * blocks) * section
+    within = before % (section * blocks)
+    width = gl.minimum(section, heads - first)
+    block = within // width
+    head = first + within % width
+    b = head // H
+    q_start, q_len = _span(b, cu_q_ptr, max_q)
+    k_start, k_len = _span(b, cu_k_ptr, max_k)
+    row = block * BLOCK_M
+    own = row + k_len - q_len  # the key that is the first row's own
+    seen = k_len
+    whole = k_len // N
+    if RIGHT:
+        seen = gl.minimum(k_len, own + BLOCK_M + right)
+        whole = gl.minimum(whole, gl.maximum(own + 1 + right, 0) // N)
+    # A tile that sees no key goes through one block, all masked: its result is zero by the same formulae.
+    # So does one beyond the rows of its sequence, and stores nothing.
+    last = gl.where(row < q_len, gl.maximum(gl.cdiv(gl.maximum(seen, 0), N) - 1, 0), 0)
+    count = last + 1
+    cut = gl.cdiv(gl.maximum(own + BLOCK_M - 1 - left, 0), N)
+    if LEFT:
+        count -= gl.minimum(gl.maximum(own - left, 0) // N, last)
+    return row, head % H, q_start, q_len, k_start, k_len, last, count, whole, cut
+
+
+# ---- the producer
+
+
+@gluon.jit
+def _load(desc, tail_desc, row, col, full, buf, tail):
+    """A box of 16-bit numbers; with `tail_desc` also the columns behind it."""
+    D: gl.constexpr = buf.shape[1]
+    if tail_desc is not None:
+        mbarrier.expect(full, buf.shape[0] * (D + tail.shape[1]) * 2)
+        load_box(tail_desc, [row, col + D], full, tail)
+    else:
+        mbarrier.expect(full, buf.shape[0] * D * 2)
+    load_box(desc, [row, col], full, buf)
+
+
+@gluon.jit
+def _fetch(descs, cols, bufs, bars, key, it):
+    """The it-th block of keys and values, from row `key` on, each when its stage is free."""
+    _, k_desc, v_desc, _, k_tail_desc = descs
+    _, k_bufs, v_bufs, _, _, k_tails = bufs
+    k_full, k_empty, v_full, v_empty = bars[2], bars[3], bars[4], bars[5]
+    STAGES: gl.constexpr = k_bufs.shape[0]
+    stage = it % STAGES
+    phase = it // STAGES & 1 ^ 1
+    mbarrier.wait(k_empty.index(stage), phase)
+    _load(k_desc, k_tail_desc, key, cols[0], k_full.index(stage), k_bufs.index(stage), k_tails.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase)
+    _load(v_desc, None, key, cols[1], v_full.index(stage), v_bufs.index(stage), v_bufs.index(stage))
+
+
+@gluon.jit
+def load_tiles(
+    descs, bufs, bars, slots_ptr, where, GROUP, head_strides, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    q_desc, _, _, q_tail_desc, _ = descs
+    q_bufs, k_bufs, _, _, q_tails, _ = bufs
+    q_head_stride, k_head_stride, v_head_stride = head_strides
+    N: gl.constexpr = k_bufs.shape[1]
+    Q_BUFS: gl.constexpr = q_bufs.shape[0] // CONSUMERS
+    q_full, q_empty, tile_full, tile_empty = bars[0], bars[1], bars[6], bars[7]
+    total = where[0][0] * where[0][1]
+    it = 0
+    n = 0
+    tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
+    while tile < total:
+        row, head, q_start, _q_len, k_start, _k_len, last, count, _whole, _cut = place
+        slot = n % Q_BUFS * CONSUMERS
+        q_phase = n // Q_BUFS & 1
+        for wg in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(slot + wg), q_phase ^ 1)
+            first = q_start + row + wg * ROWS
+            full = q_full.index(slot + wg)
+            _load(q_desc, q_tail_desc, first, head * q_head_stride, full, q_bufs.index(slot + wg), q_tails.index(slot + wg))
+        key = k_start + last * N
+        cols = (head // GROUP * k_head_stride, head // GROUP * v_head_stride)
+        early = gl.maximum(count - BEHIND, 0)
+        for j in range(early):
+            _fetch(descs, cols, bufs, bars, key - j * N, it + j)
+        release(bars[8].index(0))
+        for j in range(early, count):
+            _fetch(descs, cols, bufs, bars, key - j * N, it + j)
+        it += count
+        n += 1
+        tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
+
+
+# ---- the warp that deals
+
+
+@gluon.jit
+def deal_tiles(
+    bars, counter_ptr, slots_ptr, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr
+):  # fmt: skip
+    tile_full, tile_empty, asked = bars[6], bars[7], bars[8]
+    total = where[0][0] * where[0][1]
+    n = 0
+    tile = gl.program_id(0)
+    hand_out(tile, _tile_of(tile, where, BLOCK_M, N, RIGHT, LEFT), n, slots_ptr, tile_full, tile_empty, SLOT)
+    while tile < total:
+        mbarrier.wait(asked.index(0), n & 1)
+        n += 1
+        tile = next_tile(counter_ptr, total)
+        place = _tile_of(gl.minimum(tile, total - 1), where, BLOCK_M, N, RIGHT, LEFT)
+        hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT)

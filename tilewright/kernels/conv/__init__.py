@@ -1,0 +1,1 @@
+"""Convolution, channels last, with its epilogue."""

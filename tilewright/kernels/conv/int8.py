@@ -1,0 +1,216 @@
+"""Convolution from int8 codes to int8 codes, for chains of quantised layers: nothing of 16 bits lies between two of them.
+
+    y[n, p, o] = codes(factors[n] * activation(w_scales[o] * sum over taps and channels of x * weight + bias[o] + residual))
+
+    x [N, *S, C], weight [O, *K, C / groups], residual and y [N, *P, O]: int8, channels-last and contiguous; w_scales, bias [O]
+    and factors [N]: float32. codes: to nearest even, saturated at +-127; what is NaN (bias or scales were) is 0.
+
+The one scale behind the activation does for the residual too, which is codes of another scale: max(s x, 0) = s max(x, 0) for
+s > 0. `conv_codes` folds the scales of x, weight, residual and y into these two factors, once. Against `conv` with a 16-bit
+result and a quantiser, a fourth of the bytes moves between two layers; a bottleneck's residual stream is half as wide.
+
+    sm90       Hopper: the Gluon kernel of `conv`
+    triton     any shape, from sm_80 on: its portable kernel
+
+Not supported: gradients, zero points, results of 16 bits (`conv` has them), a residual before another activation than relu.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.conv.checks import Int, Padding, window_of
+from tilewright.kernels.conv.implicit_gemm import TRITON
+from tilewright.kernels.conv.inputs import conv_codes_arguments
+from tilewright.kernels.conv.problem import ACTIVATIONS, Problem, problem_of, sizes_of
+from tilewright.kernels.conv.reference import convolved
+from tilewright.kernels.conv.sm90 import SM90
+from tilewright.kernels.device.activations import activated
+from tilewright.op import Example, Impl, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["conv_codes", "conv_codes_op", "folded_scales"]
+
+# N images, C channels, O output channels
+
+# ---- reference
+
+
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int], w_scales: Tensor, factors: Tensor,
+) -> Tensor:  # fmt: skip
+    if not x.shape[0]:
+        return x.new_empty((0, *size, weight.shape[0]))
+    # Sums of some 2000 products of codes are no longer exact in float32.
+    y = convolved(x.double(), weight.double(), None, stride, padding, dilation, groups, size).float() * w_scales
+    y = y if bias is None else y + bias
+    y = activated(y if residual is None else y + residual, activation) * factors.view(-1, *(1,) * (x.dim() - 1))
+    return y.clamp(-127.0, 127.0).nan_to_num(0.0).round().to(torch.int8).contiguous()
+
+
+# ---- cost, problem, examples
+
+
+def _cost(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int], w_scales: Tensor, factors: Tensor,
+) -> Cost:  # fmt: skip
+    s = sizes_of(x, weight, stride, padding, dilation, groups, size)
+    moved = x.nbytes + s.pixels * s.o + sum(t.nbytes for t in (weight, bias, residual, w_scales, factors) if t is not None)
+    return Cost(flops=2 * s.pixels * s.o * s.taps * (s.c // groups), bytes=moved)
+
+
+def _problem(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int], w_scales: Tensor, factors: Tensor,
+) -> Problem:  # fmt: skip
+    return problem_of(
+        x, weight, bias, residual, activation, stride, padding, dilation, groups, size, factors, w_scales, torch.int8
+    )  # fmt: skip
+
+
+def _example(label: str, n: int, c: int, h: int, o: int, k: int = 3, **more: object) -> Example:
+    return Example(label, lambda inputs: conv_codes_arguments(inputs, N=n, C=c, H=h, O=o, K=k, **more))  # pyright: ignore[reportArgumentType]
+
+
+EXAMPLES = (
+    _example("3x3", 2, 32, 5, 32, bias=True, activation="relu"),
+    _example("residual", 1, 64, 4, 80, 1, bias=True, residual=True, activation="relu"),
+    _example("strided", 2, 20, 7, 24, S=2, activation="silu", bias=True),
+    _example("groups", 1, 32, 4, 32, groups=4),
+    _example("no images", 0, 16, 4, 16),
+)
+
+# ---- implementations
+
+
+def _default_sm90(device: Device, problem: Problem) -> Config:
+    return {**SM90.space.default(device, problem), "SPLIT_K": 1}
+
+
+SM90_SPACE = Space(default=_default_sm90, axes={**SM90.space.axes, "SPLIT_K": (1,)}, refusal=SM90.space.refusal)
+
+
+TRITON_SPACE = Space(
+    default=TRITON.space.default,
+    axes={**TRITON.space.axes, "BLOCK_N": (32, 64, 128), "BLOCK_K": (64, 128)},
+    refusal=TRITON.space.refusal,
+)
+
+
+def _launch(impl: Impl, config: Config, args: tuple[Any, ...]) -> Tensor:
+    *plain, w_scales, factors = args
+    return impl.launch(config, *plain, factors, w_scales, torch.int8)
+
+
+def _launch_sm90(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], w_scales: Tensor,
+    factors: Tensor,
+) -> Tensor:  # fmt: skip
+    return _launch(
+        SM90, config, (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, w_scales, factors)
+    )
+
+
+def _launch_triton(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], w_scales: Tensor,
+    factors: Tensor,
+) -> Tensor:  # fmt: skip
+    return _launch(
+        TRITON, config, (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, w_scales, factors)
+    )
+
+
+conv_codes_op = Op(
+    name="conv_codes",
+    reference=_reference,
+    problem=_problem,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=conv_codes_arguments,
+    rows_in_problem=True,
+    codes_may_move=True,
+    impls=(
+        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=SM90.refuse, interpretable=False),
+        Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=TRITON.refuse),
+    ),
+)
+
+# ---- public function
+
+
+def folded_scales(
+    x_scale: Tensor, w_scales: Tensor, bias: Tensor | None, residual_scale: Tensor | None, y_scale: Tensor, images: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(w_scales [O], bias [O], factors [N]) of `conv_codes_op`, from what a step of the codes of each tensor means.
+
+    Args:
+        x_scale, residual_scale, y_scale: one float32 each, positive; without a residual None.
+        w_scales: [O], float32.
+        bias: [O].
+        images: N.
+    """
+    unit = torch.ones_like(y_scale) if residual_scale is None else residual_scale
+    shift = None if bias is None else (bias.float() / unit).contiguous()
+    return (w_scales * (x_scale / unit)).contiguous(), shift, (unit / y_scale).reshape(1).expand(images).contiguous()
+
+
+def conv_codes(
+    x: Tensor, weight: Tensor, x_scale: Tensor, w_scales: Tensor, y_scale: Tensor, bias: Tensor | None = None,
+    residual: Tensor | None = None, residual_scale: Tensor | None = None, stride: Int = 1, padding: Padding = 0,
+    dilation: Int = 1, groups: int = 1, *, activation: str = "none",
+) -> Tensor:  # fmt: skip
+    """The codes of activation(conv(x, weight) + bias + residual), all int8 with one known scale each.
+
+    Args:
+        x: [N, C, *S], int8, one to three spatial dims; channels-last memory is read as it is.
+        weight: [O, C / groups, *K], int8.
+        x_scale: one float32: what a step of x's codes means. So y_scale, which y's codes are made with.
+        w_scales: [O], float32.
+        bias: [O], float32 or of 16 bits.
+        residual: codes of the result's shape, with a residual_scale; added before the activation, which is none or relu then.
+        stride, padding, dilation, groups: as `conv2d`'s.
+        activation: none, relu, gelu, gelu_tanh or silu.
+
+    Returns:
+        [N, O, *P], int8, in channels-last memory.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, scales or options do not fit.
+    """
+    if x.dtype != torch.int8 or weight.dtype != torch.int8 or x.dim() != weight.dim() or x.dim() not in (3, 4, 5):
+        raise ValueError(
+            f"conv_codes: x [N, C, *S] and weight [O, C / groups, *K] must be int8 with one to three spatial dims; got "
+            f"{list(x.shape)} {x.dtype} and {list(weight.shape)} {weight.dtype}"
+        )
+    if groups < 1 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
+        raise ValueError(f"conv_codes: {x.shape[1]} channels, a weight {list(weight.shape)} and groups={groups} do not fit")
+    if activation not in ACTIVATIONS or (residual is not None and activation not in ("none", "relu")):
+        known = "none or relu, as there is a residual" if residual is not None else ", ".join(ACTIVATIONS)
+        raise ValueError(f"conv_codes: activation must be {known}; got {activation!r}")
+    window = window_of("conv_codes", x, weight, stride, padding, dilation)
+    shape = (x.shape[0], weight.shape[0], *window.size)
+    if (residual is None) != (residual_scale is None):
+        raise ValueError("conv_codes: a residual and its residual_scale come together")
+    if residual is not None and (residual.shape != shape or residual.dtype != torch.int8 or residual.device != x.device):
+        raise ValueError(f"conv_codes: residual must be {list(shape)} int8; got {list(residual.shape)} {residual.dtype}")
+    outputs = weight.shape[:1]
+    for name, t, size in (("x_scale", x_scale, 1), ("y_scale", y_scale, 1), ("w_scales", w_scales, outputs.numel())):
+        if t.numel() != size or t.dtype != torch.float32 or t.device != x.device:
+            raise ValueError(f"conv_codes: {name} must be {size} float32 on {x.device}; got {list(t.shape)} {t.dtype}")
+    if bias is not None and bias.shape != outputs:
+        raise ValueError(f"conv_codes: bias must be {list(outputs)}; got {list(bias.shape)}")
+    w_scales, bias, factors = folded_scales(x_scale, w_scales, bias, residual_scale, y_scale, x.shape[0])
+    last = [None if t is None else t.movedim(1, -1).contiguous() for t in (x, weight, residual)]
+    y = conv_codes_op(
+        last[0], last[1], bias, last[2], activation, window.stride, window.low, window.dilation, groups, window.size, w_scales,
+        factors,
+    )  # fmt: skip
+    return y.movedim(-1, 1)

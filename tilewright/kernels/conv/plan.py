@@ -1,0 +1,51 @@
+"""A convolution to be made again: `Impl.plan` of the implementations of `conv`.
+
+A plan takes torch's tensors and leaves the host nothing but memory for the result, addresses and the launch, or one call of
+cuDNN. It keeps no tensor alive.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewright.tune.space import Config
+
+__all__ = ["FORMATS", "Plan", "plan_of"]
+
+Plan = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""(x [N, C, *S], weight [O, C / groups, *K], bias, residual [N, O, *P]) -> [N, O, *P], all with dense channels."""
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of dimensions."""
+
+
+class _Launched(Protocol):
+    """A held launch, which fills y."""
+
+    def launch(
+        self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None, x_scales: Tensor | None,
+        w_scales: Tensor | None,
+    ) -> None: ...  # fmt: skip
+
+
+def plan_of(launched: Callable[..., _Launched | None]) -> Callable[..., Plan | None]:
+    """`Impl.plan` from (config, *args) -> the launch that is held of such a call, or None."""
+
+    def plan(config: Config, *args: Any) -> Plan | None:
+        found = launched(config, *args)
+        if found is None:
+            return None
+        x, weight, *_, size, _, _, dtype = args
+        fill, shape = found.launch, (x.shape[0], weight.shape[0], *size)
+        options = {"dtype": dtype, "device": x.device, "memory_format": FORMATS[x.dim()]}
+
+        def call(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+            y = torch.empty(shape, **options)
+            fill(x, weight, y, bias, residual, None, None)
+            return y
+
+        return call
+
+    return plan

@@ -1,0 +1,123 @@
+"""The host side of `conv` on Hopper: exports the Impl `sm90`.
+
+Refuses: groups, float32, three spatial dims, strides other than 1, 2 and 4 (unless a filter is as wide as its stride), output
+channels that are no multiple of 16 bytes. One spatial dim is two with one row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.kernels.conv.plan import plan_of
+from tilewright.kernels.conv.problem import Problem, empty_output, sizes_of
+from tilewright.kernels.conv.sm90_im2col import (
+    AXES,
+    Again,
+    Launch,
+    Shape,
+    best_tile,
+    launch_boxes,
+    phases_of,
+    refuse_boxes,
+    tile_refusal,
+)
+from tilewright.kernels.conv.sm90_space_to_depth import Fold, fold_of, folded
+from tilewright.kernels.launch.replay import Held, pointer_kind
+from tilewright.op import Impl
+from tilewright.tune.space import Config, Space
+
+__all__ = ["SM90", "launched"]
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if (reason := refuse_boxes(device, problem, (torch.float16, torch.bfloat16, torch.int8))) is not None:
+        return reason
+    if problem.groups != 1:
+        return "does not take groups"
+    if not problem.aligned or problem.o * problem.out.itemsize % 16:
+        return "needs tensors that start at multiples of 16 bytes, and output channels that are a multiple of them"
+    if problem.kernel[2] > 1 and problem.dilation[2] > 1 and problem.c * problem.dtype.itemsize % 16:
+        return "channels that are no multiple of 16 bytes are copied to windows, which a dilated filter has not"
+    fold = fold_of(problem, problem.dtype)
+    if any(stride not in (1, 2, 4) for stride in fold.stride):
+        return "takes strides of 1, 2 and 4"
+    if len(phases_of(fold.kernel, fold.stride, fold.padding, fold.dilation)) > 4:
+        return "takes at most four phases of strided pixels"
+    if fold.way != "windows" and (problem.x[1] < fold.stride[0] or problem.x[2] < fold.stride[1]):
+        return "an x smaller than the stride has empty phases"
+    return None
+
+
+def _shape(problem: Problem) -> Shape:
+    fold = fold_of(problem, problem.dtype)
+    slow = problem.activation not in ("none", "relu")
+    return Shape(
+        problem.n_bucket, *problem.y[1:], problem.o, fold.kernel, fold.stride, fold.dilation, fold.c, problem.dtype.itemsize,
+        problem.residual, slow,
+    )  # fmt: skip
+
+
+SPACE = Space(
+    default=lambda device, problem: best_tile(device, _shape(problem)),
+    axes=AXES,
+    refusal=lambda device, problem, config: tile_refusal(device, _shape(problem), config),
+)
+
+
+_HELD = Held()
+
+
+def _key(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
+    w_scales: Tensor | None, dtype: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
+    return (
+        x.get_device(), x.dtype, dtype, x.shape, weight.shape, *size, *stride, *padding, *dilation, activation,
+        residual is None, pointer_kind(bias), pointer_kind(x_scales), pointer_kind(w_scales), *config.values(),
+    )  # fmt: skip
+
+
+def launched(config: Config, *args: Any) -> Again | None:
+    """What makes a launch again that `SM90` made of these arguments; None where it made none, or copies operands first."""
+    again, fold = _HELD.get(_key(config, *args)) or (None, None)
+    return again if fold is None else None
+
+
+def _launch(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
+    w_scales: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    y = empty_output(x, weight, size, dtype)
+    if not y.numel():
+        return y
+    key = _key(
+        config, x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype
+    )
+    held: tuple[Again, Fold | None] | None = _HELD.get(key)
+    if held is not None and held[1] is None:
+        held[0].launch(x, weight, y, bias, residual, x_scales, w_scales)
+        return y
+    s = sizes_of(x, weight, stride, padding, dilation, groups, size)
+    fold, plane = fold_of(s, x.dtype), (s.n, *s.y[1:], s.o)
+    view = folded(fold, x, weight, s)
+    if held is not None:
+        held[0].launch(view.x, view.weight, y, bias, residual, x_scales, w_scales)
+        return y
+    rest = None if residual is None else residual.view(plane)
+    work = Launch(
+        view.x, view.weight, y.view(plane), fold.stride, fold.padding, fold.dilation, activation, bias, rest, x_scales,
+        w_scales,
+    )  # fmt: skip
+    again = launch_boxes(config, work)
+    if x.is_cuda:
+        _HELD.keep(key, (again, fold if fold.way == "windows" else None))
+    return y
+
+
+SM90 = Impl(
+    name="sm90", launch=_launch, space=SPACE, plan=plan_of(launched), written_for=90, refuse=_refuse, interpretable=False
+)

@@ -1,0 +1,390 @@
+"""`conv` for Hopper with groups of up to 64 channels: the implementation `narrow`, in Gluon.
+
+    y[n, p, q, o] = activation(sum over r, s, c of x[n, p * stride + r - padding, ..., first(o) + c] * weight[o, r, s, c] + ...)
+
+x [N, H, W, C], weight [O, KH, KW, C / groups], channels-last, fp16 or bf16. Grouped convolutions as ResNeXt has them (Xie et
+al., "Aggregated Residual Transformations for Deep Neural Networks", 2017), with 4, 8, 16, 32 or 64 channels a group and as
+many of y.
+
+The weight of 64 output channels is small, at most 9 positions of 64 x 64 numbers: a program reads it once and keeps it in
+shared memory for all the pixels that it walks. Groups narrower than 64 stand on the diagonal of such a square, whose
+other entries are zeros: they cost products, of which the tensor cores have enough. What moves is x, and the copy engine's 4.6
+cycles a pixel (sm90_kernel.py) are what bounds it, so one box serves as many filter positions as it can: those of a column of
+the filter, with a stride of 2 those of a column whose rows lie in the same phase. A phase is a dimension of x as the copy
+engine sees it, [H / stride, stride, N, W / stride, stride * C], so two descriptors do for all: of a box, and of the rows below.
+
+A producer warp, two consumer warpgroups that take turns at tiles, so that one's epilogue runs under the other's products. The
+residual comes into the buffer that the tile leaves by, and is asked for before the tile's products begin.
+
+Not here: dilation, filters of more than 3 x 3, channels that are no multiple of 64, odd sizes under a stride of 2, int8,
+three spatial dims, Triton from 3.8 on (`VIEWS_REACH_ON`).
+"""
+# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+# N images, C channels, O output channels; S stride; boxes of pixels
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.conv.plan import plan_of
+from tilewright.kernels.conv.problem import Problem, Three, empty_output, sizes_of
+from tilewright.kernels.conv.sm90_im2col import Again, fetched_box, refuse_boxes
+from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
+from tilewright.kernels.hopper.epilogue import activate
+from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
+from tilewright.kernels.launch.replay import Held, Prepared, pointer_kind
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config, Space
+
+__all__ = ["NARROW", "launched"]
+
+_SIDE = 64
+"""Channels of x and of y of a tile: 128 bytes, a row of the swizzle."""
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if (reason := refuse_boxes(device, problem)) is not None:
+        return reason
+    own = problem.c // problem.groups
+    if own not in (4, 8, 16, 32, 64) or problem.o != problem.c:
+        return "takes groups of 4, 8, 16, 32 or 64 channels with as many of y"
+    if problem.c % _SIDE:
+        return "takes channels that are a multiple of 64"
+    if max(problem.kernel) > 3 or max(problem.dilation) > 1:
+        return "takes filters of up to 3 x 3 without dilation: their weights fit in shared memory"
+    stride = problem.stride[2]
+    if problem.stride[1] != stride or stride not in (1, 2) or problem.x[1] % stride or problem.x[2] % stride:
+        return "takes strides of 1, and of 2 where height and width are even"
+    if not problem.aligned:
+        return "needs tensors that start at multiples of 16 bytes"
+    return None if VIEWS_REACH_ON else "this version of Triton has no views of shared memory that reach beyond their part"
+
+
+_PRODUCT_CYCLES = 2.3
+"""A pixel, 64 channels of x by 64 of y: 2 at the tensor cores' best."""
+
+
+def _box(block_m: int, images: int, y: Three, kernel: Three, stride: int) -> tuple[Three, int, int]:
+    """(box of pixels, rows below it, boxes in all)."""
+    (_, rows, cols), (_, kh, kw), images = y, kernel, next_pow2(images)
+    below = next_pow2(ceil_div(kh, stride) - 1) if kh > stride else 0
+    box = fetched_box(block_m, images, rows, cols, kw * min(kh, stride), kw * below, _PRODUCT_CYCLES * kh * kw)
+    return box, below, ceil_div(rows, box[0]) * ceil_div(images, box[1]) * ceil_div(cols, box[2])
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    """The tile whose last round wastes less; a smaller one has more rows below its boxes."""
+    walkers = max(1, device.sms // (problem.o // _SIDE))
+    boxes = {m: _box(m, problem.n_bucket, problem.y, problem.kernel, problem.stride[2])[2] for m in (64, 128)}
+    rounds = {m: ceil_div(count, walkers) * m for m, count in boxes.items()}
+    return {"BLOCK_M": 64 if 1.1 * rounds[64] < rounds[128] else 128}
+
+
+SPACE = Space(default=_default, axes={"BLOCK_M": (64, 128)}, refusal=lambda device, problem, config: None)
+"""BLOCK_M: pixels of a tile, which is one consumer's."""
+
+# ---- kernel
+
+
+@gluon.jit
+def _corner(box, boxes_h, boxes_w, shape: gl.constexpr):
+    """(row, image, column) of the first pixel of a box."""
+    row = box // boxes_w
+    return row % boxes_h * shape[0], row // boxes_h * shape[1], box % boxes_w * shape[2]
+
+
+@gluon.jit
+def _load_column(
+    x_desc, below_desc, units, bar, unit, p, n, q, c, C,
+    s: gl.constexpr, rows: gl.constexpr, KH: gl.constexpr, STRIDE: gl.constexpr, PAD_H: gl.constexpr,
+    PAD_W: gl.constexpr,
+):  # fmt: skip
+    """Load what the positions of column `s` of the filter read whose rows of x are in phase `rows`."""
+    FIRST: gl.constexpr = (rows + PAD_H) % STRIDE
+    BOX: gl.constexpr = x_desc.block_type.shape
+    BELOW: gl.constexpr = below_desc.block_type.shape if FIRST + STRIDE < KH else [0, 1, 1, 1, 1]
+    PIXELS: gl.constexpr = BOX[0] * BOX[2] * BOX[3] + BELOW[0] * BELOW[2] * BELOW[3]
+    mbarrier.expect(bar, PIXELS * BOX[4] * x_desc.dtype.primitive_bitwidth // 8)
+    SHIFT_H: gl.constexpr = (FIRST - PAD_H - rows) // STRIDE
+    PHASE_W: gl.constexpr = (s + PAD_W * (STRIDE - 1)) % STRIDE
+    SHIFT_W: gl.constexpr = (s - PAD_W - PHASE_W) // STRIDE
+    layout: gl.constexpr = x_desc.layout
+    box = viewed(units.index(unit), x_desc.dtype, BOX, layout)
+    load_box(x_desc, [p + SHIFT_H, rows, n, q + SHIFT_W, PHASE_W * C + c], bar, box)
+    if FIRST + STRIDE < KH:
+        below_layout: gl.constexpr = below_desc.layout
+        below = viewed(units.index(unit + BOX[0]), x_desc.dtype, BELOW, below_layout)
+        load_box(below_desc, [p + SHIFT_H + BOX[0], rows, n, q + SHIFT_W, PHASE_W * C + c], bar, below)
+
+
+@gluon.jit
+def _load_boxes(
+    x_desc, below_desc, y_desc, units, full, empty, boxes, boxes_h, boxes_w, tiles_n, C,
+    KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr, PAD_H: gl.constexpr,
+    PAD_W: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    UNITS: gl.constexpr = units.shape[0] // STAGES
+    shape: gl.constexpr = y_desc.block_type.shape
+    c = gl.program_id(0) % tiles_n * 64
+    stage = 0
+    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    for box in range(gl.program_id(0) // tiles_n, boxes, gl.num_programs(0) // tiles_n):
+        p, n, q = _corner(box, boxes_h, boxes_w, shape)
+        for s in gl.static_range(KW):
+            for rows in gl.static_range(STRIDE):
+                if (rows + PAD_H) % STRIDE < KH:
+                    mbarrier.wait(empty.index(stage), phase)
+                    _load_column(
+                        x_desc, below_desc, units, full.index(stage), stage * UNITS, p, n, q, c, C, s, rows, KH, STRIDE, PAD_H,
+                        PAD_W,
+                    )  # fmt: skip
+                    stage += 1
+                    if stage == STAGES:
+                        stage = 0
+                        phase ^= 1
+
+
+@gluon.jit
+def _place_weights(w_ptr, w_bufs, placed, first_col, wg: gl.constexpr, OWN: gl.constexpr, TAPS: gl.constexpr):
+    """This consumer's half of the filter positions, [64 output channels, 64 of x]: groups are blocks on the diagonal."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
+    c = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, layout)), 0)
+    for t in gl.static_range(wg, TAPS, 2):
+        ptrs = w_ptr + (first_col + o) * (TAPS * OWN) + (t * OWN + c % OWN)
+        w_bufs.index(t).store(gl.load(ptrs, mask=o // OWN == c // OWN, other=0.0))
+    fence_async_shared()
+    release(placed)
+
+
+@gluon.jit
+def _sum_column(
+    units, w_bufs, full, empty, acc, stage, phase,
+    s, rows: gl.constexpr, begun, KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr, PAD_H: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """acc + the products of the positions that `_load_column` loaded for. Gives the stage before back."""
+    FIRST: gl.constexpr = (rows + PAD_H) % STRIDE
+    COUNT: gl.constexpr = (KH - FIRST + STRIDE - 1) // STRIDE
+    UNITS: gl.constexpr = units.shape[0] // STAGES
+    layout: gl.constexpr = units.layout
+    shape: gl.constexpr = [acc.shape[0], 64]
+    mbarrier.wait(full.index(stage), phase)
+    for i in gl.static_range(COUNT):
+        x = viewed(units.index(stage * UNITS + i), units.dtype, shape, layout)
+        w = w_bufs.index((FIRST + i * STRIDE) * KW + s).permute((1, 0))
+        started = warpgroup_mma(x, w, acc, use_acc=begun | (i > 0), is_async=True)
+        # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
+        acc = warpgroup_mma_wait(1, deps=(started,))
+        if i == 0:
+            release(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=begun)
+    return acc
+
+
+@gluon.jit
+def _finish(
+    acc, tile_box, arrived, parity, residual_desc, y_desc, bias_ptr, p, n, q, first_col, ACTIVATION: gl.constexpr
+):  # fmt: skip
+    """Bias, residual, activation, the one rounding, the store through `tile_box`, which the residual comes to."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    shape: gl.constexpr = acc.shape
+    buf = viewed(tile_box, y_desc.dtype, shape, layout)
+    if bias_ptr is not None:
+        cols = first_col + gl.arange(0, 64, layout=gl.SliceLayout(0, acc.type.layout))
+        acc += gl.expand_dims(gl.load(bias_ptr + cols).to(gl.float32), 0)
+    if residual_desc is not None:
+        mbarrier.wait(arrived, parity)
+        acc += buf.load(acc.type.layout).to(gl.float32)
+    else:
+        tma.store_wait(pendings=0)
+    buf.store(activate(acc, ACTIVATION).to(y_desc.dtype))
+    fence_async_shared()
+    store_box(y_desc, [p, n, q, first_col], tile_box)
+
+
+@gluon.jit
+def _multiply_boxes(
+    units, w_bufs, tile_boxes, full, empty, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
+    boxes, boxes_h, boxes_w, tiles_n, filter_w,
+    wg: gl.constexpr, OWN: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr,
+    PAD_H: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    shape: gl.constexpr = y_desc.block_type.shape
+    ROWS: gl.constexpr = shape[0] * shape[1] * shape[2]
+    STEPS: gl.constexpr = KW * (STRIDE if KH >= STRIDE else KH)
+    # The first phase of rows that is met: of a filter with one row it is not always 0.
+    FIRST_ROWS: gl.constexpr = 0 if PAD_H % STRIDE < KH else 1
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    walkers = gl.num_programs(0) // tiles_n
+    first_col = gl.program_id(0) % tiles_n * 64
+    tile_box = tile_boxes.index(wg)
+    _place_weights(w_ptr, w_bufs, placed, first_col, wg, OWN, KH * KW)
+    mbarrier.wait(placed, 0)
+    stage = STEPS * wg % STAGES
+    phase = STEPS * wg // STAGES & 1
+    for box in range(gl.program_id(0) // tiles_n + wg * walkers, boxes, 2 * walkers):
+        mine = box // walkers // 2  # tiles of this consumer so far
+        p, n, q = _corner(box, boxes_h, boxes_w, shape)
+        if residual_desc is not None:
+            tma.store_wait(pendings=0)
+            mbarrier.expect(arrived.index(wg), ROWS * 128)
+            load_box(residual_desc, [p, n, q, first_col], arrived.index(wg), tile_box)
+        # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
+        mbarrier.wait(turns.index(wg), (mine + 1 - wg) & 1)
+        acc = gl.zeros([ROWS, 64], gl.float32, acc_layout)
+        for s in range(filter_w):  # not unrolled: addresses of all of the weight would be kept in registers
+            for rows in gl.static_range(STRIDE):
+                if (rows + PAD_H) % STRIDE < KH:
+                    acc = _sum_column(
+                        units, w_bufs, full, empty, acc, stage, phase, s, rows, (s > 0) | (rows > FIRST_ROWS), KH, KW, STRIDE,
+                        PAD_H, STAGES,
+                    )  # fmt: skip
+                    stage += 1
+                    if stage == STAGES:
+                        stage = 0
+                        phase ^= 1
+        release(turns.index(1 - wg))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
+        stage += STEPS  # the other's tile
+        while stage >= STAGES:
+            stage -= STAGES
+            phase ^= 1
+        _finish(acc, tile_box, arrived.index(wg), mine & 1, residual_desc, y_desc, bias_ptr, p, n, q, first_col, ACTIVATION)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["boxes", "boxes_h", "boxes_w", "tiles_n", "filter_w", "C"])
+def _narrow_kernel(
+    x_desc, below_desc, residual_desc, y_desc, w_ptr, bias_ptr, boxes, boxes_h, boxes_w, tiles_n, filter_w, C,
+    OWN: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr,
+    PAD_H: gl.constexpr, PAD_W: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Launch on a multiple of tiles_n programs, at most as many as there are SMs, with num_warps=4.
+
+    A tile is a box of pixels [rows, images, columns] by 64 output channels; a program has one set of channels, and every so
+    manyeth box. x_desc: boxes [rows, 1, images, columns, 64] of x as the file's head describes it; below_desc: of the rows
+    below that the filter reaches with the same phase, None where it reaches none.
+    """
+    shape: gl.constexpr = x_desc.block_type.shape
+    EXTRA: gl.constexpr = 0 if below_desc is None else below_desc.block_type.shape[0]
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    units = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (shape[0] + EXTRA), shape[2] * shape[3], 64], layout)
+    w_bufs = gl.allocate_shared_memory(x_desc.dtype, [KH * KW, 64, 64], layout)
+    tile_boxes = gl.allocate_shared_memory(y_desc.dtype, [2] + y_desc.block_type.shape, y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    placed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(placed, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+        mbarrier.init(arrived.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    gl.warp_specialize([
+        (_multiply_boxes, (
+            units, w_bufs, tile_boxes, full, empty, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
+            boxes, boxes_h, boxes_w, tiles_n, filter_w, 0, OWN, KH, KW, STRIDE, PAD_H, STAGES, ACTIVATION,
+        )),
+        (_multiply_boxes, (
+            units, w_bufs, tile_boxes, full, empty, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
+            boxes, boxes_h, boxes_w, tiles_n, filter_w, 1, OWN, KH, KW, STRIDE, PAD_H, STAGES, ACTIVATION,
+        )),
+        (_load_boxes, (
+            x_desc, below_desc, y_desc, units, full, empty, boxes, boxes_h, boxes_w, tiles_n, C,
+            KH, KW, STRIDE, PAD_H, PAD_W, STAGES,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# ---- launcher
+
+
+_HELD = Held()
+
+
+def _key(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any
+) -> tuple[Any, ...]:
+    activation, stride, padding, _, groups, size, *_ = rest
+    return (
+        x.get_device(), x.dtype, x.shape, weight.shape, *size, *stride, *padding, groups, activation, residual is None,
+        pointer_kind(weight), pointer_kind(bias), *config.values(),
+    )  # fmt: skip
+
+
+def launched(config: Config, *args: Any) -> Again | None:
+    """What makes a launch again that `NARROW` made of these arguments; None where it made none."""
+    return _HELD.get(_key(config, *args))
+
+
+def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16)  # of any type of 16 bits
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
+
+
+def _launch(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
+    w_scales: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    y = empty_output(x, weight, size, dtype)
+    if not y.numel():
+        return y
+    weight = weight.contiguous()
+    key = _key(config, x, weight, bias, residual, activation, stride, padding, dilation, groups, size)
+    held: Again | None = _HELD.get(key)
+    if held is not None:
+        held.launch(x, weight, y, bias, residual, None, None)
+        return y
+    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    s = sizes_of(x, weight, stride, padding, dilation, groups, size)
+    (_, h, w), (_, rows, cols), (_, kh, kw), step = s.x, s.y, s.kernel, s.stride[2]
+    box, extra, _ = _box(config["BLOCK_M"], s.n, s.y, s.kernel, step)
+    # [H / S, S, N, W / S, S * C]: rows and columns of a phase side by side.
+    seen = x.view(s.n, h // step, step, w // step, step * s.c).permute(1, 2, 0, 3, 4)
+    descs = [_descriptor(seen, [height, 1, box[1], box[2], _SIDE]) if height else None for height in (box[0], extra)]
+    # A row of y above those of all images, as with x.
+    planes = [None if t is None else t.view(s.n, rows, cols, s.o).transpose(0, 1) for t in (residual, y)]
+    descs += [None if t is None else _descriptor(t, [*box, _SIDE]) for t in planes]
+    down, deep, across = ceil_div(rows, box[0]), ceil_div(s.n, box[1]), ceil_div(cols, box[2])
+    boxes, tiles_n = down * deep * across, s.o // _SIDE
+    programs = tiles_n * max(1, min(boxes, device.sms // tiles_n))
+    pixel_bytes = 2 * _SIDE
+    left = device.smem_bytes - pixel_bytes * (kh * kw * _SIDE + 2 * config["BLOCK_M"]) - 1024
+    stages = min(12, left // ((box[0] + extra) * box[1] * box[2] * pixel_bytes))
+    arguments = (*descs, weight, bias, boxes, down, across, tiles_n, kw, s.c)
+    constants = {
+        "OWN": s.c // groups, "KH": kh, "KW": kw, "STRIDE": step, "PAD_H": s.padding[1],
+        "PAD_W": s.padding[2], "STAGES": stages, "ACTIVATION": activation,
+    }  # fmt: skip
+    compiled = _narrow_kernel[(programs,)](*arguments, **constants, num_warps=4)
+    starts = [0 if t is None else t.data_ptr() for t in (x, weight, y, bias, residual)]
+    prepared = Prepared(_narrow_kernel, compiled, (programs,), arguments, constants, (0, 0, 4, 2, 1, 3), starts)
+    if x.is_cuda:
+        _HELD.keep(key, Again(prepared, None, 0))
+    return y
+
+
+NARROW = Impl(
+    name="narrow", launch=_launch, space=SPACE, plan=plan_of(launched), written_for=90, refuse=_refuse, interpretable=False
+)

@@ -1,0 +1,344 @@
+"""What the launchers of sm90_kernel.py share: which box of pixels, which tile, the descriptors, the launch."""
+
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.conv.problem import Problem
+from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON, conv_sm90_kernel
+from tilewright.kernels.gemm.sm90_configs import shares
+from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.replay import Prepared
+from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.op import scope
+from tilewright.tune.space import Config
+
+__all__ = [
+    "AXES",
+    "Again",
+    "Launch",
+    "Shape",
+    "best_tile",
+    "box_of",
+    "fetched_box",
+    "launch_boxes",
+    "phases_of",
+    "refuse_boxes",
+    "tile_refusal",
+]
+
+
+# N images, C channels, O output channels; H, W spatial dims of x, P, Q of y; KH, KW of the filter
+
+Two = tuple[int, int]
+Three = tuple[int, int, int]
+
+# ---- boxes of pixels
+
+
+def refuse_boxes(
+    device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+) -> str | None:
+    """What no form that reads boxes of pixels on sm_90 takes."""
+    if problem.dtype not in dtypes:
+        return f"does not take {problem.dtype}"
+    if problem.empty:
+        return "the copy engine has no empty tensors"
+    if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
+        return "does not take three spatial dims"
+    return None
+
+
+_FETCH_CYCLES = 4.6
+"""What a pixel of x costs the copy engine of an SM, whatever it holds (docs/log.md)."""
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+@lru_cache(maxsize=1024)
+def box_of(rows: int, images: int, height: int, width: int, column: bool) -> Three:
+    """(height, images, width) of a box of `rows` pixels, each a power of two, with little waste at the edges.
+
+    column: a box is loaded with some rows more, so a high one is better, and its rows have eight pixels at least. Of equals the
+    one whose surroundings overlap the most: filters of 3 x 3 fetch less from beyond L2.
+    """
+    best, least = (1, rows, 1), float("inf")
+    for h in (1 << i for i in range((rows // 8 if column else rows).bit_length())):
+        for w in (1 << i for i in range((rows // h).bit_length())):
+            n = rows // (w * h)
+            boxes = _blocks(images, n) * _blocks(height, h) * _blocks(width, w)
+            cost = boxes * (1 + (0.1 / h if column else 0) + 0.02 * (h + 2) * (w + 2) / (h * w))
+            if cost < least:
+                best, least = (h, n, w), cost
+    return best
+
+
+@lru_cache(maxsize=1024)
+def fetched_box(rows: int, images: int, height: int, width: int, once: float, below: float, product: float) -> Three:
+    """As `box_of`, by the cycles a pixel costs: its products, or to fetch it `once` times, and `below` for each row of a box.
+
+    With `below` the rows of a box have eight pixels at least.
+    """
+    best, least = (1, rows, 1), float("inf")
+    for h in (1 << i for i in range((rows // 8 if below else rows).bit_length())):
+        for w in (1 << i for i in range((rows // h).bit_length())):
+            n = rows // (w * h)
+            boxes = _blocks(images, n) * _blocks(height, h) * _blocks(width, w)
+            around = 1 + 0.002 * (h + 2) * (w + 2) / (h * w)
+            cost = boxes * max(product, _FETCH_CYCLES * (once + below / h)) * around
+            if cost < least:
+                best, least = (h, n, w), cost
+    return best
+
+
+def _box_count(box: Three, images: int, height: int, width: int) -> Three:
+    """Boxes down, along images and across."""
+    return _blocks(height, box[0]), _blocks(images, box[1]), _blocks(width, box[2])
+
+
+def phases_of(kernel: Two, stride: Two, padding: Two, dilation: Two) -> list[Two]:
+    """Which of every so many rows and columns of x the positions of the filter meet."""
+    rows, cols = (sorted({(k * dilation[d] - padding[d]) % stride[d] for k in range(kernel[d])}) for d in (0, 1))
+    return [(row, col) for row in rows for col in cols]
+
+
+# ---- tiles
+
+_WIDTH = 64
+"""Columns of a block of a consumer's epilogue."""
+
+# BLOCK_M, BLOCK_N, whether the consumers take turns at tiles
+_TILES = (
+    (128, 256, False),
+    (256, 128, False),
+    (128, 128, False),
+    (256, 64, False),
+    (128, 64, False),
+    (128, 128, True),
+    (128, 64, True),
+)
+
+AXES = {
+    "BLOCK_M": (128, 256), "BLOCK_N": (64, 128, 256), "TURNS": (False, True), "COLUMN": (False, True), "SPLIT_K": (1, 0, 2),
+}  # fmt: skip
+"""TURNS: the consumers take turns at tiles, else each has half of the pixels of every tile. COLUMN: a step is a column of the
+filter, whose positions read one box of x with a few rows more, else one position. SPLIT_K: programs that share a tile along K;
+0 shares just the tiles that are left when no more fill the card."""
+
+
+class Shape(NamedTuple):
+    """What a choice of tile looks at."""
+
+    images: int
+    rows: int
+    cols: int
+    """Of y."""
+    o: int
+    kernel: Two
+    stride: Two
+    dilation: Two
+    c: int
+    itemsize: int
+    """Bytes of an element of x."""
+    residual: bool
+    slow_activation: bool
+    """Whether it has an exponential."""
+
+
+def _block_k(c: int, itemsize: int) -> int:
+    """Channels of a step: 128 bytes, or 64 or 32 where there are no more."""
+    return max(32, min(128, next_pow2(c * itemsize))) // itemsize
+
+
+def _box(config: Config, images: int, rows: int, cols: int) -> Three:
+    pixels = config["BLOCK_M"] // (1 if config["TURNS"] else 2)
+    return box_of(pixels, next_pow2(images), rows, cols, config["COLUMN"])
+
+
+def best_tile(device: Device, shape: Shape) -> Config:
+    """The tile with the least estimated time, by the estimate of `linear` (gemm/sm90.py), which takes K in 16 bits."""
+    best, best_cycles = _config(_TILES[-1], False, 1), float("inf")
+    block_k, (kh, kw) = _block_k(shape.c, shape.itemsize), shape.kernel
+    chunks = _blocks(shape.c, block_k)
+    k = kh * kw * chunks * block_k * shape.itemsize // 2
+    for tile, column in product(_TILES, (False, True)):
+        config = _config(tile, column, 1)
+        if tile_refusal(device, shape, config):
+            continue
+        if tile[2] and column and kw * chunks == 1:
+            continue  # tiles of one step: 67 us for a stem that takes 59 in halves (docs/log.md)
+        block_m, block_n, turns = tile
+        box = _box(config, *shape[:3])
+        down, deep, across = _box_count(box, *shape[:3])
+        waves, left = divmod(_blocks(down * deep * across, 1 if turns else 2) * _blocks(shape.o, block_n), device.sms)
+        pixels = block_m * (box[0] + kh - 1) / box[0] / kh if column else block_m
+        cycles = max(
+            k * block_m * block_n * (1.02 if turns and waves else 1.15) / 2048,  # one tile a program: nobody to take turns with
+            k * (pixels + block_n) * 2 / 50,
+            kh * kw * chunks * pixels * _FETCH_CYCLES,
+        )
+        end = 1800 + block_m * block_n * (0.28 * shape.slow_activation + 0.03 * shape.residual)
+        ways = {1: (waves + (left > 0)) * (cycles + (360 if turns else end)) + (end if turns else 0)}
+        if not turns and not column and 2 * left <= device.sms and k >= 2048:
+            parts = min(4, device.sms // max(left, 1))
+            ways[0 if waves else 2] = waves * (cycles + end) + cycles / (parts if waves else 2) + (7700 if waves else 14800)
+        for split, total in ways.items():
+            if total < best_cycles:
+                best, best_cycles = _config(tile, column, split), total
+    return best
+
+
+def _config(tile: tuple[int, int, bool], column: bool, split_k: int) -> Config:
+    return {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "TURNS": tile[2], "COLUMN": column, "SPLIT_K": split_k}
+
+
+def tile_refusal(device: Device, shape: Shape, c: Config) -> str | None:
+    """Why a config cannot work for a shape, or None."""
+    block_m, block_n, turns, kh = c["BLOCK_M"], c["BLOCK_N"], c["TURNS"], shape.kernel[0]
+    if (block_m, block_n, turns) not in _TILES:
+        return "of the tiles these are the ones that fit two groups of warps"
+    if turns and (shape.residual or c["SPLIT_K"] != 1):
+        return "consumers that take turns fetch no residual and do not share tiles with other programs"
+    if block_n > 64 and block_n >= 2 * shape.o:
+        return "BLOCK_N is twice as wide as y"
+    if not c["COLUMN"]:
+        return None
+    if kh not in (2, 3, 4, 5) or shape.stride != (1, 1) or abs(shape.dilation[0]) != 1:
+        return "a column of the filter is a step where it has 2 to 5 positions next to each other, and the stride is 1"
+    if not VIEWS_REACH_ON:
+        return "this version of Triton has no views of shared memory that reach beyond the part they are taken of"
+    if c["SPLIT_K"] != 1:
+        return "steps of a whole column of the filter are too few to share"
+    step_bytes = _block_k(shape.c, shape.itemsize) * shape.itemsize
+    if _ring(device, c, _box(c, *shape[:3]), kh, next_pow2(kh - 1), step_bytes, _WIDTH)[0] < 2:
+        return "more shared memory than the device has"
+    return None
+
+
+def _ring(device: Device, c: Config, box: Three, taps: int, extra: int, step_bytes: int, width: int) -> Two:
+    """(stages, buffers of a consumer's epilogue): as many stages as fit, up to eight."""
+    pixels, buffers = box[0] * box[1] * box[2], min(2, c["BLOCK_N"] // width) if c["TURNS"] else 1
+    loaded = c["BLOCK_M"] // box[0] * (box[0] + extra) + taps * c["BLOCK_N"]
+    return min(8, (device.smem_bytes - 2 * buffers * pixels * width * 2 - 1024) // (loaded * step_bytes)), buffers
+
+
+# ---- launch
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8}
+
+
+def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
+
+
+class Launch(NamedTuple):
+    """A convolution for the kernel. Tensors are views that the copy engine can address: channels dense, strides of 16 bytes."""
+
+    x: Tensor
+    """[N, H, W, C]"""
+    weight: Tensor
+    """[O, KH, KW, C], or with w_major "n" [C, KH, KW, O]"""
+    y: Tensor
+    """[N, P, Q, O]"""
+    stride: Two
+    padding: Two
+    """Of the low sides; may be negative."""
+    dilation: Two
+    """May be negative: the filter's positions then go backwards through x."""
+    activation: str
+    bias: Tensor | None
+    """[O], or a divisor of O: repeated."""
+    residual: Tensor | None = None
+    """Like y."""
+    x_scales: Tensor | None = None
+    w_scales: Tensor | None = None
+    w_major: str = "k"
+
+
+class Again(NamedTuple):
+    """A launch of `launch_boxes` to be made again on other memory."""
+
+    prepared: Prepared
+    scratch: int | None
+    """Numbers of scratch memory; None: no tiles are shared."""
+    counters: int
+
+    def launch(
+        self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None, x_scales: Tensor | None,
+        w_scales: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Fill y. Tensors begin where those of the first `Launch` did, with its dtypes, shapes and strides."""
+        parts, counters = _shared(self.scratch, self.counters, x.device)
+        given = (x, weight, y, bias, residual, x_scales, w_scales, parts, counters)
+        self.prepared([0 if t is None else t.data_ptr() for t in given])
+
+
+def _shared(scratch: int | None, counters: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Memory and tickets for tiles that programs share."""
+    if scratch is None:
+        return None, None
+    return torch.empty(scratch, dtype=torch.float32, device=device), tickets(device, counters)
+
+
+_OWNERS = (0, 0, 0, 0, 1, 4, 2, 5, 6, 3, 7, 8)
+"""Which of `Again.launch`'s operands, scratch and tickets behind them, the kernel's first arguments point into."""
+
+
+def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tensor] | None = None) -> Again:
+    """Fill work.y, which is not empty. Gives what makes the launch again: given x, weight and y, or what is `whole` of them."""
+    x, y = work.x, work.y
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    (n, rows, cols, o), (kh, kw), c = y.shape, work.weight.shape[1:3], x.shape[3]
+    block_m, block_n, turns = config["BLOCK_M"], config["BLOCK_N"], config["TURNS"]
+    taps, extra, filter_h = (kh, next_pow2(kh - 1), 1) if config["COLUMN"] else (1, 0, kh)
+    block_k = _block_k(c, x.element_size())
+    box = _box(config, n, rows, cols)
+    stride_h, stride_w = work.stride
+    phases = phases_of((kh, kw), work.stride, work.padding, work.dilation)
+    heights = (box[0], extra) if extra else (box[0],)
+    # A box is [rows, images, columns, channels]: all images of a row lie together, above those of the next.
+    x_descs = [
+        _descriptor(x[:, h::stride_h, w::stride_w].transpose(0, 1), [height, *box[1:], block_k])
+        for height, (h, w) in product(heights, phases)
+    ]
+    w_desc = _descriptor(work.weight, [block_n, 1, 1, block_k] if work.w_major == "k" else [block_k, 1, 1, block_n])
+    # A residual comes through the stages of x, so its blocks are no wider than those.
+    y_box = [*box, _WIDTH if work.residual is None else min(_WIDTH, block_k * x.element_size() // y.element_size())]
+    y_desc, residual_desc = (None if t is None else _descriptor(t.transpose(0, 1), y_box) for t in (y, work.residual))
+    down, deep, across = _box_count(box, n, rows, cols)
+    count = down * deep * across
+    steps = filter_h * kw * _blocks(c, block_k)
+    tiles = _blocks(count, 1 if turns else 2) * _blocks(o, block_n)
+    programs, waves, share, parts = shares(tiles, steps, device.sms, config["SPLIT_K"])
+    stream = config["SPLIT_K"] != 1
+    left = tiles - waves * programs
+    scratch = max(1, left * (parts - 1) * block_m * block_n) if stream else None
+    pieces, counters = _shared(scratch, left * 2, x.device)
+    stages, tile_bufs = _ring(device, config, box, taps, extra, block_k * x.element_size(), y_box[3])
+    x_descs += [None] * (4 - len(x_descs))
+    arguments = (
+        *x_descs, w_desc, residual_desc, y_desc, work.x_scales, work.w_scales, work.bias, pieces, counters,
+        n, o, o if work.bias is None else work.bias.shape[0], filter_h, kw, *work.padding, *work.dilation,
+        count, down, across, steps, waves, share, parts - 1,
+    )  # fmt: skip
+    constants = {
+        "STRIDE_H": stride_h, "STRIDE_W": stride_w, "PHASES": tuple(h * stride_w + w for h, w in phases),
+        "W_MAJOR": work.w_major, "TAPS": taps, "EXTRA": extra, "BACKWARD": extra > 0 and work.dilation[0] < 0,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "GROUP_M": 8, "TILE_BUFS": tile_bufs, "STREAM": stream,
+        "ACTIVATION": work.activation,
+    }  # fmt: skip
+    compiled = conv_sm90_kernel[(programs,)](*arguments, **constants, num_warps=4)
+    operands = (*(whole or (x, work.weight, y)), work.bias, work.residual, work.x_scales, work.w_scales, pieces, counters)
+    starts = [0 if t is None else t.data_ptr() for t in operands]
+    prepared = Prepared(conv_sm90_kernel, compiled, (programs,), arguments, constants, _OWNERS, starts)
+    return Again(prepared, scratch, left * 2)

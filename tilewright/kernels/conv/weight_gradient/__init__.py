@@ -1,0 +1,1 @@
+"""The gradient of convolution by its weight."""

@@ -1,0 +1,1 @@
+"""Operators that take every element, or pair of elements, by itself."""

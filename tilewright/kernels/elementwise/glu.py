@@ -1,0 +1,261 @@
+"""Gated activations: the elementwise middle of a feed-forward layer.
+
+    silu_mul: y = gate * sigmoid(gate) * up
+    gelu_mul: y = gate * Phi(gate) * up, with erf, or the tanh approximation (Hendrycks and Gimpel, "GELUs", 2016)
+    gated_mul: y = sigmoid(gate) * up (Dauphin et al., "Gated Convolutional Networks", 2017), or relu(gate) * up (Shazeer,
+        "GLU Variants Improve Transformer", 2020)
+
+    gate, up, y: [..., F] of bf16, fp16 or fp32. gate and up are usually the two halves of one merged [..., 2F] projection: rows
+    may be strided, the last dimension may not. The whole expression is float32, rounded once.
+
+Limited by bytes: two elements in, one out.
+Not here: backward (glu_backward.py). Not supported: a last dimension with a stride other than 1 (it is copied first by the
+public function).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.activations import gelu, gelu_tanh, silu
+from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.elementwise.inputs import gated_arguments, gated_mul_arguments, gelu_arguments
+from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["GATES", "gated_mul", "gated_mul_op", "gelu_mul", "gelu_mul_op", "silu_mul", "silu_mul_op"]
+
+GATES = ("relu", "sigmoid")
+"""What `gated_mul` knows; silu and gelu have ops of their own, with which products and quantisers are fused."""
+
+# ---- reference
+
+
+def _silu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+def _gelu_reference(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    act = torch.nn.functional.gelu(gate.to(wide), approximate="tanh" if approximate else "none")
+    return (act * up.to(wide)).to(gate.dtype)
+
+
+def _gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    act = torch.sigmoid if kind == "sigmoid" else torch.relu
+    return (act(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+# ---- cost
+
+
+def _silu_cost(gate: Tensor, up: Tensor) -> Cost:
+    return Cost(flops=5 * gate.numel(), bytes=3 * gate.nbytes)
+
+
+def _gelu_cost(gate: Tensor, up: Tensor, approximate: bool) -> Cost:
+    return Cost(flops=10 * gate.numel(), bytes=3 * gate.nbytes)
+
+
+def _gated_cost(gate: Tensor, up: Tensor, kind: str) -> Cost:
+    return Cost(flops=5 * gate.numel(), bytes=3 * gate.nbytes)
+
+
+# ---- space and examples
+
+
+class Problem(NamedTuple):
+    """All that a config may depend on: not the number of rows."""
+
+    dtype: torch.dtype
+    cols: int
+
+
+def _silu_problem(gate: Tensor, up: Tensor) -> Problem:
+    return Problem(gate.dtype, gate.shape[-1])
+
+
+def _gelu_problem(gate: Tensor, up: Tensor, approximate: bool) -> Problem:
+    return Problem(gate.dtype, gate.shape[-1])
+
+
+def _gated_problem(gate: Tensor, up: Tensor, kind: str) -> Problem:
+    return Problem(gate.dtype, gate.shape[-1])
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # The widest block that wastes less than an eighth of the lanes at the end of a row; 16 elements of each input a thread.
+    fitting = [b for b in (2048, 1024, 512, 256) if -problem.cols % b * 8 < problem.cols]
+    block_f = min(fitting[0] if fitting else 256, next_pow2(problem.cols))
+    return {"BLOCK_T": max(1, 1024 // block_f), "BLOCK_F": block_f, "num_warps": 4}
+
+
+SPACE = Space(
+    default=_default,
+    axes={"BLOCK_T": (1, 2, 4, 8, 16), "BLOCK_F": (64, 128, 256, 512, 1024, 2048, 4096), "num_warps": (2, 4, 8)},
+    refusal=lambda device, problem, c: (
+        "tile over 4096 elements"
+        if c["BLOCK_T"] * c["BLOCK_F"] > 4096
+        else "tile under 512 elements"
+        if c["BLOCK_T"] * c["BLOCK_F"] < 512
+        else "BLOCK_F wider than the row needs"
+        if c["BLOCK_F"] >= 2 * problem.cols and c["BLOCK_F"] > 64
+        else None
+    ),
+)
+
+
+def _pair(inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype, merged: bool) -> tuple[Tensor, Tensor]:
+    if not merged:
+        return inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype)
+    both = inputs.randn(*shape[:-1], 2 * shape[-1], dtype=dtype)
+    return both[..., : shape[-1]], both[..., shape[-1] :]
+
+
+_CASES = (
+    ("merged", (3, 256), torch.bfloat16, True),
+    ("ragged", (2, 3, 100), torch.bfloat16, True),
+    ("separate", (5, 64), torch.float16, False),
+    ("one", (1, 1), torch.float32, False),
+    ("wide", (2, 2500), torch.float32, True),
+)
+SILU_EXAMPLES = tuple(Example(label, lambda inputs, c=case: _pair(inputs, *c)) for label, *case in _CASES)
+GELU_EXAMPLES = tuple(
+    Example(f"{label} {form}".strip(), lambda inputs, c=case, a=bool(form): (*_pair(inputs, *c), a))
+    for form in ("", "tanh")
+    for label, *case in _CASES
+)
+
+GATED_EXAMPLES = tuple(
+    Example(f"{kind} {label}", lambda inputs, c=case, k=kind: (*_pair(inputs, *c), k))
+    for kind in GATES
+    for label, *case in _CASES
+)
+
+# ---- kernel
+
+
+@triton.jit(do_not_specialize=["n_rows", "gate_row_stride", "up_row_stride"])
+def _gated_kernel(
+    gate_ptr, up_ptr, y_ptr, n_rows, gate_row_stride, up_row_stride,
+    F: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    rows = ((tl.program_id(0) // TILES) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    cols = (tl.program_id(0) % TILES) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+    mask = (rows < n_rows) & (cols < F)
+    gate = tl.load(gate_ptr + row_start(rows, gate_row_stride, F) + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row_start(rows, up_row_stride, F) + cols, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        y = silu(gate) * up
+    elif ACTIVATION == "gelu":
+        y = gelu(gate) * up
+    elif ACTIVATION == "gelu_tanh":
+        y = gelu_tanh(gate) * up
+    elif ACTIVATION == "sigmoid":
+        y = up / (1.0 + tl.exp(-gate))
+    else:
+        y = tl.where(gate < 0, 0.0, gate) * up
+    tl.store(y_ptr + rows * F + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# ---- launchers and ops
+
+
+def _gated(config: Config, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    cols = gate.shape[-1]
+    rows, gate_row_stride = rows_of(gate)
+    if rows:
+        grid = (triton.cdiv(rows, config["BLOCK_T"]) * triton.cdiv(cols, config["BLOCK_F"]),)
+        _gated_kernel[grid](gate, up, y, rows, gate_row_stride, rows_of(up)[1], F=cols, ACTIVATION=activation, **config)
+    return y
+
+
+def _silu_launch(config: Config, gate: Tensor, up: Tensor) -> Tensor:
+    return _gated(config, gate, up, "silu")
+
+
+def _gelu_launch(config: Config, gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
+    return _gated(config, gate, up, "gelu_tanh" if approximate else "gelu")
+
+
+def _gated_launch(config: Config, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    return _gated(config, gate, up, kind)
+
+
+silu_mul_op = Op(
+    name="silu_mul",
+    reference=_silu_reference,
+    problem=_silu_problem,
+    cost=_silu_cost,
+    examples=SILU_EXAMPLES,
+    make=gated_arguments,
+    impls=(Impl(name="triton", launch=_silu_launch, space=SPACE, batch_invariant=True),),
+)
+
+gelu_mul_op = Op(
+    name="gelu_mul",
+    reference=_gelu_reference,
+    problem=_gelu_problem,
+    cost=_gelu_cost,
+    examples=GELU_EXAMPLES,
+    make=gelu_arguments,
+    impls=(Impl(name="triton", launch=_gelu_launch, space=SPACE, batch_invariant=True),),
+)
+
+# A small space: two gates that no tuned model spends its time in.
+_GATED_SPACE = Space(
+    default=_default,
+    axes={"BLOCK_T": (1, 4, 16), "BLOCK_F": (64, 256, 1024), "num_warps": (4,)},
+    refusal=SPACE.refusal,
+)
+
+gated_mul_op = Op(
+    name="gated_mul",
+    reference=_gated_reference,
+    problem=_gated_problem,
+    cost=_gated_cost,
+    examples=GATED_EXAMPLES,
+    make=gated_mul_arguments,
+    impls=(Impl(name="triton", launch=_gated_launch, space=_GATED_SPACE, batch_invariant=True),),
+)
+
+
+# ---- public functions
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Without gradients; `ops.silu_mul` says what it takes."""
+    _check("silu_mul", gate, up)
+    return silu_mul_op(rows_ready(gate), rows_ready(up))
+
+
+def gelu_mul(gate: Tensor, up: Tensor, approximate: bool = False) -> Tensor:
+    """Without gradients; `ops.gelu_mul` says what it takes."""
+    _check("gelu_mul", gate, up)
+    return gelu_mul_op(rows_ready(gate), rows_ready(up), approximate)
+
+
+def gated_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """f(gate) * up, f one of `GATES`, without gradients; `ops.gated_mul` says what it takes."""
+    if kind not in GATES:
+        raise ValueError(f"gated_mul: kind is {kind!r}, wanted one of {', '.join(GATES)}")
+    _check("gated_mul", gate, up)
+    return gated_mul_op(rows_ready(gate), rows_ready(up), kind)
+
+
+def _check(op: str, gate: Tensor, up: Tensor) -> None:
+    if gate.dim() == 0 or up.shape != gate.shape or up.dtype != gate.dtype:
+        raise ValueError(
+            f"{op}: gate and up must be alike and have a last dimension; got {tuple(gate.shape)} {gate.dtype}, "
+            f"{tuple(up.shape)} {up.dtype}"
+        )

@@ -1,0 +1,372 @@
+"""Rotary position embedding of queries and keys in one launch (Su et al., "RoFormer", 2021), and the tables it reads.
+
+    pair i of a head, at position p:   (a, b) -> (a cos - b sin, b cos + a sin),   cos, sin = cos_sin[p, 0 | 1, i]
+
+    The first R of D dimensions rotate, the rest pass through. A pair is (i, i + R/2), "rotate half", as Llama and Qwen store
+    their weights, or (2i, 2i + 1) with `interleaved`, as GPT-J and DeepSeek do; the output keeps the layout of the input.
+    q: [T, H, D] and k: [T, G, D] of bf16, fp16 or fp32; positions: [T] int64, below max_pos (not checked); cos_sin:
+    [max_pos, 2, R/2] float32. Products and sums are float32, rounded once. `inverse` turns the other way: a rotation's gradient
+    is the inverse rotation of the gradient (times the factor that a scaling put into cos_sin).
+
+`rope_table` builds cos_sin for the scalings default, linear, llama3 and yarn, as transformers' modeling_rope_utils does, to the
+same float32 operations. Those that change with the length of the sequence (dynamic, longrope) are refused.
+
+Limited by bytes: q and k in and out; a token's row of the table is read once for BLOCK_H heads.
+Not supported: a gradient of cos_sin, tokens whose heads do not lie one after the other (the public function copies them first).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.elementwise.inputs import rope_arguments
+from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["rope", "rope_frequencies", "rope_op", "rope_table"]
+
+# ---- tables
+
+
+def rope_frequencies(rotated: int, base: float, scaling: Mapping[str, Any] | None = None) -> tuple[Tensor, float]:
+    """The angle per position of each pair, and the factor on cos and sin (yarn's attention factor, else 1).
+
+    Args:
+        rotated: R, how many dimensions of a head rotate; even.
+        base: rope_theta. A "rope_theta" inside `scaling` (transformers 5) wins.
+        scaling: a config's `rope_scaling` (transformers 4) or `rope_parameters` (5): "rope_type" or "type", and its numbers.
+            None is "default". llama3 and yarn need "original_max_position_embeddings"; where a config has none there,
+            transformers takes its max_position_embeddings: put that in.
+
+    Returns:
+        ([R/2] float32 on the CPU, factor).
+
+    Raises:
+        ValueError: an odd R, an unknown type, or a number that the type needs is missing.
+    """
+    if rotated < 2 or rotated % 2:
+        raise ValueError(f"rope: the number of rotated dimensions must be even and positive, got {rotated}")
+    scaling = scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope: scaling type {kind!r} is not one of {', '.join(_SCALINGS)}")
+    builder, needed = _SCALINGS[kind]
+    if missing := [name for name in needed if scaling.get(name) is None]:
+        raise ValueError(f"rope: scaling {kind!r} needs {', '.join(missing)}; got {dict(scaling)}")
+    return builder(rotated, float(scaling.get("rope_theta") or base), scaling)
+
+
+def rope_table(
+    rotated: int,
+    max_pos: int,
+    base: float,
+    scaling: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """cos and sin for every position below max_pos: [max_pos, 2, R/2] float32. Arguments and errors of `rope_frequencies`.
+
+    Computed on the CPU whatever the device, so that two machines hold the same bits.
+    """
+    frequencies, factor = rope_frequencies(rotated, base, scaling)
+    angles = torch.arange(max_pos, dtype=torch.float32)[:, None] * frequencies
+    return torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1).to(device)
+
+
+def _wavenumbers(rotated: int, base: float) -> Tensor:
+    return base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+
+
+def _default_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return 1.0 / _wavenumbers(rotated, base), 1.0
+
+
+def _linear_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return 1.0 / _wavenumbers(rotated, base) / scaling["factor"], 1.0
+
+
+def _llama3_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Long waves are stretched by `factor`, short ones kept, those between are interpolated (Llama 3.1's model card code)."""
+    frequencies = 1.0 / _wavenumbers(rotated, base)
+    context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / frequencies
+    stretched = torch.where(wavelength > context / low, frequencies / factor, frequencies)
+    smooth = (context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * stretched / factor + smooth * stretched
+    between = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(between, blended, stretched), 1.0
+
+
+def _yarn_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Peng et al., "YaRN", 2023: dimensions that turn often are kept, those that turn rarely are stretched, a ramp between."""
+    factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
+
+    def dimension_turning(turns: float) -> float:
+        return rotated * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_turning(scaling.get("beta_fast") or 32), dimension_turning(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    width = high - low if high != low else 0.001
+    kept = 1 - ((torch.arange(rotated // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    waves = _wavenumbers(rotated, base)
+    return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept, _yarn_attention_factor(scaling)
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+_SCALINGS = {
+    "default": (_default_scaling, ()),
+    "linear": (_linear_scaling, ("factor",)),
+    "llama3": (_llama3_scaling, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "yarn": (_yarn_scaling, ("factor", "original_max_position_embeddings")),
+}
+
+# ---- reference
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    half = cos.shape[-1]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    turned, rest = wide[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        y = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        y = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((y.to(x.dtype), rest), dim=-1)
+
+
+def _reference(
+    q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
+    sin = -sin if inverse else sin
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+
+
+# ---- cost
+
+
+def _cost(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Cost:
+    table_bytes = positions.numel() * cos_sin.shape[-1] * 2 * cos_sin.element_size()
+    return Cost(flops=3 * (q.numel() + k.numel()), bytes=2 * (q.nbytes + k.nbytes) + positions.nbytes + table_bytes)
+
+
+# ---- space and examples
+
+
+class Problem(NamedTuple):
+    """What a model fixes; not the number of tokens."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int
+
+
+def _problem(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Problem:
+    return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], 2 * cos_sin.shape[2])
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # A thread holds 16 bytes of each half of a head, for as many heads as keep 64 to 128 bytes of loads in flight.
+    lanes = 16 // problem.dtype.itemsize
+    return {
+        "BLOCK_T": max(1, 128 * lanes // next_pow2(problem.rotated // 2)),
+        "BLOCK_H": min(4, next_pow2(problem.kv_heads)),
+        "num_warps": 4,
+    }
+
+
+SPACE = Space(
+    default=_default,
+    axes={"BLOCK_T": (1, 2, 4, 8, 16, 32, 64), "BLOCK_H": (1, 2, 4, 8), "num_warps": (1, 2, 4, 8)},
+    refusal=lambda device, problem, c: (
+        "tile over 4096 pairs"
+        if c["BLOCK_T"] * next_pow2(problem.rotated // 2) > 4096
+        else "more heads than q has"
+        if c["BLOCK_H"] >= 2 * problem.heads
+        else None
+    ),
+)
+
+
+def _example(
+    label: str,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotated: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    merged: bool = False,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Example:
+    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, bool, bool]:
+        table = rope_table(rotated or head_dim, 97, 10000.0, None, inputs.device)
+        positions = inputs.randint(0, 97, tokens)
+        if merged:
+            both = inputs.randn(tokens, (heads + 2 * kv_heads), head_dim, dtype=dtype)
+            return both[:, :heads], both[:, heads : heads + kv_heads], positions, table, interleaved, inverse
+        q, k = (inputs.randn(tokens, n, head_dim, dtype=dtype) for n in (heads, kv_heads))
+        return q, k, positions, table, interleaved, inverse
+
+    return Example(label, make)
+
+
+EXAMPLES = (
+    _example("merged", 5, 4, 2, 64, merged=True),
+    _example("partial", 3, 3, 1, 80, rotated=32),
+    _example("interleaved", 17, 2, 2, 64, interleaved=True, dtype=torch.float16),
+    _example("interleaved partial", 2, 1, 1, 48, rotated=24, interleaved=True, dtype=torch.float32),
+    _example("one", 1, 1, 1, 2, dtype=torch.float32),
+    _example("uneven heads", 2, 7, 3, 24),
+    _example("inverse", 5, 4, 2, 64, inverse=True),
+    _example("inverse interleaved", 3, 3, 1, 80, rotated=32, interleaved=True, inverse=True, dtype=torch.float32),
+)
+
+# ---- kernel
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, y_ptr, x_rows, y_rows, first, live, cos, sin,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Heads first .. first + BLOCK_H of a block of tokens. The loads of one head do not wait for those of another."""
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    wide = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    for i in tl.static_range(BLOCK_H):  # pyright: ignore[reportGeneralTypeIssues]
+        head = first + i
+        mask = live & (head < HEADS)
+        x_head, y_head = x_rows + head * D, y_rows + head * D
+        if INTERLEAVED:
+            in_head = mask & (wide < 2 * HALF)
+            x = tl.load(x_ptr + x_head + wide, mask=in_head, other=0.0)
+            a, b = tl.split(x.to(tl.float32).reshape(x.shape[0], BLOCK_HALF, 2))
+            y = tl.join(a * cos - b * sin, b * cos + a * sin).reshape(x.shape[0], 2 * BLOCK_HALF)
+            tl.store(y_ptr + y_head + wide, y.to(y_ptr.dtype.element_ty), mask=in_head)
+        else:
+            in_head = mask & (pair < HALF)
+            a = tl.load(x_ptr + x_head + pair, mask=in_head, other=0.0).to(tl.float32)
+            b = tl.load(x_ptr + x_head + HALF + pair, mask=in_head, other=0.0).to(tl.float32)
+            tl.store(y_ptr + y_head + pair, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=in_head)
+            tl.store(y_ptr + y_head + HALF + pair, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=in_head)
+        if 2 * HALF < D:
+            in_head = mask & (rest < D)
+            tl.store(y_ptr + y_head + rest, tl.load(x_ptr + x_head + rest, mask=in_head, other=0.0), mask=in_head)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "q_row_stride", "k_row_stride"], do_not_specialize_on_alignment=["positions_ptr"])
+def _rope_kernel(
+    q_ptr, k_ptr, positions_ptr, cos_sin_ptr, q_out_ptr, k_out_ptr,
+    n_tokens, q_row_stride, k_row_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    Q_TILES: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    TILES: tl.constexpr = Q_TILES + (G + BLOCK_H - 1) // BLOCK_H
+    tile = tl.program_id(0) % TILES
+    tokens = (tl.program_id(0) // TILES) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = tokens < n_tokens
+    position = tl.load(positions_ptr + tokens, mask=live, other=0).to(tl.int64)
+    tokens, live = tokens.to(tl.int64)[:, None], live[:, None]
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    angle_ptrs = cos_sin_ptr + position[:, None] * (2 * HALF) + pair
+    in_table = live & (pair < HALF)
+    cos = tl.load(angle_ptrs, mask=in_table, other=0.0)
+    sin = tl.load(angle_ptrs + HALF, mask=in_table, other=0.0)
+    if INVERSE:
+        sin = -sin
+    if tile < Q_TILES:
+        _rotate_heads(
+            q_ptr, q_out_ptr, row_start(tokens, q_row_stride, D), tokens * (H * D), tile * BLOCK_H, live, cos, sin,
+            H, D, HALF, INTERLEAVED, BLOCK_H, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            k_ptr, k_out_ptr, row_start(tokens, k_row_stride, D), tokens * (G * D), (tile - Q_TILES) * BLOCK_H, live, cos, sin,
+            G, D, HALF, INTERLEAVED, BLOCK_H, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+
+
+# ---- launcher and op
+
+
+def _launch(
+    config: Config, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, head_dim = q.shape
+    kv_heads, half, block_h = k.shape[1], cos_sin.shape[2], config["BLOCK_H"]
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    tiles = triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h)
+    if tokens:
+        _rope_kernel[(triton.cdiv(tokens, config["BLOCK_T"]) * tiles,)](
+            q, k, positions, cos_sin, q_out, k_out, tokens, token_stride(q), token_stride(k),
+            H=heads, G=kv_heads, D=head_dim, HALF=half, INTERLEAVED=interleaved, INVERSE=inverse,
+            BLOCK_HALF=next_pow2(half), BLOCK_REST=next_pow2(head_dim - 2 * half), **config,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+rope_op = Op(
+    name="rope",
+    reference=_reference,
+    problem=_problem,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=rope_arguments,
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
+)
+
+
+# ---- public function
+
+
+def rope(
+    q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Without gradients; `ops.rope` says what it takes."""
+    if q.dim() != 3 or k.dim() != 3 or k.shape[::2] != q.shape[::2] or k.dtype != q.dtype:
+        raise ValueError(
+            f"rope: q must be [T, H, D] and k [T, G, D] of one dtype; got {tuple(q.shape)} {q.dtype}, "
+            f"{tuple(k.shape)} {k.dtype}"
+        )
+    if positions.shape != q.shape[:1]:
+        raise ValueError(f"rope: positions must be [{q.shape[0]}], one per token of q; got {tuple(positions.shape)}")
+    if cos_sin.dim() != 3 or cos_sin.shape[1] != 2 or 2 * cos_sin.shape[2] > q.shape[2] or not cos_sin.is_contiguous():
+        raise ValueError(
+            f"rope: cos_sin must be contiguous [max_pos, 2, R/2] with R <= {q.shape[2]}; got {tuple(cos_sin.shape)}"
+        )
+    return rope_op(_heads_ready(q), _heads_ready(k), positions, cos_sin, interleaved, inverse)
+
+
+def _heads_ready(x: Tensor) -> Tensor:
+    """x itself when the heads of a token lie one after the other, and tokens where kernels count on; else a contiguous copy."""
+    return tokens_ready(x) if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,1 @@
+"""Embedding bags and the gradient of an embedding's table."""

@@ -1,0 +1,191 @@
+"""`linear` for one row of x: multiply and add over streamed weight rows, no tensor cores.
+
+Limited by the weight's bytes. A program owns BLOCK_N weight rows and walks them in steps of BLOCK_K, a whole step in registers
+at once; warps meet nowhere before the end, so while one multiplies, the others of its SM wait for memory with up to 16 loads of
+16 bytes a thread under way.
+
+PDL (programmatic dependent launch, sm_90; launch/pdl.py): the program starts while the kernel before it still runs, fetches its
+first weights and its bias, and only then waits for x. Right only when the kernel before writes neither; `optimize` knows.
+
+Rows that do not start at multiples of 16 bytes, or are no multiple of 16 numbers long (numbers of 16 bits, without a gate): a
+program takes rows of one class, as `uneven` does (unaligned_skinny.py), so that their loads stay whole; x is read from that
+class's first column on, two bytes a load.
+
+Refuses: more rows, batches of weights, operands that are not dense along K.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from tilewright.hw.device import Device
+from tilewright.kernels.gemm.pad_operands import aligned_base, class_count, is_aligned
+from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
+from tilewright.kernels.gemm.unaligned_skinny import first_whole
+from tilewright.kernels.gemm.work import gemv_work
+from tilewright.kernels.launch.pdl import launch_options, release
+from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.op import Impl
+from tilewright.tune.space import Config, Space
+
+__all__ = ["GEMV"]
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if problem.m_bucket > 1:
+        return "takes one row: the tensor cores of `skinny` win from two on"
+    if problem.batched:
+        return "takes one weight, not a batch of them"
+    if problem.x_major != "k" or problem.w_major != "k":
+        return "needs x and the weight dense along K"
+    if not problem.n or not problem.k:
+        return "has nothing to stream: N or K is 0"
+    if problem.dtype.itemsize > 4:
+        return f"does not take {problem.dtype}"
+    return None
+
+
+# ---- space
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # Two programs an SM at least. Fewer rows of the weight want wider steps instead, for as many bytes under way.
+    block_n = 4 if problem.n >= 8 * device.sms else 2
+    widest = (8192 if block_n == 2 else 2048) // problem.dtype.itemsize
+    block_k = min(max(256, next_pow2(problem.k)), widest)
+    if block_k > 256 and problem.k % block_k and problem.k % (block_k // 2) == 0:
+        block_k //= 2
+    # Four 16-byte loads a thread or more.
+    warps = max(1, min(4, block_k * problem.dtype.itemsize // 512, block_n * block_k * problem.dtype.itemsize // 2048))
+    return {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "PDL": False}
+
+
+def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
+    # 16-byte loads of one thread for one step.
+    loads = c["BLOCK_N"] * c["BLOCK_K"] * problem.dtype.itemsize // (c["num_warps"] * 32 * 16)
+    if c["BLOCK_K"] >= 2 * next_pow2(problem.k) and c["BLOCK_K"] > 256:
+        return "BLOCK_K wider than the row needs"
+    if c["BLOCK_K"] * problem.dtype.itemsize < 512 * c["num_warps"]:
+        return "a row of x that is not one vector a thread changes layout through shared memory at every step"
+    if loads < 2:
+        return "fewer than two loads in flight a thread"
+    if loads > 16:
+        return "a step that spills registers: too many loads a thread"
+    return None
+
+
+SPACE = Space(
+    default=_default,
+    axes={
+        "BLOCK_N": (2, 4, 8, 16),
+        "BLOCK_K": (256, 512, 1024, 2048, 4096),
+        "num_warps": (1, 2, 4, 8),
+        # What it gains depends on the kernels before and after, which a tuner of one kernel does not see.
+        "PDL": (False,),
+    },
+    refusal=_config_refusal,
+)
+
+# ---- kernel
+
+
+@triton.jit
+def _bias_of(bias_ptr, first_col, STEP: tl.constexpr, N, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[1, BLOCK_N], asked for with the weights: behind the sums, from memory, it would be a tenth of a small product's time."""
+    if bias_ptr is None:
+        return tl.zeros([1, BLOCK_N], tl.float32)
+    else:
+        cols = first_col + tl.arange(0, BLOCK_N) * STEP
+        return tl.load(bias_ptr + weight_rows(cols, N, GATED), mask=cols < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, N, K, w_stride,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, ONE_STEP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    release()
+    first_col = tl.program_id(0) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)[:, None]
+    ks = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + weight_rows(cols, N, GATED).to(tl.int64) * w_stride + ks[None, :]
+    live = cols < N
+    # Weights pass through once and would only push x out of L1.
+    w = tl.load(w_ptrs, mask=live if EVEN_K else live & (ks < K)[None, :], other=0.0, cache_modifier=".cg")
+    bias = _bias_of(bias_ptr, first_col, 1, N, GATED, BLOCK_N)
+    if PDL:
+        gdc_wait()
+    # The sums that one thread's vectors give: nothing crosses threads before the end.
+    sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
+    # A row that one step holds has no loop, and so all of its loads on their way at once; of longer ones some would spill.
+    for k in range(0, BLOCK_K if ONE_STEP else K, BLOCK_K):
+        left = ks < K - k
+        if k > 0:
+            w = tl.load(w_ptrs + k, mask=live if EVEN_K else live & left[None, :], other=0.0, cache_modifier=".cg")
+        x = tl.load(x_ptr + k + ks) if EVEN_K else tl.load(x_ptr + k + ks, mask=left, other=0.0)
+        products = tl.reshape(w.to(tl.float32) * x.to(tl.float32)[None, :], [BLOCK_N, BLOCK_K // VECTOR, VECTOR])
+        sums += tl.sum(products, axis=2)
+    tile = tl.sum(sums, axis=1)[None, :] + bias
+    finish(tile, y_ptr, None, residual_ptr, 0, first_col, 1, N, 0, ACTIVATION, GATED)
+
+
+@triton.jit(do_not_specialize=["K", "lead", "w_stride"])
+def _uneven_gemv_kernel(
+    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, N, K, lead, w_stride,
+    ACTIVATION: tl.constexpr, CLASSES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """w_ptr is a multiple of 16 bytes, `lead` elements before the weight; rows CLASSES apart start alike within 16 bytes."""
+    kind = tl.program_id(0) % CLASSES
+    first_col = kind + tl.program_id(0) // CLASSES * (BLOCK_N * CLASSES)
+    begin = first_whole(lead, w_stride, kind)
+    cols = (first_col + tl.arange(0, BLOCK_N) * CLASSES)[:, None]
+    ks = tl.arange(0, BLOCK_K)
+    starts = lead + cols.to(tl.int64) * w_stride
+    # A multiple of 8 as it is: this tells the compiler, which then loads 16 bytes. So do masks by eights.
+    w_ptrs = w_ptr + (starts + begin) // 8 * 8 + ks[None, :]
+    whole = tl.maximum(K - begin, 0) // 8 * 8
+    bias = _bias_of(bias_ptr, first_col, CLASSES, N, False, BLOCK_N)
+    sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    for k in range(0, whole, BLOCK_K):
+        inside = (k + ks) // 8 * 8 < whole
+        w = tl.load(w_ptrs + k, mask=(cols < N) & inside[None, :], other=0.0, cache_modifier=".cg")
+        x = tl.load(x_ptr + begin + k + ks, mask=inside, other=0.0)
+        products = tl.reshape(w.to(tl.float32) * x.to(tl.float32)[None, :], [BLOCK_N, BLOCK_K // 8, 8])
+        sums += tl.sum(products, axis=2)
+    # At most 7 columns before and 7 behind.
+    at = tl.arange(0, 16)
+    k = tl.where(at < begin, at, at + whole)
+    w = tl.load(w_ptr + starts + k[None, :], mask=(cols < N) & (k < K)[None, :], other=0.0)
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+    tile = tl.sum(sums, axis=1) + tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+    finish(tile[None, :] + bias, y_ptr, None, residual_ptr, 0, first_col, 1, N, 0, ACTIVATION, False, COL_STEP=CLASSES)
+
+
+# ---- launcher
+
+
+def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    function, gated = ACTIVATIONS[activation]
+    y = empty_output(x, weight, gated)
+    if y.numel():
+        n, k = weight.shape
+        # A K that Triton does not know as a multiple of 16 breaks up the plain kernel's masked loads (2049^2: 10.1 and 5.5 us).
+        if x.element_size() == 2 and not gated and (k % 16 or not is_aligned(weight)):
+            classes, (base, lead) = class_count(weight), aligned_base(weight)
+            _uneven_gemv_kernel[(classes * triton.cdiv(triton.cdiv(n, classes), config["BLOCK_N"]),)](
+                x, base, bias, residual, y, n, k, lead, weight.stride(0), ACTIVATION=function, CLASSES=classes,
+                BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], num_warps=config["num_warps"],
+            )  # fmt: skip
+            return y
+        _gemv_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
+            x, weight, bias, residual, y, n, k, weight.stride(0),
+            ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, ONE_STEP=k <= config["BLOCK_K"] <= 2048,
+            VECTOR=16 // x.element_size(),
+            **{**config, **launch_options(config["PDL"])},
+        )  # fmt: skip
+    return y
+
+
+GEMV = Impl(name="gemv", releases=True, launch=_launch, space=SPACE, refuse=_refuse, work=gemv_work)

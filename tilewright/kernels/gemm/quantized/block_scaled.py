@@ -1,0 +1,319 @@
+"""Products of float8 matrices with scales along K: activation(sum of scaled blocks + bias) + residual.
+
+    y[m, n] = activation(sum over blocks b of 128 columns: x_scales[m, b] * w_scales[n, b] * (x[m, b] . weight[n, b]) + bias[n])
+
+    x [M, K] and weight [N, K] float8_e4m3fn or float8_e5m2, one dtype; x_scales [M, K / 128] float32; w_scales float32, one for
+    128 x 128 elements of the weight, [N / 128, K / 128], or one for 128 of each row, [N, K / 128]; rounded up -> [M, N] of
+    `dtype`, bf16 or fp16; float32 too on a CPU, where the reference runs
+
+Blocks are added up in float32, each after at most 128 products that the tensor cores add themselves (on sm_90 with about 14
+bits): the error of a sum does not grow with K as that of `scaled_linear` does. The epilogue is float32, with one rounding at
+the end; activations are those of `linear`. Rows start at multiples of 16 bytes, as the quantisers lay them out. With K = 0 the
+product is zero. What a scale of NaN belongs to is NaN. mxfp8 runs here on cards without its units: `quantize/mx_to_block.py`
+makes its four scales for 128 columns one. Limited by the tensor cores from some hundred rows on, and by adding up the blocks:
+one operation for each 128 products.
+
+    sm90             Hopper: Gluon, for one scale a 128 x 128 block of the weight
+    triton           from sm_89 on
+    sm90_invariant   `sm90` with tiles that no two programs share: whatever the tile, a row has the same bits
+    invariant        `triton` with one config for every number of rows
+
+Not supported: gradients, operands that are dense along M or N, other sizes of blocks.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.kernels.gemm.linear import linear_op
+from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish, weight_rows
+from tilewright.kernels.gemm.quantized.block_scaled_sm90 import SPACE as SM90_SPACE
+from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem, best_config, card_of, launch_block_sm90
+from tilewright.kernels.gemm.quantized.inputs import block_scaled_linear_arguments
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
+from tilewright.kernels.gemm.tile import grouped
+from tilewright.kernels.launch.pdl import waits
+from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.op import Example, Impl, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["block_scaled_linear", "block_scaled_linear_op"]
+
+
+# ---- reference
+
+
+def _reference(
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
+) -> Tensor:  # fmt: skip
+    wide, n = x_scales.dtype, weight.shape[0]
+    if w_scales.shape[0] != n:
+        w_scales = w_scales.repeat_interleave(128, 0)[:n]
+    values = (
+        codes.to(wide) * scales.repeat_interleave(128, 1)[:, : codes.shape[1]]
+        for codes, scales in ((x, x_scales), (weight, w_scales))
+    )
+    more = (None if t is None else t.to(wide) for t in (bias, residual))
+    y = linear_op.reference(*values, next(more), activation, next(more))
+    return y if wide == torch.float64 else y.to(dtype)
+
+
+# ---- problem, cost, examples
+
+
+def _problem(
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
+) -> BlockProblem:  # fmt: skip
+    # Runs at every call: no keywords, no slices.
+    (m, k), n = x.shape, weight.shape[0]
+    return BlockProblem(
+        x.dtype,
+        min(next_pow2(m), LARGEST_BUCKET),
+        n,
+        k,
+        activation,
+        bias is not None,
+        residual is not None,
+        1 if w_scales.shape[0] == n else 128,
+        (x.data_ptr() | weight.data_ptr() | x.stride(0) | weight.stride(0)) % 16 == 0,
+    )
+
+
+def _example(label: str, m: int, n: int, k: int, **more: object) -> Example:
+    return Example(label, lambda inputs: block_scaled_linear_arguments(inputs, M=m, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
+
+
+EXAMPLES = (
+    _example("decode", 1, 256, 384),
+    _example("batch 16", 16, 136, 208, activation="gelu_mul", bias=True),
+    _example("rows", 70, 96, 256, activation="silu", bias=True, residual=True),
+    _example("ragged", 33, 75, 300, activation="gelu"),
+    _example("gated", 40, 512, 128, activation="silu_mul", residual=True, out=torch.float16),
+    _example("gated ragged", 40, 300, 128, activation="silu_mul"),
+    _example("by rows", 33, 72, 300, block_rows=1, bias=True),
+    _example("by rows gated", 5, 80, 256, block_rows=1, activation="silu_mul"),
+    _example("e5m2", 20, 48, 200, dtype=torch.float8_e5m2, activation="relu", residual=True),
+    _example("no rows", 0, 16, 32),
+    _example("no k", 3, 8, 0, bias=True),
+)
+
+# ---- sm90
+
+
+def _refuse_sm90(device: Device, problem: BlockProblem) -> str | None:
+    if problem.block_rows == 1:
+        return "takes one scale for 128 rows of the weight, not one for each"
+    if not problem.aligned:
+        return "needs rows of x and of the weight that start at multiples of 16 bytes"
+    if not problem.k or not problem.n:
+        return "the copy engine has no empty matrices: N or K is 0"
+    if problem.gated and problem.n % 256:
+        return "needs gate and up halves that begin with a block of 128 rows"
+    return None
+
+
+def _launch_sm90(
+    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
+) -> Tensor:  # fmt: skip
+    y, pdl = empty_product(x, weight, activation, dtype), waits(chained, *x.shape)
+    return launch_block_sm90(config, y, x, weight, x_scales, w_scales, bias, activation, residual, pdl) if y.numel() else y
+
+
+@lru_cache
+def _unshared(device: Device, problem: BlockProblem) -> Config:
+    return best_config(device, problem, (1,))
+
+
+def _launch_sm90_invariant(
+    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
+) -> Tensor:  # fmt: skip
+    args = (x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained)
+    return _launch_sm90(_unshared(card_of(x), _problem(*args)), *args)
+
+
+# ---- triton
+
+# BLOCK_M, BLOCK_N, num_warps, num_stages
+_TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 4), (16, 64, 4, 4))
+_BLOCK_K = 128
+
+
+def _refuse_triton(device: Device, problem: BlockProblem) -> str | None:
+    if device.arch < 89 and device.kind != "interpret":
+        return f"float8 products need sm_89, this is sm_{device.arch}"
+    return None
+
+
+def _fits(device: Device, block_m: int, block_n: int, stages: int) -> bool:
+    return (block_m + block_n) * _BLOCK_K * stages <= device.smem_bytes
+
+
+def _default_triton(device: Device, problem: BlockProblem) -> Config:
+    """The tile with the least estimated time: waves of tiles, and of rows no more than x has."""
+    best, best_cycles = _TILES[-1], float("inf")
+    for tile in _TILES:
+        block_m, block_n, _, stages = tile
+        if not _fits(device, block_m, block_n, stages):
+            continue
+        waves = -(-(-(-problem.m_bucket // block_m) * -(-problem.n // block_n)) // device.sms)
+        # A step's product, or its operands' way from L2, in cycles; a block takes about 1500 to begin and end.
+        cycles = waves * (problem.k * max(block_m * block_n / 4096, (block_m + block_n) / 40) + 1500)
+        if cycles < best_cycles:
+            best, best_cycles = tile, cycles
+    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), best, strict=True))
+
+
+def _triton_refusal(device: Device, problem: BlockProblem, c: Config) -> str | None:
+    if not _fits(device, c["BLOCK_M"], c["BLOCK_N"], c["num_stages"]):
+        return "more shared memory than the device has"
+    # A block's product has registers beside the sum's.
+    accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
+    if not 8 <= accumulators <= 64:
+        return "too many accumulators for the registers, or too few for so many warps"
+    if c["BLOCK_M"] > max(64, problem.m_bucket):
+        return "BLOCK_M is higher than x"
+    return None
+
+
+TRITON_SPACE = Space(
+    default=_default_triton,
+    axes={"BLOCK_M": (16, 64, 128), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)},
+    refusal=_triton_refusal,
+)
+
+
+@triton.jit(do_not_specialize=["M", "xs_m_stride", "xs_k_stride", "ws_n_stride", "ws_k_stride"])
+def _block_kernel(
+    x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K, x_stride, w_stride,
+    xs_m_stride, xs_k_stride, ws_n_stride, ws_k_stride, residual_stride,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    row, col = grouped(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    rows = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    cols = (col * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    ks = tl.arange(0, BLOCK_K)[None, :]
+    weights = weight_rows(cols, N, GATED)
+    x_ptrs = x_ptr + rows.to(tl.int64) * x_stride + ks
+    w_ptrs = w_ptr + weights.to(tl.int64) * w_stride + ks
+    xs_ptrs = x_scales_ptr + rows.to(tl.int64) * xs_m_stride
+    ws_ptrs = w_scales_ptr + (weights // BLOCK_ROWS).to(tl.int64) * ws_n_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        inside = ks < K - k
+        x = tl.load(x_ptrs, mask=(rows < M) & inside, other=0.0)
+        w = tl.load(w_ptrs, mask=(cols < N) & inside, other=0.0)
+        x_scales = tl.load(xs_ptrs, mask=rows < M, other=0.0)
+        w_scales = tl.load(ws_ptrs, mask=cols < N, other=0.0)
+        acc += tl.dot(x, tl.trans(w)) * (x_scales * tl.trans(w_scales))
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+        xs_ptrs += xs_k_stride
+        ws_ptrs += ws_k_stride
+    finish(acc, y_ptr, bias_ptr, residual_ptr, row * BLOCK_M, col * BLOCK_N, M, N, residual_stride, ACTIVATION, GATED)
+
+
+def _launch_triton(
+    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
+) -> Tensor:  # fmt: skip
+    y = empty_product(x, weight, activation, dtype)
+    if not y.numel():
+        return y
+    (m, k), n = x.shape, weight.shape[0]
+    function, gated = ACTIVATIONS[activation]
+    _block_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+        x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0), *x_scales.stride(),
+        *w_scales.stride(), 0 if residual is None else residual.stride(0), ACTIVATION=function, GATED=gated,
+        BLOCK_ROWS=1 if w_scales.shape[0] == n else 128, BLOCK_K=_BLOCK_K, GROUP_M=8, **config,
+    )  # fmt: skip
+    return y
+
+
+# Fits every card from sm_89 on.
+_ANY_M = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
+
+
+def _launch_any_m(
+    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
+) -> Tensor:  # fmt: skip
+    return _launch_triton(_ANY_M, x, weight, x_scales, w_scales, bias, activation, residual, dtype)
+
+
+# ---- op
+
+block_scaled_linear_op = Op(
+    name="block_scaled_linear",
+    reference=_reference,
+    problem=_problem,
+    cost=product_cost,
+    examples=EXAMPLES,
+    make=block_scaled_linear_arguments,
+    rows_in_problem=True,
+    impls=(
+        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=_refuse_sm90, interpretable=False),
+        Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
+        Impl(
+            name="sm90_invariant", launch=_launch_sm90_invariant, written_for=90, refuse=_refuse_sm90, interpretable=False,
+            batch_invariant=True,
+        ),
+        Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
+    ),
+)  # fmt: skip
+
+
+def block_scaled_linear(
+    x: Tensor,
+    weight: Tensor,
+    x_scales: Tensor,
+    w_scales: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    chained: bool = False,
+) -> Tensor:
+    """activation((x * x_scales) @ (weight * w_scales)^T + bias) + residual, a scale for each 128 columns.
+
+    Args:
+        x: [M, K], float8_e4m3fn or float8_e5m2, dense along K.
+        weight: [N, K] of the same dtype, dense along K.
+        x_scales: [M, K / 128 rounded up], float32, any strides; a step of 1 from row to row reads best.
+        w_scales: [N / 128, K / 128] rounded up, or [N, K / 128], float32, any strides.
+        bias: [N] of `dtype` or float32.
+        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
+        residual: the shape of the output, of `dtype`; added last.
+        dtype: of the output, bf16 or fp16; on a CPU float32 too.
+        chained: a hint that the launch before this one is the quantiser that wrote x; it changes no result.
+
+    Returns:
+        [M, N] ([M, F] with silu_mul and gelu_mul), contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
+    """
+    check_product("block_scaled_linear", FLOAT8, x, weight, bias, activation, residual, dtype)
+    (m, k), n = x.shape, weight.shape[0]
+    blocks = -(-k // 128)
+    for name, t, wanted in (
+        ("x_scales", x_scales, ((m, blocks),)),
+        ("w_scales", w_scales, ((-(-n // 128), blocks), (n, blocks))),
+    ):
+        if t.shape not in wanted or t.dtype != torch.float32 or t.device != x.device:
+            raise ValueError(
+                f"block_scaled_linear: {name} must be {' or '.join(str(list(w)) for w in wanted)}, float32 on {x.device}, "
+                f"a scale for each 128 of K = {k}; got {list(t.shape)}, {t.dtype} on {t.device}"
+            )
+    if residual is not None and residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    return block_scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained)

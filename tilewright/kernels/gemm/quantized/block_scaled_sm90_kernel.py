@@ -1,0 +1,371 @@
+"""`block_scaled_linear` for Hopper, scheduled by hand in Gluon: the implementation `sm90`.
+
+    y = activation(sum over blocks b of K of (x[:, b] @ weight[:, b]^T) * x_scales[:, b] * w_scales[:, b] + bias) + residual
+
+float8 operands, both dense along K; a scale for 128 columns of each row of x, and for 128 x 128 elements of the weight. The
+host side is in block_scaled_sm90.py. The producer, the order of tiles and how programs share a tile along K are
+gemm/sm90_kernel.py's, and what follows the sum is in hopper/epilogue.py.
+
+Every 128 columns of K are a product of its own on the tensor cores, which then is multiplied by its scales and added to the
+sum in registers, in float32: an operation for each 128 products, of which an SM does 128 in the time in which its tensor cores
+do 4096. So both must run at once. A consumer goes through its tile in parts of 64 rows and PART_N columns. Its sums take up to
+128 registers a thread. Beside them two parts of 64x64 fit, so that one is added up while the tensor cores work on the next
+("parts"), or one of 64x128, which the other consumer's products cover. Beside sums of 64 registers there is room for two such
+parts, the products of two steps, which take turns ("steps"). A part goes into the registers of one that is done with
+(`room`): were it free to take others, ptxas would begin more parts than it has registers for, and spill. x multiplied from
+registers, which asks less of shared memory, was 2 % slower.
+"""
+# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+# M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
+
+from tilewright.kernels.gemm.sm90_kernel import load_tiles, piece_count, piece_of, place_of, program_rank
+from tilewright.kernels.hopper.epilogue import add_parts, column_blocks, finish_tile, leave_part
+from tilewright.kernels.hopper.primitives import release, viewed
+
+__all__ = ["block_sm90_kernel"]
+
+
+@gluon.jit
+def _row_scales(x_scale_ptr, first_row, step, M, m_stride, k_stride, COUNT: gl.constexpr, layout: gl.constexpr):
+    """The scales of COUNT times 64 rows of x for a step, a vector each."""
+    scales = ()
+    for r in gl.static_range(COUNT):
+        rows = first_row + r * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        scales += (gl.load(x_scale_ptr + rows * m_stride + step * k_stride, mask=rows < M, other=0.0),)
+    return scales
+
+
+@gluon.jit
+def _block_scales(
+    w_scale_ptr, first_col, step, F, n_stride, k_stride, COUNT: gl.constexpr, COLS: gl.constexpr, HALVES: gl.constexpr
+):
+    """The scales of COUNT equal blocks of a consumer's columns for a step, a number each."""
+    scales = ()
+    for b in gl.static_range(COUNT):
+        col = first_col + b * (COLS // COUNT) % (COLS // HALVES) + b * HALVES // COUNT * F
+        col = gl.minimum(col, F * HALVES - 1)  # a tile may reach beyond the last block
+        scales += (gl.load(w_scale_ptr + col // 128 * n_stride + step * k_stride),)
+    return scales
+
+
+@gluon.jit
+def _products(row_scales, block_scales):
+    products = ()
+    for r in gl.static_range(len(row_scales)):
+        for b in gl.static_range(len(block_scales)):
+            products += (row_scales[r] * block_scales[b],)
+    return products
+
+
+@gluon.jit
+def _replaced(values, place: gl.constexpr, value):
+    """The tuple with another value at a place."""
+    changed = ()
+    for i in gl.static_range(len(values)):
+        if i == place:
+            changed += (value,)
+        else:
+            changed += (values[i],)
+    return changed
+
+
+@gluon.jit
+def _start_part(x, w, room, p: gl.constexpr, C_PARTS: gl.constexpr):
+    """Begin the product of part p in the registers of `room`, whose numbers do not matter."""
+    PART_N: gl.constexpr = room.shape[1]
+    x_part = x.slice(p // C_PARTS * 64, 64, dim=0)
+    w_part = w.slice(p % C_PARTS * PART_N, PART_N, dim=0).permute((1, 0))
+    return warpgroup_mma(x_part, w_part, room, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _sum_blocks(
+    x_bufs, w_bufs, full, empty, stage, phase, first, end, first_row, first_col, M, F,
+    x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
+    STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """One consumer's sum over the steps of a piece, a tuple of [64, PART_N] blocks, row by row; OVERLAP "parts" or ""."""
+    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
+    N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
+    C_PARTS: gl.constexpr = COLS // PART_N
+    R_PARTS: gl.constexpr = ROWS // 64
+    BLOCKS: gl.constexpr = COLS // 128 if COLS // 128 > HALVES else HALVES
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART_N, 32])
+    accs = ()
+    for _ in gl.static_range(COUNT):
+        accs += (gl.zeros([64, PART_N], gl.float32, layout),)
+    # The first part that is added is zeros. None of these may be another's alias: Gluon would not carry it through the loop.
+    part = gl.zeros([64, PART_N], gl.float32, layout)
+    part_scales = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
+    room = gl.zeros([64, PART_N], gl.float32, layout)  # for the next product
+    scales = _products(
+        _row_scales(x_scale_ptr, first_row, first, M, x_m_stride, x_k_stride, R_PARTS, layout),
+        _block_scales(w_scale_ptr, first_col, first, F, w_n_stride, w_k_stride, BLOCKS, COLS, HALVES),
+    )
+    for step in range(first, end):
+        ahead = gl.minimum(step + 1, end - 1)
+        next_rows = _row_scales(x_scale_ptr, first_row, ahead, M, x_m_stride, x_k_stride, R_PARTS, layout)
+        next_blocks = _block_scales(w_scale_ptr, first_col, ahead, F, w_n_stride, w_k_stride, BLOCKS, COLS, HALVES)
+        mbarrier.wait(full.index(stage), phase)
+        x = x_bufs.index(stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
+        w = w_bufs.index(stage * N_BOXES + (wg if CONSUMERS == "n" else 0))
+        for p in gl.static_range(COUNT):
+            started = _start_part(x, w, room if OVERLAP == "parts" else part, p, C_PARTS)
+            acc = accs[(p + COUNT - 1) % COUNT]
+            if OVERLAP == "parts":
+                acc += part * gl.expand_dims(part_scales, 1)
+                room = part
+            # The sum before is named so that the compiler does not put its additions off until after this wait.
+            part, acc = warpgroup_mma_wait(0, deps=(started, acc))
+            accs = _replaced(accs, (p + COUNT - 1) % COUNT, acc)
+            part_scales = scales[p // C_PARTS * BLOCKS + p % C_PARTS * BLOCKS // C_PARTS]
+            if OVERLAP != "parts":
+                accs = _replaced(accs, p, accs[p] + part * gl.expand_dims(part_scales, 1))
+        release(empty.index(stage))
+        scales = _products(next_rows, next_blocks)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if OVERLAP == "parts":
+        accs = _replaced(accs, COUNT - 1, accs[COUNT - 1] + part * gl.expand_dims(part_scales, 1))
+    return accs
+
+
+@gluon.jit
+def _added(accs, part, scales):
+    """The sums, neighbouring blocks of columns, with a part as wide as all of them added: scales [64] for each."""
+    parts = column_blocks(part, len(accs))
+    added = ()
+    for b in gl.static_range(len(accs)):
+        added += (accs[b] + parts[b] * gl.expand_dims(scales[b], 1),)
+    return added
+
+
+@gluon.jit
+def _waited(part, accs):
+    """A part under way, over, and the sums: named in the wait, what is added to them is not put off until after it."""
+    named = warpgroup_mma_wait(0, deps=(part,) + accs)
+    sums = ()
+    for b in gl.static_range(len(accs)):
+        sums += (named[b + 1],)
+    return named[0], sums
+
+
+@gluon.jit
+def _start_step(x_bufs, w_bufs, full, filled, room, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Begin a step's product in the registers of `room`; filled: how many stages were filled before its own."""
+    stage = filled % STAGES
+    mbarrier.wait(full.index(stage), filled // STAGES & 1)
+    x = x_bufs.index(stage * (x_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "m" else 0))
+    w = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "n" else 0))
+    return warpgroup_mma(x, w.permute((1, 0)), room, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step_scales(at, step, end, COUNT: gl.constexpr, COLS: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr):
+    """The scales of 64 rows and of a consumer's columns for a step before `end`, or for the last; not multiplied yet.
+
+    at: the pointers to the scales of x and of the weight, the first row and column, M, F, and the scales' strides.
+    """
+    x_scale_ptr, w_scale_ptr, first_row, first_col, M, F, x_m_stride, x_k_stride, w_n_stride, w_k_stride = at
+    step = gl.minimum(step, end - 1)
+    rows = _row_scales(x_scale_ptr, first_row, step, M, x_m_stride, x_k_stride, 1, layout)
+    return rows, _block_scales(w_scale_ptr, first_col, step, F, w_n_stride, w_k_stride, COUNT, COLS, HALVES)
+
+
+@gluon.jit
+def _sum_turns(
+    x_bufs, w_bufs, full, empty, filled, first, end, at,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
+    PART_N: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """As _sum_blocks, for 64 rows: one step's product is added while the tensor cores form another's, in registers of its own.
+
+    filled: how many stages were filled before; at: as _step_scales takes it. Two steps a turn of the loop: neither product
+    changes its registers. None is under way from one turn to the next: ptxas would take an addition of the other for one of it,
+    and put a wait after every product.
+    """
+    whole: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART_N, 32])
+    even = gl.zeros([64, COLS], gl.float32, whole)
+    odd = gl.zeros([64, COLS], gl.float32, whole)
+    accs = ()
+    odd_scales = ()
+    for _ in gl.static_range(COUNT):
+        accs += (gl.zeros([64, PART_N], gl.float32, layout),)
+        odd_scales += (gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)),)
+    start = first + (end - first) % 2
+    if start > first:
+        rows, blocks = _step_scales(at, first, end, COUNT, COLS, HALVES, layout)
+        odd, accs = _waited(_start_step(x_bufs, w_bufs, full, filled, odd, wg, CONSUMERS, STAGES), accs)
+        odd_scales = _products(rows, blocks)
+        release(empty.index(filled % STAGES))
+        filled += 1
+    even_rows, even_blocks = _step_scales(at, start, end, COUNT, COLS, HALVES, layout)
+    odd_rows, odd_blocks = _step_scales(at, start + 1, end, COUNT, COLS, HALVES, layout)
+    for step in range(start, end, 2):
+        # Multiplied a turn after they were read: ptxas would multiply them at once, and hold up the products of this turn.
+        even_scales = _products(even_rows, even_blocks)
+        next_scales = _products(odd_rows, odd_blocks)
+        even_rows, even_blocks = _step_scales(at, step + 2, end, COUNT, COLS, HALVES, layout)
+        odd_rows, odd_blocks = _step_scales(at, step + 3, end, COUNT, COLS, HALVES, layout)
+        started = _start_step(x_bufs, w_bufs, full, filled, even, wg, CONSUMERS, STAGES)
+        accs = _added(accs, odd, odd_scales)
+        next_started = _start_step(x_bufs, w_bufs, full, filled + 1, odd, wg, CONSUMERS, STAGES)
+        even = warpgroup_mma_wait(1, deps=(started,))
+        release(empty.index(filled % STAGES))
+        accs = _added(accs, even, even_scales)
+        odd, accs = _waited(next_started, accs)
+        release(empty.index((filled + 1) % STAGES))
+        odd_scales = next_scales
+        filled += 2
+    return _added(accs, odd, odd_scales)
+
+
+@gluon.jit
+def _sum_piece(
+    x_bufs, w_bufs, full, empty, passed, first, end, first_row, first_col, M, F,
+    x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
+    STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """One consumer's sum over the steps of a piece, in whichever way; passed: how many stages were filled before."""
+    if OVERLAP == "steps":
+        at = (x_scale_ptr, w_scale_ptr, first_row, first_col, M, F, x_m_stride, x_k_stride, w_n_stride, w_k_stride)
+        return _sum_turns(
+            x_bufs, w_bufs, full, empty, passed, first, end, at, wg, CONSUMERS, HALVES, COLS, STAGES, PART_N, COUNT
+        )
+    else:
+        return _sum_blocks(
+            x_bufs, w_bufs, full, empty, passed % STAGES, passed // STAGES & 1, first, end, first_row, first_col, M, F,
+            x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
+            wg, CONSUMERS, HALVES, ROWS, COLS, STAGES, PART_N, OVERLAP, COUNT,
+        )  # fmt: skip
+
+
+@gluon.jit
+def multiply_tiles(
+    x_bufs, w_bufs, tile_bufs, full, empty,
+    y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    M, F, tiles_m, tiles_n, steps, waves, share, PARTS, x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr,
+    STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
+    N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
+    ROWS: gl.constexpr = BLOCK_M // M_BOXES
+    COLS: gl.constexpr = BLOCK_N // N_BOXES
+    M_BOX: gl.constexpr = wg if CONSUMERS == "m" else 0
+    N_BOX: gl.constexpr = wg if CONSUMERS == "n" else 0
+    C_PARTS: gl.constexpr = COLS // PART_N
+    COUNT: gl.constexpr = ROWS // 64 * C_PARTS
+    F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    if PDL:
+        gdc_wait()  # before the scales of x are read, and anything is written
+    passed = steps * 0
+    for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
+        tile, first, end = piece_of(i, waves, share, steps, STREAM)
+        row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
+        first_row = row * BLOCK_M + M_BOX * ROWS
+        first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
+        accs = _sum_piece(
+            x_bufs, w_bufs, full, empty, passed, first, end, first_row, first_col, M, F,
+            x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
+            wg, CONSUMERS, HALVES, ROWS, COLS, STAGES, PART_N, OVERLAP, COUNT,
+        )  # fmt: skip
+        passed += end - first
+        blocks = ()
+        for p in gl.static_range(COUNT):
+            blocks += column_blocks(accs[p], PART_N // tile_bufs.shape[2])
+        if STREAM:
+            if end - first < steps:
+                left = tile - waves * gl.num_programs(0)
+                begin = left * steps // share
+                ticket_ptr = tickets_ptr + left * 2 + wg
+                tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * (ROWS * COLS)
+                if first > 0:
+                    part = program_rank() - begin - 1
+                    leave_part(blocks, tile_parts_ptr + part * (2 * ROWS * COLS), ticket_ptr)
+                else:
+                    others = (left * steps + steps - 1) // share - begin
+                    blocks = add_parts(blocks, tile_parts_ptr, ticket_ptr, others, 2 * ROWS * COLS)
+        if first == 0:
+            for r in gl.static_range(ROWS // 64):
+                row_blocks = ()
+                for j in gl.static_range(COLS // tile_bufs.shape[2]):
+                    row_blocks += (blocks[r * (COLS // tile_bufs.shape[2]) + j],)
+                finish_tile(
+                    row_blocks, tile_bufs, y_desc, y_ptr, None, None, bias_ptr, residual_ptr,
+                    first_row + r * 64, first_col, M, F, residual_stride, wg, ACTIVATION, HALVES, 1, VECTOR,
+                )  # fmt: skip
+    if y_desc is not None:
+        tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["M", "F", "steps", "waves", "share", "PARTS", "x_k_stride"])
+def block_sm90_kernel(
+    x_desc, w_desc, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    M, F, steps, waves, share, PARTS, x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
+    CONSUMERS: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr,
+    EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
+    STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
+
+    y_desc is None when y is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a
+    program, then steps of K a program, and the most programs that add to what another one has of a tile.
+
+    OVERLAP: what is added while the tensor cores work on the next. "parts": of an even number a consumer; "steps": of a tile of
+    64 x 128 a consumer; "": nothing.
+    """
+    BLOCK_K: gl.constexpr = 128
+    M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
+    N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 1
+    COLS: gl.constexpr = BLOCK_N // N_BOXES
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * M_BOXES, BLOCK_M // M_BOXES, BLOCK_K], x_desc.layout)
+    w_boxes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
+    w_bufs = w_boxes
+    if HALVES == 2:
+        w_shape: gl.constexpr = [STAGES * N_BOXES, COLS, BLOCK_K]
+        w_layout: gl.constexpr = w_desc.layout
+        w_bufs = viewed(w_boxes, w_boxes.dtype, w_shape, w_layout)
+    tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, 64, EPILOGUE_N], TILE_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(F * HALVES, BLOCK_N)
+    gl.warp_specialize([
+        (multiply_tiles, (
+            x_bufs, w_bufs, tile_bufs, full, empty, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr,
+            tickets_ptr, M, F, tiles_m, tiles_n, steps, waves, share, PARTS,
+            x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
+            0, CONSUMERS, HALVES, BLOCK_M, BLOCK_N, STAGES, GROUP_M, PART_N, OVERLAP, STREAM,
+            ACTIVATION, VECTOR, PDL,
+        )),
+        (multiply_tiles, (
+            x_bufs, w_bufs, tile_bufs, full, empty, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr,
+            tickets_ptr, M, F, tiles_m, tiles_n, steps, waves, share, PARTS,
+            x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
+            1, CONSUMERS, HALVES, BLOCK_M, BLOCK_N, STAGES, GROUP_M, PART_N, OVERLAP, STREAM,
+            ACTIVATION, VECTOR, PDL,
+        )),
+        (load_tiles, (
+            x_desc, None, w_desc, x_bufs, w_boxes, full, empty, M, F, tiles_m, tiles_n, steps, waves, share, 0, 0,
+            "k", "k", HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0, PDL,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip

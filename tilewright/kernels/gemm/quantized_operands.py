@@ -1,0 +1,88 @@
+"""What the products of two coded matrices share on the host: cost, checks, memory for the result.
+
+Their arguments begin with x [M, K], weight [N, K], their scales, bias, activation, residual, the dtype of the output, and
+`chained`, a hint for the launch (launch/pdl.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.gemm.problem import ACTIVATIONS
+
+__all__ = ["FLOAT8", "check_operands", "check_product", "empty_product", "float8_span", "product_cost"]
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+_SPAN = 256
+
+
+def float8_span(dtype: torch.dtype, k: int) -> int:
+    """Of how many of K products the tensor cores make one sum before float32 goes on, a multiple of 128; 0: of all.
+
+    sm_90 keeps some 14 bits of a sum of float8 products. Of 25 million sums of 4,096 the furthest off is 0.022 of the RMS, in
+    spans of 1,024 0.015, of 256 0.005, and 0.0036 of that is the rounding to bf16 (docs/log.md, sums of float8).
+    """
+    return _SPAN if dtype in FLOAT8 and k > _SPAN else 0
+
+
+def product_cost(
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
+) -> Cost:  # fmt: skip
+    """Codes are a byte each."""
+    (m, k), n = x.shape, weight.shape[0]
+    out = m * (n // 2 if ACTIVATIONS[activation][1] else n) * dtype.itemsize
+    moved = m * k + n * k + sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
+    return Cost(flops=2 * m * n * k, bytes=moved + out)
+
+
+def empty_product(x: Tensor, weight: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    """Memory for the result: as wide as the weight is tall, or half of that."""
+    n = weight.shape[0]
+    return torch.empty((x.shape[0], n // 2 if ACTIVATIONS[activation][1] else n), dtype=dtype, device=x.device)
+
+
+def check_product(
+    op: str, dtypes: Sequence[torch.dtype], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Raise ValueError unless operands of one of `dtypes`, the epilogue and the output's dtype fit each other."""
+    if dtype not in (torch.bfloat16, torch.float16) and not (dtype == torch.float32 and x.device.type == "cpu"):
+        raise ValueError(f"{op}: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
+    check_operands(op, dtypes, x, weight, bias, activation, residual, (dtype, torch.float32), (dtype,))
+
+
+def check_operands(
+    op: str, dtypes: Sequence[torch.dtype], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
+    residual: Tensor | None, bias_dtypes: Sequence[torch.dtype], residual_dtypes: Sequence[torch.dtype],
+) -> None:  # fmt: skip
+    """Raise ValueError unless operands of one of `dtypes` and the epilogue fit each other."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: x must be [M, K] and weight [N, K] with one K; got x {list(x.shape)} and weight {list(weight.shape)}"
+        )
+    if x.dtype not in dtypes or weight.dtype != x.dtype:
+        *names, last = [str(name).removeprefix("torch.") for name in dtypes]
+        raise ValueError(
+            f"{op}: x and weight must be {', '.join(names)} or {last}, both the same; got {x.dtype} and {weight.dtype}"
+        )
+    for name, t in (("x", x), ("weight", weight)):
+        if t.shape[1] > 1 and t.stride(1) != 1:
+            raise ValueError(f"{op}: {name} must be dense along K; got strides {t.stride()}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    m, n, gated = x.shape[0], weight.shape[0], ACTIVATIONS[activation][1]
+    if gated and n % 2:
+        raise ValueError(f"{op}: {activation} needs a gate and an up half, an even number of rows; got {n}")
+    for name, t, wanted, kinds in (
+        ("bias", bias, (n,), bias_dtypes),
+        ("residual", residual, (m, n // 2 if gated else n), residual_dtypes),
+    ):
+        if t is not None and (t.shape != wanted or t.dtype not in kinds or t.device != x.device):
+            raise ValueError(
+                f"{op}: {name} must be {list(wanted)} of {' or '.join(str(kind) for kind in dict.fromkeys(kinds))} on "
+                f"{x.device}; got {list(t.shape)} of {t.dtype} on {t.device}"
+            )

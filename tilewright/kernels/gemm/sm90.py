@@ -1,0 +1,253 @@
+"""The host side of sm90_kernel.py: what it takes, its descriptors and workspaces; exports the Impl `sm90`.
+
+An operand that the copy engine cannot address (rows that do not start at multiples of 16 bytes: a K of 4095, an unaligned view)
+is dealt with inside, in one of two ways (the axis UNALIGNED):
+
+    copy     each such operand is copied into rows of a multiple of 128 bytes by one small launch
+    classes  x is read in place, by classes of rows (sm90_kernel.py); only the weight is copied, and put dense along N. Half the
+             copying, for an x of many rows
+
+The same launch computes the few rows and columns that lie behind the last whole tile (pad_operands.py).
+
+Refuses: float32, batches, and operands that are dense along neither dimension.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.gemm.pad_operands import Border, align, aligned_base, class_count, is_aligned
+from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output
+from tilewright.kernels.gemm.quantized_operands import float8_span
+from tilewright.kernels.gemm.sm90_configs import (
+    BLOCK_K_BYTES,
+    GROUP_M,
+    SPACE,
+    consumer_tile,
+    epilogue_n,
+    evened,
+    left_over,
+    ring,
+    shares,
+)
+from tilewright.kernels.gemm.sm90_kernel import sm90_kernel
+from tilewright.kernels.gemm.work import sm90_work
+from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.pdl import launch_options
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config
+
+__all__ = ["DTYPES", "SM90", "box_rows", "descriptor", "launch_sm90", "pieces"]
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    if problem.dtype.itemsize != 2:
+        return f"does not take {problem.dtype}"
+    if problem.batched:
+        return "takes one weight, not a batch of them"
+    if not problem.k or not problem.n:
+        return "the copy engine has no empty matrices: N or K is 0"
+    return None
+
+
+# ---- launcher
+
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+
+
+def descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, row_stride: int | None = None) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[t.dtype])
+    strides = [t.stride(0) if row_stride is None else row_stride, 1]
+    return TensorDescriptor(t, shape or list(t.shape), strides, box, layout)
+
+
+def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, TensorDescriptor]:
+    """(classes, elements from the base to x, descriptor of the longer classes, of the others) of x [M, K], dense along K."""
+    m, k = x.shape
+    stride = x.stride(0)
+    classes = class_count(x)
+    base, lead = aligned_base(x)
+    longer = m % classes
+
+    def of_rows(rows: int, last_class: int) -> TensorDescriptor:
+        return descriptor(base, box, [max(rows, 1), lead + last_class * stride + k], classes * stride)
+
+    low = of_rows(m // classes, classes - 1)
+    return classes, lead, of_rows(m // classes + 1, longer - 1) if longer else low, low
+
+
+def box_rows(rows: int, m: int) -> int:
+    """Rows of a box of x that has m: the copy engine takes its time for rows that are not there.
+
+    The rest of the tile's rows multiply what lies in shared memory, and nobody stores what comes of it.
+    """
+    return min(rows, 1 << max(3, (m - 1).bit_length()))
+
+
+class _Operands(NamedTuple):
+    """x and the weight as the kernel takes them."""
+
+    x_desc: TensorDescriptor
+    x_low_desc: TensorDescriptor | None
+    w_desc: TensorDescriptor
+    x_major: str
+    w_major: str
+    classes: int
+    lead: int
+    m: int
+    width: int
+    tiles_m: int
+    steps: int
+    copied: bool
+
+
+def _border(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    classes: int,
+) -> Border:  # fmt: skip
+    """The rows and columns of y that are too few for a tile of their own."""
+    rows, cols = left_over(y.shape[0], config["BLOCK_M"] * classes), left_over(y.shape[1], config["BLOCK_N"])
+    return Border(x, weight, y, bias, residual, activation, rows, cols)
+
+
+def _operands(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    rows: int, cols: int,
+) -> _Operands:  # fmt: skip
+    """Descriptors of x and the weight for boxes of rows and columns, or of copies where the copy engine cannot address them.
+
+    Where both are copied, what is left over beside whole tiles of y is filled too; the tiles are those of m and width.
+    """
+    function, gated = ACTIVATIONS[activation]
+    width, halves = y.shape[1], 1 + gated
+    (m, k), block_k = x.shape, BLOCK_K_BYTES // x.element_size()
+    x_major, x_matrix = ("k", x) if x.stride(1) == 1 else ("m", x.mT)
+    w_major, w_matrix = ("k", weight) if weight.stride(1) == 1 else ("n", weight.mT)
+    copy_x, copy_w = not is_aligned(x_matrix), not is_aligned(w_matrix)
+    split_gate = (
+        halves == 2 and width % 8 != 0
+    )  # a box cannot begin with the first column of up where that is not 16 bytes aligned
+    by_class = copy_x and x_major == "k" and config["UNALIGNED"] == "classes" and not split_gate
+    turn_w = (by_class and w_major == "k") or (split_gate and w_major == "n")
+    copy_x, copy_w = copy_x and not by_class, copy_w or turn_w
+    if copy_x or copy_w:
+        border = None
+        if x_major == w_major == "k" and not gated:
+            classes = class_count(x) if by_class else 1
+            border = _border(config, y, x, weight, bias, function, residual, classes)
+            m, width = m - border.rows, width - border.cols
+        x_made, w_made = align(x_matrix if copy_x else None, w_matrix if copy_w else None, turn_w, border)
+        x_matrix = x_matrix if x_made is None else x_made
+        w_matrix = w_matrix if w_made is None else w_made
+        w_major = w_major if not turn_w else "n" if by_class else "k"
+    x_box = [rows if by_class else box_rows(rows, m), block_k] if x_major == "k" else [block_k, rows]
+    w_box = [cols // halves, block_k] if w_major == "k" else [block_k, cols // halves]
+    w_desc, block_m = descriptor(w_matrix, w_box), config["BLOCK_M"]
+    if not by_class:
+        x_desc = descriptor(x_matrix, x_box)
+        tiles_m, steps = triton.cdiv(m, block_m), triton.cdiv(k, block_k)
+        return _Operands(x_desc, None, w_desc, x_major, w_major, 0, 0, m, width, tiles_m, steps, copy_x or copy_w)
+    classes, lead, x_desc, x_low_desc = _classes(x_matrix[:m], x_box)
+    tiles_m = sum(triton.cdiv((m - j + classes - 1) // classes, block_m) for j in range(classes))
+    steps = triton.cdiv(k + 7, block_k)
+    return _Operands(x_desc, x_low_desc, w_desc, x_major, w_major, classes, lead, m, width, tiles_m, steps, copy_w)
+
+
+def _overlaps(copied: bool, rows: int) -> bool:
+    """Whether the product is launched while its operands are copied; the same within a bucket of rows (launch/pdl.py).
+
+    It saves 1 us; large products lose up to 10 % by it, since their programs start in no order.
+    """
+    return copied and rows <= 4096
+
+
+def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    y = empty_output(x, weight, ACTIVATIONS[activation][1])
+    return launch_sm90(config, y, x, weight, bias, activation, residual) if y.numel() else y
+
+
+class Pieces(NamedTuple):
+    """How a launch's tiles are cut into work, and what programs that share a tile leave in memory."""
+
+    programs: int
+    waves: int
+    share: int
+    parts: int
+    scratch: Tensor | None
+    counters: Tensor | None
+    """Zeros: two for each shared tile, then from `others` on what the caller asked for."""
+    others: int
+
+
+def pieces(config: Config, device: Device, y: Tensor, tiles: int, steps: int, coded: bool, more: int = 0) -> Pieces:
+    """The work of `tiles` of so many steps, of codes or of 16 bits, on the device of y."""
+    sms = evened(tiles, device.sms) if coded and config["SPLIT_K"] == 1 else device.sms
+    programs, waves, share, parts = shares(tiles, steps, sms, config["SPLIT_K"])
+    others, scratch = 0, None
+    if config["SPLIT_K"] != 1:
+        left, part = tiles - waves * programs, config["BLOCK_M"] * config["BLOCK_N"]
+        scratch = torch.empty(max(1, left * (parts - 1) * part), dtype=torch.float32, device=y.device)
+        others = -(-left * 2 // 4) * 4  # at 16 bytes: a kernel is compiled for where its pointers start
+    counters = tickets(y.device, others + more) if scratch is not None or more else None
+    return Pieces(programs, waves, share, parts, scratch, counters, others)
+
+
+def launch_sm90(
+    config: Config,
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    x_scales: Tensor | None = None,
+    w_scales: Tensor | None = None,
+    pdl: bool = False,
+    y_scale: Tensor | None = None,
+) -> Tensor:
+    """Fill y [M, F], which is not empty, and return it. Scales, float32 [M] and [N], multiply the product; K is not 0.
+
+    With y_scale, one float32, y is int8 or float8 and holds the codes of the result by that scale. 8-bit operands must be dense
+    along K, with rows that start at multiples of 16 bytes.
+    """
+    function, gated = ACTIVATIONS[activation]
+    width, halves = y.shape[1], 1 + gated
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], BLOCK_K_BYTES // x.element_size()
+    rows, cols = consumer_tile(config)
+    stages, buffers = ring(device, config)
+    ready = _operands(config, y, x, weight, bias, activation, residual, rows, cols // (3 if cols % 3 == 0 else 1))
+    y_box, y_stride = [rows, epilogue_n(cols, y.element_size())], y.stride(0)
+    y_desc = descriptor(y, y_box) if y_stride * y.element_size() % 16 == 0 and not ready.classes else None
+    tiles = ready.tiles_m * triton.cdiv(ready.width * halves, block_n)
+    work = pieces(config, device, y, tiles, ready.steps, x.element_size() == 1)
+    residual_stride = 0 if residual is None else residual.stride(0)
+    sm90_kernel[(work.programs,)](
+        ready.x_desc, ready.x_low_desc, ready.w_desc, y_desc, y, x_scales, w_scales, y_scale, bias, residual,
+        work.scratch, work.counters, ready.m, ready.width, x.shape[1], ready.steps, work.waves, work.share, work.parts - 1,
+        ready.lead, x.stride(0), residual_stride, y_stride,
+        CONSUMERS=config["CONSUMERS"], X_MAJOR=ready.x_major, W_MAJOR=ready.w_major, HALVES=halves,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, GROUP_M=GROUP_M,
+        EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
+        TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, DTYPES[y.dtype]),
+        SPAN=float8_span(x.dtype, x.shape[1]) // block_k, STREAM=config["SPLIT_K"] != 1, CLASSES=ready.classes,
+        ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
+        num_warps=4, **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
+    )  # fmt: skip
+    return y
+
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, work=sm90_work)

@@ -1,0 +1,335 @@
+"""`linear` and `scaled_linear` for Hopper, scheduled by hand in Gluon: the implementations `sm90`.
+
+    y = activation((x @ weight^T) * x_scales * w_scales + bias) + residual
+
+bf16 or fp16 without scales, x and weight each dense along either of their dimensions; int8 or float8, both dense along K, with
+scales. The host side is in sm90.py, a consumer's sums in sm90_mainloop.py, what follows in hopper/epilogue.py.
+
+A persistent block an SM, of twelve warps in three groups that talk through barriers in shared memory:
+
+    producer      one warp: has the copy engine (TMA) fetch tiles of x and of the weight, as far ahead as there are stages
+    two consumers a warpgroup each: wgmma on the stages as they fill, then the epilogue. They take the upper and the lower half
+                  of every tile ("m"), its left and right half ("n"), or turns, a whole tile each ("tiles")
+
+Tiles of 192 or 96 columns (operands of 8 bits) are three boxes of the weight, and three sums of a consumer: tensors have powers
+of two as shapes. They fill the card in one wave where 128 or 256 columns take one and a half.
+
+Consumers that take turns run the epilogue of one under the products of the other; halves of one tile end together, and their
+epilogue is hidden only as far as the stages ahead reach: a short K with a large tile pays for it. Limited by the tensor cores
+(128x256 tiles ask L2 for 48 bytes a cycle an SM).
+
+With STREAM the tiles that do not fill the card, or all of them when they are few, are cut along K into equal shares, one a
+program (Osama et al., "Stream-K", 2023; their shares of any length leave nothing to share in L2, so here each tile has a whole
+number of them, as nearly as steps allow). The program that begins a tile ends it: it waits for the parts of the others, in
+float32, adds them in the order of K and runs the epilogue, so two runs give the same bits.
+
+With CLASSES (1, 2, 4 or 8) x is dense along K but its rows do not start at multiples of 16 bytes, which the copy engine cannot
+address. Rows CLASSES apart do lie multiples of 16 bytes apart, so they make a matrix that it can; only the first of them starts
+`shift` elements into a 16-byte word. A tile takes its rows from one class and walks K in windows that start `shift` elements
+early. The weight, dense along N here, follows by starting its windows `shift` rows early, which costs nothing. What x's first
+and last window hold beyond its row belongs to the neighbours and is set to zero (0 * inf would be NaN).
+"""
+# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+# M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
+
+from tilewright.kernels.gemm.sm90_mainloop import sum_piece
+from tilewright.kernels.hopper.epilogue import add_parts, finish_tile, leave_part, residual_blocks
+from tilewright.kernels.hopper.primitives import load_box, viewed
+from tilewright.kernels.hopper.producer_rows import await_rows
+
+__all__ = [
+    "load_tiles",
+    "multiply_tiles",
+    "piece_count",
+    "piece_of",
+    "place_of",
+    "program_rank",
+    "sm90_kernel",
+]
+
+
+# ---- which work a program has
+
+
+@gluon.jit
+def program_rank():
+    """Programs that wait for others' parts wait for those with a higher number: let these be the ones that start first."""
+    return gl.num_programs(0) - 1 - gl.program_id(0)
+
+
+@gluon.jit
+def piece_count(tiles, waves, share, steps, STREAM: gl.constexpr):
+    """How many pieces of work this program has: tiles, or parts of tiles."""
+    if STREAM:
+        begin = program_rank() * share
+        end = gl.minimum(begin + share, (tiles - waves * gl.num_programs(0)) * steps)
+        count = waves
+        if end > begin:
+            count += (end - 1) // steps - begin // steps + 1
+        return count
+    else:
+        return gl.cdiv(tiles - program_rank(), gl.num_programs(0))
+
+
+@gluon.jit
+def piece_of(i, waves, share, steps, STREAM: gl.constexpr):
+    """(tile, first step of K, end) of this program's i-th piece: `waves` whole tiles, then its share of the tiles left."""
+    tile = program_rank() + i * gl.num_programs(0)
+    first = steps * 0
+    end = steps
+    if STREAM:
+        if i >= waves:
+            begin = program_rank() * share
+            left = begin // steps + i - waves
+            tile = waves * gl.num_programs(0) + left
+            first = gl.maximum(begin - left * steps, 0)
+            end = gl.minimum(begin + share - left * steps, steps)
+    return tile, first, end
+
+
+@gluon.jit
+def place_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """(tile row, tile column): down GROUP_M rows, then on to the next column; neighbours in time share operands in L2."""
+    top = tile // (GROUP_M * tiles_n) * GROUP_M
+    height = gl.minimum(tiles_m - top, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return top + within % height, within // height
+
+
+@gluon.jit
+def _tile_rows(M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
+    """How many rows of tiles: each class of rows has its own."""
+    longer = M % CLASSES
+    return longer * gl.cdiv(M // CLASSES + 1, BLOCK_M) + (CLASSES - longer) * gl.cdiv(M // CLASSES, BLOCK_M)
+
+
+@gluon.jit
+def _class_of(row, M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
+    """(class, first row of the tile among the rows of its class, whether the class has a row more than the last ones)."""
+    longer = M % CLASSES
+    tall = gl.cdiv(M // CLASSES + 1, BLOCK_M)
+    low = gl.maximum(gl.cdiv(M // CLASSES, BLOCK_M), 1)
+    is_longer = row < longer * tall
+    rest = row - longer * tall
+    kind = gl.where(is_longer, row // tall, longer + rest // low)
+    return kind, gl.where(is_longer, row % tall, rest % low) * BLOCK_M, is_longer
+
+
+# ---- producer
+
+
+@gluon.jit
+def load_tiles(
+    x_desc, x_low_desc, w_desc, x_bufs, w_bufs, full, empty, M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
+    X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr, N_BOXES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, PDL: gl.constexpr = False,
+    counters_ptr=None,
+):  # fmt: skip
+    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
+    BOX_M: gl.constexpr = BLOCK_M // M_BOXES
+    BOX_N: gl.constexpr = BLOCK_N // (N_BOXES * HALVES)
+    X_BOX: gl.constexpr = x_desc.block_type.shape[0] * x_desc.block_type.shape[1]  # of few rows no higher than those
+    if PDL:
+        gdc_wait()
+    stage = 0
+    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
+        tile, first, end = piece_of(i, waves, share, steps, STREAM)
+        row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
+        m = row * BLOCK_M
+        start = 0
+        shift = 0
+        is_longer = True
+        if CLASSES:
+            kind, m, is_longer = _class_of(row, M, BLOCK_M, CLASSES)
+            start = lead + kind * x_stride
+            shift = start % 8
+        if counters_ptr is not None:  # of rows of the weight that this launch makes
+            gl.static_assert(HALVES == 1, "gate and up rows would be made one after the other, and are wanted together")
+            await_rows(counters_ptr, col * BLOCK_N, F, BLOCK_N)
+        for step in range(first, end):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            mbarrier.expect(bar, (M_BOXES * X_BOX + BLOCK_N * BLOCK_K) * x_desc.dtype.primitive_bitwidth // 8)
+            k = step * BLOCK_K
+            for b in gl.static_range(M_BOXES):
+                buf = x_bufs.index(stage * M_BOXES + b)
+                if CLASSES:
+                    if is_longer:
+                        load_box(x_desc, [m + b * BOX_M, start - shift + k], bar, buf)
+                    else:
+                        load_box(x_low_desc, [m + b * BOX_M, start - shift + k], bar, buf)
+                elif X_MAJOR == "k":
+                    load_box(x_desc, [m + b * BOX_M, k], bar, buf.slice(0, x_desc.block_type.shape[0]))
+                else:
+                    load_box(x_desc, [k, m + b * BOX_M], bar, buf)
+            for b in gl.static_range(N_BOXES):
+                for half in gl.static_range(HALVES):
+                    n = (col * N_BOXES + b) * BOX_N + half * F
+                    buf = w_bufs.index((stage * N_BOXES + b) * HALVES + half)
+                    if W_MAJOR == "k":
+                        load_box(w_desc, [n, k], bar, buf)
+                    else:
+                        load_box(w_desc, [k - shift, n], bar, buf)
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+# ---- consumers
+
+
+@gluon.jit
+def _with_parts(
+    blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg: gl.constexpr, ELEMENTS: gl.constexpr
+):  # fmt: skip
+    """A shared tile's blocks: with the others' parts where this program began it; else they are left to the one that did."""
+    begin = left * steps // share
+    ticket_ptr = tickets_ptr + left * 2 + wg
+    tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * ELEMENTS
+    if first > 0:
+        part = program_rank() - begin - 1
+        leave_part(blocks, tile_parts_ptr + part * (2 * ELEMENTS), ticket_ptr)
+    else:
+        others = (left * steps + steps - 1) // share - begin
+        blocks = add_parts(blocks, tile_parts_ptr, ticket_ptr, others, 2 * ELEMENTS)
+    return blocks
+
+
+@gluon.jit
+def multiply_tiles(
+    x_bufs, w_bufs, tile_bufs, full, empty, turns,
+    y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
+    wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    PDL: gl.constexpr, SPAN: gl.constexpr, NARROW: gl.constexpr = False,
+):  # fmt: skip
+    M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
+    N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
+    ROWS: gl.constexpr = BLOCK_M // M_BOXES
+    COLS: gl.constexpr = BLOCK_N // N_BOXES
+    M_BOX: gl.constexpr = wg if CONSUMERS == "m" else 0
+    N_BOX: gl.constexpr = wg if CONSUMERS == "n" else 0
+    TURNS: gl.constexpr = 2 if CONSUMERS == "tiles" else 1
+    FIRST: gl.constexpr = wg if CONSUMERS == "tiles" else 0
+    ROW_STEP: gl.constexpr = CLASSES if CLASSES else 1
+    OWN: gl.constexpr = 1 if CONSUMERS == "n" else N_BOXES
+    # Where the registers hold the residual beside the sums, it is under way while they are formed.
+    EARLY: gl.constexpr = residual_ptr is not None and not STREAM and not CLASSES and HALVES * OWN * ROWS * COLS <= 64 * 128
+    F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    y_stride = y_stride // VECTOR * VECTOR
+    if PDL:
+        gdc_wait()  # in every group of warps that reads what the kernel before wrote, or writes: the scales, y, parts, tickets
+    passed = steps * FIRST  # stages that the producer filled before this piece, those of the other consumer's tiles included
+    for i in range(FIRST, piece_count(tiles_m * tiles_n, waves, share, steps, STREAM), TURNS):
+        tile, first, end = piece_of(i, waves, share, steps, STREAM)
+        row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
+        first_row = row * BLOCK_M + M_BOX * ROWS
+        shift = 0
+        if CLASSES:
+            kind, m, _ = _class_of(row, M, BLOCK_M, CLASSES)
+            shift = (lead + kind * x_stride) % 8
+            first_row = (m + M_BOX * ROWS) * CLASSES + kind
+        held = residual_blocks(
+            residual_ptr, first_row, (col * N_BOXES + N_BOX) * COLS, M, F, residual_stride, ROWS, tile_bufs.shape[2],
+            OWN * COLS // tile_bufs.shape[2], 256 // x_bufs.dtype.primitive_bitwidth,
+        ) if EARLY and HALVES == 1 else None  # fmt: skip
+        if TURNS == 2:
+            # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
+            mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
+        blocks = sum_piece(
+            x_bufs, w_bufs, full, empty, turns, passed, first, end, shift, K, wg, CONSUMERS, X_MAJOR, W_MAJOR,
+            ROWS, COLS, BLOCK_K, STAGES, CLASSES, COLS // tile_bufs.shape[2], SPAN, NARROW,
+        )  # fmt: skip
+        passed += (end - first) * TURNS
+        if STREAM:
+            if end - first < steps:
+                left = tile - waves * gl.num_programs(0)
+                blocks = _with_parts(blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg, ROWS * COLS)
+        if first == 0:
+            first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
+            finish_tile(
+                blocks, tile_bufs, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
+                first_row, first_col, M, F, residual_stride, wg, ACTIVATION, HALVES, ROW_STEP, VECTOR, y_stride, y_scale_ptr,
+                held,
+            )  # fmt: skip
+    if y_desc is not None:
+        tma.store_wait(pendings=0)
+
+
+# ---- kernel
+
+
+@gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride", "y_stride"])
+def sm90_kernel(
+    x_desc, x_low_desc, w_desc, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr,
+    parts_ptr, tickets_ptr, M, F, K, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
+    CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr, SPAN: gl.constexpr,
+    STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
+
+    x_low_desc, lead, x_stride: with CLASSES, x as a matrix of every CLASSES-th row for the classes which have a row less than
+    the first ones; elements from the descriptors' base to x; elements from row to row. y_desc is None when y, whose rows are
+    y_stride apart, is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a program,
+    then steps of K a program, and the most programs that add to a tile. SPAN: sm90_mainloop.py.
+    """
+    M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
+    N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 3 if BLOCK_N % 3 == 0 else 1
+    ROWS: gl.constexpr = BLOCK_M // M_BOXES
+    COLS: gl.constexpr = BLOCK_N // N_BOXES
+    x_rows: gl.constexpr = ROWS if X_MAJOR == "k" else BLOCK_K
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * M_BOXES, x_rows, BLOCK_K + ROWS - x_rows], x_desc.layout)
+    w_boxes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * N_BOXES * HALVES] + w_desc.block_type.shape, w_desc.layout)
+    w_bufs = w_boxes
+    if HALVES == 2:
+        w_rows: gl.constexpr = COLS if W_MAJOR == "k" else BLOCK_K
+        w_shape: gl.constexpr = [STAGES * N_BOXES, w_rows, BLOCK_K + COLS - w_rows]
+        w_layout: gl.constexpr = w_desc.layout
+        w_bufs = viewed(w_boxes, w_boxes.dtype, w_shape, w_layout)
+    tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1 if CONSUMERS == "tiles" else 2)
+    tiles_m = _tile_rows(M, BLOCK_M, CLASSES if CLASSES else 1)
+    tiles_n = gl.cdiv(F * HALVES, BLOCK_N)
+    gl.warp_specialize([
+        (multiply_tiles, (
+            x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
+            0, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            STREAM, CLASSES, ACTIVATION, VECTOR, PDL, SPAN,
+        )),
+        (multiply_tiles, (
+            x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
+            1, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            STREAM, CLASSES, ACTIVATION, VECTOR, PDL, SPAN,
+        )),
+        (load_tiles, (
+            x_desc, x_low_desc, w_desc, x_bufs, w_boxes, full, empty,
+            M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
+            X_MAJOR, W_MAJOR, HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, CLASSES, PDL,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip

@@ -1,0 +1,1 @@
+"""Products of 16-bit activations with weights of 8 and 4 bits."""

@@ -1,0 +1,107 @@
+"""The host side of sm90_kernel.py: the implementation `sm90` of `mixed_linear`, for int4 weights and many rows.
+
+W = (code - zero) * scale is rounded to x's dtype once, as `dequantized` does, by the launch that multiplies by it. The
+workspace is as large as that weight.
+
+Refuses: 1024 rows and fewer, other codes than int4 in groups of 64 or 128 columns of a row, gated activations, x or codes in
+rows that do not start at 16 bytes.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.gemm.problem import ACTIVATIONS
+from tilewright.kernels.gemm.sm90 import DTYPES, box_rows, descriptor, pieces
+from tilewright.kernels.gemm.sm90_configs import BLOCK_K_BYTES, consumer_tile, epilogue_n, ring
+from tilewright.kernels.gemm.weight_only.problem import MixedProblem, as_units, empty_result
+from tilewright.kernels.gemm.weight_only.sm90_dequant_rows import ITEM
+from tilewright.kernels.gemm.weight_only.sm90_kernel import mixed_sm90_kernel
+from tilewright.kernels.hopper.producer_rows import counters_of
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config, Space
+
+__all__ = ["MIXED_SM90", "tiles_of"]
+
+_LEAST_ROWS = 1024
+# The one large tile whose ring leaves shared memory for what puts codes in order.
+_TILE: Config = {"BLOCK_M": 128, "BLOCK_N": 256, "CONSUMERS": "m"}
+_BLOCK_K = BLOCK_K_BYTES // 2
+_COLS = 2048  # of an item at once
+_K_VECTOR = 64  # divides K, as groups do: how wide the kernel may read
+_REGISTERS = (208, 24, 72)
+
+
+def _refuse(device: Device, problem: MixedProblem) -> str | None:
+    if problem.dtype.itemsize != 2 or problem.format != "int4":
+        return f"is for int4 and 16 bits, not {problem.format} and {problem.dtype}"
+    if problem.block_rows != 1 or problem.block_cols not in (64, 128):
+        return "takes groups of 64 or 128 columns of a row"
+    if problem.gated:
+        return "makes rows in their order: gate and up halves would be wanted together"
+    if not problem.aligned or problem.k % _K_VECTOR:
+        return "needs rows of x, of codes and of the weight in 16 bits that start at multiples of 16 bytes"
+    if problem.m_bucket <= _LEAST_ROWS:
+        return f"is for more than {_LEAST_ROWS} rows: writing the weight would cost more than the product"
+    if not problem.k or not problem.n:
+        return "the copy engine has no empty matrices: N or K is 0"
+    return None
+
+
+def tiles_of(problem: MixedProblem) -> int:
+    """How many tiles the product of the bucket's rows has."""
+    return -(-problem.m_bucket // _TILE["BLOCK_M"]) * -(-problem.n // _TILE["BLOCK_N"])
+
+
+def _first_items(tiles_m: int, tiles_n: int, programs: int, group_m: int) -> int:
+    """From which item on a consumer that made one begins its tiles: then those of the first round are made, or being made."""
+    columns = min(tiles_n, triton.cdiv(programs, min(group_m, tiles_m)))
+    return max(0, columns * _TILE["BLOCK_N"] // int(ITEM) - 3 * programs)
+
+
+def _launch(
+    config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
+    residual: Tensor | None, block_rows: int, block_cols: int,
+) -> Tensor:  # fmt: skip
+    y = empty_result(x, codes, activation)
+    if not y.numel():
+        return y
+    (m, k), n = x.shape, codes.shape[0]
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    weight, words = torch.empty((n, k), dtype=x.dtype, device=x.device), as_units(codes)
+    tile = {**_TILE, **config}
+    rows, cols = consumer_tile(tile)
+    stages, _ = ring(device, tile)
+    y_box, y_stride = [rows, epilogue_n(cols)], y.stride(0)
+    x_desc, w_desc = descriptor(x, [box_rows(rows, m), _BLOCK_K]), descriptor(weight, [cols, _BLOCK_K])
+    y_desc = descriptor(y, y_box) if y_stride % 8 == 0 else None
+    tiles_m, tiles_n, steps = triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]), triton.cdiv(k, _BLOCK_K)
+    work = pieces(tile, device, y, tiles_m * tiles_n, steps, False, more=counters_of(n))
+    assert work.counters is not None
+    mixed_sm90_kernel[(work.programs,)](
+        (words, scales, zeros, weight, words.stride(0), scales.stride(0)), x_desc, w_desc, y_desc, y, bias, residual,
+        work.scratch, work.counters, work.counters[work.others :],
+        _first_items(tiles_m, tiles_n, work.programs, config["GROUP_M"]), m, n, k, steps, work.waves, work.share,
+        work.parts - 1, 0 if residual is None else residual.stride(0), y_stride,
+        BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], BLOCK_K=_BLOCK_K, STAGES=stages, GROUP_M=config["GROUP_M"],
+        EPILOGUE_N=y_box[1], TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, DTYPES[y.dtype]),
+        STREAM=config["SPLIT_K"] != 1, ACTIVATION=ACTIVATIONS[activation][0],
+        VECTOR=next(v for v in (8, 4, 2, 1) if n % v == 0), GROUP=block_cols, COLS=_COLS,
+        K_VECTOR=_K_VECTOR, REGISTERS=_REGISTERS, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+# H100, docs/log.md#int4-weights-written-under-the-products: tiles left that are shared are 2 % faster on average than whole
+# ones, at most 20 %; groups of 32 rows of tiles up to 1.5 % faster than of 16, 4 % than of 8.
+_SPACE = Space(
+    default=lambda device, problem: {"SPLIT_K": 0, "GROUP_M": 32},
+    axes={"SPLIT_K": (0, 1), "GROUP_M": (16, 32)},
+)
+
+MIXED_SM90 = Impl(
+    name="sm90", launch=_launch, space=_SPACE, written_for=90, refuse=_refuse, interpretable=False, extra_roundings=1,
+)  # fmt: skip

@@ -1,0 +1,132 @@
+"""int4 weights and many rows on Hopper: W is written out in x's dtype by the launch that multiplies by it.
+
+A launch that writes W before the product is limited by memory, while the tensor cores have nothing to do: 14 % of the time at
+2048 rows. Here a program has a fourth group of warps, and W's rows are made in the order in which tiles want them:
+
+    at the start   all groups that compute make rows, until those are done that a first round of tiles reads
+    then           the consumers multiply, as in gemm/sm90_kernel.py; the fourth group goes on, item after item, under the
+    products the producer   waits, before it has boxes of W fetched, until all rows of the tile are counted as done
+
+Tiles go down all of x before the next column, so that few rows of W are wanted first. Who makes which rows, and who waits for
+them: hopper/producer_rows.py; how a row is made: sm90_dequant_rows.py. A program has 512 threads, so each is launched with 128
+registers: an instruction of wgmma has 128 columns at most.
+
+Limited by the tensor cores, and at the start by the first rows' way to memory. Refuses gates: gate and up rows would be made
+one after the other, and are wanted together.
+"""
+# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewright.kernels.gemm.sm90_kernel import load_tiles, multiply_tiles
+from tilewright.kernels.gemm.weight_only.sm90_dequant_rows import ITEM, write_item
+from tilewright.kernels.hopper.producer_rows import draw_item, leave
+
+__all__ = ["mixed_sm90_kernel"]
+
+_GROUPS = gl.constexpr(4)
+
+
+@gluon.jit
+def _make_rows(source, counters_ptr, N, K, GROUP: gl.constexpr, COLS: gl.constexpr, K_VECTOR: gl.constexpr):
+    """The fourth group: item after item."""
+    items = gl.cdiv(N, ITEM)
+    item = draw_item(counters_ptr)
+    while item < items:
+        write_item(source, counters_ptr, item, N, K, GROUP, COLS, K_VECTOR)
+        item = draw_item(counters_ptr)
+    leave(counters_ptr, N, _GROUPS)
+
+
+@gluon.jit
+def _make_and_multiply(
+    source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, full, empty, turns,
+    y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    M, N, K, tiles_m, tiles_n, steps, waves, share, PARTS, residual_stride, y_stride, wg: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    GROUP: gl.constexpr, COLS: gl.constexpr, K_VECTOR: gl.constexpr,
+):  # fmt: skip
+    """A consumer: the first items, then its tiles."""
+    items = gl.cdiv(N, ITEM)
+    item = draw_item(counters_ptr)
+    while item < items:
+        write_item(source, counters_ptr, item, N, K, GROUP, COLS, K_VECTOR)
+        if item < first_items:
+            item = draw_item(counters_ptr)
+        else:
+            item = items
+    multiply_tiles(
+        x_bufs, w_bufs, tile_bufs, full, empty, turns,
+        y_desc, y_ptr, None, None, None, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+        M, N, K, tiles_m, tiles_n, steps, waves, share, PARTS, 0, 0, residual_stride, y_stride,
+        wg, "m", "k", "k", 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0, ACTIVATION, VECTOR, False, 0, NARROW=True,
+    )  # fmt: skip
+    leave(counters_ptr, N, _GROUPS)
+
+
+@gluon.jit
+def _load_made(
+    x_desc, w_desc, x_bufs, w_bufs, full, empty, counters_ptr, M, N, tiles_m, tiles_n, steps, waves, share,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    STREAM: gl.constexpr,
+):  # fmt: skip
+    """The producer."""
+    load_tiles(
+        x_desc, None, w_desc, x_bufs, w_bufs, full, empty, M, N, tiles_m, tiles_n, steps, waves, share, 0, 0,
+        "k", "k", 1, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0, counters_ptr=counters_ptr,
+    )  # fmt: skip
+    leave(counters_ptr, N, _GROUPS)
+
+
+@gluon.jit(do_not_specialize=["first_items", "M", "N", "K", "steps", "waves", "share", "PARTS", "y_stride"])
+def mixed_sm90_kernel(
+    source, x_desc, w_desc, y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr, counters_ptr,
+    first_items, M, N, K, steps, waves, share, PARTS, residual_stride, y_stride,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    EPILOGUE_N: gl.constexpr, TILE_LAYOUT: gl.constexpr, STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    GROUP: gl.constexpr, COLS: gl.constexpr, K_VECTOR: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As `sm90_kernel`, of a W [N, K] that `source` makes (what `write_item` takes) and that w_desc reads.
+
+    counters_ptr: `counters_of(N)` zeros. A consumer that has made item first_items or a later one begins its tiles. GROUP:
+    columns of W that share a scale; COLS: columns of an item at once. REGISTERS: of the second consumer's threads, the
+    producer's, the fourth group's.
+    """
+    ROWS: gl.constexpr = BLOCK_M // 2
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, ROWS, BLOCK_K], x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, ROWS, EPILOGUE_N], TILE_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    gl.warp_specialize([
+        (_make_and_multiply, (
+            source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            M, N, K, tiles_m, tiles_n, steps, waves, share, PARTS, residual_stride, y_stride, 0,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, ACTIVATION, VECTOR, GROUP, COLS, K_VECTOR,
+        )),
+        (_make_and_multiply, (
+            source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            M, N, K, tiles_m, tiles_n, steps, waves, share, PARTS, residual_stride, y_stride, 1,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, ACTIVATION, VECTOR, GROUP, COLS, K_VECTOR,
+        )),
+        (_load_made, (
+            x_desc, w_desc, x_bufs, w_bufs, full, empty, counters_ptr, M, N, tiles_m, tiles_n, steps, waves, share,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM,
+        )),
+        (_make_rows, (source, counters_ptr, N, K, GROUP, COLS, K_VECTOR)),
+    ], [4, 1, 4], REGISTERS)  # fmt: skip

@@ -1,0 +1,200 @@
+"""The host's side of sm90_rs_kernel.py: what it takes, its tiles, how work is dealt out, the launch.
+
+A tile is 128 rows of the weight by BLOCK_M rows of x. Two programs an SM hide each other's latencies where tiles are low.
+
+Refuses: cards other than sm_90, groups of 32 columns, zero points of whole rows, rows that do not start at 16 bytes, an odd K.
+"""
+
+# M rows of x, N rows of the weight, K shared
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.kernels.gemm.problem import ACTIVATIONS
+from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem, empty_result
+from tilewright.kernels.gemm.weight_only.sm90_rs_kernel import mixed_registers_kernel
+from tilewright.kernels.launch.counters import tickets
+from tilewright.op import Impl, scope
+from tilewright.tune.space import Config, Space
+
+__all__ = ["MIXED_REGISTERS", "shares"]
+
+_BLOCK_N = 128
+_BLOCK_K = 128
+_REGISTERS = {1: 168, 2: 80, 3: 56}  # of a thread, for twelve warps a program; the consumers take the producer's
+_ON_SUMS = 64  # rows of x up to which a group's scale multiplies sums; above, the weight's elements are fewer
+
+
+def _refuse(device: Device, problem: MixedProblem) -> str | None:
+    if problem.dtype.itemsize != 2:
+        return f"does not take {problem.dtype}"
+    if not problem.aligned:
+        return "needs rows of x and of codes that start at multiples of 16 bytes"
+    if not problem.k or not problem.n:
+        return "the copy engine has no empty matrices: N or K is 0"
+    if problem.k % 2:
+        return "reads 8-bit codes in pairs: K is odd"
+    if problem.block_cols == 32:
+        return "takes groups of 64 columns and more"
+    if problem.zeros and not problem.block_cols:
+        return "takes zero points of groups, not of whole rows"
+    return None
+
+
+# ---- space
+
+
+def _span(config: Config, format: str) -> int:
+    """How many times 64 columns a stage holds: int4 comes in chunks of 128; high tiles of 8-bit codes want more stages."""
+    return 1 if format != "int4" and config["BLOCK_M"] >= 128 else 2
+
+
+def _ring(device: Device, config: Config, format: str) -> int:
+    """Stages, as many as fit, up to twelve."""
+    block_m = config["BLOCK_M"]
+    columns = 64 * _span(config, format)
+    stage = block_m * 2 * columns + _BLOCK_N * columns // (2 if format == "int4" else 1)
+    room = device.smem_bytes // config["PER_SM"] - 1024
+    # What the epilogue turns round, and barriers.
+    return min(12, (room - _BLOCK_N * min(block_m, 16) * 4 - 512) // stage)
+
+
+def _default(device: Device, problem: MixedProblem) -> Config:
+    """The tile, and the way to cut it along K, whose busiest program is done first by `_cycles`."""
+    block_m, int4 = min(256, max(8, problem.m_bucket)), problem.format == "int4"
+    # 8-bit codes take their time in HBM; int4's is what lies between two steps of a program.
+    per_sm = 2 if int4 and block_m <= 16 else 1
+    # H100, 4096 to 57344 rows of the weight: such a choice is 0.5 % behind the best config of each product, at most 7 %.
+    heights = (256, 128) if block_m == 256 else (block_m,)
+    ways = [(height, cut) for height in heights for cut in (_in_step(height), 0)]
+    block_m, split = min(ways, key=lambda way: _cycles(device, problem, per_sm, *way))
+    # A group's scale and zero point, asked for a step earlier: 4 % at 16 and 2048 rows, 12 at 64. Not timed for 8-bit codes.
+    ahead = int(int4 and problem.block_cols > 0)
+    return {"BLOCK_M": block_m, "SPLIT_K": split, "PER_SM": per_sm, "AHEAD": ahead}
+
+
+def _in_step(block_m: int) -> int:
+    """SPLIT_K that keeps programs in step: by tiles, or by pairs of high tiles, of which there are fewer than programs."""
+    return 3 if block_m >= 128 else 2
+
+
+def _cycles(device: Device, problem: MixedProblem, per_sm: int, block_m: int, split_k: int) -> float:
+    """What the busiest program takes (H100)."""
+    steps, tiles = -(-problem.k // _BLOCK_K), -(-problem.m_bucket // block_m) * -(-problem.n // _BLOCK_N)
+    _, waves, share, parts = shares(tiles, steps, device.sms * per_sm, block_m, split_k)
+    if not split_k and steps % share:
+        # Programs at as many places of K: L2 does not serve x to all, least where it holds no more than a part of x.
+        share *= 1.2 if 5 * problem.m_bucket * problem.k > device.l2_bytes else 1.05
+    # Whoever adds parts has them from L2, some 40 bytes a cycle.
+    return (waves * steps + share) * (800 + 5 * block_m) + (2000 + parts * block_m * 13 if parts > 1 else 0)
+
+
+def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | None:
+    block_m, split, m, groups = c["BLOCK_M"], c["SPLIT_K"], problem.m_bucket, bool(problem.block_cols)
+    int4 = problem.format == "int4"
+    if block_m > 8 and block_m >= 2 * m:
+        return "BLOCK_M is twice as high as x"
+    if block_m < min(m, 128):
+        return "codes are converted for each tile of x anew: low tiles are for few rows"
+    if block_m > {1: 256, 2: 32 if groups else 64, 3: 8 if int4 else 16}[c["PER_SM"]]:
+        return "more sums and stages than several programs have room for on an SM"
+    # What no product timed on an H100 wanted by more than 1 % (studies/mixed-linear-choices.json).
+    if int4 and block_m == 16 and c["PER_SM"] == 1:
+        return "one program an SM waits for each product"
+    if split == 1 and (int4 or block_m >= 64):
+        return "shares in step leave a tile whole where that is best"
+    if split > 1 and split != _in_step(block_m):
+        return "shares are in step by tiles below 128 rows, by pairs of tiles above"
+    if c["AHEAD"] and not groups:
+        return "rows have no scales to fetch ahead"
+    if not c["AHEAD"] and groups and int4 and block_m <= 64:
+        return "a step of a low tile is too short to fetch scales in"
+    return None
+
+
+SPACE = Space(
+    default=_default,
+    axes={
+        "BLOCK_M": (8, 16, 32, 64, 128, 256),
+        "SPLIT_K": (1, 0, 2, 3),
+        "PER_SM": (1, 2, 3),
+        "AHEAD": (0, 1),
+    },
+    refusal=_config_refusal,
+)
+"""SPLIT_K: 1 none; others cut the tiles that are left when no more fill the card along K: 0 into one share a program, 2 and
+3 into a whole number of shares for each tile, or for each two. PER_SM: programs an SM. AHEAD: sm90_rs_kernel.py.
+"""
+
+
+def shares(tiles: int, steps: int, programs: int, block_m: int, split_k: int) -> tuple[int, int, int, int]:
+    """(programs, whole tiles a program, steps in its share of the tiles left, most programs that share a tile)."""
+    if split_k == 1:
+        return min(tiles, programs), 0, 0, 1
+    waves, left = divmod(tiles, programs)
+    # One program adds the parts of a tile, which takes long if they are many and large.
+    share = max(2, -(-left * steps // programs), -(-steps * block_m // 1024))
+    if split_k:
+        # Programs in step along K read the same columns of x, which L2 then has; of shares of any length each has its own.
+        whole = (split_k - 1) * steps
+        share = max(share, -(-whole // max(1, whole // share)))
+    parts = max(((t * steps + steps - 1) // share - t * steps // share + 1 for t in range(left)), default=1)
+    return programs if waves else -(-left * steps // share), waves, share, parts
+
+
+# ---- launcher
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, torch.int16: gl.int16}
+
+
+def _layout(box: list[int], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(box, _DTYPES[dtype])
+
+
+def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], box, _layout(box, t.dtype))
+
+
+def _launch(
+    config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
+    residual: Tensor | None, block_rows: int, block_cols: int,
+) -> Tensor:  # fmt: skip
+    y = empty_result(x, codes, activation)
+    if not y.numel():
+        return y
+    function, gated = ACTIVATIONS[activation]
+    (m, k), n, format = x.shape, codes.shape[0], FORMATS[codes.dtype]
+    # Meta tensors: compiled for a card that is not here.
+    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    units = codes.view(torch.int32 if format == "int4" else torch.int16)
+    box = [_BLOCK_N // (1 + gated), 64 // units.itemsize]
+    block_m = config["BLOCK_M"]
+    steps, tiles = triton.cdiv(k, _BLOCK_K), triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK_N)
+    programs, waves, share, parts = shares(tiles, steps, device.sms * config["PER_SM"], block_m, config["SPLIT_K"])
+    stream = config["SPLIT_K"] != 1
+    scratch = counters = None
+    if stream:
+        left = tiles - waves * programs
+        scratch = torch.empty(max(1, left * (parts - 1) * block_m * _BLOCK_N), dtype=torch.float32, device=x.device)
+        counters = tickets(x.device, left)
+    mixed_registers_kernel[(programs,)](
+        _descriptor(x, [block_m, 64]), _descriptor(units, box), y, scales, zeros, bias, residual, scratch, counters,
+        m, y.shape[1], k, steps, waves, share, parts - 1, scales.stride(0), 0 if residual is None else residual.stride(0),
+        FORMAT=format, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, HALVES=1 + gated, BLOCK_M=block_m,
+        SPAN=_span(config, format), STAGES=_ring(device, config, format), GROUP_M=8, STREAM=stream,
+        ON_SUMS=bool(block_cols) and block_m <= _ON_SUMS, AHEAD=config["AHEAD"],
+        ACTIVATION=function, CODE_LAYOUT=_layout([_BLOCK_N, box[1]], units.dtype), num_warps=8,
+        maxnreg=_REGISTERS[config["PER_SM"]],
+    )  # fmt: skip
+    return y
+
+
+MIXED_REGISTERS = Impl(
+    name="registers", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, extra_roundings=1
+)

@@ -1,0 +1,1 @@
+"""Copies of a tensor in another order of dimensions."""

@@ -1,0 +1,28 @@
+"""Example arguments of `permute` from dimensions: the `Op.make` of each."""
+
+from typing import Any
+
+import torch
+
+from tilewright.op import Inputs
+
+__all__ = ["permute_arguments"]
+
+Args = tuple[Any, ...]
+
+_BF16 = torch.bfloat16
+
+
+def permute_arguments(
+    inputs: Inputs, *, M: int, N: int, B: int = 0, dtype: torch.dtype = _BF16, int8: bool = False, rows: bool = False
+) -> Args:  # fmt: skip
+    """x [M, N] or a batch of B, to be transposed; int8 instead of dtype, if asked.
+
+    rows: x [M, N, 128] instead, whose rows of 128 elements stay whole.
+    """
+    dtype = torch.int8 if int8 else dtype
+    shape = (*((B,) if B else ()), M, N, *((128,) if rows else ()))
+    lead = len(shape) - (3 if rows else 2)
+    dims = [*range(lead), lead + 1, lead, *range(lead + 2, len(shape))]
+    x = inputs.randn(*shape, dtype=torch.float32 if not dtype.is_floating_point else dtype, scale=1.0)
+    return x.mul(100).to(dtype) if not dtype.is_floating_point else x, dims

@@ -1,0 +1,1 @@
+"""RMS norm and layer norm over the last dimension, and their gradients."""

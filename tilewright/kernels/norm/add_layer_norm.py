@@ -1,0 +1,202 @@
+"""Layer norm over the last dimension with the residual addition before it: what stands between two blocks of a transformer.
+
+    r = x + residual;     y[t, :] = (r[t, :] - mean) / sqrt(variance + eps) * weight[:] + bias[:];     gives (y, r)
+
+    x, residual, y, r: [..., D] of bf16, fp16 or fp32; weight, bias: [D], the bias may be missing. r is rounded to x's dtype as
+    the eager sum would be, and y is the norm of what r then is. The residual may be one row for all (a stride of 0), and
+    without want_sum r is not written: a norm of x + a vector. Statistics are float32, the variance is that of r - mean
+    (layer_norm.py has the formula and its source).
+
+Limited by bytes: D elements in twice, D out twice. A row up to 32 KB wide is held in registers.
+
+    triton    rows up to 16384 columns of 16 bits, 8192 of 32
+    apart     any row: the sum by torch, its norm by `layer_norm`
+
+Rows may be strided, the last dimension may not (the public function copies it). The gradients are backward.py's.
+"""
+
+# Pyright does not see what a jitted function returns.
+# pyright: reportGeneralTypeIssues=false
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.launch.pdl import release
+from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.norm.inputs import add_layer_norm_arguments
+from tilewright.kernels.norm.layer_norm import layer_norm_op
+from tilewright.kernels.norm.work import add_layer_norm_work
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["add_layer_norm", "add_layer_norm_op"]
+
+# ---- reference
+
+
+def _reference(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool
+) -> tuple[Tensor, Tensor]:
+    total, wide = x + residual, torch.promote_types(x.dtype, torch.float32)
+    y = F.layer_norm(total.to(wide), x.shape[-1:], weight.to(wide), None if bias is None else bias.to(wide), eps)
+    return y.to(x.dtype), total if want_sum else x.new_empty(0)
+
+
+# ---- cost
+
+
+def _cost(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool) -> Cost:
+    vectors = 1 + (bias is not None) + (residual.stride(0) == 0)
+    arrays = 2 + (residual.stride(0) != 0) + want_sum
+    return Cost(flops=8 * x.numel(), bytes=arrays * x.nbytes + vectors * weight.nbytes)
+
+
+# ---- space and examples
+
+
+class Problem(NamedTuple):
+    """All that a config may depend on: not the number of rows."""
+
+    dtype: torch.dtype
+    cols: int
+
+
+def _problem(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool) -> Problem:
+    return Problem(x.dtype, x.shape[-1])
+
+
+def _refuse(device: Device, problem: Problem) -> str | None:
+    return "holds rows of up to 32 KB" if problem.cols * problem.dtype.itemsize > 32768 else None
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # 16 elements a thread, 32 of the widest rows: two 16-byte loads of each operand in flight.
+    block_d = next_pow2(problem.cols)
+    block_t = max(1, min(8, 2048 // block_d))
+    return {"BLOCK_T": block_t, "num_warps": max(1, min(16, next_pow2(block_t * block_d // 512)))}
+
+
+SPACE = Space(
+    default=_default,
+    axes={"BLOCK_T": (1, 2, 4, 8), "num_warps": (1, 4, 8, 16)},
+    refusal=lambda device, problem, c: (
+        "over 32 elements a thread, which spill beside the residual"
+        if c["BLOCK_T"] * next_pow2(problem.cols) > 32 * 32 * c["num_warps"]
+        else "more threads than the rows have words of 4 elements"
+        if c["num_warps"] > 1 and c["BLOCK_T"] * next_pow2(problem.cols) < 4 * 32 * c["num_warps"]
+        else None
+    ),
+)
+
+
+def _example(
+    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, row_stride: int = 0, want_sum: bool = True
+) -> Example:
+    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
+        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+        residual, weight = inputs.randn(*shape, dtype=dtype), inputs.randn(shape[-1], dtype=dtype)
+        return x, residual, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, want_sum
+
+    return Example(label, make)
+
+
+EXAMPLES = (
+    _example("rows", 4, 256),
+    _example("ragged", 3, 5, 100, bias=False),
+    _example("strided", 5, 128, row_stride=192, dtype=torch.float16),
+    _example("one", 1, 1, dtype=torch.float32),
+    _example("wide", 2, 16500),
+    _example("several a row", 2, 5000, dtype=torch.float16),
+    _example("no sum", 5, 768, dtype=torch.float16, want_sum=False),
+)
+
+# ---- kernel
+
+
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride", "residual_row_stride"])
+def _add_layer_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, n_rows, x_row_stride, residual_row_stride, eps,
+    D: tl.constexpr, HAS_BIAS: tl.constexpr, WANT_SUM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    release()
+    rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    block = tl.arange(0, BLOCK_D)[None, :]
+    mask = (rows < n_rows) & (block < D)
+    x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + block, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row_start(rows, residual_row_stride, D) + block, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
+    bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
+    # Formed in float32, then rounded: the same bits as the eager sum, and the interpreter can do it.
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    if WANT_SUM:
+        tl.store(total_ptr + rows * D + block, total, mask=mask)
+    r = total.to(tl.float32)
+    r = tl.where(mask, r - tl.sum(r, axis=1, keep_dims=True) / D, 0.0)
+    scale = tl.rsqrt(tl.sum(r * r, axis=1, keep_dims=True) / D + eps)
+    y = r * scale * weight.to(tl.float32)
+    if HAS_BIAS:
+        y += bias.to(tl.float32)
+    tl.store(y_ptr + rows * D + block, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# ---- launchers and op
+
+
+def _launch(
+    config: Config, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape if want_sum else (0,), dtype=x.dtype, device=x.device)
+    rows, row_stride = rows_of(x)
+    if rows:
+        _add_layer_norm_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
+            x, residual, weight, weight if bias is None else bias, y, total, rows, row_stride, rows_of(residual)[1], eps,
+            D=x.shape[-1], HAS_BIAS=bias is not None, WANT_SUM=want_sum, BLOCK_D=next_pow2(x.shape[-1]), **config,
+        )  # fmt: skip
+    return y, total
+
+
+def _apart(
+    config: Config, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool
+) -> tuple[Tensor, Tensor]:
+    total = (x + residual).contiguous()
+    return layer_norm_op.run(total, weight, bias, eps), total if want_sum else x.new_empty(0)
+
+
+add_layer_norm_op = Op(
+    name="add_layer_norm",
+    reference=_reference,
+    problem=_problem,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=add_layer_norm_arguments,
+    # It rounds twice: the sum that it returns, then the norm of that sum.
+    tolerance={torch.bfloat16: (8e-3, 4e-3), torch.float16: (1e-3, 5e-4)},
+    impls=(
+        Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, batch_invariant=True, work=add_layer_norm_work),
+        Impl(name="apart", launch=_apart, batch_invariant=True),
+    ),
+)
+
+
+# ---- public function
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """Without gradients; `ops.add_layer_norm` says what it takes."""
+    vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    check_last_dim("add_layer_norm", x, **vectors)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"add_layer_norm: residual must be like x, {tuple(x.shape)} {x.dtype}; got {tuple(residual.shape)} {residual.dtype}"
+        )
+    return add_layer_norm_op(rows_ready(x), rows_ready(residual), weight, bias, eps, True)

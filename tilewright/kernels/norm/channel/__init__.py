@@ -1,0 +1,1 @@
+"""Norms over the channels of a batch: sums, statistics, normalisation and gradients."""

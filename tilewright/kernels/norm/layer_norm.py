@@ -1,0 +1,284 @@
+"""Layer norm over the last dimension (Ba, Kiros and Hinton, "Layer normalization", 2016).
+
+    y[t, :] = (x[t, :] - mean) / sqrt(variance + eps) * weight[:] + bias[:],     mean and (biased) variance of x[t, :]
+
+    x, y: [..., D] of bf16, fp16 or fp32; weight, bias: [D], the bias may be missing. Statistics are float32 and never the
+    difference of two large sums: the variance is that of x - mean. Of a row that does not fit into registers each lane sums
+    x - shift and its square, shift being the mean of the lane's part of the first block, and the lanes are joined by Chan's
+    formula (Chan, Golub and LeVeque, 1983). A lane with n blocks holds its shift's block itself, so that shift is at most
+    sqrt(n - 1) of the lane's standard deviations from the lane's mean: at most a factor n is lost to cancellation.
+
+Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one the
+last blocks are, and the rest is read again, from L1 and L2 (device/multi_pass_rows.py). Rows may be strided, the last dimension
+may not. Not supported: a last dimension with a stride other than 1 (it is copied first by the public function). The gradients
+are backward.py's; layer_norm_stats.py is the same norm whose rows' mean and 1 / deviation are kept for them.
+"""
+
+# Pyright does not see what a jitted function returns.
+# pyright: reportGeneralTypeIssues=false
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.multi_pass_rows import columns, load_block, store_block, wide_refusal
+from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.launch.pdl import release
+from tilewright.kernels.launch.replay import launch
+from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.norm.cooperative import LAYER_SPLIT, split_first
+from tilewright.kernels.norm.inputs import layer_norm_arguments
+from tilewright.kernels.norm.work import layer_norm_work
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["EXAMPLES", "Problem", "default_config", "join_lanes", "launch_rows", "layer_norm", "layer_norm_op", "moments"]
+
+# ---- reference
+
+
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centered = wide - wide.mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
+
+
+# ---- cost
+
+
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
+    return Cost(flops=7 * x.numel(), bytes=2 * x.nbytes + (1 + (bias is not None)) * weight.nbytes)
+
+
+# ---- space and examples
+
+
+class Problem(NamedTuple):
+    """All that a config may depend on: not the number of rows."""
+
+    dtype: torch.dtype
+    cols: int
+
+
+def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Problem:
+    return Problem(x.dtype, x.shape[-1])
+
+
+def default_config(device: Device, problem: Problem) -> Config:
+    """Blocks and warps by the width of a row."""
+    # One wide row an SM. H100, 4096 x 131072 bf16: 781 us (a copy: 711); a third block held spills and costs 6 %.
+    widest = 32768 // problem.dtype.itemsize
+    if problem.cols > widest:
+        return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": 3 if problem.dtype.itemsize > 2 else 2, "num_warps": 32}
+    block_d = next_pow2(problem.cols)
+    # 16 elements a thread: two 16-byte loads of bf16 in flight, and room for weight and bias beside them.
+    return {
+        "BLOCK_T": max(1, min(16, 2048 // block_d)),
+        "BLOCK_D": block_d,
+        "HELD": 1,
+        "num_warps": max(4, min(16, block_d // 512)),
+    }
+
+
+SPACE = Space(
+    default=default_config,
+    axes={
+        "BLOCK_T": (1, 2, 4, 8, 16),
+        "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+        "HELD": (1, 2, 3),
+        "num_warps": (1, 2, 4, 8, 16, 32),
+    },
+    refusal=lambda device, problem, c: (
+        "tile over 16384 elements"
+        if c["BLOCK_T"] * c["BLOCK_D"] > 16384
+        else "BLOCK_D wider than the row needs"
+        if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
+        else "over 64 elements a thread"
+        if c["BLOCK_T"] * c["BLOCK_D"] > 64 * 32 * c["num_warps"]
+        else wide_refusal(problem.cols, c)
+    ),
+)
+
+
+def _example(
+    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, row_stride: int = 0, mean: float = 0.0
+) -> Example:
+    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, float]:
+        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+        weight = inputs.randn(shape[-1], dtype=dtype)
+        return x + mean if mean else x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5
+
+    return Example(label, make)
+
+
+EXAMPLES = (
+    _example("rows", 4, 256),
+    _example("ragged", 3, 5, 100, bias=False),
+    _example("strided", 5, 128, row_stride=192, dtype=torch.float16),
+    _example("one", 1, 1, dtype=torch.float32),
+    _example("wide", 2, 16500),
+    _example("many blocks", 1, 81920, dtype=torch.float16),
+    _example("far from zero", 2, 16900, mean=30.0, dtype=torch.float16),
+)
+
+# ---- kernel
+
+
+@triton.jit
+def moments(x, shift, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Each lane's sum of x - shift over a block, and of its square."""
+    gap = x.to(tl.float32) - shift[:, None]
+    if MASKED:
+        gap = tl.where(columns(block, BLOCK_D) < D, gap, 0.0)
+    return tl.sum(gap, axis=1), tl.sum(gap * gap, axis=1)
+
+
+@triton.jit
+def join_lanes(shift, first, second, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(mean, variance) of the row from the lanes' sums."""
+    lane = tl.arange(0, BLOCK_D // 8) * 8
+    LAST_START: tl.constexpr = (D - 1) // BLOCK_D * BLOCK_D
+    count = (LAST_START // BLOCK_D * 8 + tl.minimum(tl.maximum(D - LAST_START - lane, 0), 8)).to(tl.float32)
+    lane_mean = shift + first / count
+    mean = tl.sum(lane_mean * count, axis=0) / D
+    gap = lane_mean - mean
+    return mean, tl.sum(second - first * first / count + gap * gap * count, axis=0) / D
+
+
+@triton.jit
+def _wide_affine(
+    x, mean, scale, weight_ptr, bias_ptr, y_ptr, block,
+    D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    weight = load_block(weight_ptr, block, D, BLOCK_D, MASKED, "shared", 0.0)
+    bias = load_block(bias_ptr, block, D, BLOCK_D, MASKED, "shared", 0.0) if HAS_BIAS else weight
+    y = (x.to(tl.float32) - mean) * scale * weight.to(tl.float32)
+    if HAS_BIAS:
+        y += bias.to(tl.float32)
+    store_block(y_ptr, block, y, D, BLOCK_D, MASKED)
+
+
+@triton.jit
+def _wide_row(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, eps, D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr
+):
+    """(mean, 1 / deviation) of one row wider than a block, which is written; the pointers stand at its start.
+
+    The last HELD blocks stay in registers.
+    """
+    LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
+    FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
+    RAGGED: tl.constexpr = D % BLOCK_D != 0
+    x = load_block(x_ptr, 0, D, BLOCK_D, False, "again", 0.0)
+    shift = tl.sum(x.to(tl.float32), axis=1) / 8
+    first, second = moments(x, shift, 0, D, BLOCK_D, False)
+    for i in range(1, FIRST_HELD):
+        x = load_block(x_ptr, i, D, BLOCK_D, False, "again", 0.0)
+        more_first, more_second = moments(x, shift, i, D, BLOCK_D, False)
+        first += more_first
+        second += more_second
+    held = ()
+    for block in tl.static_range(FIRST_HELD, LAST + 1):
+        x = load_block(x_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
+        held = held + (x,)
+        more_first, more_second = moments(x, shift, block, D, BLOCK_D, RAGGED and block == LAST)
+        first += more_first
+        second += more_second
+    mean, variance = join_lanes(shift, first, second, D, BLOCK_D)
+    scale = tl.rsqrt(variance + eps)
+    for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
+        x = held[block - FIRST_HELD]
+        _wide_affine(x, mean, scale, weight_ptr, bias_ptr, y_ptr, block, D, HAS_BIAS, BLOCK_D, RAGGED and block == LAST)
+    for i in range(FIRST_HELD):
+        j = FIRST_HELD - 1 - i
+        x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
+        _wide_affine(x, mean, scale, weight_ptr, bias_ptr, y_ptr, j, D, HAS_BIAS, BLOCK_D, False)
+    return mean, scale
+
+
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
+def _layer_norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, n_rows, x_row_stride, eps,
+    D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """stats_ptr: [2, n_rows] of float32, the rows' means and 1 / deviations; None, which is known to the compiler: not kept."""
+    release()
+    if D <= BLOCK_D:
+        rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+        x_rows, y_rows = row_start(rows, x_row_stride, D), rows * D
+        block = tl.arange(0, BLOCK_D)[None, :]
+        mask = (rows < n_rows) & (block < D)
+        x = tl.load(x_ptr + x_rows + block, mask=mask, other=0.0).to(tl.float32)
+        # Asked for before the sums are waited for, where registers have room: at 16384 columns that costs a program of the two
+        # that an SM could hold (H100, 8192 rows: 236 us, and 182 with the loads late; at 4096 columns it is the same).
+        if BLOCK_D <= 4096:
+            weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
+            bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
+        mean = tl.sum(x, axis=1, keep_dims=True) / D
+        x = tl.where(mask, x - mean, 0.0)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
+        if stats_ptr is not None:
+            tl.store(stats_ptr + rows, mean, mask=rows < n_rows)
+            tl.store(stats_ptr + n_rows + rows, scale, mask=rows < n_rows)
+        if BLOCK_D > 4096:
+            weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
+            bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
+        y = x * scale * weight.to(tl.float32)
+        if HAS_BIAS:
+            y += bias.to(tl.float32)
+        tl.store(y_ptr + y_rows + block, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        x_ptr += row_start(row, x_row_stride, D)
+        mean, scale = _wide_row(x_ptr, weight_ptr, bias_ptr, y_ptr + row * D, eps, D, HAS_BIAS, BLOCK_D, HELD)
+        if stats_ptr is not None:
+            tl.store(stats_ptr + row, mean)
+            tl.store(stats_ptr + n_rows + row, scale)
+
+
+# ---- launcher and op
+
+
+def launch_rows(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, stats: Tensor | None = None
+) -> Tensor:
+    """The norm; into stats, float32 [2, rows], the rows' means and 1 / deviations."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, row_stride = rows_of(x)
+    if rows:
+        operands = (x, weight, weight if bias is None else bias, y, stats)
+        constants = {"D": x.shape[-1], "HAS_BIAS": bias is not None, **config}
+        launch(_layer_norm_kernel, (ceil_div(rows, config["BLOCK_T"]),), operands, (rows, row_stride, eps), constants)
+    return y
+
+
+layer_norm_op = Op(
+    name="layer_norm",
+    reference=_reference,
+    problem=_problem,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=layer_norm_arguments,
+    first=split_first,
+    impls=(
+        Impl(name="triton", launch=launch_rows, space=SPACE, batch_invariant=True, work=layer_norm_work),
+        LAYER_SPLIT,
+    ),
+)
+
+
+# ---- public function
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Without gradients; `ops.layer_norm` says what it takes."""
+    if bias is None:
+        check_last_dim("layer_norm", x, weight=weight)
+    else:
+        check_last_dim("layer_norm", x, weight=weight, bias=bias)
+    return layer_norm_op(rows_ready(x), weight, bias, eps)

@@ -1,0 +1,302 @@
+"""RMS norm, alone and with the residual addition before it (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+
+    y[t, :] = x[t, :] / sqrt(mean(x[t, :]^2) + eps) * weight[:]
+
+    x, residual, y: [..., D] of bf16, fp16 or fp32; weight: [D]. The sum of squares is accumulated in float32.
+    add_rms_norm: r = x + residual, rounded to x.dtype as the eager sum would be; returns (rms_norm(r), r).
+
+Limited by bytes: D elements in, D out, a handful of flops each. A row up to 32 KB wide (16384 columns of bf16) is held in
+registers between the two passes; of a wider one the last blocks are, and the rest is read again, from L1 and L2
+(device/multi_pass_rows.py). add_rms_norm then reads the sum that it wrote, not both summands. Rows may be strided, the last
+dimension may not. Not supported: a last dimension with a stride other than 1 (it is copied first by the public function). The
+gradients are backward.py's.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.multi_pass_rows import load_block, store_block, wide_refusal
+from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
+from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
+from tilewright.kernels.norm.work import add_norm_work, norm_work
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["add_rms_norm", "add_rms_norm_op", "rms_norm", "rms_norm_op"]
+
+# ---- reference
+
+
+def _reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps).to(x.dtype)
+
+
+def _add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _reference(total, weight, eps), total
+
+
+# ---- cost
+
+
+def _cost(x: Tensor, weight: Tensor, eps: float) -> Cost:
+    return Cost(flops=4 * x.numel(), bytes=2 * x.nbytes + weight.nbytes)
+
+
+def _add_cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Cost:
+    return Cost(flops=5 * x.numel(), bytes=4 * x.nbytes + weight.nbytes)
+
+
+# ---- space and examples
+
+
+class Problem(NamedTuple):
+    """All that a config may depend on: not the number of rows."""
+
+    dtype: torch.dtype
+    cols: int
+    residual: bool
+
+
+def _problem(x: Tensor, weight: Tensor, eps: float) -> Problem:
+    return Problem(x.dtype, x.shape[-1], False)
+
+
+def _add_problem(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Problem:
+    return Problem(x.dtype, x.shape[-1], True)
+
+
+def _default(device: Device, problem: Problem) -> Config:
+    # One wide row an SM, and as many of its blocks in registers as do not spill: 3, beside the residual 2 of a 16-bit type.
+    # H100, 4096 x 131072 bf16: 776 us (a copy: 710), with the residual 1530 (a copy: 1420).
+    widest = 32768 // problem.dtype.itemsize
+    if problem.cols > widest:
+        held = 2 if problem.residual and problem.dtype.itemsize == 2 else 3
+        return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": held, "num_warps": 32}
+    block_d = next_pow2(problem.cols)
+    # A program wants about 4096 elements in flight; 32 a thread still fit in registers beside the weights.
+    return {
+        "BLOCK_T": max(1, min(16, 2048 // block_d)),
+        "BLOCK_D": block_d,
+        "HELD": 1,
+        "num_warps": max(1, min(16, max(block_d, 2048) // 512)),
+    }
+
+
+SPACE = Space(
+    default=_default,
+    axes={
+        "BLOCK_T": (1, 2, 4, 8, 16),
+        "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+        "HELD": (1, 2, 3),
+        "num_warps": (1, 2, 4, 8, 16, 32),
+    },
+    refusal=lambda device, problem, c: (
+        "tile over 16384 elements"
+        if c["BLOCK_T"] * c["BLOCK_D"] > 16384
+        else "BLOCK_D wider than the row needs"
+        if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
+        else wide_refusal(problem.cols, c)
+    ),
+)
+
+
+def _example(label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0) -> Example:
+    def make(inputs: Inputs) -> tuple[Tensor, Tensor, float]:
+        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+        return x, inputs.randn(shape[-1], dtype=dtype), 1e-6
+
+    return Example(label, make)
+
+
+EXAMPLES = (
+    _example("rows", 4, 256),
+    _example("ragged", 3, 5, 100),
+    _example("strided", 5, 128, row_stride=192, dtype=torch.float16),
+    _example("one", 1, 1, dtype=torch.float32),
+    _example("wide", 2, 16500),
+    _example("many blocks", 1, 81920, dtype=torch.float16),
+)
+
+
+def _with_residual(example: Example) -> Example:
+    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, float]:
+        x, weight, eps = example.make(inputs)
+        return x, inputs.randn(*x.shape, dtype=x.dtype), weight, eps
+
+    return Example(example.label, make)
+
+
+# ---- kernel
+
+
+@triton.jit
+def _load_total(x_ptr, residual_ptr, offsets, residual_offsets, mask, HAS_RESIDUAL: tl.constexpr):
+    """x, or x + residual rounded to x's dtype. The sum is formed in float32: the same bits, and the interpreter can do it."""
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + residual_offsets, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _wide_total(
+    x_ptr, residual_ptr, total_ptr, block,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, HELD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """A block of x, or of x + residual, which it writes; and each thread's sum of squares."""
+    if HAS_RESIDUAL:
+        x = load_block(x_ptr, block, D, BLOCK_D, MASKED, "last time", 0.0)
+        residual = load_block(residual_ptr, block, D, BLOCK_D, MASKED, "last time", 0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        store_block(total_ptr, block, x, D, BLOCK_D, MASKED, not HELD)
+    else:
+        x = load_block(x_ptr, block, D, BLOCK_D, MASKED, "once" if HELD else "again", 0.0)
+    wide = x.to(tl.float32)
+    return x, tl.sum(wide * wide, axis=1)
+
+
+@triton.jit
+def _wide_scaled(x, scale, weight_ptr, y_ptr, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    weight = load_block(weight_ptr, block, D, BLOCK_D, MASKED, "shared", 0.0).to(tl.float32)
+    store_block(y_ptr, block, x.to(tl.float32) * scale * weight, D, BLOCK_D, MASKED)
+
+
+@triton.jit
+def _wide_row(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, eps,
+    D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
+    FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
+    RAGGED: tl.constexpr = D % BLOCK_D != 0
+    squares = tl.zeros([BLOCK_D // 8], tl.float32)
+    for i in range(FIRST_HELD):
+        _, more = _wide_total(x_ptr, residual_ptr, total_ptr, i, D, BLOCK_D, False, False, HAS_RESIDUAL)
+        squares += more
+    held = ()
+    for block in tl.static_range(FIRST_HELD, LAST + 1):
+        x, more = _wide_total(x_ptr, residual_ptr, total_ptr, block, D, BLOCK_D, RAGGED and block == LAST, True, HAS_RESIDUAL)
+        held = held + (x,)
+        squares += more
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
+    if HAS_RESIDUAL:
+        # What one thread wrote another may read.
+        tl.debug_barrier()
+    for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
+        _wide_scaled(held[block - FIRST_HELD], scale, weight_ptr, y_ptr, block, D, BLOCK_D, RAGGED and block == LAST)
+    for i in range(FIRST_HELD):
+        j = FIRST_HELD - 1 - i
+        again = load_block(total_ptr if HAS_RESIDUAL else x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
+        _wide_scaled(again, scale, weight_ptr, y_ptr, j, D, BLOCK_D, False)
+
+
+@triton.jit(do_not_specialize=["n_rows", "x_row_stride", "residual_row_stride"])
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr,
+    n_rows, x_row_stride, residual_row_stride, eps,
+    D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    if D <= BLOCK_D:
+        rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+        y_rows = rows * D
+        block = tl.arange(0, BLOCK_D)[None, :]
+        mask = (rows < n_rows) & (block < D)
+        x_at, residual_at = row_start(rows, x_row_stride, D) + block, row_start(rows, residual_row_stride, D) + block
+        x = _load_total(x_ptr, residual_ptr, x_at, residual_at, mask, HAS_RESIDUAL)
+        if HAS_RESIDUAL:
+            tl.store(total_ptr + y_rows + block, x, mask=mask)
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / D + eps)
+        weight = tl.load(weight_ptr + block, mask=block < D, other=0.0).to(tl.float32)
+        tl.store(y_ptr + y_rows + block, (wide * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        x_ptr += row_start(row, x_row_stride, D)
+        residual_ptr += row_start(row, residual_row_stride, D)
+        _wide_row(
+            x_ptr, residual_ptr, weight_ptr, y_ptr + row * D, total_ptr + row * D, eps, D, HAS_RESIDUAL, BLOCK_D, HELD
+        )  # fmt: skip
+
+
+# ---- launchers and ops
+
+
+def _launch(config: Config, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, row_stride = rows_of(x)
+    grid = (triton.cdiv(rows, config["BLOCK_T"]),)
+    if rows:
+        _rms_norm_kernel[grid](x, x, weight, y, y, rows, row_stride, 0, eps, D=x.shape[-1], HAS_RESIDUAL=False, **config)
+    return y
+
+
+def _add_launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, row_stride = rows_of(x)
+    grid = (triton.cdiv(rows, config["BLOCK_T"]),)
+    if rows:
+        _rms_norm_kernel[grid](
+            x, residual, weight, y, total, rows, row_stride, rows_of(residual)[1], eps,
+            D=x.shape[-1], HAS_RESIDUAL=True, **config,
+        )  # fmt: skip
+    return y, total
+
+
+# add_rms_norm rounds twice: the sum that it returns, then the norm of that sum.
+_TOLERANCE = {torch.bfloat16: (8e-3, 4e-3), torch.float16: (1e-3, 5e-4)}
+
+rms_norm_op = Op(
+    name="rms_norm",
+    reference=_reference,
+    problem=_problem,
+    cost=_cost,
+    examples=EXAMPLES,
+    make=norm_arguments,
+    tolerance=_TOLERANCE,
+    first=split_first,
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=norm_work), RMS_SPLIT),
+)
+
+add_rms_norm_op = Op(
+    name="add_rms_norm",
+    reference=_add_reference,
+    problem=_add_problem,
+    cost=_add_cost,
+    examples=tuple(_with_residual(e) for e in EXAMPLES),
+    make=add_norm_arguments,
+    tolerance=_TOLERANCE,
+    impls=(Impl(name="triton", launch=_add_launch, space=SPACE, batch_invariant=True, work=add_norm_work),),
+)
+
+
+# ---- public functions
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Without gradients; `ops.rms_norm` says what it takes."""
+    check_last_dim("rms_norm", x, weight=weight)
+    return rms_norm_op(rows_ready(x), weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Without gradients; `ops.add_rms_norm` says what it takes."""
+    check_last_dim("add_rms_norm", x, weight=weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"add_rms_norm: residual must be like x, {tuple(x.shape)} {x.dtype}; got {tuple(residual.shape)} {residual.dtype}"
+        )
+    return add_rms_norm_op(rows_ready(x), rows_ready(residual), weight, eps)

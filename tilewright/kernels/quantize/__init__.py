@@ -1,0 +1,1 @@
+"""Quantisers of activations, alone and behind the operator that comes before them."""

@@ -1,0 +1,185 @@
+"""Losses and gradients of cross-entropy for wide rows that several programs share: the implementation `split`.
+
+A program holds 64 KB of a row as it was loaded; its maximum and its sum of exponentials relative to that go to the others, and
+what it holds becomes the gradient (device/cooperative_rows.py says how they wait, and how rows that start anywhere are read).
+`row_ends` is what both implementations make of a row's sums.
+"""
+
+# Pyright does not see what a jitted function returns.
+# pyright: reportGeneralTypeIssues=false
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.kernels.device.cooperative_rows import PART_BYTES, draw, edges, lead_of, meet, packed, places, start_of, starts
+from tilewright.kernels.launch.shapes import rows_of
+from tilewright.tune.space import Config
+
+__all__ = ["launch_split", "refuse_split", "row_ends"]
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def row_ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, V: tl.constexpr):
+    """(loss, lse) of rows from their sums."""
+    lse = top + tl.log(mass)
+    loss = lse - (1.0 - smoothing) * chosen - smoothing / V * total + z_loss * lse * lse
+    loss = tl.where((target >= 0) & (target < V), loss, float("nan"))
+    return tl.where(target == ignore_index, 0.0, loss), lse
+
+
+@triton.jit
+def _own_sums(
+    held, ends, edge, part, lead,
+    V: tl.constexpr, SMOOTHED: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, SLABS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A part's maximum, its sum of exponentials relative to that, and where SMOOTHED its plain sum."""
+    # A part that is -inf alone must not subtract it from itself: its maximum is at least the lowest finite float.
+    tops = tl.full([BLOCK // 8], _LOWEST, tl.float32)
+    for slab in tl.static_range(SLABS):
+        tops = tl.maximum(tops, tl.max(packed(held[slab]).to(tl.float32), axis=1))
+    top = tl.max(tops, axis=0)
+    if LEAD:
+        top = tl.maximum(top, tl.max(ends, axis=0))
+    masses, totals = tl.zeros([BLOCK // 8], tl.float32), tl.zeros([BLOCK // 8], tl.float32)
+    for slab in tl.static_range(SLABS):
+        x = packed(held[slab]).to(tl.float32)
+        masses += tl.sum(tl.exp2((x - top) * _LOG2E), axis=1)
+        if SMOOTHED:
+            _cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+            totals += tl.sum(tl.where(mask, x, 0.0), axis=1)
+    mass, total = tl.sum(masses, axis=0), 0.0
+    if SMOOTHED:
+        total = tl.sum(totals, axis=0)
+    if LEAD:
+        mass += tl.sum(tl.exp2((ends - top) * _LOG2E), axis=0)
+        if SMOOTHED:
+            total += tl.sum(tl.where(edge, ends, 0.0), axis=0)
+    return top, mass, total
+
+
+@triton.jit
+def _joined(of_row, sums, counter_ptr, part, top, mass, total, SMOOTHED: tl.constexpr, PARTS: tl.constexpr):
+    """The same of the row, from all parts."""
+    others = tl.arange(0, triton.next_power_of_2(PARTS))
+    tl.store(of_row + part, top)
+    tl.store(of_row + sums + part, mass)
+    if SMOOTHED:
+        tl.store(of_row + 2 * sums + part, total)
+    meet(counter_ptr, PARTS)
+    every = tl.load(of_row + others, mask=others < PARTS, other=_LOWEST, cache_modifier=".cg")
+    top = tl.max(every, axis=0)
+    each = tl.load(of_row + sums + others, mask=others < PARTS, other=0.0, cache_modifier=".cg")
+    mass = tl.sum(each * tl.exp2((every - top) * _LOG2E), axis=0)
+    if SMOOTHED:
+        total = tl.sum(tl.load(of_row + 2 * sums + others, mask=others < PARTS, other=0.0, cache_modifier=".cg"), axis=0)
+    return top, mass, total
+
+
+@triton.jit
+def _write(
+    y_ptr, held, ends, at, edge, part, lead, target, chosen, valid, ignored, top, rate, level, hit,
+    V: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, SLABS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """exp(x - top) rate - level, in the target's column less `hit`; zeros where ignored."""
+    if ignored:
+        for slab in tl.static_range(SLABS):
+            cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+            tl.store(y_ptr + cols, tl.zeros_like(held[slab]), mask=mask, cache_modifier=".cs")
+        if LEAD:
+            tl.store(y_ptr + at, tl.zeros_like(ends).to(y_ptr.dtype.element_ty), mask=edge)
+    else:
+        for slab in tl.static_range(SLABS):
+            cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+            y = tl.exp2((packed(held[slab]).to(tl.float32) - top) * _LOG2E) * rate - level
+            tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+        if LEAD:
+            y = tl.exp2((ends - top) * _LOG2E) * rate - level
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=edge)
+        # The target's own column, by the program that has it: cheaper than to compare each column with it.
+        own = lead + target
+        tl.debug_barrier()
+        has_it = own // WIDTH == part
+        if LEAD:
+            has_it = has_it | (part == 0)  # beside the part that has it by its number: the same bits, after its own ends
+        y = tl.exp2((chosen - top) * _LOG2E) * rate - level - hit
+        tl.store(y_ptr + own, y.to(y_ptr.dtype.element_ty), mask=valid & has_it)
+
+
+@triton.jit(
+    do_not_specialize=["n_rows", "x_row_stride", "y_row_stride", "scale_stride", "ignore_index"],
+    do_not_specialize_on_alignment=["targets_ptr", "scale_ptr"],
+)
+def _split_kernel(
+    x_ptr, targets_ptr, scale_ptr, loss_ptr, y_ptr, parts_ptr, counters_ptr,
+    n_rows, x_row_stride, y_row_stride, scale_stride, ignore_index, smoothing, z_loss,
+    V: tl.constexpr, SMOOTHED: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every program: one part, WIDTH columns, of one row, in slabs; a thread holds 8 neighbouring columns of each."""
+    SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    LEAD: tl.constexpr = STARTS == "lead"
+    place = draw(counters_ptr)
+    row, part = (place // PARTS).to(tl.int64), place % PARTS
+    lead = lead_of(row, V, STARTS)
+    x_ptr += start_of(row, x_row_stride, lead, STARTS)
+    held = ()
+    for slab in tl.static_range(SLABS):
+        cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+        held = held + (tl.load(x_ptr + cols, mask=mask, other=float("-inf"), cache_modifier=".cg"),)
+    at, edge = edges(part, lead, V)
+    ends = tl.load(x_ptr + at, mask=edge, other=float("-inf")).to(tl.float32) if LEAD else 0.0
+    target = tl.load(targets_ptr + row)
+    scale = tl.load(scale_ptr + row * scale_stride)
+    valid = (target >= 0) & (target < V)
+    chosen = tl.load(x_ptr + lead + target, mask=valid, other=0.0).to(tl.float32)
+    top, mass, total = _own_sums(held, ends, edge, part, lead, V, SMOOTHED, WIDTH, LEAD, SLABS, BLOCK)
+    if PARTS > 1:
+        sums = n_rows.to(tl.int64) * PARTS
+        top, mass, total = _joined(
+            parts_ptr + row * PARTS, sums, counters_ptr + 1 + row, part, top, mass, total, SMOOTHED, PARTS
+        )  # fmt: skip
+    loss, lse = row_ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, V)
+    if part == 0:
+        tl.store(loss_ptr + row, loss)
+    rate = tl.where(valid, scale * (1.0 + 2.0 * z_loss * lse) / mass, float("nan"))
+    _write(
+        y_ptr + start_of(row, y_row_stride, lead, STARTS), held, ends, at, edge, part, lead, target, chosen, valid,
+        target == ignore_index, top, rate, scale * smoothing / V, scale * (1.0 - smoothing), V, WIDTH, LEAD, SLABS, BLOCK,
+    )  # fmt: skip
+
+
+def refuse_split(device: Device, problem: Any) -> str | None:
+    """Why rows of this width are not shared."""
+    most = PART_BYTES // problem.dtype.itemsize
+    if 2 * problem.vocab <= most:
+        return "a row that one program holds with fewer threads"
+    return "more parts than a card holds at once" if problem.vocab > most * device.sms - 7 else None
+
+
+def launch_split(
+    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, grad: Tensor, ignore_index: int, smoothing: float,
+    z_loss: float,
+) -> Tensor:  # fmt: skip
+    """The losses; the gradient of the logits goes to `grad`, which may be the logits."""
+    rows, vocab = logits.shape
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    where = starts(logits, grad)
+    parts = triton.cdiv(vocab + 7 * (where == "lead"), PART_BYTES // logits.element_size())
+    if rows:
+        sums = torch.empty(2 + (smoothing != 0), rows, parts, dtype=torch.float32, device=logits.device)
+        counters = torch.zeros(1 + rows, dtype=torch.int32, device=logits.device)
+        _split_kernel[(rows * parts,)](
+            logits, targets, scale, loss, grad, sums, counters,
+            rows, rows_of(logits)[1], rows_of(grad)[1], scale.stride(0), ignore_index, smoothing, z_loss,
+            V=vocab, SMOOTHED=smoothing != 0, PARTS=parts, STARTS=where,
+            WIDTH=triton.cdiv(vocab + 7 * (where == "lead"), 8 * parts) * 8,
+            maxnreg=1024 // config["num_warps"], **config,
+        )  # fmt: skip
+    return loss

@@ -1,0 +1,1 @@
+"""Pooling and resizing of channels-last images."""

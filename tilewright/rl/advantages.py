@@ -1,0 +1,93 @@
+"""From rewards to advantages, [T] each: by a critic (GAE), by the other answers to a prompt, or by the whole batch.
+
+Sequences without chosen tokens count like others in a group: an empty answer has a reward.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.rl.batch import Batch
+
+__all__ = ["gae", "group_centered", "group_normalised", "informative", "leave_one_out", "overlong_penalty", "whitened"]
+
+
+def gae(
+    rewards_T: Tensor, values_T: Tensor, lengths_S: Tensor, after_S: Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al., 2016): advantages [T] and returns [T], per sequence of steps.
+
+    rewards_T: the reward of the step at t. after_S: the value of the state behind a sequence's last step: 0 where it ended, the
+    critic's estimate where it was cut off. For a language model with one reward an answer, a step is a chosen token.
+    """
+    size, longest = len(lengths_S), int(lengths_S.max()) if len(lengths_S) else 0
+    inside = torch.arange(longest, device=lengths_S.device) < lengths_S[:, None]
+    rewards, values = (x.new_zeros(size, longest).masked_scatter(inside, x) for x in (rewards_T, values_T))
+    advantages, running = torch.zeros_like(rewards), rewards.new_zeros(size)
+    following = after_S.to(rewards.dtype)
+    for t in range(longest - 1, -1, -1):
+        step = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * running
+        here = inside[:, t]
+        running = torch.where(here, step, running)
+        following = torch.where(here, values[:, t], following)
+        advantages[:, t] = running
+    found = advantages[inside]
+    return found, found + values_T
+
+
+def group_normalised(batch: Batch, eps: float = 1e-6) -> Tensor:
+    """(r - mean) / (standard deviation + eps) over the answers to a prompt (GRPO: Shao et al., 2024). A lone answer gets 0."""
+    mean, spread, count = _groups(batch)
+    return batch.spread(torch.where(count > 1, (batch.rewards - mean) / (spread + eps), 0.0))
+
+
+def group_centered(batch: Batch) -> Tensor:
+    """r - mean over the answers to a prompt (Dr. GRPO: Liu et al., 2025)."""
+    return batch.spread(batch.rewards - _groups(batch)[0])
+
+
+def leave_one_out(batch: Batch) -> Tensor:
+    """r - mean of the other answers to the prompt (RLOO: Kool et al., 2019; Ahmadian et al., 2024). A lone answer gets 0."""
+    mean, _, count = _groups(batch)
+    return batch.spread((batch.rewards - mean) * count / (count - 1).clamp(min=1))
+
+
+def whitened(batch: Batch, x_T: Tensor, *, center: bool = True, eps: float = 1e-8) -> Tensor:
+    """x over its standard deviation among all chosen tokens of the batch, minus its mean there if `center`. Give it the whole
+    step: over a micro-batch the numbers would differ."""
+    chosen = x_T[batch.mask]
+    mean = chosen.mean() if center else 0.0
+    return (x_T - mean) / (chosen.std(correction=0) + eps)
+
+
+def informative(batch: Batch) -> Tensor:
+    """[S] bool: the sequence's group has different rewards. Others have no gradient; DAPO (Yu et al., 2025) replaces them."""
+    highest, lowest = (
+        batch.rewards.new_zeros(_count(batch)).scatter_reduce(0, _index(batch), batch.rewards, how, include_self=False)
+        for how in ("amax", "amin")
+    )
+    return (highest > lowest)[_index(batch)]
+
+
+def overlong_penalty(lengths_S: Tensor, limit: int, buffer: int) -> Tensor:
+    """What to add to the rewards of long answers (DAPO, equation 13): 0 up to limit - buffer tokens, -1 from the limit on, a
+    line between."""
+    return ((limit - buffer - lengths_S) / buffer).clamp(-1.0, 0.0)
+
+
+def _index(batch: Batch) -> Tensor:
+    return torch.unique(batch.groups, return_inverse=True)[1]
+
+
+def _count(batch: Batch) -> int:
+    return len(torch.unique(batch.groups))
+
+
+def _groups(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, standard deviation (over n - 1) and size of each sequence's group, [S] each."""
+    index = _index(batch)
+    zeros = batch.rewards.new_zeros(_count(batch))
+    count = zeros.index_add(0, index, torch.ones_like(batch.rewards))
+    mean = zeros.index_add(0, index, batch.rewards) / count
+    squares = zeros.index_add(0, index, (batch.rewards - mean[index]) ** 2)
+    spread = (squares / (count - 1).clamp(min=1)).sqrt()
+    return mean[index], spread[index], count[index]

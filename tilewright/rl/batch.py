@@ -1,0 +1,182 @@
+"""What every algorithm learns from: sampled sequences, packed one behind the other, with what the sampler said about them.
+
+    # T tokens of all sequences, S sequences
+A sequence is a prompt and an answer, or a whole conversation: `mask` says which tokens the policy chose. Sequences that answer
+one prompt have one `group`. Losses divide by `totals`, which count the whole step, so that a step may be cut into micro-batches
+(`split`) or ranks: their losses and gradients add up to the whole's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["Batch", "Sample", "Totals", "pack", "split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One sequence, as an engine and an environment leave it.
+
+    tokens: prompt and answer. chosen: whether the policy chose the token. logprobs: what the sampler gave it, 0 elsewhere.
+    version: which weights sampled it. truncated: the answer was cut at a limit, not ended.
+    """
+
+    tokens: Sequence[int]
+    chosen: Sequence[bool]
+    logprobs: Sequence[float]
+    reward: float
+    group: int
+    version: int = 0
+    truncated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What losses divide by: chosen tokens, and sequences that have any, of the whole step over all ranks."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch:
+    """Packed sequences. Integers are int64, log-probabilities and everything made of them have the floats' dtype.
+
+    tokens [T]; lengths [S]: tokens of each sequence; mask [T] bool: the policy chose the token; sampled [T]: the sampler's
+    log-probability; old [T]: the trainer's before the step's first update, `sampled` itself where both are the same numbers;
+    rewards [S]; groups [S]; versions [S]; truncated [S] bool; advantages [T], returns [T], values [T] (a critic's, at
+    sampling) and reference [T] (log-probability of a frozen policy): None until somebody fills them.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    mask: Tensor
+    sampled: Tensor
+    old: Tensor
+    rewards: Tensor
+    groups: Tensor
+    versions: Tensor
+    truncated: Tensor
+    totals: Totals
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    values: Tensor | None = None
+    reference: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        count, size = len(self.tokens), len(self.lengths)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                wanted = size if field.name in _BY_SEQUENCE else count
+                if value.shape != (wanted,):
+                    raise ValueError(f"{field.name} has shape {tuple(value.shape)}; wanted ({wanted},)")
+        if int(self.lengths.sum()) != count:
+            raise ValueError(f"the lengths add up to {int(self.lengths.sum())}; wanted {count}, the number of tokens")
+
+    def chosen(self, x_T: Tensor) -> Tensor:
+        """x where the policy chose the token, 0 elsewhere, whatever stands there (NaN too), in value and gradient."""
+        return torch.where(self.mask, x_T, torch.zeros((), dtype=x_T.dtype, device=x_T.device))
+
+    def log_ratio(self, logprobs_T: Tensor) -> Tensor:
+        """[T]: log of new over old probability of the chosen tokens, 0 elsewhere."""
+        return self.chosen(logprobs_T) - self.chosen(self.old)
+
+    def log_ratio_to_sampler(self) -> Tensor:
+        """[T]: log of the trainer's old over the sampler's probability of the chosen tokens, 0 elsewhere."""
+        return self.chosen(self.old) - self.chosen(self.sampled)
+
+    def sums(self, x_T: Tensor) -> Tensor:
+        """[S]: the sum over each sequence's chosen tokens. In a fixed order: no atomics."""
+        return torch.segment_reduce(self.chosen(x_T), "sum", lengths=self.lengths, unsafe=True)
+
+    def counts(self) -> Tensor:
+        """[S]: chosen tokens of each sequence."""
+        return self.sums(torch.ones_like(self.sampled))
+
+    def spread(self, x_S: Tensor) -> Tensor:
+        """[T]: each sequence's number at each of its tokens."""
+        return torch.repeat_interleave(x_S, self.lengths)
+
+    def total(self, x_T: Tensor) -> Tensor:
+        """The sum over all chosen tokens."""
+        return self.chosen(x_T).sum()
+
+    def known(self, name: str) -> Tensor:
+        """A field that somebody has to have filled.
+
+        Raises:
+            ValueError: nobody has.
+        """
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            raise ValueError(f"this loss needs the batch's {name}, and nothing has filled them in")
+        return value
+
+
+_BY_SEQUENCE = {"lengths", "rewards", "groups", "versions", "truncated"}
+
+
+def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32) -> Batch:
+    """One batch of all samples, on the CPU.
+
+    Raises:
+        ValueError: no samples, a sample whose parts differ in length, or numbers that are not finite.
+    """
+    if not samples:
+        raise ValueError("a batch of no samples; wanted one or more")
+    for place, sample in enumerate(samples):
+        sizes = len(sample.tokens), len(sample.chosen), len(sample.logprobs)
+        if len(set(sizes)) > 1 or not sizes[0]:
+            raise ValueError(
+                f"sample {place} has {sizes} tokens, marks and log-probabilities; wanted as many of each, at least 1"
+            )
+    sampled = torch.tensor([p for sample in samples for p in sample.logprobs], dtype=dtype)
+    rewards = torch.tensor([float(sample.reward) for sample in samples], dtype=dtype)
+    if not (sampled.isfinite().all() and rewards.isfinite().all()):
+        raise ValueError("a reward or a log-probability is not finite; leave such samples out and count them")
+    mask = torch.tensor([bool(c) for sample in samples for c in sample.chosen])
+    return Batch(
+        tokens=torch.tensor([t for sample in samples for t in sample.tokens]),
+        lengths=torch.tensor([len(sample.tokens) for sample in samples]),
+        mask=mask,
+        sampled=sampled,
+        old=sampled,
+        rewards=rewards,
+        groups=torch.tensor([sample.group for sample in samples]),
+        versions=torch.tensor([sample.version for sample in samples]),
+        truncated=torch.tensor([sample.truncated for sample in samples]),
+        totals=Totals(tokens=int(mask.sum()), sequences=sum(any(sample.chosen) for sample in samples)),
+    )
+
+
+def split(batch: Batch, most_tokens: int) -> list[Batch]:
+    """Cut a batch between sequences into parts of at most `most_tokens` tokens (a longer sequence is a part alone).
+
+    Every part keeps the whole's `totals`, so the parts' losses add up to the whole's. Advantages come first: they need groups.
+    """
+    lengths = batch.lengths.tolist()
+    parts: list[list[int]] = []
+    used = most_tokens
+    for index, length in enumerate(lengths):
+        if used + length > most_tokens:
+            parts.append([])
+            used = 0
+        parts[-1].append(index)
+        used += length
+    return [select(batch, torch.tensor(part, device=batch.lengths.device)) for part in parts]
+
+
+def select(batch: Batch, kept: Tensor) -> Batch:
+    """The sequences of these indices, in this order; `totals` stay."""
+    ends = batch.lengths.cumsum(0)
+    spans = [torch.arange(int(ends[i] - batch.lengths[i]), int(ends[i]), device=ends.device) for i in kept.tolist()]
+    tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long, device=ends.device)
+    changed = {
+        field.name: value[kept if field.name in _BY_SEQUENCE else tokens]
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return replace(batch, **changed)

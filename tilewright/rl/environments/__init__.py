@@ -1,0 +1,1 @@
+"""Tasks and their rewards, and the worker processes in which rewards are bounded."""

@@ -1,0 +1,42 @@
+"""The tasks of reasoning-gym (the extra [rl]): procedurally made puzzles with scores from 0 to 1."""
+
+from typing import Any
+
+from tilewright.rl.environments.base import Task
+
+__all__ = ["ReasoningGym"]
+
+_SIZE = 1_000_000
+"""Entries of a data set; they are made when asked for."""
+
+
+class ReasoningGym:
+    """One of its data sets by name, "countdown" or "leg_counting"; `options` are the data set's own.
+
+    Raises:
+        ImportError: reasoning-gym is missing.
+        ValueError: no such data set, or options that it refuses.
+    """
+
+    def __init__(self, name: str, seed: int = 0, **options: Any) -> None:
+        try:
+            from reasoning_gym.factory import DATASETS, create_dataset
+        except ImportError as error:
+            raise ImportError(f"these tasks need reasoning-gym: pip install 'tilewright[rl]' ({error})") from None
+        if name not in DATASETS:
+            raise ValueError(
+                f"reasoning-gym has no data set {name!r}; it has {len(DATASETS)}, such as {', '.join(sorted(DATASETS)[:5])}"
+            )
+        try:
+            self._data: Any = create_dataset(name, seed=seed, size=_SIZE, **options)
+        except (AssertionError, TypeError) as error:
+            raise ValueError(f"reasoning-gym's {name} refuses {options}: {error}") from None
+
+    def task(self, seed: int) -> Task:
+        """The data set's entry of this number."""
+        entry = self._data[seed % _SIZE]
+        return Task(prompt=entry["question"], data={"index": seed % _SIZE})
+
+    def score(self, task: Task, answer: str) -> float:
+        """What the data set says of the answer, 0 to 1."""
+        return float(self._data.score_answer(answer=answer.strip(), entry=self._data[task.data["index"]]))

@@ -1,0 +1,115 @@
+"""Generated tasks that need no data: addition, sorting, reversal, countdown. An answer is right (1.0) or not (0.0).
+
+A seed makes its task alone, so train and test sets are ranges of seeds. Prompts and answers are a few characters long.
+"""
+
+import ast
+import operator
+import random
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+
+from tilewright.rl.environments.base import Task
+
+__all__ = ["Addition", "Countdown", "Reversal", "Sorting", "value_of"]
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_LONGEST = 200
+
+
+class _Exact:
+    """Tasks whose one right answer is `data["answer"]`."""
+
+    def score(self, task: Task, answer: str) -> float:
+        """1.0 for the right answer, blanks around it aside."""
+        return float(answer.strip() == task.data["answer"])
+
+
+def _digits(rng: random.Random, count: int) -> str:
+    return "".join(rng.choices("0123456789", k=count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reversal(_Exact):
+    """ "1234=" is answered by "4321"."""
+
+    digits: int = 4
+
+    def task(self, seed: int) -> Task:
+        """Digits in a random order."""
+        text = _digits(random.Random(seed), self.digits)
+        return Task(prompt=f"{text}=", data={"answer": text[::-1]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sorting(_Exact):
+    """ "3142<" is answered by "1234"."""
+
+    digits: int = 6
+
+    def task(self, seed: int) -> Task:
+        """Digits in a random order, some more than once."""
+        text = _digits(random.Random(seed), self.digits)
+        return Task(prompt=f"{text}<", data={"answer": "".join(sorted(text))})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addition(_Exact):
+    """ "17+5=" is answered by "22"."""
+
+    digits: int = 3
+
+    def task(self, seed: int) -> Task:
+        """Two numbers of up to `digits` digits; short ones are as likely as long ones."""
+        rng = random.Random(seed)
+        a, b = (rng.randrange(10 ** rng.randint(1, self.digits)) for _ in range(2))
+        return Task(prompt=f"{a}+{b}=", data={"answer": str(a + b)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown:
+    """ "3 7 50: 71=" is answered by "50+3*7": all numbers once, with + - * / and brackets. Every task has an answer."""
+
+    numbers: int = 3
+    largest: int = 50
+
+    def task(self, seed: int) -> Task:
+        """Numbers, and a target from 1 to 999 that some order and choice of operators reaches."""
+        rng = random.Random(seed)
+        while True:
+            given = [rng.randint(1, self.largest) for _ in range(self.numbers)]
+            value = Fraction(given[0])
+            for number in rng.sample(given[1:], self.numbers - 1):
+                step = rng.choice((operator.add, operator.sub, operator.mul, operator.truediv))
+                value = step(value, number)
+            if value.denominator == 1 and 1 <= value <= 999:
+                shown = rng.sample(given, self.numbers)
+                return Task(prompt=f"{' '.join(map(str, shown))}: {value}=", data={"numbers": given, "target": int(value)})
+
+    def score(self, task: Task, answer: str) -> float:
+        """1.0 if the expression uses every number once and gives the target exactly."""
+        found = value_of(answer.strip())
+        return float(
+            found is not None and found[0] == task.data["target"] and Counter(found[1]) == Counter(task.data["numbers"])
+        )
+
+
+def value_of(text: str) -> tuple[Fraction, list[int]] | None:
+    """An expression's exact value and the numbers in it; None if it is anything but numbers, + - * / and brackets."""
+    if len(text) > _LONGEST:
+        return None
+    numbers: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            numbers.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return Fraction(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
+        raise ValueError(ast.dump(node))
+
+    try:
+        return value(ast.parse(text, mode="eval").body), numbers
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None

@@ -1,0 +1,44 @@
+"""The program of one worker: `python -m tilewright.rl.environments.worker SPEC MEMORY_BYTES`.
+
+A request and its answer are a line of JSON each: {"prompt", "data", "answer"} -> {"reward"} or {"error"}. What the environment
+prints goes to stderr. The memory limit is the address space's: an allocation over it raises MemoryError in the reward.
+"""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from tilewright.rl.environments.base import Environment, Task
+from tilewright.rl.environments.named import environment
+
+__all__ = ["main"]
+
+
+def main(spec: str, memory_bytes: int) -> None:
+    """Answer requests until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    scorer = environment(spec)
+    # After the imports: libraries reserve address space that they do not use.
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(_scored(scorer, request)), file=replies, flush=True)
+
+
+def _scored(scorer: Environment, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"reward": float(scorer.score(Task(prompt=request["prompt"], data=request["data"]), request["answer"]))}
+    except MemoryError:
+        return {"error": "memory"}
+    except Exception as error:  # noqa: BLE001 (whatever a user's reward raises costs its sample, and is counted)
+        return {"error": "raised", "detail": f"{type(error).__name__}: {error}"[:500]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,43 @@
+"""The algorithms by name: how rewards become advantages, and the loss over them. A new one is a file and a line here.
+
+Every loss is a function of log-probabilities [T] of the batch's tokens under the current weights, and the batch; it returns the
+loss as a scalar that adds up over micro-batches and ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilewright.rl.advantages import group_centered, group_normalised, leave_one_out
+from tilewright.rl.batch import Batch
+from tilewright.rl.losses.cispo import cispo
+from tilewright.rl.losses.dapo import dapo
+from tilewright.rl.losses.dr_grpo import dr_grpo
+from tilewright.rl.losses.grpo import grpo
+from tilewright.rl.losses.gspo import gspo
+from tilewright.rl.losses.ppo import ppo
+from tilewright.rl.losses.reinforce import reinforce
+from tilewright.rl.losses.reinforce_plus_plus import discounted_whitened
+
+__all__ = ["ALGORITHMS", "Algorithm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """`advantages`: from a batch, [T]; None: a critic's (`gae`). `loss`: (log-probabilities [T], batch, options) -> scalar."""
+
+    advantages: Callable[[Batch], Tensor] | None
+    loss: Callable[..., Tensor]
+
+
+ALGORITHMS = {
+    "ppo": Algorithm(advantages=None, loss=ppo),
+    "reinforce++": Algorithm(advantages=discounted_whitened, loss=ppo),
+    "rloo": Algorithm(advantages=leave_one_out, loss=reinforce),
+    "grpo": Algorithm(advantages=group_normalised, loss=grpo),
+    "dr-grpo": Algorithm(advantages=group_centered, loss=dr_grpo),
+    "dapo": Algorithm(advantages=group_normalised, loss=dapo),
+    "gspo": Algorithm(advantages=group_normalised, loss=gspo),
+    "cispo": Algorithm(advantages=group_normalised, loss=cispo),
+}

@@ -1,0 +1,16 @@
+"""DAPO (Yu et al., 2025): GRPO with more room above than below, a mean over tokens.
+
+`advantages.informative` (dynamic sampling) and `advantages.overlong_penalty` are its other parts.
+"""
+
+from torch import Tensor
+
+from tilewright.rl.batch import Batch
+from tilewright.rl.losses.surrogate import clipped, token_mean
+
+__all__ = ["dapo"]
+
+
+def dapo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
+    """Minus the clipped surrogate, a mean over the step's chosen tokens."""
+    return token_mean(batch, clipped(batch.log_ratio(logprobs_T), batch.known("advantages"), low, high))

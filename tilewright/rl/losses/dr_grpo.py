@@ -1,0 +1,14 @@
+"""Dr. GRPO (Liu et al., Understanding R1-Zero-Like Training, 2025): GRPO whose loss does not depend on an answer's length."""
+
+from torch import Tensor
+
+from tilewright.rl.batch import Batch
+from tilewright.rl.losses.surrogate import clipped
+
+__all__ = ["dr_grpo"]
+
+
+def dr_grpo(logprobs_T: Tensor, batch: Batch, *, longest: int, low: float = 0.2, high: float = 0.2) -> Tensor:
+    """Minus the clipped surrogate, summed over tokens, over `longest` (an answer's limit) times the step's answers."""
+    loss = clipped(batch.log_ratio(logprobs_T), batch.known("advantages"), low, high)
+    return batch.total(loss) / (longest * max(1, batch.totals.sequences))

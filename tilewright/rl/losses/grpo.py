@@ -1,0 +1,13 @@
+"""GRPO (Shao et al., DeepSeekMath, 2024): PPO's clip with the advantage of an answer in its group, a mean an answer."""
+
+from torch import Tensor
+
+from tilewright.rl.batch import Batch
+from tilewright.rl.losses.surrogate import clipped, sequence_mean
+
+__all__ = ["grpo"]
+
+
+def grpo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2) -> Tensor:
+    """Minus the clipped surrogate: the mean over an answer's tokens, then over the step's answers. KL: `kl.penalty`."""
+    return sequence_mean(batch, clipped(batch.log_ratio(logprobs_T), batch.known("advantages"), low, high))

@@ -1,0 +1,37 @@
+"""The KL divergence from a reference policy by samples: three estimators (Schulman, Approximating KL Divergence, 2020).
+
+With x = log p_ref - log p at tokens that p sampled, k1 = -x (unbiased, noisy), k2 = x^2 / 2 (biased, calm), k3 = e^x - 1 - x
+(unbiased, never negative). As a loss, only k2's gradient is the gradient of the KL on average; k1's is 0 on average.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tilewright.rl.batch import Batch
+from tilewright.rl.losses.surrogate import token_mean
+
+__all__ = ["ESTIMATORS", "penalty"]
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: -x,
+    "k2": lambda x: x * x / 2,
+    "k3": lambda x: x.expm1() - x,
+}
+
+
+def penalty(
+    logprobs_T: Tensor,
+    batch: Batch,
+    coefficient: float,
+    estimator: str = "k3",
+    mean: Callable[[Batch, Tensor], Tensor] = token_mean,
+) -> Tensor:
+    """What to add to a loss: the coefficient times the mean KL from the batch's `reference`.
+
+    Raises:
+        ValueError: no such estimator, or no reference.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"KL estimator {estimator!r}; wanted one of {', '.join(ESTIMATORS)}")
+    return coefficient * mean(batch, ESTIMATORS[estimator](batch.chosen(batch.known("reference")) - batch.chosen(logprobs_T)))

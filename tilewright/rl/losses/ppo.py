@@ -1,0 +1,43 @@
+"""PPO (Schulman et al., 2017): the clipped policy loss over tokens, and a critic's loss.
+
+The details that implementations add (Huang et al., The 37 Implementation Details of PPO, 2022) are arguments or functions:
+normalised advantages are `advantages.whitened`, the entropy bonus is `entropy_bonus`, clipped values are `clip=`.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.rl.batch import Batch
+from tilewright.rl.losses.surrogate import clipped, token_mean
+
+__all__ = ["entropy_bonus", "ppo", "value_loss"]
+
+
+def ppo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Tensor:
+    """Minus the clipped surrogate, a mean over the step's chosen tokens.
+
+    dual: at negative advantages the loss is at most dual |A| (Ye et al., Mastering Complex Control, 2020: 3); None: no bound.
+    """
+    advantages = batch.known("advantages")
+    loss = clipped(batch.log_ratio(logprobs_T), advantages, low, high)
+    if dual is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+    return token_mean(batch, loss)
+
+
+def value_loss(values_T: Tensor, batch: Batch, *, clip: float | None = 0.2) -> Tensor:
+    """Half the squared error of the returns, a mean over the step's chosen tokens.
+
+    clip: how far a value may move from the one at sampling before moving on brings nothing; None: as far as it wants.
+    """
+    returns = batch.known("returns")
+    error = (values_T - returns) ** 2
+    if clip is not None:
+        before = batch.known("values")
+        error = torch.maximum(error, (before + (values_T - before).clamp(-clip, clip) - returns) ** 2)
+    return 0.5 * token_mean(batch, error)
+
+
+def entropy_bonus(entropies_T: Tensor, batch: Batch, coefficient: float) -> Tensor:
+    """What to add to a loss so that the policy stays uncertain: -coefficient times the mean entropy."""
+    return -coefficient * token_mean(batch, entropies_T)

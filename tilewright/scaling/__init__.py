@@ -1,0 +1,7 @@
+"""Scaling laws: plan runs, make them, fit a law to them, predict the next one."""
+
+from tilewright.scaling.fit import Fit, fit
+from tilewright.scaling.law import Law, Optimum
+from tilewright.scaling.runs import Columns, Runs, read_runs
+
+__all__ = ["Columns", "Fit", "Law", "Optimum", "Runs", "fit", "read_runs"]

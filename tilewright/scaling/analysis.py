@@ -1,0 +1,210 @@
+"""Everything that one table of runs says: the law with intervals, the other methods, and what is doubtful about it.
+
+An analysis is saved as JSON by `to_json`, and `predict` needs no more than that.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilewright.scaling.fit import DELTA, NAMES, Fit, fit, influence, leave_largest_out
+from tilewright.scaling.frontier import METHODS, Minimum, Trend, envelope, minima, trend
+from tilewright.scaling.law import Law
+from tilewright.scaling.objective import logs_and_shares
+from tilewright.scaling.runs import Array, Runs
+
+__all__ = ["Analysis", "Prediction", "analyse", "interval", "predict", "read_analysis"]
+
+_FORMAT = "tilewright-scaling-law"
+_LARGEST_FILE = 64 << 20
+_PULL = 0.5
+"""A run that moves alpha or beta by this many standard errors is named. The furthest of the 240 Chinchilla runs moves 0.4."""
+_FAR = 8.0
+"""A run whose residual is this many robust standard deviations is named."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Analysis:
+    """A fit, the minima and trends by method, and warnings: a sentence each."""
+
+    runs: Runs
+    fit: Fit
+    points: dict[str, list[Minimum]]
+    trends: dict[str, Trend | None]
+    largest_out: dict[str, Any] | None
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values. "samples" are the bootstrap's parameters, a row each in the order of "names"."""
+        law = self.fit.law
+        return {
+            "format": _FORMAT,
+            "version": 1,
+            "law": asdict(law),
+            "intervals": {name: interval(values) for name, values in _columns(self.fit).items()},
+            "objective": self.fit.objective,
+            "delta": self.fit.delta,
+            "starts": self.fit.starts,
+            "agreeing": self.fit.agreeing,
+            "runs": len(self.runs),
+            "largest_flops": float(self.runs.flops.max()),
+            "flops_per_param_token": self.runs.flops_per_param_token,
+            "points": {method: [asdict(point) for point in points] for method, points in self.points.items()},
+            "trends": {method: None if t is None else asdict(t) for method, t in self.trends.items()},
+            "leave_largest_out": self.largest_out,
+            "warnings": self.warnings,
+            "names": list(NAMES),
+            "samples": self.fit.samples.tolist(),
+        }
+
+
+def interval(values: Array) -> tuple[float, float] | None:
+    """The 2.5th and the 97.5th percentile; None where there are no values."""
+    if not len(values):
+        return None
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _columns(found: Fit) -> dict[str, Array]:
+    a, b, e, alpha, beta = found.samples.T
+    return {"E": np.exp(e), "A": np.exp(a), "B": np.exp(b), "alpha": alpha, "beta": beta, "exponent": beta / (alpha + beta)}
+
+
+def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: int = 0) -> Analysis:
+    """Fit a law to runs, find the minima by every method, and look for what is doubtful.
+
+    Raises:
+        ValueError: too few runs or budgets.
+        ImportError: scipy is missing; the extra [scaling] brings it.
+    """
+    found = fit(runs, delta=delta, bootstrap=bootstrap, seed=seed)
+    points = {method: minima(runs, method) for method in METHODS} | {"envelope": envelope(runs)}
+    trends = {method: trend(found) for method, found in points.items()}
+    try:
+        largest_out, refused = leave_largest_out(runs, delta=delta), None
+    except ValueError as error:
+        largest_out, refused = (
+            None,
+            f"without its largest budget the table cannot be fitted, so no prediction was tried: {error}",
+        )
+    warnings = list(_doubts(runs, found, points, trends)) + ([refused] if refused else [])
+    return Analysis(runs=runs, fit=found, points=points, trends=trends, largest_out=largest_out, warnings=warnings)
+
+
+def _doubts(runs: Runs, found: Fit, points: dict[str, list[Minimum]], trends: dict[str, Trend | None]) -> Iterator[str]:
+    if found.stopped:
+        yield f"the optimizer stopped early: {found.stopped}"
+    if found.agreeing < 2:
+        yield f"only {found.agreeing} of {found.starts} starts ended in the lowest minimum; there may be a lower one"
+    if found.law.alpha <= 0 or found.law.beta <= 0:
+        yield f"alpha {found.law.alpha:.3g}, beta {found.law.beta:.3g}: the law has no best size"
+    for method in METHODS:
+        for point in points[method]:
+            if point.problem:
+                yield f"budget {point.flops:.3g}, {method}: {point.problem}"
+        if trends[method] is None:
+            yield f"{method}: fewer than 3 budgets have a minimum within five or more sizes, so there is no trend"
+    yield from _single_runs(runs, found)
+    yield from _disagreements(found, trends)
+    k = np.log(runs.flops / runs.params / runs.tokens)
+    if np.ptp(k) > math.log(1.2):
+        low, high = np.exp(k.min()), np.exp(k.max())
+        yield f"FLOPs are {low:.2f} to {high:.2f} N D over the runs: optima are for C = {runs.flops_per_param_token:.2f} N D"
+
+
+def _single_runs(runs: Runs, found: Fit) -> Iterator[str]:
+    n, d = np.log(runs.params), np.log(runs.tokens)
+    residuals = np.log(runs.loss) - logs_and_shares(np.array([found.law.logs]), n, d)[0][0]
+    spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
+    far = np.abs(residuals) > _FAR * max(spread, 1e-12)
+    for i in np.flatnonzero(far)[:5]:
+        yield f"{_run(runs, i)} is {residuals[i]:+.1%} off the law, {abs(residuals[i]) / spread:.0f} times the usual spread"
+    if far.sum() > 5:
+        yield f"{int(far.sum()) - 5} further runs lie as far off the law"
+    if len(found.samples):
+        moves = np.abs(influence(runs, found)).max(axis=1)
+        for i in np.argsort(-moves)[:5]:
+            if moves[i] > _PULL:
+                yield f"{_run(runs, i)} pulls: without it an exponent moves by {moves[i]:.1f} of its standard error"
+
+
+def _run(runs: Runs, i: Any) -> str:
+    return f"the run of {runs.params[i]:.3g} parameters, {runs.tokens[i]:.3g} tokens, loss {runs.loss[i]:.4g}"
+
+
+def _disagreements(found: Fit, trends: dict[str, Trend | None]) -> Iterator[str]:
+    law = found.law
+    if not len(found.samples) or law.alpha <= 0 or law.beta <= 0:
+        return
+    low, high = interval(_columns(found)["exponent"]) or (0.0, 1.0)
+    for method in METHODS:
+        if (t := trends[method]) and (t.high < low or high < t.low):
+            yield (
+                f"the methods disagree on N* ~ C^a: the law says a = {law.params_exponent:.3f} ({low:.3f} to {high:.3f}), "
+                f"iso-FLOP minima by {method} {t.exponent:.3f} ({t.low:.3f} to {t.high:.3f})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The best use of a budget by a law, each number with its 95 % interval, and how far beyond the runs it lies."""
+
+    flops: float
+    params: float
+    params_interval: tuple[float, float] | None
+    tokens: float
+    tokens_interval: tuple[float, float] | None
+    loss: float
+    loss_interval: tuple[float, float] | None
+    decades: float
+    """log10 of the budget over the largest run's; 0 or below: no extrapolation."""
+
+
+def predict(saved: dict[str, Any], flops: float) -> Prediction:
+    """What an analysis, as `to_json` gives it, says about a budget. The loss interval is that of the law at this law's optimum.
+
+    Raises:
+        ValueError: the budget is not positive, or the law has no minimum.
+    """
+    law, k = Law(**saved["law"]), float(saved["flops_per_param_token"])
+    best = law.optimum(flops, k)
+    others = [Law.from_logs(*map(float, row)) for row in saved["samples"]]
+    optima = [other.optimum(flops, k) for other in others if other.alpha > 0 and other.beta > 0]
+    return Prediction(
+        flops=flops,
+        params=best.params,
+        params_interval=interval(np.array([o.params for o in optima])),
+        tokens=best.tokens,
+        tokens_interval=interval(np.array([o.tokens for o in optima])),
+        loss=best.loss,
+        loss_interval=interval(np.array([other.loss(best.params, best.tokens) for other in others])),
+        decades=math.log10(flops / float(saved["largest_flops"])),
+    )
+
+
+def read_analysis(path: Path) -> dict[str, Any]:
+    """The JSON of an analysis, checked.
+
+    Raises:
+        ValueError: the file is not one; the message says what is wrong.
+    """
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted what `tilewright scaling fit --out` wrote")
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["format"] != _FORMAT or saved["version"] != 1:
+            raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
+        Law(**{key: float(value) for key, value in saved["law"].items()})
+        samples = np.asarray(saved["samples"], dtype=np.float64)
+        whole = np.isfinite(samples).all() and (samples.size == 0 or samples.shape[1:] == (5,))
+        if not whole or not 0 < saved["largest_flops"] < math.inf or not 0 < saved["flops_per_param_token"] < math.inf:
+            raise ValueError("its numbers are out of range")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no law that `tilewright scaling fit --out` wrote: {error}") from None
+    return saved

@@ -1,0 +1,139 @@
+"""The best size for each budget, from the runs alone: iso-FLOP minima by two methods, and the lower envelope.
+
+Approaches 2 and 1 of Hoffmann et al. 2022. They assume less than the parametric law, and are what it is compared with. A power
+law N* = k C^a goes through what each finds.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilewright.scaling.runs import Array, Runs, budgets
+
+__all__ = ["METHODS", "Minimum", "Trend", "envelope", "minima", "trend"]
+
+METHODS = ("parabola", "interpolation")
+_SAME_SIZE = 0.05
+"""Sizes whose logarithms differ by less are one size."""
+FEWEST_SIZES = 5
+"""A budget with fewer sizes gives no minimum: three are used up by the parabola."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minimum:
+    """One budget's best size by one method. `problem`: why it is not to be used; None where it is."""
+
+    flops: float
+    params: float
+    loss: float
+    runs: int
+    problem: str | None = None
+
+
+def minima(runs: Runs, method: str) -> list[Minimum]:
+    """The minimum of every budget that has five runs of different sizes, smallest budget first.
+
+    "parabola": least squares of the loss by log N. "interpolation": the lowest point of Akima's curve through the runs, which
+    no run far from the minimum can bend; runs of nearly one size count as their mean. Where the FLOPs of a budget scatter, its
+    losses are first moved to its mean budget along a line that is fitted with the parabola.
+
+    Raises:
+        ValueError: another method.
+        ImportError: "interpolation" without scipy.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method {method!r}; wanted one of {', '.join(METHODS)}")
+    found = []
+    for group in budgets(runs):
+        x, c = np.log(runs.params[group]), np.log(runs.flops[group])
+        if len(np.unique(np.round(x, 6))) < FEWEST_SIZES:
+            continue
+        center = float(x.mean())
+        curve, loss = _parabola(x - center, c - c.mean(), runs.loss[group])
+        finder = _lowest_of_parabola if method == "parabola" else _lowest_between
+        at, lowest, problem = finder(x - center, loss, curve)
+        flops, params = float(np.exp(c.mean())), float(np.exp(center + at))
+        found.append(Minimum(flops=flops, params=params, loss=lowest, runs=len(group), problem=problem))
+    return found
+
+
+def _parabola(x: Array, c: Array, loss: Array) -> tuple[Array, Array]:
+    """Coefficients of 1, x, x^2, and the losses at the mean budget."""
+    columns = [np.ones_like(x), x, x * x]
+    if np.ptp(c) > 1e-3 and len(x) > FEWEST_SIZES:
+        columns.append(c)
+    solved = np.asarray(np.linalg.lstsq(np.stack(columns, axis=1), loss, rcond=None)[0], dtype=np.float64)
+    return solved[:3], loss - (solved[3] * c if len(solved) > 3 else 0.0)
+
+
+def _lowest_of_parabola(x: Array, loss: Array, curve: Array) -> tuple[float, float, str | None]:
+    if curve[2] <= 0:
+        at = float(x[np.argmin(loss)])
+        return at, float(loss.min()), "the parabola opens downwards: the losses have no minimum within these sizes"
+    at = float(-curve[1] / (2 * curve[2]))
+    lowest = float(curve[0] + curve[1] * at + curve[2] * at * at)
+    return at, lowest, _edge(at, x)
+
+
+def _lowest_between(x: Array, loss: Array, curve: Array) -> tuple[float, float, str | None]:
+    try:
+        from scipy.interpolate import Akima1DInterpolator
+    except ImportError as error:
+        raise ImportError(f"interpolated minima need scipy: pip install 'tilewright[scaling]' ({error})") from None
+    # One point a size: the curve needs increasing sizes, and between two that differ by a reading error it would swing.
+    order = np.argsort(x, kind="stable")
+    where = np.concatenate([[0], np.cumsum(np.diff(x[order]) > _SAME_SIZE)])
+    count = np.bincount(where)
+    sizes, means = np.bincount(where, x[order]) / count, np.bincount(where, loss[order]) / count
+    if len(sizes) < FEWEST_SIZES:
+        at = int(np.argmin(means))
+        return float(sizes[at]), float(means[at]), f"it has {len(sizes)} distinct sizes; wanted {FEWEST_SIZES} or more"
+    fine = np.linspace(sizes[0], sizes[-1], 2001)
+    values = Akima1DInterpolator(sizes, means)(fine)
+    at = int(np.argmin(values))
+    return float(fine[at]), float(values[at]), _edge(float(fine[at]), sizes)
+
+
+def _edge(at: float, x: Array) -> str | None:
+    if at >= x.max() - 1e-9:
+        return "its minimum is at the largest size or beyond: add larger models"
+    if at <= x.min() + 1e-9:
+        return "its minimum is at the smallest size or beyond: add smaller models"
+    return None
+
+
+def envelope(runs: Runs) -> list[Minimum]:
+    """The runs that no run of the same or fewer FLOPs beats, smallest first. The first is left out: nothing is below it."""
+    order = np.lexsort((runs.loss, runs.flops))
+    best = np.minimum.accumulate(runs.loss[order])
+    kept = [i for place, i in enumerate(order) if place and runs.loss[i] <= best[place] and best[place] < best[place - 1]]
+    return [Minimum(flops=float(runs.flops[i]), params=float(runs.params[i]), loss=float(runs.loss[i]), runs=1) for i in kept]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """N* = factor C^exponent, with the 95 % interval of the exponent."""
+
+    exponent: float
+    low: float
+    high: float
+    factor: float
+    points: int
+
+    def params(self, flops: float) -> float:
+        """The size that the trend gives a budget."""
+        return self.factor * flops**self.exponent
+
+
+def trend(points: list[Minimum]) -> Trend | None:
+    """Least squares of log N* by log C over the points without a problem; None if there are fewer than three."""
+    used = [p for p in points if p.problem is None]
+    if len(used) < 3:
+        return None
+    import scipy.stats
+
+    line: Any = scipy.stats.linregress(np.log([p.flops for p in used]), np.log([p.params for p in used]))
+    reach = float(scipy.stats.t.ppf(0.975, len(used) - 2)) * float(line.stderr)
+    slope = float(line.slope)
+    return Trend(exponent=slope, low=slope - reach, high=slope + reach, factor=float(np.exp(line.intercept)), points=len(used))

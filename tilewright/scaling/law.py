@@ -1,0 +1,70 @@
+"""The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta, and what it says about a budget.
+
+N: parameters. D: training tokens. L: loss in nats a token. Source: Hoffmann et al., Training Compute-Optimal Large Language
+Models, 2022, section 3.3 and equation 4. Plain numbers; no dependency.
+"""
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["HOFFMANN", "Law", "Optimum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """The best use of a budget: `flops` operations, `params` parameters, `tokens` tokens, and the loss there."""
+
+    flops: float
+    params: float
+    tokens: float
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """The five numbers of the law. `E` is the loss that no model goes below."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    @classmethod
+    def from_logs(cls, a: float, b: float, e: float, alpha: float, beta: float) -> "Law":
+        """From log A, log B, log E, alpha, beta: the numbers that a fit varies."""
+        return cls(E=math.exp(e), A=math.exp(a), B=math.exp(b), alpha=alpha, beta=beta)
+
+    @property
+    def logs(self) -> tuple[float, float, float, float, float]:
+        """log A, log B, log E, alpha, beta."""
+        return math.log(self.A), math.log(self.B), math.log(self.E), self.alpha, self.beta
+
+    @property
+    def params_exponent(self) -> float:
+        """a in N* ~ C^a; the tokens' exponent is 1 - a."""
+        return self.beta / (self.alpha + self.beta)
+
+    def loss(self, params: float, tokens: float) -> float:
+        """The loss that the law gives a model of `params` parameters after `tokens` tokens."""
+        return self.E + self.A * params**-self.alpha + self.B * tokens**-self.beta
+
+    def optimum(self, flops: float, flops_per_param_token: float = 6.0) -> Optimum:
+        """The parameters and tokens of least loss among those with C = k N D, k = `flops_per_param_token`.
+
+        Raises:
+            ValueError: the budget or k is not positive, or an exponent is not, so that no minimum exists.
+        """
+        if not (0 < flops < math.inf and 0 < flops_per_param_token < math.inf):
+            raise ValueError(f"a budget of {flops:g} FLOPs at {flops_per_param_token:g} FLOPs: wanted positive numbers")
+        if self.alpha <= 0 or self.beta <= 0:
+            raise ValueError(f"alpha {self.alpha:.3g} and beta {self.beta:.3g} have no minimum; wanted both above 0")
+        product = math.log(flops / flops_per_param_token)
+        shift = math.log(self.alpha * self.A / (self.beta * self.B)) / (self.alpha + self.beta)
+        params = math.exp(shift + self.params_exponent * product)
+        tokens = math.exp(product) / params
+        return Optimum(flops=flops, params=params, tokens=tokens, loss=self.loss(params, tokens))
+
+
+HOFFMANN = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
+"""What the Chinchilla paper printed (equation 10). Its own points reject it: see docs/scaling.md."""

@@ -1,0 +1,169 @@
+"""Which runs to make: for each budget a row of sizes on both sides of where the minimum is expected.
+
+The expectation is a law of others (`PRIOR`) or an earlier fit; it may be wrong by the span of the sizes. Tokens follow from the
+counted FLOPs of the shape (`shapes.py`), so all runs of a budget cost the same.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import device_named
+from tilewright.scaling.law import Law
+from tilewright.scaling.shapes import Shape, nearest_shape
+
+__all__ = ["PRIOR", "Plan", "PlannedRun", "hours", "plan", "read_plan"]
+
+PRIOR = Law(E=1.8172, A=477.8, B=2143.4, alpha=0.3473, beta=0.3672)
+"""Fitted to the runs of the Chinchilla paper (docs/scaling.md)."""
+_FORMAT = "tilewright-scaling-plan"
+_LARGEST_FILE = 16 << 20
+_MOST_RUNS = 1000
+_DISTINCT = 1.08
+"""Two sizes of one budget differ by this factor at least; closer ones would measure the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run: a model of `shape`, trained on `tokens` tokens. `flops` counts linear layers, head and causal attention."""
+
+    name: str
+    budget: float
+    flops: float
+    params: int
+    tokens: int
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Runs in sequences of `sequence` tokens, cheapest budget first."""
+
+    sequence: int
+    runs: tuple[PlannedRun, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `read_plan` reads them."""
+        return {"format": _FORMAT, "version": 1, "sequence": self.sequence, "runs": [asdict(run) for run in self.runs]}
+
+
+def plan(
+    budget: float,
+    *,
+    budgets: int = 5,
+    ratio: float = math.sqrt(10),
+    sizes: int = 5,
+    span: float = 3.0,
+    vocab: int = 32_000,
+    sequence: int = 1024,
+    tied: bool = False,
+    head_dim: int = 64,
+    prior: Law = PRIOR,
+) -> Plan:
+    """A grid of runs: `budgets` budgets, `ratio` apart, up to `budget` FLOPs; `sizes` sizes each, from N*/span to N* span.
+
+    Raises:
+        ValueError: an argument is out of range, or a budget is so small that the family of shapes has no `sizes` distinct ones
+            around its optimum.
+    """
+    _check(budget, budgets, ratio, sizes, span, vocab, sequence, head_dim)
+    runs = []
+    for power in range(budgets - 1, -1, -1):
+        flops = budget / ratio**power
+        # The law is in C = 6 N D; what a parameter and token really cost depends on the shape, so the optimum is looked up once
+        # more with the cost of the shape that was found.
+        best = prior.optimum(flops).params
+        for _ in range(2):
+            shape = nearest_shape(best, vocab, tied=tied, head_dim=head_dim)
+            best = prior.optimum(flops, shape.train_flops(sequence) / shape.params).params
+        wanted = [best * span ** (2 * i / (sizes - 1) - 1) for i in range(sizes)]
+        shapes = {nearest_shape(size, vocab, tied=tied, head_dim=head_dim): None for size in wanted}
+        if not _bracketing(list(shapes), sizes, best):
+            smallest = nearest_shape(1, vocab, tied=tied, head_dim=head_dim).params
+            raise ValueError(
+                f"{flops:.3g} FLOPs are best spent on {best:.3g} parameters, and there are no {sizes} distinct sizes "
+                f"around that (the smallest has {smallest:,}): take a larger budget, fewer budgets or sizes, a smaller "
+                "vocabulary or head, or a larger span"
+            )
+        runs += [_run(flops, shape, sequence) for shape in shapes]
+    return Plan(sequence=sequence, runs=tuple(runs))
+
+
+def _check(
+    budget: float, budgets: int, ratio: float, sizes: int, span: float, vocab: int, sequence: int, head_dim: int
+) -> None:
+    for name, value, low, high in (
+        ("budget", budget, 1e9, 1e28),
+        ("budgets", budgets, 1, 50),
+        ("ratio", ratio, 1.3, 1000.0),
+        ("sizes", sizes, 3, 50),
+        ("span", span, 1.2, 100.0),
+        ("vocab", vocab, 2, 1 << 22),
+        ("sequence", sequence, 1, 1 << 24),
+        ("head dim", head_dim, 16, 512),
+    ):
+        if not low <= value <= high:
+            raise ValueError(f"{name} is {value:g}; wanted {low:g} to {high:g}")
+
+
+def _bracketing(shapes: Sequence[Shape], sizes: int, best: float) -> bool:
+    params = [shape.params for shape in shapes]
+    distinct = all(b / a >= _DISTINCT for a, b in pairwise(params))
+    return len(params) == sizes and distinct and params[0] < best < params[-1]
+
+
+def _run(budget: float, shape: Shape, sequence: int) -> PlannedRun:
+    a_token = shape.train_flops(sequence)
+    tokens = max(1, round(budget / a_token / sequence)) * sequence
+    name = f"c{budget:.1e}-n{shape.params:.2e}".replace("+", "")
+    return PlannedRun(name=name, budget=budget, flops=a_token * tokens, params=shape.params, tokens=tokens, shape=shape)
+
+
+def hours(flops: float, card: str, utilisation: float) -> float:
+    """How long `flops` operations take on a card, in bf16, at this share of what its tensor cores were measured to do.
+
+    Raises:
+        ValueError: no such card is known, or a utilisation outside of 0 to 1.
+    """
+    if not 0 < utilisation <= 1:
+        raise ValueError(f"utilisation is {utilisation:g}; wanted above 0 and at most 1")
+    return flops / (ceilings(device_named(card)).flops["bf16"] * utilisation) / 3600
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan from its file, checked.
+
+    Raises:
+        ValueError: the file is no plan; the message says what is wrong.
+    """
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted what `tilewright scaling plan --out` wrote")
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["format"] != _FORMAT or saved["version"] != 1:
+            raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
+        runs = tuple(PlannedRun(**{**row, "shape": Shape(**row["shape"])}) for row in saved["runs"])
+        names = [run.name for run in runs]
+        if not 0 < len(runs) <= _MOST_RUNS or len(set(names)) < len(names):
+            raise ValueError(f"{len(runs)} runs, {len(set(names))} names; wanted 1 to {_MOST_RUNS}, each with its own name")
+        for run in runs:
+            _check_run(run)
+        return Plan(sequence=int(saved["sequence"]), runs=runs)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no plan that `tilewright scaling plan --out` wrote: {error}") from None
+
+
+def _check_run(run: PlannedRun) -> None:
+    if not (isinstance(run.name, str) and run.name.isascii() and 0 < len(run.name) <= 100):
+        raise ValueError(f"a run's name is {run.name!r}")
+    if not all(c.isalnum() or c in "._-" for c in run.name) or run.name.startswith("."):
+        raise ValueError(f"the name {run.name!r} is no folder's: letters, digits, '.', '_' and '-' only")
+    numbers = [run.budget, run.flops, run.params, run.tokens]
+    numbers += [value for key, value in asdict(run.shape).items() if key != "tied"]
+    if not all(isinstance(n, int | float) and 0 < n < math.inf for n in numbers):
+        raise ValueError(f"run {run.name} has a number that is not positive and finite")

@@ -1,0 +1,117 @@
+"""Making the runs of a plan, one after the other: a command each, a row of `runs.csv` when it has ended well.
+
+A run that is in the table is not made again, so a stopped series goes on where it was. A run has a folder of its own under the
+series' (its log is `log.txt` there), and whoever trains may resume inside it.
+"""
+
+import csv
+import fcntl
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tilewright.scaling.plan import Plan, PlannedRun
+
+__all__ = ["COLUMNS", "TABLE", "done", "run_plan"]
+
+TABLE = "runs.csv"
+COLUMNS = ("name", "params", "tokens", "flops", "loss", "seconds")
+_TAIL_BYTES = 2000
+
+
+def run_plan(
+    plan: Plan,
+    folder: Path,
+    command: Callable[[PlannedRun, Path], list[str]],
+    loss: Callable[[Path], float],
+    say: Callable[[str], None],
+) -> Path:
+    """Make every run of `plan` that `folder` has no row for; returns the table's path.
+
+    command: what trains a run, given the folder for its files. loss: the final loss, in nats a token, from that folder.
+
+    Raises:
+        ValueError: a run failed or left no loss; the message has the end of its log. What ended before it is kept.
+        BlockingIOError: another process makes runs in this folder.
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    table = folder / TABLE
+    with _alone(folder):
+        rows = done(table)
+        for place, run in enumerate(plan.runs, 1):
+            label = f"run {place} of {len(plan.runs)}, {run.name}"
+            if run.name in rows:
+                say(f"{label}: done before, loss {rows[run.name]:.4f}")
+                continue
+            say(f"{label}: {run.params:,} parameters, {run.tokens:,} tokens")
+            began = time.monotonic()
+            here = folder / run.name
+            here.mkdir(exist_ok=True)
+            _train(command(run, here), here / "log.txt", run.name)
+            final = loss(here)
+            if not 0 < final < math.inf:
+                raise ValueError(f"{run.name} ended with a loss of {final}; wanted a positive number: see {here / 'log.txt'}")
+            seconds = time.monotonic() - began
+            _append(table, [run.name, run.params, run.tokens, repr(run.flops), repr(final), f"{seconds:.1f}"])
+            say(f"{label}: loss {final:.4f} after {seconds:,.0f} s")
+    return table
+
+
+def done(table: Path) -> dict[str, float]:
+    """Name -> loss of the runs that a table has. A last line that a crash cut off is no run.
+
+    Raises:
+        ValueError: the table is another program's.
+    """
+    if not table.exists():
+        return {}
+    text = table.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    if not whole or tuple(whole[0].split(",")) != COLUMNS:
+        raise ValueError(f"{table} has other columns than {', '.join(COLUMNS)}; give the series another folder")
+    return {row["name"]: float(row["loss"]) for row in csv.DictReader(whole)}
+
+
+def _train(command: list[str], log: Path, name: str) -> None:
+    with log.open("ab") as out:
+        # In the terminal's process group: Ctrl-C reaches the trainer as well, which may then save its state.
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if code:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            last = file.read().decode("utf-8", "replace").strip().splitlines()[-3:]
+        raise ValueError(f"{name} failed with exit code {code}; the end of {log}: {' / '.join(last) or 'nothing'}")
+
+
+def _append(table: Path, row: list[object]) -> None:
+    """Add a row, and see it to the disk; a cut line at the end is removed first."""
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
+    kept = text[: text.rfind("\n") + 1] or ",".join(COLUMNS) + "\n"
+    new = table.with_suffix(".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(kept + ",".join(map(str, row)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(table)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time makes runs in a folder; the system gives the lock back when it dies."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"another process makes runs in {folder}; wait for it or give another folder") from None
+        yield

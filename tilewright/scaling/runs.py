@@ -1,0 +1,170 @@
+"""Runs that were made: parameters, tokens, FLOPs and the loss of each, read from a CSV file and checked."""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Array", "Columns", "Runs", "budgets", "read_runs"]
+
+Array = NDArray[np.float64]
+
+_LARGEST_FILE = 64 << 20
+_MOST_RUNS = 100_000
+FEWEST_RUNS = 8
+"""A law has five parameters; fewer runs than this say nothing about them."""
+FEWEST_BUDGETS = 3
+_WINDOW = 0.25
+"""Natural logarithm of how far the largest and the smallest FLOPs of one budget may lie apart."""
+
+# Names that files in the wild use, compared without case, blanks and signs.
+_KNOWN = {
+    "params": ("params", "parameters", "nparams", "modelsize", "n"),
+    "tokens": ("tokens", "trainingtokens", "ntokens", "d"),
+    "flops": ("flops", "flop", "trainingflop", "trainingflops", "compute", "c"),
+    "loss": ("loss", "finalloss", "valloss", "evalloss"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The names of a file's columns. None: the first column whose name is a usual one for it."""
+
+    params: str | None = None
+    tokens: str | None = None
+    flops: str | None = None
+    loss: str | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Runs:
+    """Arrays of one length: a run is an index."""
+
+    params: Array
+    tokens: Array
+    flops: Array
+    loss: Array
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    def where(self, kept: NDArray[np.bool_]) -> "Runs":
+        """The runs where `kept` is true, in their order."""
+        return Runs(params=self.params[kept], tokens=self.tokens[kept], flops=self.flops[kept], loss=self.loss[kept])
+
+    def without_highest(self, count: int) -> "Runs":
+        """All but the `count` runs of the highest losses.
+
+        Raises:
+            ValueError: `count` is negative or not less than the number of runs.
+        """
+        if not 0 <= count < len(self):
+            raise ValueError(f"{count} runs are to be dropped of {len(self)}; wanted 0 to {len(self) - 1}")
+        kept = np.ones(len(self), bool)
+        kept[np.argsort(self.loss, kind="stable")[len(self) - count :]] = False
+        return self.where(kept)
+
+    @property
+    def flops_per_param_token(self) -> float:
+        """k in C = k N D: 6 by the usual rule, otherwise the geometric mean of what the runs counted."""
+        return float(np.exp(np.mean(np.log(self.flops / self.params / self.tokens))))
+
+    def check_enough(self) -> None:
+        """Refuse what no law can be fitted to.
+
+        Raises:
+            ValueError: fewer than 8 runs, fewer than 3 budgets, or all of one size.
+        """
+        if len(self) < FEWEST_RUNS:
+            raise ValueError(f"{len(self)} runs are too few for the five parameters of a law; wanted {FEWEST_RUNS} or more")
+        if (count := len(budgets(self))) < FEWEST_BUDGETS:
+            raise ValueError(
+                f"the runs have {count} budget{'s' * (count > 1)}; a trend over budgets needs {FEWEST_BUDGETS} or more: "
+                "add runs of another FLOP count"
+            )
+        if np.ptp(np.log(self.params)) < 0.05 or np.ptp(np.log(self.tokens)) < 0.05:
+            raise ValueError("all runs have the same parameters or the same tokens; vary both, or alpha and beta are unknown")
+
+
+def budgets(runs: Runs) -> list[NDArray[np.intp]]:
+    """Indices of the runs of each budget, smallest budget first; every run is in exactly one.
+
+    Runs belong together where their FLOPs differ by 28 % at most. The fullest such window is taken first, so that a budget
+    whose FLOPs scatter is one group and stragglers are groups of their own.
+    """
+    logs = np.log(runs.flops)
+    left = np.argsort(logs, kind="stable")
+    groups = []
+    while len(left):
+        ends = np.searchsorted(logs[left], logs[left] + _WINDOW, side="right")
+        first = int(np.argmax(ends - np.arange(len(left))))
+        groups.append(left[first : ends[first]])
+        left = np.concatenate([left[:first], left[ends[first] :]])
+    return sorted(groups, key=lambda group: float(logs[group].mean()))
+
+
+def read_runs(path: Path, columns: Columns | None = None) -> Runs:
+    """Read a CSV file with a header. Two of parameters, tokens and FLOPs are enough: the third follows from C = 6 N D.
+
+    Raises:
+        ValueError: a column is missing, a cell is no positive finite number, or the file is too large; the message says what
+            was found.
+        OSError: the file cannot be read.
+    """
+    if (size := path.stat().st_size) > _LARGEST_FILE:
+        raise ValueError(f"{path} has {size >> 20} MiB; a table of runs has {_LARGEST_FILE >> 20} at most")
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            header = [name for name in reader.fieldnames or [] if name]
+            names = _resolve(path, header, columns or Columns())
+            cells = [[row.get(name) for name in names.values()] for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no CSV file in UTF-8: {error}") from None
+    if not 0 < len(cells) <= _MOST_RUNS:
+        raise ValueError(f"{path} has {len(cells):,} runs; wanted 1 to {_MOST_RUNS:,}, a run a line under a header")
+    table = np.array([[_number(path, line, *pair) for pair in zip(names.values(), row)] for line, row in enumerate(cells, 2)])
+    found = dict(zip(names, table.T))
+    if "flops" not in found:
+        found["flops"] = 6 * found["params"] * found["tokens"]
+    elif "tokens" not in found:
+        found["tokens"] = found["flops"] / 6 / found["params"]
+    elif "params" not in found:
+        found["params"] = found["flops"] / 6 / found["tokens"]
+    return Runs(**found)
+
+
+def _resolve(path: Path, header: list[str], columns: Columns) -> dict[str, str]:
+    """What a run has -> the column that says it."""
+    plain = {"".join(c for c in name.casefold() if c.isalnum()): name for name in reversed(header)}
+    names: dict[str, str] = {}
+    for key, usual in _KNOWN.items():
+        wanted: str | None = getattr(columns, key)
+        if wanted is not None and wanted not in header:
+            raise ValueError(f"{path} has no column {wanted!r} for {key}; it has {_listed(header)}")
+        if name := wanted or next((plain[word] for word in usual if word in plain), None):
+            names[key] = name
+    if "loss" not in names or len(names) < 3:
+        missing = [key for key in _KNOWN if key not in names]
+        raise ValueError(
+            f"{path} has columns {_listed(header)}; loss and two of params, tokens, flops are needed, and none was recognised "
+            f"for {', '.join(missing)}: name them, as in --loss-column NAME"
+        )
+    return names
+
+
+def _listed(header: list[str]) -> str:
+    shown = ", ".join(repr(name[:40]) for name in header[:20])
+    return shown + (f" and {len(header) - 20} more" if len(header) > 20 else "") if header else "none"
+
+
+def _number(path: Path, line: int, name: str, text: str | None) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{path}, row {line}, column {name!r}: {(text or '')[:40]!r} is no positive finite number")
+    return value

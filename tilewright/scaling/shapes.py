@@ -1,0 +1,79 @@
+"""Sizes of a dense decoder: its parameters, and the operations of training it on a token.
+
+Counted are the products: of every linear layer, of the head, and of attention (scores and weighted values). Norms, activations
+and the softmax are left out: they are below 1 % from 64 hidden dims a head on. A multiplication with its addition is two
+operations, the backward pass twice the forward pass.
+"""
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Shape", "nearest_shape"]
+
+_ASPECT = 64
+"""Hidden size over layers, about what Llama's and Qwen's models of 0.1 to 10 billion parameters have (48 to 128)."""
+_LARGEST_HIDDEN = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder with grouped-query attention and gated feed-forward layers, like Llama. `tied`: one matrix embeds and heads."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+
+    @property
+    def linear_params(self) -> int:
+        """Weights of all products but the head's."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn)
+
+    @property
+    def params(self) -> int:
+        """All of them: linear layers, embedding, head, and the RMS norms (two a layer, one at the end)."""
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.linear_params + tables + self.hidden * (2 * self.layers + 1)
+
+    def forward_flops(self, sequence: int, *, causal: bool = True) -> dict[str, float]:
+        """Operations of the forward pass, a token on average, by part, in sequences of `sequence` tokens.
+
+        causal: count the keys that a token sees, (sequence + 1) / 2 on average; False: all, as some conventions do. "embedding"
+        is 0: it is a table that is read, whatever it has of parameters.
+        """
+        keys = (sequence + 1) / 2 if causal else sequence
+        return {
+            "linear": 2.0 * self.linear_params,
+            "attention": 4.0 * self.layers * self.heads * self.head_dim * keys,
+            "head": 2.0 * self.vocab * self.hidden,
+            "embedding": 0.0,
+        }
+
+    def train_flops(self, sequence: int, *, causal: bool = True) -> float:
+        """Operations of training on one token: forward and backward, without recomputation."""
+        return 3 * sum(self.forward_flops(sequence, causal=causal).values())
+
+
+def nearest_shape(params: float, vocab: int, *, tied: bool = False, head_dim: int = 64) -> Shape:
+    """The shape whose parameters come closest to `params`, of a family of one proportion: 64 hidden dims a layer.
+
+    A few depths are tried around the proportion. Heads have `head_dim` dims and are as wide together as the model; the
+    feed-forward layer is 8/3 of that, up to the next multiple of 64.
+    """
+    options: list[Shape] = []
+    for hidden in range(head_dim, _LARGEST_HIDDEN + 1, head_dim):
+        depths = sorted({max(1, math.floor(hidden / _ASPECT * x)) for x in (0.8, 0.9, 1.0, 1.1, 1.25)})
+        options += [_shape(layers, hidden, vocab, tied, head_dim) for layers in depths]
+        if options[-len(depths)].params > 4 * params:
+            break
+    return min(options, key=lambda shape: (abs(math.log(shape.params / params)), shape.layers))
+
+
+def _shape(layers: int, hidden: int, vocab: int, tied: bool, head_dim: int) -> Shape:
+    heads, ffn = hidden // head_dim, -(-8 * hidden // 3 // 64) * 64
+    return Shape(layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=head_dim, ffn=ffn, vocab=vocab, tied=tied)

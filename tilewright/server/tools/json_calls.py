@@ -1,0 +1,231 @@
+"""Calls written as JSON: Hermes (also Qwen 2.5 and 3), Llama 3, Mistral, DeepSeek V3 and V3.1, and what our grammars ask for.
+
+Arguments are handed on as they are written, also where they are cut off or are no JSON. An object that turns out to be no call
+is content, to the letter.
+"""
+
+import json
+from collections.abc import Callable, Collection
+
+from tilewright.server.tools.reader import Out, Parse, Reader, Take
+
+__all__ = ["deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "named_call", "required_calls"]
+
+MAX_NAME = 256
+"""Characters of a function's name."""
+
+
+def _nothing(text: str) -> None:
+    """Drops a text."""
+
+
+def call_object(reader: Reader, out: Out, *, before: str = "", known: Collection[str] | None = None) -> Parse[bool]:
+    """Reads {"name": ..., "arguments" or "parameters": ...}, keys in any order; returns whether it was a call.
+
+    before: what stood before it and belongs to it, should it be content.
+    known: the only names that make it a call; None: any.
+    """
+    raw = [before]
+    waiting: list[str] = []  # arguments that came before the name
+    to: Take | None = None
+    given = closed = False
+    if (yield from reader.space(raw.append)) == "{":
+        raw.append(reader.take(1))
+        while (yield from reader.space(raw.append)) == '"':
+            key = yield from _string(reader, raw)
+            if (yield from reader.space(raw.append)) != ":":
+                break
+            raw.append(reader.take(1))
+            yield from reader.space(raw.append)
+            if key == "name" and to is None:
+                name = yield from _string(reader, raw) if (yield from reader.ahead(1)) == '"' else _none(reader)
+                if not name or len(name) > MAX_NAME or (known is not None and name not in known):
+                    break
+                to = out.call(name)
+                to("".join(waiting))
+            elif key in ("arguments", "parameters"):
+                given = True
+                yield from _arguments(reader, to or (lambda text: (raw.append(text), waiting.append(text))))
+            else:
+                yield from reader.json_value(raw.append if to is None else _nothing)
+            if (yield from reader.space(raw.append)) != ",":
+                break
+            raw.append(reader.take(1))
+        closed = (yield from reader.comes("}")) if (yield from reader.ahead(1)) == "}" else False
+        if closed:
+            raw.append("}")
+    if to is None:
+        out.content("".join(raw))
+        return False
+    if closed and not given:
+        to("{}")
+    return True
+
+
+def _arguments(reader: Reader, to: Take) -> Parse[None]:
+    """A JSON value as it is written; of a string what it holds, since some models write their arguments into one."""
+    if (yield from reader.space()) != '"':
+        yield from reader.json_value(to)
+        return
+    parts: list[str] = []
+    yield from reader.json_string(parts.append)
+    try:
+        to(str(json.loads("".join(parts))))
+    except ValueError:
+        to("".join(parts))
+
+
+def _string(reader: Reader, raw: list[str]) -> Parse[str | None]:
+    """A JSON string's text, None if it is not one."""
+    parts: list[str] = []
+    yield from reader.json_string(parts.append)
+    raw += parts
+    try:
+        return str(json.loads("".join(parts)))
+    except ValueError:
+        return None
+
+
+def _none(reader: Reader) -> Parse[str | None]:
+    yield from ()
+    return None
+
+
+def hermes(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, text between."""
+
+    def read(reader: Reader, out: Out) -> Parse[None]:
+        while (yield from reader.until("<tool_call>", to=out.content)) is not None:
+            if (yield from call_object(reader, out, before="<tool_call>")):
+                yield from reader.until("</tool_call>", to=_nothing)
+
+    return read
+
+
+def llama3_json(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
+    """The whole answer is {"name": ..., "parameters": {...}}, several with ";" between; maybe behind <|python_tag|>.
+
+    A name that is no tool's makes it content: the answer may be JSON for its own sake.
+    """
+
+    def read(reader: Reader, out: Out) -> Parse[None]:
+        yield from reader.space(out.content)
+        tag = yield from reader.comes("<|python_tag|>")
+        while tag or (yield from reader.ahead(1)) == "{":
+            was_call = True
+            while was_call and (yield from reader.space()) == "{":
+                was_call = yield from call_object(reader, out, known=known)
+                if was_call and (yield from reader.space()) in (";", ","):
+                    reader.take(1)
+            tag = (yield from reader.until("<|python_tag|>", to=out.content)) is not None
+            if not tag:
+                return
+        while (yield from reader.until("<|python_tag|>", to=out.content)) is not None:
+            while (yield from reader.space()) == "{" and (yield from call_object(reader, out, known=known)):
+                if (yield from reader.space()) in (";", ","):
+                    reader.take(1)
+
+    return read
+
+
+def call_array(reader: Reader, out: Out, *, before: str = "") -> Parse[None]:
+    """[{"name": ..., "arguments": {...}}, ...]; an opening bracket must come next."""
+    reader.take(1)
+    before += "["
+    while (yield from reader.space()) == "{":
+        if not (yield from call_object(reader, out, before=before)):
+            return
+        before = ""
+        if (yield from reader.space()) == ",":
+            reader.take(1)
+    if (yield from reader.comes("]")) and before:
+        out.content(before + "]")
+
+
+def mistral(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
+    """[TOOL_CALLS][{...}, ...], or since version 11 of the tokenizer [TOOL_CALLS]name[ARGS]{...}, the mark before each call."""
+
+    def read(reader: Reader, out: Out) -> Parse[None]:
+        while (yield from reader.until("[TOOL_CALLS]", to=out.content)) is not None:
+            first = yield from reader.space()
+            if first == "[":
+                yield from call_array(reader, out, before="[TOOL_CALLS]")
+            elif first == "{":
+                yield from call_object(reader, out, before="[TOOL_CALLS]")
+            elif first:
+                yield from named(reader, out)
+
+    def named(reader: Reader, out: Out) -> Parse[None]:
+        name: list[str] = []
+        mark = yield from reader.until("{", "[ARGS]", "[CALL_ID]", to=name.append)
+        to = out.call("".join(name).strip()[:MAX_NAME])
+        if mark == "[CALL_ID]":
+            mark = yield from reader.until("{", "[ARGS]", to=_nothing)
+        if mark == "{":
+            reader.back()
+        yield from reader.json_value(to)
+
+    return read
+
+
+BEGIN, SEPARATOR = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581sep\uff5c>"
+END, ALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+ALL_BEGIN = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+
+
+def _deepseek(one: Callable[[Reader, Out], Parse[None]]) -> Callable[[Reader, Out], Parse[None]]:
+    def read(reader: Reader, out: Out) -> Parse[None]:
+        while (yield from reader.until(ALL_BEGIN, to=out.content)) is not None:
+            while (yield from reader.until(BEGIN, ALL_END, to=_nothing)) == BEGIN:
+                yield from one(reader, out)
+
+    return read
+
+
+def deepseek_v3(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
+    """The mark of the type, a separator, the name, and the arguments in a fenced block of JSON; also of DeepSeek R1."""
+
+    def one(reader: Reader, out: Out) -> Parse[None]:
+        if (yield from reader.until(SEPARATOR, END, to=_nothing)) != SEPARATOR:
+            return
+        name: list[str] = []
+        mark = yield from reader.until("\n", END, to=name.append)
+        if mark == "\n":
+            to = out.call("".join(name).strip()[:MAX_NAME])
+            yield from reader.until("```json\n", to=_nothing)
+            # JSON has no line break inside a string, so this is its end.
+            if (yield from reader.until("\n```", END, to=to)) == "\n```":
+                yield from reader.until(END, to=_nothing)
+
+    return _deepseek(one)
+
+
+def deepseek_v31(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
+    """The name, a separator, and the arguments, between marks."""
+
+    def one(reader: Reader, out: Out) -> Parse[None]:
+        name: list[str] = []
+        if (yield from reader.until(SEPARATOR, END, to=name.append)) == SEPARATOR:
+            yield from reader.until(END, to=out.call("".join(name).strip()[:MAX_NAME]))
+
+    return _deepseek(one)
+
+
+def named_call(name: str) -> Callable[[Reader, Out], Parse[None]]:
+    """The answer is the arguments of one function: `tool_choice` names it, and the grammar sees to it."""
+
+    def read(reader: Reader, out: Out) -> Parse[None]:
+        if (yield from reader.space()):
+            yield from reader.json_value(out.call(name))
+
+    return read
+
+
+def required_calls() -> Callable[[Reader, Out], Parse[None]]:
+    """The answer is a list of calls: `tool_choice` is "required", and the grammar sees to it."""
+
+    def read(reader: Reader, out: Out) -> Parse[None]:
+        if (yield from reader.space()) == "[":
+            yield from call_array(reader, out)
+
+    return read

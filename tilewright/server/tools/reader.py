@@ -1,0 +1,272 @@
+"""Text that comes in pieces, read by generators that do not know where it was cut.
+
+A parser is a generator over a `Reader`. It asks for what it needs (`until`, `json_value` ...) and waits inside these calls,
+with a bare `yield`, where the text so far does not decide. What it does depends on characters alone, never on pieces:
+so the result is the same for every way to cut the text. Nothing is kept but what could still become a mark, so time is
+linear in the text.
+"""
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeVar
+
+__all__ = ["Event", "Out", "Parse", "Parser", "Reader", "Take"]
+
+T = TypeVar("T")
+Parse = Generator[None, None, T]
+"""What a reading function is: it yields to wait for more text, and returns its result."""
+Take = Callable[[str], object]
+_STRUCTURE = re.compile(r'["{}\[\]]|[^"{}\[\]\s0-9A-Za-z+\-.,:]')
+_STRING = re.compile(r'["\\]')
+_SCALAR_END = re.compile(r"[^0-9A-Za-z+\-.]")
+
+
+class Event(NamedTuple):
+    """A part of an answer. Parts of one kind (and call), joined, are the whole."""
+
+    kind: str
+    """content, reasoning, call (`text` is the function's name) or arguments."""
+    text: str
+    call: int = 0
+    """Which call, from 0, for the last two kinds."""
+
+
+class Out:
+    """Takes what parsers find, and makes events of it.
+
+    White space between text and a call, or at the beginning of content behind reasoning, belongs to neither.
+    """
+
+    def __init__(self, *, most_calls: int | None = None):
+        self._most_calls = most_calls
+        self._events: list[Event] = []
+        self._space: list[str] = []
+        self._said = self._reasoned = False
+        self.calls = 0
+
+    def content(self, text: str) -> None:
+        """Text for the reader."""
+        if self._reasoned and not self._said:
+            text = text.lstrip()
+        shown = text.rstrip()
+        if shown:
+            self._said = True
+            self._add("content", "".join(self._space) + shown)
+            self._space = []
+        if len(shown) < len(text):
+            self._space.append(text[len(shown) :])
+
+    def reasoning(self, text: str) -> None:
+        """A piece of the chain of thought."""
+        self._reasoned = True
+        if text:
+            self._add("reasoning", text)
+
+    def call(self, name: str) -> Take:
+        """A call begins; returns where its arguments go."""
+        self._space = []
+        index, self.calls = self.calls, self.calls + 1
+        if self._most_calls is not None and index >= self._most_calls:
+            return lambda text: None
+        self._add("call", name, index)
+        return lambda text: self._add("arguments", text, index) if text else None
+
+    def finish(self) -> None:
+        """The text has come to its end."""
+        if self._space and not self.calls:
+            self._add("content", "".join(self._space))
+        self._space = []
+
+    def take(self) -> list[Event]:
+        """The events since the last call, neighbours of one kind joined."""
+        events, self._events = self._events, []
+        joined: list[Event] = []
+        parts: list[str] = []
+        for event in events:
+            if joined and event.kind != "call" and (event.kind, event.call) == (joined[-1].kind, joined[-1].call):
+                parts.append(event.text)
+                continue
+            if parts:
+                joined[-1] = joined[-1]._replace(text="".join(parts))
+            joined.append(event)
+            parts = [event.text]
+        if parts:
+            joined[-1] = joined[-1]._replace(text="".join(parts))
+        return joined
+
+    def _add(self, kind: str, text: str, call: int = 0) -> None:
+        self._events.append(Event(kind, text, call))
+
+
+class Reader:
+    """The text of an answer, from its present place on."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self.ended = False
+
+    def feed(self, text: str) -> None:
+        """More text."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def take(self, count: int) -> str:
+        """Step over so many characters, which are there; returns them."""
+        self._at += count
+        return self._text[self._at - count : self._at]
+
+    def back(self) -> None:
+        """One character back, to one that was just stepped over."""
+        self._at -= 1
+
+    def ahead(self, count: int) -> Parse[str]:
+        """The next `count` characters, fewer only at the end; they stay."""
+        while len(self._text) - self._at < count and not self.ended:
+            yield
+        return self._text[self._at : self._at + count]
+
+    def comes(self, mark: str) -> Parse[bool]:
+        """Whether `mark` comes next; if it does it is stepped over. Looks no further than it has to."""
+        count = 1
+        while True:
+            seen = yield from self.ahead(count)
+            if seen == mark:
+                self.take(count)
+                return True
+            if len(seen) < count or not mark.startswith(seen):
+                return False
+            count += 1
+
+    def space(self, to: Take = lambda text: None) -> Parse[str]:
+        """Steps over white space; returns the character behind it, "" at the end."""
+        while True:
+            char = yield from self.ahead(1)
+            if not char or not char.isspace():
+                return char
+            to(self.take(1))
+
+    def until(self, *marks: str, to: Take) -> Parse[str | None]:
+        """Gives `to` what stands before the first of the marks and steps over that; returns it, or None at the end.
+
+        No mark may begin with another.
+        """
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        while True:
+            found = pattern.search(self._text, self._at)
+            if found is not None:
+                to(self.take(found.start() - self._at))
+                self.take(len(found[0]))
+                return found[0]
+            held = 0 if self.ended else _held(self._text, self._at, marks)
+            if len(self._text) - self._at > held:
+                to(self.take(len(self._text) - self._at - held))
+            if self.ended:
+                return None
+            yield
+
+    def json_string(self, to: Take) -> Parse[bool]:
+        """Gives `to` a JSON string with its quotes, as it is written; False if it has no end. A quote must come next."""
+        to(self.take(1))
+        while True:
+            found = _STRING.search(self._text, self._at)
+            if found is None:
+                if len(self._text) > self._at:
+                    to(self.take(len(self._text) - self._at))
+                if self.ended:
+                    return False
+                yield
+            elif found[0] == '"':
+                to(self.take(found.end() - self._at))
+                return True
+            else:
+                to(self.take(found.start() - self._at))
+                pair = yield from self.ahead(2)
+                to(self.take(len(pair)))
+
+    def json_value(self, to: Take) -> Parse[bool]:
+        """Gives `to` a JSON value as it is written, up to what cannot belong to it; False if it is none or has no end."""
+        first = yield from self.space()
+        if first == '"':
+            return (yield from self.json_string(to))
+        if first not in ("{", "["):
+            return (yield from self._scalar(to))
+        depth = 0
+        while True:
+            found = _STRUCTURE.search(self._text, self._at)
+            if found is None:
+                if len(self._text) > self._at:
+                    to(self.take(len(self._text) - self._at))
+                if self.ended:
+                    return False
+                yield
+                continue
+            to(self.take(found.start() - self._at))
+            if found[0] == '"':
+                if not (yield from self.json_string(to)):
+                    return False
+            elif found[0] in "{[":
+                depth += 1
+                to(self.take(1))
+            elif found[0] in "}]":
+                depth -= 1
+                to(self.take(1))
+                if depth == 0:
+                    return True
+            else:
+                return False
+
+    def _scalar(self, to: Take) -> Parse[bool]:
+        any_taken = False
+        while True:
+            found = _SCALAR_END.search(self._text, self._at)
+            stop = len(self._text) if found is None else found.start()
+            if stop > self._at:
+                any_taken = True
+                to(self.take(stop - self._at))
+            if found is not None or self.ended:
+                return any_taken and found is not None
+            yield
+
+
+def _held(text: str, at: int, marks: Sequence[str]) -> int:
+    """How many characters at the end of text[at:] may be the beginning of a mark."""
+    longest = max(map(len, marks)) - 1
+    for start in range(max(at, len(text) - longest), len(text)):
+        if any(mark.startswith(text[start:]) for mark in marks):
+            return len(text) - start
+    return 0
+
+
+class Parser:
+    """One answer: pieces of text in, events out. `read` is what runs over the reader."""
+
+    def __init__(self, read: Callable[[Reader, Out], Parse[None]], *, most_calls: int | None = None):
+        self._reader, self._out = Reader(), Out(most_calls=most_calls)
+        self._run: Parse[None] | None = read(self._reader, self._out)
+
+    @property
+    def calls(self) -> int:
+        """Calls that have begun."""
+        return self._out.calls
+
+    def push(self, text: str) -> list[Event]:
+        """What this piece of text adds."""
+        if text and self._run is not None:
+            self._reader.feed(text)
+            self._go_on()
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        """What was held back, once no more text comes."""
+        self._reader.ended = True
+        self._go_on()
+        self._out.finish()
+        return self._out.take()
+
+    def _go_on(self) -> None:
+        if self._run is not None:
+            try:
+                next(self._run)
+            except StopIteration:
+                self._run = None

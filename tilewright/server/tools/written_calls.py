@@ -1,0 +1,224 @@
+"""Calls that are not written as JSON: Qwen3-Coder's XML and calls as in Python. Their arguments become JSON.
+
+Types come from the function's schema: the text of a parameter says nothing of its own. What does not fit its type is a string.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tilewright.server.tools.reader import Out, Parse, Reader, Take
+
+__all__ = ["kinds_of", "pythonic", "qwen3_coder"]
+
+MAX_NAME = 256
+_QUOTED = json.JSONEncoder(ensure_ascii=False).encode
+_CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_MAY_CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
+
+
+def kinds_of(schema: Any) -> frozenset[str]:
+    """The JSON types that a schema of a parameter allows; all of them, {"any"}, where it does not say."""
+    if not isinstance(schema, Mapping):
+        return frozenset({"any"})
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset({kind})
+    if isinstance(kind, list):
+        return frozenset(item for item in kind if isinstance(item, str))
+    if isinstance(schema.get("enum"), list) and all(isinstance(item, str) for item in schema["enum"]):
+        return frozenset({"string"})
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            return frozenset().union(*(kinds_of(item) for item in schema[name]))
+    return frozenset({"any"})
+
+
+def _typed(text: str, kinds: frozenset[str]) -> str:
+    """A parameter's text as JSON of one of the kinds; a string where it is none of the others."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if "any" in kinds or _kind(value) & kinds:
+            # The model's own writing, where it is JSON: 1e3 stays 1e3.
+            return text.strip() if read is json.loads else written
+    lowered = text.strip().lower()
+    if "boolean" in kinds and lowered in ("true", "false"):
+        return lowered
+    return "null" if "null" in kinds and lowered in ("null", "none") else _QUOTED(text)
+
+
+def _kind(value: Any) -> set[str]:
+    if isinstance(value, bool) or value is None:
+        return {"null" if value is None else "boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number", "integer"} if value.is_integer() else {"number"}
+    return {"string"} if isinstance(value, str) else {"array" if isinstance(value, (list, tuple)) else "object"}
+
+
+def qwen3_coder(tools: Mapping[str, Any]) -> Callable[[Reader, Out], Parse[None]]:
+    """<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>; the outer mark may be missing.
+
+    tools: function names and the schemas of their parameters.
+    """
+
+    def read(reader: Reader, out: Out) -> Parse[None]:
+        while (mark := (yield from reader.until("<tool_call>", "<function=", to=out.content))) is not None:
+            if mark == "<tool_call>":
+                space: list[str] = []
+                yield from reader.space(space.append)
+                if not (yield from reader.comes("<function=")):
+                    out.content(mark + "".join(space))
+                    continue
+            name: list[str] = []
+            if (yield from reader.until(">", to=name.append)) is None:
+                return
+            yield from function(reader, out, "".join(name).strip()[:MAX_NAME])
+            yield from reader.space()
+            yield from reader.comes("</tool_call>")
+
+    def function(reader: Reader, out: Out, name: str) -> Parse[None]:
+        to = out.call(name)
+        schema = tools.get(name)
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        first = True
+        while (mark := (yield from reader.until("<parameter=", "</function>", to=lambda text: None))) == "<parameter=":
+            key: list[str] = []
+            if (yield from reader.until(">", to=key.append)) is None:
+                return
+            kinds = kinds_of(properties.get("".join(key))) if isinstance(properties, Mapping) else frozenset({"any"})
+            to(("{" if first else ", ") + _QUOTED("".join(key)) + ": ")
+            first = False
+            yield from _parameter(reader, to, kinds)
+        if mark is not None:
+            to("{}" if first else "}")
+
+    return read
+
+
+def _parameter(reader: Reader, to: Take, kinds: frozenset[str]) -> Parse[None]:
+    """The value behind <parameter=KEY>; one line break at either end belongs to the marks."""
+    yield from reader.comes("\n")
+    if kinds != {"string"}:
+        parts: list[str] = []
+        if (yield from reader.until("</parameter>", to=parts.append)) is not None:
+            to(_typed("".join(parts).removesuffix("\n"), kinds))
+        else:
+            to("".join(parts))
+        return
+    held = ""
+
+    def quoted(text: str) -> None:
+        nonlocal held
+        text = held + text
+        held = "\n" if text.endswith("\n") else ""
+        to(_QUOTED(text.removesuffix("\n"))[1:-1])
+
+    to('"')
+    if (yield from reader.until("</parameter>", to=quoted)) is not None:
+        to('"')
+    elif held:
+        to("\\n")
+
+
+def pythonic(tools: Mapping[str, Any]) -> Callable[[Reader, Out], Parse[None]]:
+    """The whole answer is [name(key=value, ...), ...], with Python's literals; as of Llama 3.2 and 4."""
+
+    def read(reader: Reader, out: Out) -> Parse[None]:
+        space: list[str] = []
+        yield from reader.space(space.append)
+        yield from reader.comes("<|python_start|>")
+        yield from reader.space(space.append)
+        if not (yield from _begins_call(reader)):
+            out.content("".join(space))
+            yield from reader.until("<|python_end|>", to=out.content)
+            return
+        reader.take(1)
+        while (yield from reader.space()) not in ("", "]"):
+            yield from _python_call(reader, out)
+            if (yield from reader.space()) == ",":
+                reader.take(1)
+            elif (yield from reader.ahead(1)) != "]":
+                break
+        yield from reader.comes("]")
+        yield from reader.comes("<|python_end|>")
+        yield from reader.until("<|python_end|>", to=out.content)
+
+    return read
+
+
+def _begins_call(reader: Reader) -> Parse[bool]:
+    """Whether "[name(" comes next."""
+    count = 1
+    while True:
+        seen = yield from reader.ahead(count)
+        if _CALL.fullmatch(seen):
+            return True
+        if len(seen) < count or count > MAX_NAME or not _MAY_CALL.fullmatch(seen):
+            return False
+        count += 1
+
+
+def _python_call(reader: Reader, out: Out) -> Parse[None]:
+    name: list[str] = []
+    if (yield from reader.until("(", "]", to=name.append)) != "(":
+        out.content("".join(name))
+        return
+    to, first = out.call("".join(name).strip()[:MAX_NAME]), True
+    while (char := (yield from reader.space())) not in ("", ")"):
+        if char == ",":
+            reader.take(1)
+            continue
+        key: list[str] = []
+        mark = yield from reader.until("=", ")", to=key.append)
+        if mark != "=":
+            if mark == ")":
+                reader.back()
+            break
+        to(("{" if first else ", ") + _QUOTED("".join(key).strip()) + ": ")
+        first = False
+        value: list[str] = []
+        closed = yield from _python_value(reader, value.append)
+        text = "".join(value)
+        to(_typed(text.strip(), frozenset({"any"})) if closed else text)
+        if not closed:
+            return
+    if (yield from reader.comes(")")):
+        to("{}" if first else "}")
+
+
+def _python_value(reader: Reader, to: Take) -> Parse[bool]:
+    """Steps over a literal up to the comma or bracket behind it; returns whether there is one."""
+    depth = 0
+    while True:
+        part: list[str] = []
+        found = yield from reader.until(*"\"'()[]{},", to=part.append)
+        to("".join(part))
+        if found is None:
+            return False
+        if depth == 0 and found in (",", ")"):
+            reader.back()
+            return True
+        to(found)
+        if found in ("'", '"'):
+            if not (yield from _python_string(reader, found, to)):
+                return False
+        elif found != ",":
+            depth += 1 if found in "([{" else -1
+
+
+def _python_string(reader: Reader, quote: str, to: Take) -> Parse[bool]:
+    while (found := (yield from reader.until(quote, "\\", to=to))) is not None:
+        to(found)
+        if found == quote:
+            return True
+        escaped = yield from reader.ahead(1)
+        to(reader.take(len(escaped)))
+    return False

@@ -1,0 +1,1 @@
+"""Experiments on small models that show how training behaves."""

@@ -1,0 +1,54 @@
+"""Blocks that keep what a plan says, by torch's selective checkpointing. Gradients are bitwise those without."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tilewright.train.recompute.plan import Choice
+
+__all__ = ["applied"]
+
+
+@contextmanager
+def applied(blocks: Sequence[nn.Module], choices: Sequence[Choice]) -> Iterator[None]:
+    """While on, each block holds what its choice says when it runs with gradients.
+
+    The backward pass may run after it has ended: what is held was decided in the forward pass.
+
+    Raises:
+        ValueError: there are not as many choices as blocks.
+    """
+    if len(blocks) != len(choices):
+        raise ValueError(f"a plan for {len(choices)} blocks, and a model with {len(blocks)}: profile this model")
+    wrapped = [block for block, choice in zip(blocks, choices) if choice.kept is not None]
+    for block, choice in zip(blocks, choices):
+        if choice.kept is not None:
+            block.forward = partial(_run, block.forward, choice.kept)
+    try:
+        yield
+    finally:
+        for block in wrapped:
+            del block.forward
+
+
+def _run(forward: Any, kept: frozenset[int], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if not kept:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, kept), **kwargs)
+
+
+def _contexts(kept: frozenset[int]) -> Any:
+    calls = {False: -1, True: -1}  # in the forward pass, and where torch asks again in the recomputation
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        calls[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if calls[context.is_recompute] in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,263 @@
+"""What a forward pass leaves behind for its backward pass, block by block, and what each operation costs to run again.
+
+`profile` runs a model's forward and backward pass and watches two things: the tensors that autograd saves, and every call that
+reaches torch's dispatcher inside a block, with the memory that it allocates and the seconds that it takes. Then it runs once
+more with every block checkpointed, to see which calls a recomputation really makes: it stops at the last saved tensor.
+
+On "meta" nothing is computed: bytes are exact for any size, and times come from a function of the call (`seconds_of`).
+Memory is counted by storage: two views of one buffer are one. All storages of the pass are held until it ends, so a profile on
+real tensors needs more memory than a step; profile a small model, or on "meta".
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint
+
+__all__ = ["BlockProfile", "Call", "Profile", "SecondsOf", "profile"]
+
+SecondsOf = Callable[[Any, tuple[Any, ...], Any], float]
+"""(operator, its arguments, its result) -> seconds."""
+
+_Storages = dict[int, int]
+"""Storage -> its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call inside a block."""
+
+    name: str
+    """Of the operator, as "tilewright.linear"."""
+    seconds: float
+    made: _Storages
+    """What it allocates; nothing for a view."""
+    again: bool
+    """Whether recomputing the block runs it again."""
+    may_be_kept: bool
+    """False for views, and for what is written in place later."""
+
+    @property
+    def bytes(self) -> int:
+        """That it allocates."""
+        return sum(self.made.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """One block of a model."""
+
+    calls: tuple[Call, ...]
+    inputs: _Storages
+    """What a checkpoint of the block holds."""
+    saved: _Storages
+    """What autograd holds without one."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for blocks that do the same."""
+        calls = tuple((c.name, c.bytes, c.again, c.may_be_kept) for c in self.calls)
+        return calls, sum(self.inputs.values()), sum(self.saved.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A whole forward and backward pass."""
+
+    blocks: tuple[BlockProfile, ...]
+    outside: _Storages
+    """Saved by what stands around the blocks."""
+    step_seconds: float
+    """Of a forward and backward pass that keeps everything."""
+
+
+def profile(
+    blocks: Sequence[nn.Module], loss: Callable[[], Tensor], *, parameters: Sequence[Tensor],
+    seconds_of: SecondsOf | None = None, repeats: int = 3,
+) -> Profile:  # fmt: skip
+    """Profile a model.
+
+    Args:
+        blocks: the modules that may be checkpointed, in the order in which they run; each runs once.
+        loss: () -> a scalar with a gradient; always the same computation.
+        parameters: what the loss is differentiated by. Their memory is not counted, they live anyway.
+        seconds_of: what a call takes; by default it is measured.
+        repeats: measured times are the least of so many.
+
+    Raises:
+        ValueError: there are no blocks, or a block did not run exactly once.
+    """
+    if not blocks:
+        raise ValueError("profile: no blocks to plan for")
+    watches = [_watch(blocks, loss, parameters, seconds_of) for _ in range(1 if seconds_of else repeats)]
+    recomputed = _recomputed(blocks, loss, parameters)
+    first = watches[0]
+    found = []
+    for i in range(len(blocks)):
+        runs = [watch.calls[i] for watch in watches]
+        calls = [
+            Call(
+                name=seen.name, seconds=min(run[j].seconds for run in runs), made=seen.made, again=j < recomputed[i],
+                may_be_kept=bool(sum(seen.made.values())) and not first.written & seen.made.keys(),
+            )
+            for j, seen in enumerate(runs[0])
+        ]  # fmt: skip
+        found.append(BlockProfile(calls=tuple(calls), inputs=first.inputs[i], saved=first.saved[i]))
+    if seconds_of is None:
+        step = min(_timed(loss, parameters) for _ in range(repeats))
+    else:
+        # A backward pass does twice the work of its forward pass: one product for the input, one for the weight.
+        step = 3 * (first.outside_seconds + sum(call.seconds for block in found for call in block.calls))
+    return Profile(blocks=tuple(found), outside=first.outside, step_seconds=step)
+
+
+@dataclass
+class _Seen:
+    """A call as it was watched."""
+
+    name: str
+    seconds: float
+    made: _Storages
+
+
+class _Watch(TorchDispatchMode):
+    """What happens in each block of one forward pass."""
+
+    def __init__(self, count: int, seconds_of: SecondsOf | None) -> None:
+        super().__init__()
+        self.calls: list[list[_Seen]] = [[] for _ in range(count)]
+        self.inputs: list[_Storages] = [{} for _ in range(count)]
+        self.saved: list[_Storages] = [{} for _ in range(count)]
+        self.outside: _Storages = {}
+        self.outside_seconds = 0.0
+        self.written: set[int] = set()
+        self.block: int | None = None
+        self.ran: list[int] = []
+        self._seconds_of = seconds_of
+        self._held: list[Any] = []  # a storage's address is its name while it lives
+
+    def storages(self, values: Any) -> _Storages:
+        """Of all tensors among the values."""
+        found = {}
+        for t in tree_leaves(values):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                self._held.append(storage)
+                found[storage._cdata] = storage.nbytes()
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        start = _now(args)
+        out = func(*args, **kwargs)
+        seconds = self._seconds_of(func, args, out) if self._seconds_of else _now(args) - start
+        if func in SAC_IGNORED_OPS:
+            return out
+        taken = self.storages((args, kwargs))
+        for value, argument in zip(args, func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.written |= self.storages(value).keys()
+        if self.block is not None:
+            made = {key: size for key, size in self.storages(out).items() if key not in taken}
+            name = str(func).removesuffix(".default")
+            self.calls[self.block].append(_Seen(name, seconds, made))
+        else:
+            self.outside_seconds += seconds
+        return out
+
+
+def _now(args: Any) -> float:
+    if any(isinstance(a, Tensor) and a.is_cuda for a in args):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _watch(
+    blocks: Sequence[nn.Module], loss: Callable[[], Tensor], parameters: Sequence[Tensor], seconds_of: SecondsOf | None
+) -> _Watch:  # fmt: skip
+    watch = _Watch(len(blocks), seconds_of)
+    weights = watch.storages(list(parameters)).keys()
+
+    def pack(t: Tensor) -> Tensor:
+        found = {key: size for key, size in watch.storages(t).items() if key not in weights}
+        (watch.outside if watch.block is None else watch.saved[watch.block]).update(found)
+        return t
+
+    def enter(i: int, args: Any, kwargs: Any) -> None:
+        watch.block = i
+        watch.ran.append(i)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        watch.inputs[i].update({key: size for key, size in watch.storages(given).items() if key not in weights})
+
+    def leave(i: int) -> None:
+        watch.block = None
+
+    hooks = []
+    for i, block in enumerate(blocks):
+        hooks.append(block.register_forward_pre_hook(lambda m, args, kwargs, i=i: enter(i, args, kwargs), with_kwargs=True))
+        hooks.append(block.register_forward_hook(lambda m, args, out, i=i: leave(i)))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), watch:
+            result = loss()
+        del result
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if watch.ran != list(range(len(blocks))):
+        raise ValueError(f"profile: blocks ran in the order {watch.ran}, wanted each once, in the order given")
+    return watch
+
+
+class _Counter(TorchDispatchMode):
+    """Counts calls as selective checkpointing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func not in SAC_IGNORED_OPS
+        return func(*args, **(kwargs or {}))
+
+
+def _recomputed(blocks: Sequence[nn.Module], loss: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[int]:
+    """How many calls a full recomputation of each block makes: those up to the last tensor that is saved."""
+    counters = [_Counter() for _ in blocks]
+    # The outer mode takes calls to the dispatcher everywhere: on "meta" that finds their shapes, where definitions read values.
+    with _Counter(), _wrapped(blocks, [lambda counter=counter: (nullcontext(), counter) for counter in counters]):
+        _gradients(loss(), parameters)
+    return [counter.calls for counter in counters]
+
+
+@contextmanager
+def _wrapped(blocks: Sequence[nn.Module], contexts: Sequence[Callable[[], Any]]) -> Iterator[None]:
+    """Blocks checkpointed with these contexts."""
+    for block, context in zip(blocks, contexts, strict=True):
+        forward = block.forward
+        # Nothing is random on "meta", and it has no state of random numbers.
+        keep = not any(p.is_meta for p in block.parameters())
+        block.forward = lambda *args, forward=forward, context=context, keep=keep, **kwargs: checkpoint(
+            forward, *args, use_reentrant=False, context_fn=context, preserve_rng_state=keep, **kwargs
+        )
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _gradients(result: Tensor, parameters: Sequence[Tensor]) -> None:
+    torch.autograd.grad(result, list(parameters), allow_unused=True)
+
+
+def _timed(loss: Callable[[], Tensor], parameters: Sequence[Tensor]) -> float:
+    start = _now(list(parameters))
+    _gradients(loss(), parameters)
+    return _now(list(parameters)) - start

@@ -1,0 +1,66 @@
+"""Why a plan keeps each tensor, or does not: a sentence for every call that allocates."""
+
+from dataclasses import dataclass
+
+from tilewright.train.recompute.plan import Plan
+from tilewright.train.recompute.profile import Profile
+
+__all__ = ["Reason", "reasons"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """One call of blocks that do the same."""
+
+    blocks: tuple[int, ...]
+    """Those blocks."""
+    call: int
+    """Its number among the calls of such a block."""
+    name: str
+    bytes: int
+    """Of its result, in one block."""
+    seconds: float
+    """To run it again, in one block."""
+    kept_in: int
+    """Blocks that keep its result, checkpointed or not."""
+    why: str
+
+
+def reasons(profile: Profile, plan: Plan) -> list[Reason]:
+    """For every call with a result of its own, in order, blocks that do the same taken together."""
+    groups: dict[object, list[int]] = {}
+    for i, block in enumerate(profile.blocks):
+        groups.setdefault(block.key, []).append(i)
+    found = []
+    for places in groups.values():
+        alone = sum(plan.choices[i].kept is None for i in places)
+        for j, call in enumerate(profile.blocks[places[0]].calls):
+            if not call.bytes:
+                continue
+            chosen = sum(j in kept for i in places if (kept := plan.choices[i].kept) is not None)
+            # Left alone, a block keeps what its backward pass reads.
+            left = sum(bool(profile.blocks[i].calls[j].made.keys() & profile.blocks[i].saved.keys()) for i in places
+                       if plan.choices[i].kept is None)  # fmt: skip
+            found.append(
+                Reason(
+                    blocks=tuple(places), call=j, name=call.name, bytes=call.bytes, seconds=call.seconds, kept_in=chosen + left,
+                    why=_why(call.again, call.may_be_kept, call.seconds / call.bytes, chosen, len(places) - alone, alone),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _why(again: bool, may_be_kept: bool, seconds_a_byte: float, chosen: int, checkpointed: int, alone: int) -> str:
+    price = f"{seconds_a_byte * 1e6 * 2**20:.2g} us for each MiB"
+    rest = f"; {alone} blocks are not checkpointed" if alone else ""
+    if not checkpointed:
+        return "the budget has room for all that autograd keeps"
+    if not again:
+        return f"no backward pass of its block waits for it: never run again{rest}"
+    if not may_be_kept:
+        return f"written in place later, so it cannot be kept{rest}"
+    if chosen == checkpointed:
+        return f"kept: running it again costs {price}, more than what else could be dropped{rest}"
+    if chosen:
+        return f"kept in {chosen} of {checkpointed} checkpointed blocks: at {price} it is where the budget ends{rest}"
+    return f"run again: that costs {price}, less than what else could be dropped{rest}"
