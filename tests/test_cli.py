@@ -17,6 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tests.server.tiny_model import write_tiny_model
+from tests.train.options import TRAIN_OPTIONS
 from tilewright import __version__
 from tilewright.cli import app
 
@@ -54,6 +55,7 @@ OPTIONS = {
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
         *("--invariant", "--no-invariant"),
     },
+    "train run": TRAIN_OPTIONS,
     "bench engine": {
         *(
             "--workload",

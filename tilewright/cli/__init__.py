@@ -21,6 +21,7 @@ try:
     import tilewright.cli.quantize
     import tilewright.cli.scaling
     import tilewright.cli.serve
+    import tilewright.cli.train
     import tilewright.cli.train_plan
     import tilewright.cli.tune
     import tilewright.cli.tune_op

@@ -24,7 +24,7 @@ try:
 except ModuleNotFoundError:
     raise MissingExtra(advice("a language model", "tokenizers")) from None
 
-__all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
+__all__ = ["Cut", "Detokenizer", "Tokenizer", "TokenizerError"]
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNFINISHED = "\ufffd"
@@ -208,16 +208,19 @@ class Tokenizer:
         """
         if allow_special:
             return self.encode(self.apply_chat_template(messages, **variables), add_special=False)
-        cut = _Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
-        safe = [
-            cut.apart(message, self._special_texts if message.get("role") == "assistant" else self._control_texts)
-            for message in messages
+        cut, safe = self.safe(messages, variables)
+        pieces = self.apply_chat_template(safe, **cut.apart(variables, self._control_texts)).split(cut.mark)
+        return [token for piece in pieces for token in self.encode(piece, add_special=False)]
+
+    def safe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple["Cut", list[Any]]:
+        """Messages with marks where their text would spell control tokens."""
+        cut = Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
+        return cut, [
+            cut.apart(m, self._special_texts if m.get("role") == "assistant" else self._control_texts) for m in messages
         ]
-        text = self.apply_chat_template(safe, **cut.apart(variables, self._control_texts))
-        return [token for piece in text.split(cut.mark) for token in self.encode(piece, add_special=False)]
 
 
-class _Cut:
+class Cut:
     """Puts a mark, a character that is nowhere in `texts`, behind the first character of what is to be kept apart."""
 
     def __init__(self, texts: str):
@@ -225,10 +228,8 @@ class _Cut:
 
     def apart(self, value: Any, wanted: re.Pattern[str] | None) -> Any:
         """A value of messages with marks in all its texts, however deep."""
-        if wanted is None:
-            return value
         if isinstance(value, str):
-            return wanted.sub(lambda found: found[0] + self.mark, value)
+            return value if wanted is None else wanted.sub(lambda found: found[0] + self.mark, value)
         if isinstance(value, Mapping):
             return {self.apart(key, wanted): self.apart(item, wanted) for key, item in value.items()}
         return [self.apart(item, wanted) for item in value] if isinstance(value, (list, tuple)) else value
