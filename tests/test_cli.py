@@ -93,6 +93,7 @@ OPTIONS = {
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
+    "rl": {"--log", "--updates", "--seed", "--every", "--json"},
     "scaling fit": {
         *("--params-column", "--tokens-column", "--flops-column", "--loss-column", "--drop-highest", "--delta", "--bootstrap"),
         *("--seed", "--test", "--out", "--plots", "--json"),

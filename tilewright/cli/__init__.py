@@ -16,6 +16,7 @@ try:
     import tilewright.cli.hw
     import tilewright.cli.optimize
     import tilewright.cli.quantize
+    import tilewright.cli.rl
     import tilewright.cli.scaling
     import tilewright.cli.serve
     import tilewright.cli.tune
