@@ -14,8 +14,9 @@ from tilewright.models.deepseek import deepseek
 from tilewright.models.dense import llama, mistral, qwen2, qwen3
 from tilewright.models.files import read_json
 from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_codes
+from tilewright.models.initial import initialise
 from tilewright.models.prompt import prompt_inputs
-from tilewright.models.saving import save_quantized
+from tilewright.models.saving import save_model, save_quantized
 from tilewright.models.weights import Checkpoint, resolve
 from tilewright.ops.weights import QuantizedWeight
 
@@ -28,12 +29,14 @@ __all__ = [
     "ModelError",
     "Progress",
     "empty_model",
+    "initialise",
     "kv_bytes_per_token",
     "load_config",
     "load_model",
     "prompt_inputs",
     "random_model",
     "resolve",
+    "save_model",
     "save_quantized",
     "weight_bytes",
     "weight_bytes_of",

@@ -1,4 +1,4 @@
-"""Saving a quantised model as a folder that loads like any other: config.json, safetensors, the tokenizer's files.
+"""Saving a model as a folder that loads like any other, in transformers too: config.json, safetensors, the tokenizer's files.
 
 Tensors have their Hugging Face names, merged projections are taken apart, and `quantization_config` in config.json lists the
 layers that have codes with their formats (`layouts.Own`). Nothing is pickled.
@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tilewright.models.config import ModelConfig
 from tilewright.models.decoder import Decoder
 from tilewright.models.errors import ModelError
 from tilewright.models.files import read_json
@@ -22,7 +23,7 @@ from tilewright.models.weights import resolve
 from tilewright.nn import Linear
 from tilewright.ops.weights import QuantizedWeight
 
-__all__ = ["save_quantized"]
+__all__ = ["hf_config", "save_model", "save_quantized"]
 
 _SHARD_BYTES = 4 << 30
 _COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.jinja")
@@ -65,6 +66,61 @@ def save_quantized(model: Decoder, folder: str | Path, source: str | Path) -> No
             shutil.copyfile(path, target / path.name)
     _write(target, tensors)
     (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def save_model(model: Decoder, folder: str | Path, tokenizer: str | Path | None = None) -> None:
+    """Save an unquantised model, in its dtype, as a Hugging Face folder. What stands there under the same names is replaced.
+
+    Args:
+        folder: it is made.
+        tokenizer: the folder whose tokenizer and generation settings are copied.
+
+    Raises:
+        ModelError: `tokenizer` cannot be found.
+        ValueError: a layer of the model is quantised, or it is of an architecture that `hf_config` cannot write.
+    """
+    target, raw = Path(folder), hf_config(model.config)
+    tensors, layers = _taken_apart(model)
+    if layers:
+        raise ValueError("save_model: layers of the model are quantised; use save_quantized")
+    raw["dtype"] = raw["torch_dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in _COPIED if tokenizer is not None else ():
+        for path in resolve(tokenizer).glob(pattern):  # pyright: ignore[reportArgumentType]
+            shutil.copyfile(path, target / path.name)
+    _write(target, tensors)
+    (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+_MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
+_MODEL_TYPES |= {"Qwen3ForCausalLM": "qwen3"}
+_SAME_NAMES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias",
+    "tie_word_embeddings", "bos_token_id",
+)  # fmt: skip
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of a dense model, with keys that transformers 4 and 5 read; `ModelConfig.from_hf` gives it back.
+
+    Raises:
+        ValueError: another architecture, or windows of several sizes.
+    """
+    if config.architecture not in _MODEL_TYPES:
+        raise ValueError(f"config.json of {config.architecture} cannot be written; known: {', '.join(_MODEL_TYPES)}")
+    sizes = sorted({window for window in config.windows if window is not None})
+    if len(sizes) > 1:
+        raise ValueError(f"windows of several sizes ({sizes}) have no place in config.json")
+    raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": _MODEL_TYPES[config.architecture]}
+    raw |= {name: getattr(config, name) for name in _SAME_NAMES}
+    raw["rope_scaling"] = None if config.rope_scaling is None else dict(config.rope_scaling)
+    raw |= {"sliding_window": sizes[0] if sizes else None, "use_sliding_window": bool(sizes)}
+    if sizes and config.architecture != "MistralForCausalLM":
+        raw["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+    raw["eos_token_id"] = (list(config.eos_token_ids) or None) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0]
+    raw["dtype"] = raw["torch_dtype"] = str(config.dtype).removeprefix("torch.")
+    return raw
 
 
 def _taken_apart(model: Decoder) -> tuple[dict[str, Tensor], dict[str, Own]]:

@@ -18,7 +18,7 @@ from tilewright import ops
 from tilewright.models import Model
 from tilewright.nn import PackedKeysValues
 from tilewright.train.batch import IGNORED, TrainBatch
-from tilewright.train.optim import Optimizer
+from tilewright.train.optim import Muon, Optimizer
 
 __all__ = ["NextToken", "Objective", "StepResult", "SumOf", "running_sum", "train_step", "trainable", "tree_sum"]
 
@@ -76,7 +76,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def train_step(
-    model: Model, optimizer: Optimizer, batches: Sequence[TrainBatch], lr: float, objective: Objective, sum_of: SumOf
+    model: Model, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], lr: float, objective: Objective, sum_of: SumOf
 ) -> StepResult:
     """Update the weights once, from all of `batches` together. Raises ValueError where there are no targets."""
     weights = trainable(model)

@@ -1,0 +1,130 @@
+"""Checkpoints: the optimizer's state by torch.distributed.checkpoint, as safetensors, and where the run is, as JSON.
+
+    OUT/step-00000100/model-*.safetensors   master weights, moments and the optimizer's control, by name
+    OUT/step-00000100/state.json            step, tokens, positions of the data
+    OUT/step-00000100/config.toml           what the run is
+
+A folder gets this name when all of it is on the disk, so a checkpoint is whole or is not there; the one before goes only then.
+Weights are not saved twice: they are the master weights, rounded. Nothing is pickled.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+__all__ = ["Checkpoints", "load"]
+
+_PREFIX, _PARTIAL = "step-", ".partial"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: of the run; it is made.
+        keep: how many stay.
+        asynchronous: write while training goes on; the state is copied to the host first.
+    """
+
+    def __init__(self, folder: Path, keep: int, asynchronous: bool):
+        self.folder, self._keep, self._asynchronous = folder, keep, asynchronous
+        self._pending: tuple[Path, Future[Any]] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint."""
+        found = self._whole()
+        return found[-1] if found else None
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config: str) -> str | None:
+        """Save the state behind `step` updates; a save that is under way is waited for. Returns what went wrong with that one,
+        or with this one where it is not asynchronous."""
+        before = self.finish()
+        partial = self.folder / f"{_PREFIX}{step:08d}{_PARTIAL}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _write(partial / "state.json", json.dumps(state, indent=1) + "\n")
+            _write(partial / "config.toml", config)
+        except OSError as error:
+            return self._failed(partial, error)
+        # A copy: DCP's own would share the memory of tensors that are on the host already.
+        held: dict[str, Any] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        started = state_dict_saver.async_save(held, storage_writer=HuggingFaceStorageWriter(str(partial)), no_dist=True)
+        assert isinstance(started, Future)
+        self._pending = (partial, started)
+        return before if self._asynchronous else before or self.finish()
+
+    def poll(self) -> str | None:
+        """Give a save that has ended its name. Returns what went wrong with it."""
+        return self.finish() if self._pending is not None and self._pending[1].done() else None
+
+    def finish(self) -> str | None:
+        """Wait for a save that is under way. Returns what went wrong with it; the checkpoints before are still there then."""
+        if self._pending is None:
+            return None
+        (partial, done), self._pending = self._pending, None
+        try:
+            done.result()
+            for path in partial.iterdir():
+                _to_disk(path)
+            _to_disk(partial)
+            whole = partial.with_suffix("")
+            shutil.rmtree(whole, ignore_errors=True)
+            partial.rename(whole)
+            _to_disk(self.folder)
+        except (CheckpointException, OSError, RuntimeError) as error:
+            return self._failed(partial, error)
+        for old in self._whole()[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return None
+
+    def _failed(self, partial: Path, error: BaseException) -> str:
+        shutil.rmtree(partial, ignore_errors=True)
+        last = self.latest()
+        words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        kept = f"{last.name} is still there" if last is not None else "there is none before it"
+        return f"checkpoint {partial.stem} could not be written ({words[0]}); {kept}: make room in {self.folder}"
+
+    def _whole(self) -> list[Path]:
+        found = self.folder.glob(f"{_PREFIX}*")
+        return sorted(path for path in found if path.suffix != _PARTIAL and (path / "state.json").is_file())
+
+
+def load(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(the saved tensors under the names of `tensors`, on the CPU; state.json) of a checkpoint.
+
+    Raises:
+        ValueError: it is damaged, or of another model or optimizer.
+    """
+    held = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state_dict_loader.load(held, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        raise ValueError(f"{folder} cannot be read ({words[0][:300]}); remove it to go on from the one before") from error
+    return held, state
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

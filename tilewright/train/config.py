@@ -1,0 +1,173 @@
+"""What a run is: one frozen dataclass, read from TOML, from whose fields the command line is made. Imports no torch."""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+__all__ = ["FREE", "OPTIMIZERS", "TrainConfig", "differences", "merged", "read_toml", "to_toml"]
+
+OPTIMIZERS = ("adamw", "adamw-8bit", "momentum", "muon", "sgd")
+_SCHEDULES = ("constant", "cosine", "linear", "wsd")
+_CHOICES = {
+    "init": ("load", "random"), "dtype": ("bfloat16", "float32"), "optimizer": OPTIMIZERS, "schedule": _SCHEDULES,
+    "accumulate": ("running", "tree"),
+}  # fmt: skip
+
+FREE = frozenset(
+    (
+        "out", "device", "log_every", "save_every", "save_async", "keep", "eval_every", "eval_rows", "sample_every",
+        "sample_prompt", "sample_tokens", "tensorboard", "max_skipped",
+    )
+)  # fmt: skip
+"""Fields that a resumed run may change: they do not touch what is computed."""
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A run. Tokens of one update: row_tokens * micro_rows * micro_batches.
+
+    Raises ValueError for a value that no model or data can make right.
+    """
+
+    model: str = _option("bookworm", "the embedded model, a model folder, a hub name, or the name of a shape (qwen3-0.6b ...)")
+    init: str = _option("load", "load the weights of model, or begin with random ones")
+    init_std: float = _option(0.02, "standard deviation of random weights")
+    depth_scaled: bool = _option(True, "random weights: divide those of output layers by sqrt(2 * layers), as GPT-2 does")
+    tokenizer: str | None = _option(None, "folder with a tokenizer.json, or bookworm; default: that of model")
+    data: tuple[str, ...] = _option((), "files (JSON lines, parquet, text; compressed or not), or folders of token shards")
+    weights: tuple[float, ...] | None = _option(None, "share of each of data in the tokens; default: equal shares")
+    text_field: str = _option("text", "field of JSON lines and parquet that has the text")
+    chat: bool = _option(False, "data are conversations: loss on the assistant's messages alone, by the chat template")
+    shuffle: bool = _option(True, "read documents in a new order each epoch; no: as they lie in the shards")
+    out: str = _option("run", "folder of the run: checkpoints, log.jsonl, the final model")
+    device: str | None = _option(None, "cpu, cuda or cuda:N; default: the first GPU, else the CPU")
+    dtype: str = _option("bfloat16", "bfloat16 or float32, of weights and products; master weights are float32")
+    seed: int = _option(0, "of random weights and of the order of documents")
+    row_tokens: int = _option(1024, "tokens of a packed row: the longest context")
+    micro_rows: int = _option(4, "rows that go through the model at once")
+    micro_batches: int = _option(1, "passes whose gradients are added up for one update")
+    accumulate: str = _option("running", "how they are added: running, or tree (the same bits on any number of ranks)")
+    steps: int = _option(100, "updates")
+    optimizer: str = _option("adamw", f"one of {', '.join(OPTIMIZERS)}")
+    lr: float = _option(3e-4, "highest learning rate")
+    lr_floor: float = _option(0.0, "last learning rate")
+    schedule: str = _option("cosine", f"one of {', '.join(_SCHEDULES)}")
+    warmup: int = _option(10, "updates of linear growth of the learning rate")
+    decay: int | None = _option(None, "wsd: updates of the decay at the end; default: a tenth of steps")
+    beta1: float = _option(0.9, "decay of the mean of gradients; what momentum keeps of itself")
+    beta2: float = _option(0.95, "decay of the mean of their squares")
+    eps: float = _option(1e-8, "added to the root of that mean")
+    weight_decay: float = _option(0.1, "of matrices")
+    max_norm: float = _option(1.0, "gradients are scaled down to this norm; inf: never")
+    z_loss: float = _option(0.0, "weight of log(softmax sum)^2 in the loss")
+    label_smoothing: float = _option(0.0, "share of the target that all tokens have in equal parts")
+    deterministic: bool = _option(True, "the same bits from the same run; no: kernels may add in any order, on a GPU")
+    max_skipped: int = _option(10, "updates in a row that may be skipped because gradients are not finite")
+    log_every: int = _option(10, "updates between lines on the screen")
+    save_every: int = _option(100, "updates between checkpoints; the last is always saved")
+    save_async: bool = _option(True, "write checkpoints while training goes on")
+    keep: int = _option(2, "checkpoints that stay")
+    eval_data: str | None = _option(None, "file of texts that are never trained on: bits per byte are measured on them")
+    eval_every: int = _option(100, "updates between measurements on eval_data; once more at the end")
+    eval_rows: int = _option(64, "rows of eval_data that are measured; 0: all")
+    sample_every: int = _option(0, "updates between texts that the model writes; 0: none")
+    sample_prompt: str = _option("", "what it continues")
+    sample_tokens: int = _option(64, "tokens that it writes")
+    tensorboard: bool = _option(False, "also write the log for TensorBoard, to the folder of the run")
+
+    def __post_init__(self) -> None:
+        for name in ("data", "weights"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        for one in fields(self):
+            _check_type(one.name, one.type, getattr(self, one.name))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, wanted one of {', '.join(choices)}")
+        least = {"row_tokens": 2, "seed": 0, "warmup": 0, "eval_rows": 0, "sample_every": 0}
+        least |= {"micro_rows": 1, "micro_batches": 1, "steps": 1, "log_every": 1, "save_every": 1, "keep": 1}
+        least |= {"eval_every": 1, "sample_tokens": 1, "max_skipped": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted {low} or more")
+        if not (0 < self.lr < math.inf and 0 <= self.lr_floor <= self.lr):
+            raise ValueError(f"lr is {self.lr} and lr_floor {self.lr_floor}, wanted 0 <= lr_floor <= lr, lr above 0")
+        if not 0 < self.init_std < math.inf:
+            raise ValueError(f"init_std is {self.init_std}, wanted a finite number above 0")
+        if self.weights is not None and len(self.weights) != len(self.data):
+            raise ValueError(f"weights has {len(self.weights)} numbers for {len(self.data)} of data, wanted one for each")
+        if self.warmup + (self.decay or 0) > self.steps:
+            raise ValueError(f"warmup {self.warmup} and decay {self.decay or 0} are longer than the run of {self.steps} steps")
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one update, at most."""
+        return self.row_tokens * self.micro_rows * self.micro_batches
+
+
+def _check_type(name: str, kind: Any, value: Any) -> None:
+    """A field's value is what its annotation says; an int is a float too."""
+    kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
+    for one in kinds:
+        if one is type(None) and value is None:
+            return
+        if one is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return
+        if isinstance(one, type) and isinstance(value, one) and not (one is int and isinstance(value, bool)):
+            return
+        if get_args(one) and isinstance(value, tuple):
+            for each in value:
+                _check_type(f"an entry of {name}", get_args(one)[0], each)
+            return
+    wanted = " or ".join("nothing" if one is type(None) else getattr(one, "__name__", str(one)) for one in kinds)
+    raise ValueError(f"{name} is {value!r}, wanted {wanted}")
+
+
+def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
+    """A config from a file's values, and options that overrule them. Raises ValueError for a name that there is not."""
+    known = [one.name for one in fields(TrainConfig)]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise ValueError(f"the config has {name!r}, which is no field" + (f"; is {close[0]!r} meant?" if close else ""))
+    return TrainConfig(**{**values, **over})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a config file, flat. Raises ValueError where it is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from error
+
+
+def to_toml(config: TrainConfig) -> str:
+    """Every field that has a value, as `read_toml` reads it."""
+    lines = [f"{name} = {_literal(value)}" for name, value in asdict(config).items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, str):
+        escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else "\\" + c if c in '"\\' else c for c in value)
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
+    """Sentences about fields that a resumed run must not change, and that differ."""
+    same = replace(now, **{name: getattr(saved, name) for name in FREE})
+    pairs = ((one.name, getattr(saved, one.name), getattr(same, one.name)) for one in fields(TrainConfig))
+    return [f"{name} was {was!r}, is {is_now!r}" for name, was, is_now in pairs if was != is_now]

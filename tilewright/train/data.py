@@ -1,0 +1,293 @@
+"""From files to micro-batches, in an order that depends on nothing but a seed, and that resumes at the exact token.
+
+Everything is read from token shards (`tilewright.data.shards`). A folder of them is taken as it is; texts and conversations are
+turned into shards once, beside the run. Each epoch reads all documents of a source in an order of its own, drawn from
+(seed, epoch), so what a source gives is a pure function of a position, and positions are all that a checkpoint has to hold.
+
+    Texts            one endless stream of tokens, cut into rows of L. A document that does not fit goes on in the next row;
+                     the positions and what is attended to begin anew there. Position: tokens read.
+    Conversations    whole conversations, as many as fit into L tokens. Loss on the answers alone. Position: conversations read.
+    Mixture          which source the next row is from: the one that is furthest behind its weight, counted in tokens.
+"""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewright.data.compressed import Limits
+from tilewright.data.read import documents, format_of
+from tilewright.data.shards import TokenShards, write
+from tilewright.train.batch import IGNORED, Piece
+
+__all__ = ["Conversations", "Marked", "Mixture", "Source", "Texts", "conversation_shards", "text_shards"]
+
+_SHARD_TOKENS = 1 << 27
+
+Marked = list[tuple[list[int], bool]]
+"""A conversation as runs of token ids; True where they are an answer, which has a loss."""
+
+
+class Source(Protocol):
+    """Rows in a fixed order."""
+
+    def row(self, position: int, length: int) -> tuple[list[Piece], int]:
+        """(pieces of at most `length` tokens together, the position behind them)."""
+        ...
+
+
+class _Order:
+    """The documents of shards in the order of each epoch."""
+
+    def __init__(self, shards: TokenShards, seed: int | None, name: str):
+        if not len(shards):
+            raise ValueError(f"{name} has no tokens: give a source that has some, or leave it out")
+        ends = shards.ends(0, len(shards))
+        # A document without tokens has nothing to say; what lies behind the last end is a document that ends with the shards.
+        ends = np.unique(np.append(ends[ends > 0], len(shards)))
+        self.starts = np.concatenate(([0], ends[:-1]))
+        self.lengths = ends - self.starts
+        self._seed = seed
+        self._held: tuple[int, NDArray[np.int64]] | None = None
+
+    def of(self, epoch: int) -> NDArray[np.int64]:
+        """Document indices; as they lie in the shards where there is no seed."""
+        if self._held is None or self._held[0] != epoch:
+            count = len(self.starts)
+            key = None if self._seed is None else np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
+            self._held = (epoch, np.arange(count) if key is None else key.permutation(count))
+        return self._held[1]
+
+
+class Texts:
+    """Rows of exactly `length` tokens; every token but the first of each document is predicted once an epoch.
+
+    Args:
+        shards: of documents, each with its end-of-text token.
+        seed: of the order of documents; None for that of the shards.
+        name: for messages.
+
+    Raises:
+        ValueError: there are no tokens.
+    """
+
+    def __init__(self, shards: TokenShards, seed: int | None, name: str = "the data"):
+        self._shards, self._order = shards, _Order(shards, seed, name)
+        self._running: tuple[int, NDArray[np.int64]] | None = None
+
+    def row(self, position: int, length: int) -> tuple[list[Piece], int]:
+        """The next `length` tokens, and as the last target the one behind them where its document goes on."""
+        pieces: list[Piece] = []
+        left = length
+        while left:
+            epoch, at = divmod(position, len(self._shards))
+            order, running = self._order.of(epoch), self._ends(epoch)
+            index = int(np.searchsorted(running, at, side="right"))
+            document = order[index]
+            remaining = int(running[index]) - at
+            start = int(self._order.starts[document] + self._order.lengths[document]) - remaining
+            count = min(left, remaining)
+            tokens = self._shards.tokens(start, start + min(count + 1, remaining)).astype(np.int64)
+            targets = tokens[1:] if len(tokens) > count else np.append(tokens[1:], IGNORED)
+            pieces.append((tokens[:count], targets))
+            left, position = left - count, position + count
+        return pieces, position
+
+    def _ends(self, epoch: int) -> NDArray[np.int64]:
+        """Where each document of an epoch's order ends."""
+        if self._running is None or self._running[0] != epoch:
+            self._running = (epoch, np.cumsum(self._order.lengths[self._order.of(epoch)]))
+        return self._running[1]
+
+
+class Conversations:
+    """Rows of whole conversations; one that is longer than a row loses its end.
+
+    Args:
+        shards: of conversations.
+        answers: of the same sizes: 1 for tokens of answers, which are predicted; 0 for others.
+        seed, name: as those of `Texts`.
+    """
+
+    def __init__(self, shards: TokenShards, answers: TokenShards, seed: int | None, name: str = "the data"):
+        if len(shards) != len(answers):
+            raise ValueError(f"{name}: {len(shards)} tokens and {len(answers)} marks; make the shards again")
+        self._shards, self._answers, self._order = shards, answers, _Order(shards, seed, name)
+
+    def row(self, position: int, length: int) -> tuple[list[Piece], int]:
+        """As many conversations as fit, one at least."""
+        pieces: list[Piece] = []
+        left = length
+        while True:
+            epoch, index = divmod(position, len(self._order.starts))
+            document = self._order.of(epoch)[index]
+            start, size = int(self._order.starts[document]), int(self._order.lengths[document])
+            if pieces and size > left:
+                return pieces, position
+            stop = start + min(size, left)
+            tokens = self._shards.tokens(start, stop).astype(np.int64)
+            answers = self._answers.tokens(start, stop).astype(bool)
+            targets = np.append(np.where(answers[1:], tokens[1:], IGNORED), IGNORED)
+            pieces.append((tokens, targets))
+            left, position = left - len(tokens), position + 1
+            if not left:
+                return pieces, position
+
+
+class Mixture:
+    """Rows of several sources in the shares of their weights.
+
+    The order is a function of what was read so far alone: `state` is all that a checkpoint holds.
+
+    Raises:
+        ValueError: no sources, or weights that are not one positive number a source.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None):
+        weights = [1.0] * len(sources) if weights is None else list(weights)
+        if not sources or len(weights) != len(sources) or not all(0 < weight < float("inf") for weight in weights):
+            raise ValueError(f"{len(sources)} sources of data with weights {weights}: wanted one positive weight a source")
+        self._sources, self._weights = list(sources), weights
+        self._positions, self._tokens = [0] * len(sources), [0] * len(sources)
+
+    def row(self, length: int) -> list[Piece]:
+        """The next row."""
+        behind = [tokens / weight for tokens, weight in zip(self._tokens, self._weights)]
+        chosen = behind.index(min(behind))
+        pieces, self._positions[chosen] = self._sources[chosen].row(self._positions[chosen], length)
+        self._tokens[chosen] += sum(len(ids) for ids, _ in pieces)
+        return pieces
+
+    def state(self) -> dict[str, list[int]]:
+        """Where it is: positions and tokens of each source."""
+        return {"positions": list(self._positions), "tokens": list(self._tokens)}
+
+    def load_state(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Go to where `state` was. Raises ValueError where it is of other sources."""
+        positions, tokens = list(state["positions"]), list(state["tokens"])
+        if len(positions) != len(self._sources) or len(tokens) != len(positions):
+            raise ValueError(f"the saved data position is of {len(positions)} sources, and there are {len(self._sources)}")
+        self._positions, self._tokens = positions, tokens
+
+
+# ---- files -> shards
+
+
+def text_shards(
+    paths: Sequence[Path], encode: Callable[[Sequence[str]], Iterable[Sequence[int]]], vocab_size: int, home: Path, *,
+    identity: str, text_field: str = "text", progress: Callable[[str], None] = lambda words: None,
+) -> TokenShards:  # fmt: skip
+    """Shards of the texts in JSON lines, parquet or text files, compressed or not; those made before from the same files.
+
+    Args:
+        encode: texts -> their tokens, with what begins and ends a document.
+        vocab_size: ids are below it.
+        home: folder under which shards are kept.
+        identity: of the tokenizer: another one makes other shards.
+
+    Raises:
+        ValueError: a file's format is unknown, it cannot be read, or it has no document with `text_field`.
+    """
+
+    def made() -> Iterator[NDArray[np.int64]]:
+        damage: Counter[str] = Counter()
+        count = 0
+        for path in paths:
+            found = (document.text for document in documents(path, format_of(path), Limits(), damage, text_field=text_field))
+            for texts in _groups(found, 128):
+                count += len(texts)
+                progress(f"tokenising {path.name}: documents {count:,}")
+                yield from (np.asarray(ids, dtype=np.int64) for ids in encode(texts))
+        if damage:
+            progress(f"not read: {', '.join(f'{reason} ({times})' for reason, times in damage.items())}\n")
+        if not count:
+            names = ", ".join(map(str, paths))
+            raise ValueError(f"{names}: no document with a text in {text_field!r}; name the field with text_field")
+
+    return _kept(
+        home, paths, f"{identity} text {text_field}", lambda at: write(at, made(), _dtype(vocab_size), _SHARD_TOKENS, {})
+    )
+
+
+def conversation_shards(
+    paths: Sequence[Path], render: Callable[[list[dict[str, Any]]], Marked], vocab_size: int, home: Path, *, identity: str
+) -> tuple[TokenShards, TokenShards]:
+    """(tokens, marks of answers) of conversations in JSON lines: {"messages": [{"role": ..., "content": ...}, ...]}.
+
+    Args:
+        render: messages -> tokens by the chat template, answers marked.
+
+    Raises:
+        ValueError: a line is no conversation (the message has its file and number), or none has an answer.
+    """
+    held: list[Marked] = []
+
+    def rows() -> list[Marked]:
+        if not held:
+            for path in paths:
+                held.extend(render(messages) for messages in _conversations(path))
+            if not any(answer for runs in held for _, answer in runs):
+                raise ValueError(f"{', '.join(map(str, paths))}: no message of an assistant, so there is nothing to learn")
+        return held
+
+    def tokens() -> Iterator[NDArray[np.int64]]:
+        yield from (np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in runs]) for runs in rows())
+
+    def marks() -> Iterator[NDArray[np.int64]]:
+        yield from (np.concatenate([np.full(len(ids), answer, dtype=np.int64) for ids, answer in runs]) for runs in rows())
+
+    return (
+        _kept(home, paths, f"{identity} chat", lambda at: write(at, tokens(), _dtype(vocab_size), _SHARD_TOKENS, {})),
+        _kept(home, paths, f"{identity} answers", lambda at: write(at, marks(), "uint8", _SHARD_TOKENS, {})),
+    )
+
+
+def _conversations(path: Path) -> Iterator[list[dict[str, Any]]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                messages = json.loads(line).get("messages")
+            except (ValueError, AttributeError):
+                messages = None
+            if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
+                raise ValueError(f'{path}, line {number}: wanted {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+            yield messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def _groups(items: Iterable[str], size: int) -> Iterator[list[str]]:
+    held: list[str] = []
+    for item in items:
+        held.append(item)
+        if len(held) == size:
+            yield held
+            held = []
+    if held:
+        yield held
+
+
+def _kept(home: Path, paths: Sequence[Path], kind: str, make: Callable[[Path], object]) -> TokenShards:
+    """The shards under `home` that were made of these files as they are now, or new ones. A half-made folder is never taken."""
+    facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    folder = home / hashlib.sha256(json.dumps([kind, facts]).encode()).hexdigest()[:16]
+    if not folder.exists():
+        unfinished = folder.with_suffix(".partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make(unfinished)
+        unfinished.rename(folder)
+    return TokenShards(folder)

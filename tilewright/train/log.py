@@ -1,0 +1,64 @@
+"""What a run writes down: a JSON line for each update, the same for TensorBoard by choice."""
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Log"]
+
+
+class Log:
+    """`log.jsonl` of a run; lines behind `step` belong to updates that were lost, and go.
+
+    Args:
+        folder: of the run.
+        step: updates that the checkpoint has.
+        tensorboard: also write events for TensorBoard.
+
+    Raises:
+        ValueError: TensorBoard is wanted and not installed.
+    """
+
+    def __init__(self, folder: Path, step: int, tensorboard: bool):
+        self.path = folder / "log.jsonl"
+        kept = [line for line in _lines(self.path) if _step(line) <= step]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board: Any = _board(folder) if tensorboard else None
+
+    def __call__(self, entry: Mapping[str, Any]) -> None:
+        """Write an entry, which has a "step"."""
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in entry.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(name, value, entry["step"])
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _lines(path: Path) -> list[str]:
+    """The whole lines of a log; a kill may have cut the last one off."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def _step(line: str) -> int:
+    return int(json.loads(line)["step"])
+
+
+def _board(folder: Path) -> Any:
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
+    except ImportError as error:
+        raise ValueError("tensorboard is not installed; pip install 'tilewright[train]', or leave it out") from error

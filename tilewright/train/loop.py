@@ -1,0 +1,235 @@
+"""A run: step after step, with checkpoints, a log, measurements and samples; and the same again where it was killed.
+
+What a run computes depends on its config and data alone. A checkpoint holds all that a step depends on, so a run that was
+killed anywhere and goes on gives bitwise the losses of one that was not, on one device with `deterministic`.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.models import Model
+from tilewright.train.batch import TrainBatch, pack
+from tilewright.train.checkpoint import Checkpoints, load
+from tilewright.train.config import TrainConfig, differences, merged, read_toml, to_toml
+from tilewright.train.data import Mixture, Texts
+from tilewright.train.log import Log
+from tilewright.train.optim import Muon, Optimizer
+from tilewright.train.setup import Costs, learning_rate
+from tilewright.train.step import NextToken, Objective, StepResult, running_sum, train_step, tree_sum
+
+__all__ = ["Held", "Run", "Summary", "bits_per_byte", "resume"]
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Texts that are measured and never trained on.
+
+    bytes_per_token: UTF-8 bytes of the texts for each token of them.
+    """
+
+    texts: Texts
+    tokens: int
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How a run ended."""
+
+    step: int
+    loss: float
+    """Of the last update, nats."""
+    bits_per_byte: float | None
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run and where it is.
+
+    objective: what is minimised.
+    held, sample: what is measured, and what writes a text with the weights as they are; None for neither.
+    say: told in words how it goes, a line at a time.
+    """
+
+    config: TrainConfig
+    model: Model
+    optimizer: Optimizer | Muon
+    data: Mixture
+    costs: Costs
+    device: torch.device
+    objective: Objective
+    say: Say
+    held: Held | None = None
+    sample: Callable[[], str] | None = None
+    step: int = 0
+    tokens: int = 0
+    _skipped: int = 0
+    _measured: float | None = None
+    _waiting: list[tuple[dict[str, Any], StepResult]] = field(default_factory=list)
+    _since: float = 0.0
+    _counted: int = 0
+
+    def train(self) -> Summary:
+        """Go on to the last step.
+
+        Raises:
+            FloatingPointError: gradients were not finite in `max_skipped` updates one after the other.
+            OSError: the last checkpoint could not be written.
+        """
+        config, folder = self.config, Path(self.config.out)
+        checkpoints = Checkpoints(folder, config.keep, config.save_async)
+        log = Log(folder, self.step, config.tensorboard)
+        sum_of = tree_sum if config.accumulate == "tree" else running_sum
+        self._since, self._counted, last = time.perf_counter(), self.tokens, {"loss": math.nan}
+        try:
+            while self.step < config.steps:
+                lr = learning_rate(config, self.step)
+                batches = [self._batch() for _ in range(config.micro_batches)]
+                result = train_step(self.model, self.optimizer, batches, lr, self.objective, sum_of)
+                self.step += 1
+                self.tokens += sum(batch.token_ids.numel() for batch in batches)
+                self._waiting.append(({"step": self.step, "lr": lr, "tokens": self.tokens}, result))
+                if self._due(config.log_every) or self._due(config.save_every):
+                    last = self._write(log)
+                if self._due(config.eval_every):
+                    self._measure(log)
+                if self.sample is not None and config.sample_every and self.step % config.sample_every == 0:
+                    self.say(f"step {self.step} writes: {self.sample()!r}")
+                if self._due(config.save_every):
+                    self._save(checkpoints)
+                self._warn(checkpoints.poll())
+            if failure := checkpoints.finish():
+                raise OSError(failure)
+        finally:
+            checkpoints.finish()
+            log.close()
+        return Summary(step=self.step, loss=last["loss"], bits_per_byte=self._measured, tokens=self.tokens)
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.steps
+
+    def _batch(self) -> TrainBatch:
+        rows = [self.data.row(self.config.row_tokens) for _ in range(self.config.micro_rows)]
+        pieces = [piece for row in rows for piece in row]
+        if (highest := max(int(ids.max()) for ids, _ in pieces)) >= self.model.config.vocab_size:
+            raise ValueError(
+                f"the data have token {highest}, and the model's vocabulary has {self.model.config.vocab_size}: they were made "
+                "with another tokenizer; make the shards with the model's"
+            )
+        return pack(pieces, pin=self.device.type == "cuda").to(self.device)
+
+    def _write(self, log: Log) -> dict[str, Any]:
+        """Read what the steps since the last time say of themselves, which waits for the device, and write it down."""
+        last: dict[str, Any] = {}
+        numbers = [(entry, result.loss.item(), result.norm.item(), result.applied.item()) for entry, result in self._waiting]
+        self._waiting.clear()
+        now = time.perf_counter()
+        took, self._since = now - self._since, now
+        if not numbers:
+            return last
+        speed = (self.tokens - self._counted) / took
+        self._counted = self.tokens
+        for entry, loss, norm, applied in numbers:
+            last = {**entry, "loss": loss, "norm": norm, "applied": bool(applied)}
+            self._skipped = 0 if applied else self._skipped + 1
+            if entry is numbers[-1][0]:
+                last |= {"tokens_per_s": speed, **self.costs.mfu(speed)}
+                if self.device.type == "cuda":
+                    last["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            log(last)
+            if self._skipped >= self.config.max_skipped:
+                raise FloatingPointError(
+                    f"gradients were not finite in {self._skipped} updates up to step {last['step']}, and none was applied: "
+                    "lower lr, lengthen warmup, or look at the data; the last checkpoint is from before"
+                )
+        self.say(self._line(last, speed))
+        return last
+
+    def _line(self, last: dict[str, Any], speed: float) -> str:
+        words = [f"step {last['step']}/{self.config.steps}", f"loss {last['loss']:.4f}", f"norm {last['norm']:.3f}"]
+        words += [f"lr {last['lr']:.2e}"] + ([] if last["applied"] else ["skipped: gradients not finite"])
+        words += [f"{speed:,.0f} tokens/s"]
+        if "mfu_causal" in last:
+            words += [f"MFU {last['mfu_causal']:.1%} causal, {last['mfu_full']:.1%} full"]
+        left = int((self.config.steps - self.step) * self.config.step_tokens / speed)
+        words += [f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"]
+        return ", ".join(words)
+
+    def _measure(self, log: Log) -> None:
+        if self.held is None:
+            return
+        self._measured = bits_per_byte(self.model, self.held, self.config, self.device)
+        log({"step": self.step, "bits_per_byte": self._measured})
+        self.say(f"step {self.step}: {self._measured:.4f} bits per byte")
+        self._since = time.perf_counter()
+
+    # ---- checkpoints
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = {**self.optimizer.state_dict(), "random.cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            found["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        return found
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        state = {"step": self.step, "tokens": self.tokens, "skipped": self._skipped, "data": self.data.state()}
+        self._warn(checkpoints.save(self.step, self._tensors(), state, to_toml(self.config)))
+
+    def _warn(self, failure: str | None) -> None:
+        if failure is not None and self.step < self.config.steps:
+            self.say(f"warning: {failure}")
+        elif failure is not None:
+            raise OSError(failure)
+
+
+def resume(run: Run) -> bool:
+    """Go to where the last checkpoint of the run's folder is. Whether there was one.
+
+    Raises:
+        ValueError: it is of a run with another config, or damaged; nothing was changed.
+    """
+    found = Checkpoints(Path(run.config.out), run.config.keep, run.config.save_async).latest()
+    if found is None:
+        return False
+    if changed := differences(merged(read_toml(found / "config.toml"), {}), run.config):
+        raise ValueError(f"{found} is of another run: {'; '.join(changed)}. Give the same values, or another folder with out")
+    tensors, state = load(found, run._tensors())
+    random = {name: tensors.pop(name) for name in list(tensors) if name.startswith("random.")}
+    run.data.load_state(state["data"])
+    run.optimizer.load_state_dict(tensors)
+    torch.set_rng_state(random["random.cpu"])
+    if "random.cuda" in random:
+        torch.cuda.set_rng_state(random["random.cuda"], run.device)
+    run.step, run.tokens, run._skipped = state["step"], state["tokens"], state["skipped"]
+    return True
+
+
+@torch.no_grad()
+def bits_per_byte(model: Model, held: Held, config: TrainConfig, device: torch.device) -> float:
+    """Bits that the model needs for a byte of held texts, in rows of the training's length; each token counts once.
+
+    (nats of the tokens / ln 2) / (tokens * bytes a token), over all of the texts with `eval_rows` 0, else over the first rows.
+    """
+    length = config.row_tokens
+    wanted = min(held.tokens, config.eval_rows * length) if config.eval_rows else held.tokens
+    objective, nats, at, count = NextToken(), 0.0, 0, 0
+    while at < wanted:
+        pieces = []
+        for _ in range(config.micro_rows):
+            if at < wanted:
+                row, at = held.texts.row(at, min(length, wanted - at))
+                pieces += row
+        batch = pack(pieces).to(device)
+        if batch.n_targets:
+            nats += objective(model, batch).item()
+            count += batch.n_targets
+    return nats / math.log(2) / (wanted * held.bytes_per_token)

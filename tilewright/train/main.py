@@ -1,0 +1,163 @@
+"""`train(config)`: from a config to a trained model in a folder."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+
+from tilewright.data.compressed import Limits
+from tilewright.data.read import documents, format_of
+from tilewright.data.shards import TokenShards
+from tilewright.models import SHAPES, Model, ModelError, empty_model, load_config, resolve, save_model
+from tilewright.models.files import read_json
+from tilewright.train.config import TrainConfig, to_toml
+from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts, conversation_shards, text_shards
+from tilewright.train.loop import Held, Run, Summary, resume
+from tilewright.train.setup import build_model, build_optimizer, costs_of, device_for, model_config, plan_memory
+from tilewright.train.step import NextToken
+
+__all__ = ["Encoder", "tokenizer_folder", "train"]
+
+Render = Callable[[list[dict[str, Any]]], Marked]
+
+
+class Encoder:
+    """Texts -> tokens of documents: what the tokenizer puts around a text, and the end-of-text token behind it.
+
+    Args:
+        folder: with tokenizer.json, and tokenizer_config.json or config.json that name the end-of-text token.
+
+    Raises:
+        ModelError: there is no tokenizer.json, or it is none.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json; name a folder that has one with tokenizer")
+        try:
+            self._backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{path} is no tokenizer: {error}") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.identity = f"{path.stat().st_size} {hash_of(path)}"
+        self.end = self._end(folder)
+
+    def _end(self, folder: Path) -> int | None:
+        settings = folder / "tokenizer_config.json"
+        token = read_json(settings).get("eos_token") if settings.is_file() else None
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(token, str):
+            return self._backend.token_to_id(token)
+        ids = load_config(folder).eos_token_ids if (folder / "config.json").is_file() else ()
+        return ids[0] if ids else None
+
+    def __call__(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """The tokens of each text."""
+        ends = [] if self.end is None else [self.end]
+        for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=True):
+            ids = encoding.ids
+            yield ids if ends and ids[-1:] == ends else [*ids, *ends]
+
+
+def hash_of(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def tokenizer_folder(config: TrainConfig) -> Path | None:
+    """Where the tokenizer is; None for a shape without one. Raises ModelError where the folder cannot be found."""
+    if config.tokenizer is not None:
+        return resolve(config.tokenizer)
+    return None if config.model in SHAPES else resolve(config.model)
+
+
+def train(
+    config: TrainConfig, *, render: Render | None = None, sampler: Callable[[Model], Callable[[], str]] | None = None,
+    say: Callable[[str], None] = print,
+) -> Summary:  # fmt: skip
+    """Train a model, or go on with a run that was stopped: with the last checkpoint in `config.out`.
+
+    Leaves checkpoints, log.jsonl, config.toml and, at the end, `model/`, a Hugging Face folder.
+
+    Args:
+        render: messages -> tokens with answers marked; needed for `config.chat`.
+        sampler: of the model, makes what writes a text with its weights as they are.
+        say: told how it goes, a line at a time.
+
+    Raises:
+        FloatingPointError: gradients stayed not finite.
+        ModelError: the model cannot be had or trained.
+        OSError: files cannot be read or written.
+        ValueError: the config contradicts the model, the data, the device, or the checkpoint.
+    """
+    device, folder = device_for(config), Path(config.out)
+    shape = model_config(config)
+    say(to_toml(config).rstrip())
+    say(str(plan_memory(config, empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True), device)))
+    data, held = _data(config, shape.vocab_size, render, say)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    model = build_model(config, device)
+    run = Run(
+        config=config, model=model, optimizer=build_optimizer(config, model), data=data,
+        costs=costs_of(config, model, device), device=device, say=say, held=held,
+        objective=NextToken(
+            z_loss=config.z_loss, label_smoothing=config.label_smoothing, deterministic=config.deterministic
+        ),
+        sample=None if sampler is None or not config.sample_every else sampler(model),
+    )  # fmt: skip
+    if resume(run):
+        say(f"going on behind step {run.step}")
+    summary = run.train()
+    save_model(model, folder / "model", tokenizer_folder(config))
+    say(f"saved {folder / 'model'}")
+    return summary
+
+
+def _data(
+    config: TrainConfig, vocab_size: int, render: Render | None, say: Callable[[str], None]
+) -> tuple[Mixture, Held | None]:
+    """The sources of a config, and what it measures on."""
+    if not config.data:
+        raise ValueError("data is empty: name files of documents, or folders of token shards")
+    home, at = Path(config.out) / "data", tokenizer_folder(config)
+    seed = config.seed if config.shuffle else None
+    encoder = None if at is None or not (at / "tokenizer.json").is_file() else Encoder(at)
+    if encoder is not None and encoder.vocab_size > vocab_size:
+        raise ValueError(f"the tokenizer has {encoder.vocab_size} tokens, the model {vocab_size}: give the model's own")
+
+    def shards(path: Path) -> TokenShards:
+        if encoder is None:
+            raise ValueError(f"{path} is text, and {config.model} has no tokenizer: name a folder with one with tokenizer")
+        return text_shards(
+            [path], encoder, vocab_size, home, identity=encoder.identity, text_field=config.text_field, progress=say
+        )
+
+    def source(path: Path) -> Source:
+        if not path.exists():
+            raise FileNotFoundError(f"data: there is no {path}")
+        if path.is_dir():
+            return Texts(TokenShards(path), seed, str(path))
+        if not config.chat:
+            return Texts(shards(path), seed, str(path))
+        if render is None or encoder is None:
+            raise ValueError("chat needs the chat template of a model's tokenizer: name a folder with one with tokenizer")
+        tokens, answers = conversation_shards([path], render, vocab_size, home, identity=encoder.identity)
+        return Conversations(tokens, answers, seed, str(path))
+
+    mixture = Mixture([source(Path(name)) for name in config.data], config.weights)
+    return mixture, None if config.eval_data is None else _held(Path(config.eval_data), shards, config)
+
+
+def _held(path: Path, shards: Callable[[Path], TokenShards], config: TrainConfig) -> Held:
+    made = shards(path)
+    found = documents(path, format_of(path), Limits(), Counter(), text_field=config.text_field)
+    size = sum(len(document.text.encode()) for document in found)
+    return Held(texts=Texts(made, None, str(path)), tokens=len(made), bytes_per_token=size / len(made))

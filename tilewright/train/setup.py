@@ -1,0 +1,192 @@
+"""From a config to what a run consists of: the model, its optimizer, learning rates, and what they will take and cost."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tilewright.hw.ceilings import ceilings
+from tilewright.hw.device import default_device, device_of, memory_bytes
+from tilewright.models import SHAPES, Model, ModelConfig, ModelError, empty_model, initialise, load_config, load_model, resolve
+from tilewright.ops.weights import QuantizedWeight
+from tilewright.train.config import TrainConfig
+from tilewright.train.optim import SGD, AdamW, AdamW8bit, Momentum, Muon, Optimizer
+from tilewright.train.schedules import SCHEDULES
+from tilewright.train.step import trainable
+
+__all__ = [
+    "Costs",
+    "MemoryPlan",
+    "build_model",
+    "build_optimizer",
+    "costs_of",
+    "device_for",
+    "learning_rate",
+    "model_config",
+    "plan_memory",
+]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muon": 4.0, "sgd": 0.0}
+"""Of the moments, for each parameter. Muon's embedding and head have AdamW's."""
+
+
+def device_for(config: TrainConfig) -> torch.device:
+    """Where a run computes. Raises ValueError where there is no such device."""
+    if config.device is None:
+        return default_device()
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {config.device!r}, wanted cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {config.device!r}, and this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def model_config(config: TrainConfig) -> ModelConfig:
+    """The shape of the model, checked against what the run asks of it.
+
+    Raises:
+        ModelError: the model cannot be found, or training it is not supported.
+        ValueError: rows are longer than its positions, or weights are asked for of a shape that has none.
+    """
+    named = SHAPES.get(config.model)
+    if named is not None and config.init == "load":
+        raise ValueError(f"model {config.model} is a shape without weights: set init to random, or give a folder")
+    found = named if named is not None else load_config(resolve(config.model))
+    if found.latent is not None or found.experts is not None:
+        raise ModelError(f"{found.architecture}: training latent attention or mixtures of experts is not supported yet")
+    if found.quantization is not None:
+        raise ModelError(f"{config.model} has quantised weights, which have no gradients; take the unquantised model")
+    if config.row_tokens > found.max_position_embeddings:
+        most = found.max_position_embeddings
+        raise ValueError(f"row_tokens is {config.row_tokens}, and {config.model} has {most} positions: at most {most}")
+    return found
+
+
+def build_model(config: TrainConfig, device: torch.device) -> Model:
+    """The model with weights that ask for gradients. Errors as those of `model_config`."""
+    shape, dtype = model_config(config), _DTYPES[config.dtype]
+    if config.init == "load":
+        model = load_model(config.model, device=device, dtype=dtype)
+    else:
+        model = empty_model(shape, device=device, dtype=dtype)
+        initialise(model, std=config.init_std, depth_scaled=config.depth_scaled, seed=config.seed)
+    assert not any(isinstance(module, QuantizedWeight) for module in model.modules())
+    return model.requires_grad_(True)
+
+
+def build_optimizer(config: TrainConfig, model: Model) -> Optimizer | Muon:
+    """The optimizer, which takes the memory of the model's weights over."""
+    common: dict[str, Any] = {"weight_decay": config.weight_decay, "max_norm": config.max_norm}
+    betas = (config.beta1, config.beta2)
+    kinds = {
+        "adamw": partial(AdamW, betas=betas, eps=config.eps),
+        "adamw-8bit": partial(AdamW8bit, betas=betas, eps=config.eps),
+        "momentum": partial(Momentum, momentum=config.beta1),
+        "muon": partial(Muon, betas=betas, eps=config.eps),
+        "sgd": SGD,
+    }
+    return kinds[config.optimizer](trainable(model), **common)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Of the update behind `step` others."""
+    more: dict[str, Any] = {"decay": config.decay} if config.schedule == "wsd" else {}
+    rate = SCHEDULES[config.schedule]
+    return rate(step, steps=config.steps, warmup=config.warmup, peak=config.lr, floor=config.lr_floor, **more)
+
+
+# ---- what it takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the device, by formula: nothing was allocated for it."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    available: int | None
+    """None on a CPU."""
+
+    @property
+    def total(self) -> int:
+        """At the peak."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "optimizer", "activations", "logits")
+        words = ", ".join(f"{name} {getattr(self, name) / 2**30:.2f}" for name in parts)
+        room = "" if self.available is None else f" of {self.available / 2**30:.1f}"
+        return f"memory: {self.total / 2**30:.2f}{room} GiB ({words})"
+
+
+def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> MemoryPlan:
+    """What a step takes. `model` may be on "meta".
+
+    Raises:
+        ValueError: more than the device has; the message says what to lower.
+    """
+    shape = model.config
+    count, item = sum(p.numel() for p in trainable(model).values()), _DTYPES[config.dtype].itemsize
+    tokens = config.row_tokens * config.micro_rows
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    # What backward passes read, a token and layer: both norms' inputs, the stream and outputs; q, k, v before and behind the
+    # rotation, what attention gives; gate, up and their product.
+    layer = 6 * shape.hidden_size + 2 * (q + 2 * kv) + 2 * q + 3 * shape.intermediate_size
+    accumulated = 4 if config.micro_batches > 1 else 0
+    if config.accumulate == "tree":
+        accumulated = 4 * (1 + math.ceil(math.log2(config.micro_batches + 1)))
+    chunk = min(tokens, max(2048, shape.hidden_size))
+    plan = MemoryPlan(
+        weights=count * item,
+        gradients=count * (item + accumulated),
+        optimizer=int(count * (_STATE_BYTES[config.optimizer] + (4 if item == 2 else 0))),
+        activations=tokens * item * (layer * shape.num_hidden_layers + 4 * shape.hidden_size),
+        logits=chunk * shape.vocab_size * item + 4 * shape.vocab_size * shape.hidden_size,
+        available=memory_bytes(device) if device.type == "cuda" else None,
+    )
+    if plan.available is not None and plan.total > plan.available:
+        raise ValueError(f"{plan}: too much for {device}; lower micro_rows (and raise micro_batches), or take adamw-8bit")
+    return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Operations for a token, forward and backward, of products and attention; a multiplication with its addition is two.
+
+    causal: attention to half of the row, what is computed at most; documents shorter than a row need less.
+    full: attention to the whole row (Chowdhery et al., "PaLM", 2022, appendix B), as most reports count.
+    peak: operations a second that the device can do by its data sheet or measurement; None for a CPU.
+    """
+
+    causal: float
+    full: float
+    peak: float | None
+
+    def mfu(self, tokens_per_s: float) -> dict[str, float]:
+        """The share of the peak that this speed is, in both conventions; nothing on a CPU."""
+        if self.peak is None:
+            return {}
+        return {"mfu_causal": self.causal * tokens_per_s / self.peak, "mfu_full": self.full * tokens_per_s / self.peak}
+
+
+def costs_of(config: TrainConfig, model: Model, device: torch.device) -> Costs:
+    """By the model's shape and the length of a row."""
+    shape = model.config
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("embed."))
+    matrices += shape.vocab_size * shape.hidden_size if shape.tie_word_embeddings else 0
+    width = shape.num_attention_heads * shape.head_dim
+    seen = [min(config.row_tokens, window or config.row_tokens) for window in shape.windows]
+    attention = 12 * width * sum(seen)
+    peak = None
+    if device.type == "cuda":
+        unit = "bf16" if config.dtype == "bfloat16" else "fp32"
+        peak = ceilings(device_of(device.index or 0)).flops[unit]
+    return Costs(causal=6 * matrices + attention / 2, full=6 * matrices + attention, peak=peak)
