@@ -103,6 +103,7 @@ OPTIONS = {
         *("--card", "--utilisation", "--out", "--json"),
     },
     "scaling predict": {"--flops", "--json"},
+    "scaling run": {"--out"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
     "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},

@@ -92,7 +92,7 @@ def test_95_percent_intervals_cover_in_93_to_97_percent_of_600_draws() -> None:
         n, d, y = np.log(runs.params), np.log(runs.tokens), np.log(runs.loss)
         # From the truth: the minimum that `fit` finds from its grid (as tested above), in a tenth of its time.
         best, _ = minimise(truth[None], n, d, y[None], np.ones((1, len(y))), 1e-3, steps=400, tolerance=1e-12)
-        samples = resample(runs, Law.from_logs(*best[0].tolist()), count=300, seed=seed)
+        samples = resample(runs, Law.from_logs(*best[0].tolist()), count=200, seed=seed)
         low, high = np.percentile(samples, [2.5, 97.5], axis=0)
         inside += (low <= truth) & (truth <= high)
     print(dict(zip(NAMES, inside / draws)))
