@@ -53,6 +53,15 @@ OPTIONS = {
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
         *("--invariant", "--no-invariant"),
     },
+    "train": {
+        *("--json", "--model", "--init", "--init-std", "--depth-scaled", "--no-depth-scaled", "--tokenizer", "--data"),
+        *("--weights", "--text-field", "--chat", "--no-chat", "--shuffle", "--no-shuffle", "--out", "--device", "--dtype"),
+        *("--seed", "--row-tokens", "--micro-rows", "--micro-batches", "--accumulate", "--steps", "--optimizer", "--lr"),
+        *("--lr-floor", "--schedule", "--warmup", "--decay", "--beta1", "--beta2", "--eps", "--weight-decay", "--max-norm"),
+        *("--z-loss", "--label-smoothing", "--deterministic", "--no-deterministic", "--max-skipped", "--log-every"),
+        *("--save-every", "--save-async", "--no-save-async", "--keep", "--eval-data", "--eval-every", "--eval-rows"),
+        *("--sample-every", "--sample-prompt", "--sample-tokens", "--tensorboard", "--no-tensorboard"),
+    },
     "bench engine": {
         *(
             "--workload",

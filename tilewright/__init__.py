@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "tilewright.engine.llm:LLM",
     "SamplingParams": "tilewright.engine.request:SamplingParams",
+    "TrainConfig": "tilewright.train.config:TrainConfig",
     "formats": "tilewright.formats",
     "invariant": "tilewright.op:invariant",
     "load_optimized": "tilewright.fuse:load_optimized",
@@ -18,11 +19,13 @@ _PUBLIC = {
     "prefer": "tilewright.op:prefer",
     "quantize": "tilewright.quant:quantize",
     "save_quantized": "tilewright.models:save_quantized",
+    "train_model": "tilewright.train.main:train",
 }
 
 __all__ = [
     "LLM",
     "SamplingParams",
+    "TrainConfig",
     "__version__",
     "formats",
     "invariant",
@@ -33,6 +36,7 @@ __all__ = [
     "prefer",
     "quantize",
     "save_quantized",
+    "train_model",
 ]
 
 

@@ -19,6 +19,7 @@ try:
     import tilewright.cli.rl
     import tilewright.cli.scaling
     import tilewright.cli.serve
+    import tilewright.cli.train
     import tilewright.cli.tune
     import tilewright.cli.tune_op
     import tilewright.cli.warmup  # noqa: F401 (a verb registers itself)

@@ -191,13 +191,34 @@ class Tokenizer:
         """
         if allow_special:
             return self.encode(self.apply_chat_template(messages, **variables), add_special=False)
-        cut = _Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
-        safe = [
-            cut.apart(message, self._special_texts if message.get("role") == "assistant" else self._control_texts)
-            for message in messages
-        ]
+        cut, safe = self._safe(messages, variables)
         text = self.apply_chat_template(safe, **cut.apart(variables, self._control_texts))
         return [token for piece in text.split(cut.mark) for token in self.encode(piece, add_special=False)]
+
+    def chat_runs(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], bool]]:
+        """A conversation as runs of token ids, True for what the assistant says: to learn from. Safe and raises as `chat_ids`.
+
+        Each run is encoded alone, as a prompt is before an answer is generated. A conversation that reads otherwise once more
+        messages follow cannot be learned from, and is a ChatTemplateError.
+        """
+        cut, safe = self._safe(messages, {})
+        runs, done = [], ""
+        for i, message in enumerate(safe):
+            if message.get("role") == "assistant":
+                for end, text in ((i, self.apply_chat_template(safe[:i])),
+                                  (i + 1, self.apply_chat_template(safe[: i + 1], add_generation_prompt=False))):  # fmt: skip
+                    if not text.startswith(done):
+                        raise ChatTemplateError(f"the chat template writes the first {end} messages unlike those before")
+                    pieces = text[len(done) :].split(cut.mark)
+                    runs.append(([token for piece in pieces for token in self.encode(piece, add_special=False)], end > i))
+                    done = text
+        return runs
+
+    def _safe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple["_Cut", list[Any]]:
+        """Messages with marks where their text would spell control tokens."""
+        cut = _Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
+        kinds = (self._special_texts if one.get("role") == "assistant" else self._control_texts for one in messages)
+        return cut, [cut.apart(message, kind) for message, kind in zip(messages, kinds)]
 
 
 class _Cut:

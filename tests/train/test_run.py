@@ -1,0 +1,324 @@
+"""Whole runs of a tiny model: killed and resumed, with a full disk, fine-tuned on conversations, sampled, saved and loaded."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.models.running import run_logits
+from tests.server.tiny_model import write_tiny_model
+from tilewright.cli import app
+from tilewright.data.shards import write
+from tilewright.models import (
+    SHAPES,
+    ModelConfig,
+    ModelError,
+    empty_model,
+    initialise,
+    load_config,
+    load_model,
+    random_model,
+    save_model,
+)
+from tilewright.models.saving import hf_config
+from tilewright.train.checkpoint import Checkpoints
+from tilewright.train.config import TrainConfig, merged, read_toml, to_toml
+from tilewright.train.main import train
+from tilewright.train.setup import costs_of, learning_rate, plan_memory
+
+TEXT = "the quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "books.jsonl"
+    generator = np.random.default_rng(0)
+    lines = [json.dumps({"text": TEXT * int(generator.integers(1, 9)) + f"book {i}"}) for i in range(40)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def config(model: Path, books: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    def make(**changes: Any) -> TrainConfig:
+        small: dict[str, Any] = {"row_tokens": 48, "micro_rows": 2, "micro_batches": 2, "steps": 12, "warmup": 2, "lr": 3e-3}
+        given = {"model": str(model), "init": "random", "data": [str(books)], "out": str(tmp_path / "run"), "device": "cpu"}
+        return TrainConfig(**{**small, **given, "save_every": 5, "log_every": 4, **changes})
+
+    return make
+
+
+def quiet(words: str) -> None:
+    pass
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [(entry["step"], entry["loss"], entry["norm"]) for entry in entries if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "float32", "optimizer": "muon", "accumulate": "tree"}, marks=pytest.mark.long),
+        pytest.param({"dtype": "bfloat16", "optimizer": "adamw-8bit", "save_async": False}, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_is_killed_and_resumed_has_bitwise_the_same_losses(
+    config: Callable[..., TrainConfig], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    whole = config(steps=80, out=str(tmp_path / "whole"), **changes)
+    train(whole, say=quiet)
+    wanted = losses(tmp_path / "whole")
+    assert [step for step, *_ in wanted] == list(range(1, 81))
+
+    killed = config(steps=80, out=str(tmp_path / "killed"), **changes)
+    (tmp_path / "config.toml").write_text(to_toml(killed))
+    command = [sys.executable, "-m", "tilewright.cli", "train", str(tmp_path / "config.toml")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "killed" / "log.jsonl"
+    deadline = time.monotonic() + 200
+    while not log.exists() or len(log.read_bytes().splitlines()) < 18:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, "the run did not get as far as it should be killed"
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = [path for path in (tmp_path / "killed").glob("step-*") if path.suffix != ".partial"]
+    assert done, "no checkpoint was whole when the run was killed"
+    assert len(losses(tmp_path / "killed")) < 80
+
+    said: list[str] = []
+    train(killed, say=said.append)
+    assert any("going on behind step" in line for line in said)
+    assert losses(tmp_path / "killed") == wanted
+    again = {name: load_model(tmp_path / name / "model", device="cpu") for name in ("whole", "killed")}
+    for (name, a), b in zip(again["whole"].named_parameters(), again["killed"].parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_what_is_computed_depends_on_the_seed_and_not_on_what_is_free(
+    config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    found = {}
+    for name, changes in {
+        "a": {"save_every": 3, "log_every": 1},
+        "b": {"save_every": 100, "save_async": False, "log_every": 7},
+        "seed": {"seed": 1},
+    }.items():
+        train(config(out=str(tmp_path / name), **changes), say=quiet)
+        found[name] = losses(tmp_path / name)
+    assert found["a"] == found["b"]
+    assert found["a"] != found["seed"]
+
+
+def test_the_loss_falls_to_what_the_text_is_worth(config: Callable[..., TrainConfig], books: Path) -> None:
+    summary = train(config(steps=150, lr=1e-2, dtype="float32", eval_data=str(books), eval_rows=0, eval_every=150), say=quiet)
+    assert summary.bits_per_byte is not None
+    assert summary.bits_per_byte < 1.0, "a repeated sentence was not learned; random bytes have 8 bits"
+    assert summary.tokens == 150 * 48 * 4
+
+
+def test_a_checkpoint_of_another_run_is_refused(config: Callable[..., TrainConfig]) -> None:
+    train(config(steps=5), say=quiet)
+    with pytest.raises(ValueError, match=r"is of another run: steps was 5, is 6; lr was 0\.003, is 0\.1"):
+        train(config(steps=6, lr=0.1), say=quiet)
+
+
+def test_a_damaged_checkpoint_is_refused_in_words(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    train(config(steps=5), say=quiet)
+    weights = next((tmp_path / "run" / "step-00000005").glob("model-*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"step-00000005 cannot be read .*; remove it to go on from the one before"):
+        train(config(steps=5), say=quiet)
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+    """/dev/full would not do: DCP names its files itself. A limit on the size of files fails like a disk."""
+    script = f"""
+import resource, signal, torch
+from pathlib import Path
+from tilewright.train.checkpoint import Checkpoints, load
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+made = Checkpoints(Path({str(tmp_path)!r}), 1, {asynchronous})
+state = {{"a": torch.arange(100.0)}}
+assert made.save(1, state, {{"step": 1}}, "") is None and made.finish() is None
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+words = made.save(2, {{"a": torch.zeros(100_000)}}, {{"step": 2}}, "") or made.finish()
+print(words)
+print(sorted(path.name for path in Path({str(tmp_path)!r}).iterdir()))
+print(torch.equal(load(made.latest(), state)[0]["a"], state["a"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    words, names, equal = done.stdout.splitlines()
+    assert words.startswith("checkpoint step-00000002 could not be written (")
+    assert "step-00000001 is still there" in words
+    assert (names, equal) == ("['step-00000001']", "True")
+
+
+def test_only_whole_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
+    made = Checkpoints(tmp_path, 2, True)
+    (tmp_path / "step-00000009.partial").mkdir()
+    assert made.latest() is None
+    for step in (1, 2, 3):
+        made.save(step, {"a": torch.ones(3)}, {}, "")
+    made.finish()
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003", "step-00000009.partial"]
+    assert made.latest() == tmp_path / "step-00000003"
+
+
+def test_gradients_that_stay_not_finite_end_the_run(config: Callable[..., TrainConfig], model: Path, tmp_path: Path) -> None:
+    broken = load_model(model, device="cpu")
+    with torch.no_grad():
+        broken.norm.weight.fill_(float("nan"))
+    save_model(broken, tmp_path / "broken", model)
+    with pytest.raises(FloatingPointError, match="were not finite in 3 updates up to step 3, and none was applied"):
+        train(config(model=str(tmp_path / "broken"), init="load", max_skipped=3), say=quiet)
+
+
+def test_fine_tuning_on_conversations_by_the_command(model: Path, tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word * 3}] for word in "abcd" * 5]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    options = (
+        f"train --model {model} --data {tmp_path}/chats.jsonl --chat --steps 8 --row-tokens 96 --out {tmp_path}/run --json"
+    )
+    more = "--sample-every 4 --sample-tokens 5 --sample-prompt hello --device cpu --log-every 2 --lr 0.01 --warmup 1"
+    done = CliRunner().invoke(app, f"{options} {more}".split(), prog_name="tilewright")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["step"] == 8
+    assert done.stderr.count(" writes: ") == 2
+    assert read_toml(tmp_path / "run" / "config.toml")["chat"] is True
+    found = [loss for _, loss, _ in losses(tmp_path / "run")]
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-1b", "llama-8b"])
+def test_a_config_is_written_as_it_is_read(name: str) -> None:
+    shape = SHAPES[name]
+    assert ModelConfig.from_hf(hf_config(shape)) == shape
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
+def test_transformers_reads_a_saved_model(architecture: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is not installed")
+    window = None if architecture.startswith("Llama") else 5  # transformers gives Llama none
+    shape = ModelConfig(
+        architecture=architecture, vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64, windows=(window, window),
+        rope_theta=777.0, tie_word_embeddings=architecture.startswith("Qwen3"),
+    )  # fmt: skip
+    made = random_model(shape, device="cpu", dtype=torch.float32)
+    save_model(made, tmp_path)
+    assert load_config(tmp_path).windows == shape.windows
+    ids = torch.randint(0, 50, (20,), generator=torch.Generator().manual_seed(0))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(run_logits(made, ids.tolist(), 20), oracle(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_random_weights_are_as_the_papers_say() -> None:
+    shape = ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=200, hidden_size=128, intermediate_size=256, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64, windows=(None,) * 8,
+    )  # fmt: skip
+    made = random_model(shape, device="cpu", dtype=torch.float32)
+    initialise(made, std=0.02, depth_scaled=True, seed=3)
+    block: Any = made.blocks[5]
+    for weight, std in ((block.attn.qkv.weight, 0.02), (block.ffn.gate_up.weight, 0.02), (made.head.weight, 0.02)):
+        assert float(weight.std()) == pytest.approx(std, rel=0.03)  # pyright: ignore
+    for layer in (block.attn.out, block.ffn.down):
+        assert float(layer.weight.std()) == pytest.approx(0.02 / 4, rel=0.03)
+    assert torch.equal(block.attn.q_norm, torch.ones(32))
+    flat = random_model(shape, device="cpu", dtype=torch.float32)
+    initialise(flat, depth_scaled=False)
+    assert float(flat.blocks[5].attn.out.weight.std()) == pytest.approx(0.02, rel=0.03)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "qwen3-0.6b", "init": "load"}, "is a shape without weights: set init to random"),
+        ({"row_tokens": 4096}, "has 128 positions: at most 128"),
+        ({"data": []}, "data is empty"),
+        ({"data": ["/nowhere.jsonl"]}, "there is no /nowhere.jsonl"),
+        ({"device": "gpu"}, "device is 'gpu', wanted cpu, cuda or cuda:N"),
+        ({"chat": True}, "chat needs the chat template"),
+        ({"text_field": "body"}, "no document with a text in 'body'; name the field with text_field"),
+        ({"model": "qwen3-0.6b", "init": "random"}, "has no tokenizer: name a folder with one"),
+    ],
+)
+def test_bad_input_is_one_sentence(config: Callable[..., TrainConfig], changes: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, OSError, ModelError), match=words):
+        train(config(**changes), say=quiet)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    write(tmp_path / "shards", [np.array([1, 2, 3, 60000])], "uint16", 100, {})
+    with pytest.raises(ValueError, match="the data have token 60000, and the model's vocabulary has"):
+        train(config(data=[str(tmp_path / "shards")]), say=quiet)
+
+
+def test_plan_and_costs_are_the_formulas(config: Callable[..., TrainConfig], model: Path) -> None:
+    shape = load_config(model)
+    meta = empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True)
+    count = sum(p.numel() for p in meta.parameters())
+    plan = plan_memory(config(dtype="bfloat16", optimizer="adamw"), meta, torch.device("cpu"))
+    assert (plan.weights, plan.optimizer) == (2 * count, 12 * count)
+    costs = costs_of(config(), meta, torch.device("cpu"))
+    matrices = shape.vocab_size * 32 + 2 * (32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 48)
+    assert costs.full == 6 * matrices + 2 * 12 * 32 * 48
+    assert costs.full - costs.causal == 2 * 6 * 32 * 48
+
+
+def test_a_config_file_and_options(tmp_path: Path) -> None:
+    text = 'model = "x"\ndata = ["a", "b"]\nweights = [1, 3.5]\nlr = 1e-3\nsample_prompt = "say \\"hi\\"\\n"\nmax_norm = inf\n'
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    made = merged(read_toml(path), {"lr": 2e-3})
+    path.write_text(to_toml(made))
+    assert merged(read_toml(path), {}) == made
+    assert (made.lr, made.weights, made.sample_prompt, made.max_norm) == (2e-3, (1, 3.5), 'say "hi"\n', float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"learning_rate": 1}, "the config has 'learning_rate', which is no field"),
+        ({"row_token": 1}, "is 'row_tokens' meant"),
+        ({"steps": "many"}, "steps is 'many', wanted int"),
+        ({"steps": 1.5}, "steps is 1.5, wanted int"),
+        ({"steps": True}, "steps is True, wanted int"),
+        ({"data": [1]}, "an entry of data is 1, wanted str"),
+        ({"lr": 0}, "lr is 0 and lr_floor"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"optimizer": "adam"}, "optimizer is 'adam', wanted one of adamw"),
+        ({"weights": [1.0]}, "weights has 1 numbers for 0 of data"),
+        ({"warmup": 200}, "longer than the run of 100 steps"),
+        ({"keep": 0}, "keep is 0, wanted 1 or more"),
+    ],
+)
+def test_a_bad_config_is_one_sentence(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        merged(values, {})
+
+
+def test_rates_follow_the_schedule(config: Callable[..., TrainConfig]) -> None:
+    made = config(steps=10, warmup=2, lr=1.0, schedule="wsd", decay=4, lr_floor=0.2)
+    assert [learning_rate(made, step) for step in (0, 1, 5, 6, 8)] == pytest.approx([0.5, 1, 1, 1, 0.6])

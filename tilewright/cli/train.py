@@ -1,0 +1,83 @@
+"""`tilewright train`: a model from a config file, or from options, or from a file and options that overrule it."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewright.cli.options import options
+from tilewright.cli.root import app, ends_on_sigterm, plain_errors, say
+from tilewright.train.config import TrainConfig, merged, read_toml
+
+__all__ = ["train"]
+
+
+def _given() -> type:
+    """The fields of `TrainConfig`, each unset unless it is given, so that the file's value stands."""
+    made = []
+    for one in dataclasses.fields(TrainConfig):
+        listed = {"data": list[str] | None, "weights": list[float] | None}
+        default = "" if one.default in (None, (), "") else f"; default: {one.default}"
+        help = one.metadata["help"] + (default if "default" not in one.metadata["help"] else "")
+        own: Any = one.type
+        kind: Any = listed.get(one.name, own | None)
+        made.append((one.name, kind, dataclasses.field(default=None, metadata={"help": help})))
+    return dataclasses.make_dataclass("TrainOptions", made)
+
+
+@app.command(
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright train books.toml\n\n"
+    "tilewright train books.toml --steps 2000 --lr 1e-3 --out second-run\n\n"
+    "tilewright train --model Qwen/Qwen3-0.6B --data conversations.jsonl --chat --steps 500 --lr 1e-5\n\n"
+    "tilewright train --model bookworm --init random --data books.jsonl.xz --dtype float32"
+)
+@options(_given(), into="values")
+def train(
+    context: typer.Context,
+    values: dict[str, Any],
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML file with fields named like the options: row_tokens = 1024")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print how the run ended as JSON")] = False,
+) -> None:
+    """Train a model, or go on with a stopped run: pretraining on texts, fine-tuning on texts or conversations.
+
+    A run lives in the folder --out: checkpoints, log.jsonl with a line for each update, and at the end model/, a folder that
+    every other verb takes. The same command again goes on behind the last checkpoint.
+    """
+    with plain_errors(context), ends_on_sigterm():
+        over = {name: value for name, value in values.items() if value not in (None, [])}
+        resolved = merged({} if config is None else read_toml(config), over)
+        say("Loading ...")
+        from tilewright.train.main import tokenizer_folder
+        from tilewright.train.main import train as run
+
+        folder = tokenizer_folder(resolved)
+        try:
+            summary = run(resolved, render=_render(folder, resolved), sampler=_sampler(folder, resolved), say=say)
+        except FloatingPointError as error:
+            raise ValueError(str(error)) from error
+        if as_json:
+            print(json.dumps(dataclasses.asdict(summary)))
+
+
+def _sampler(folder: Path | None, config: TrainConfig) -> Callable[[Any], Callable[[], str]] | None:
+    if folder is None or not config.sample_every:
+        return None
+    from tilewright.engine.live import live_sampler
+    from tilewright.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(folder)
+    return lambda model: live_sampler(model, tokenizer, config.sample_prompt, config.sample_tokens)
+
+
+def _render(folder: Path | None, config: TrainConfig) -> Callable[[list[dict[str, Any]]], Any] | None:
+    if folder is None or not config.chat:
+        return None
+    from tilewright.engine.tokenizer import Tokenizer
+
+    return Tokenizer.load(folder).chat_runs
