@@ -63,20 +63,8 @@ OPTIONS = {
         *("--sample-every", "--sample-prompt", "--sample-tokens", "--tensorboard", "--no-tensorboard"),
     },
     "bench engine": {
-        *(
-            "--workload",
-            "-w",
-            "--runs",
-            "--dtype",
-            "--quantize",
-            "--kv-cache",
-            "--max-model-len",
-            "--page-size",
-            "--max-tokens-per-step",
-            "--out",
-            "--resume",
-            "--json",
-        ),
+        *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),
+        *("--page-size", "--max-tokens-per-step", "--out", "--resume", "--json"),
     },
     "compare": {
         *("--model", "--ours", "--baseline", "--beside", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
@@ -103,14 +91,14 @@ OPTIONS = {
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
     "rl": {"--log", "--updates", "--seed", "--every", "--json"},
-    "scaling fit": {
-        *("--params-column", "--tokens-column", "--flops-column", "--loss-column", "--drop-highest", "--delta", "--bootstrap"),
-        *("--seed", "--test", "--out", "--plots", "--json"),
-    },
-    "scaling plan": {
-        *("--budget", "--budgets", "--ratio", "--sizes", "--span", "--vocab", "--sequence", "--tied", "--head-dim", "--prior"),
-        *("--card", "--utilisation", "--out", "--json"),
-    },
+    "scaling fit": set(
+        "--params-column --tokens-column --flops-column --loss-column --drop-highest --delta --bootstrap --seed --test --out "
+        "--plots --json".split()
+    ),
+    "scaling plan": set(
+        "--budget --budgets --ratio --sizes --span --vocab --sequence --tied --head-dim --prior --card --utilisation --out "
+        "--json".split()
+    ),
     "scaling predict": {"--flops", "--json"},
     "scaling run": {"--out"},
     "hw": {"--measure", "--json"},

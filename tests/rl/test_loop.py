@@ -119,15 +119,6 @@ def test_cutting_a_step_into_passes_changes_rounding_alone() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.long
-def test_two_digits_are_reversed_from_scratch() -> None:
-    config = RLConfig(environment="reversal:digits=2,partial=1", max_tokens=2, prompts=32, answers=8, updates=150)
-    with Trainer(config) as trainer:
-        exact = [row["exact"] for row in trainer]
-    assert sum(exact[-5:]) / 5 > 0.9
-
-
 def test_the_command_logs_every_step(tmp_path: Path) -> None:
     path, log = tmp_path / "a.toml", tmp_path / "a.jsonl"
     path.write_text(

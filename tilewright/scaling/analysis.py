@@ -64,14 +64,21 @@ class Analysis:
 
 
 def interval(at: float, logs: Array) -> tuple[float, float] | None:
-    """95 % for a positive number `at`: 1.96 standard deviations of the resampled logarithms to both sides; None without any.
-
-    The percentiles of the samples would be too wide: on 600 tables of 40 runs they held the truth 97 to 98 % of the time.
-    """
+    """95 % for a positive number `at`: 1.96 standard deviations of the resampled logarithms to both sides; None without any."""
     if not len(logs):
         return None
-    reach = math.exp(1.96 * float(logs.std()))
-    return at / reach, at * reach
+    factor = math.exp(_reach(logs))
+    return at / factor, at * factor
+
+
+def _reach(values: Array) -> float:
+    """1.96 standard deviations, by the middle 68 % of the values: a few resampled fits end at E = 0, far from the others.
+
+    The 2.5th and 97.5th percentiles themselves would be too wide: on 600 tables of 40 runs they held the truth 97 to 98 times of
+    100.
+    """
+    low, high = np.percentile(values, [15.87, 84.13])
+    return 1.96 * float(high - low) / 2
 
 
 def _intervals(found: Fit) -> dict[str, tuple[float, float] | None]:
@@ -80,7 +87,7 @@ def _intervals(found: Fit) -> dict[str, tuple[float, float] | None]:
     plain = {"alpha": (law.alpha, alpha), "beta": (law.beta, beta), "exponent": (law.params_exponent, beta / (alpha + beta))}
     said: dict[str, tuple[float, float] | None] = {name: interval(at, values) for name, (at, values) in logs.items()}
     for name, (at, values) in plain.items():
-        reach = 1.96 * float(values.std()) if len(values) else 0.0
+        reach = _reach(values) if len(values) else 0.0
         said[name] = (at - reach, at + reach) if len(values) else None
     return said
 
