@@ -91,14 +91,14 @@ OPTIONS = {
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
     "rl": {"--log", "--updates", "--seed", "--every", "--json"},
-    "scaling fit": set(
-        "--params-column --tokens-column --flops-column --loss-column --drop-highest --delta --bootstrap --seed --test --out "
-        "--plots --json".split()
-    ),
-    "scaling plan": set(
-        "--budget --budgets --ratio --sizes --span --vocab --sequence --tied --head-dim --prior --card --utilisation --out "
-        "--json".split()
-    ),
+    "scaling fit": {
+        *("--params-column", "--tokens-column", "--flops-column", "--loss-column", "--drop-highest", "--delta", "--bootstrap"),
+        *("--seed", "--test", "--out", "--plots", "--json"),
+    },
+    "scaling plan": {
+        *("--budget", "--budgets", "--ratio", "--sizes", "--span", "--vocab", "--sequence", "--tied", "--head-dim", "--prior"),
+        *("--card", "--utilisation", "--out", "--json"),
+    },
     "scaling predict": {"--flops", "--json"},
     "scaling run": {"--out"},
     "hw": {"--measure", "--json"},

@@ -74,8 +74,7 @@ def interval(at: float, logs: Array) -> tuple[float, float] | None:
 def _reach(values: Array) -> float:
     """1.96 standard deviations, by the middle 68 % of the values: a few resampled fits end at E = 0, far from the others.
 
-    The 2.5th and 97.5th percentiles themselves would be too wide: on 600 tables of 40 runs they held the truth 97 to 98 times of
-    100.
+    The 2.5th and 97.5th percentiles would be too wide: on 600 tables of 40 runs they held the truth 97 to 98 % of the time.
     """
     low, high = np.percentile(values, [15.87, 84.13])
     return 1.96 * float(high - low) / 2
