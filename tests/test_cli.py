@@ -57,20 +57,8 @@ OPTIONS = {
     },
     "train run": TRAIN_OPTIONS,
     "bench engine": {
-        *(
-            "--workload",
-            "-w",
-            "--runs",
-            "--dtype",
-            "--quantize",
-            "--kv-cache",
-            "--max-model-len",
-            "--page-size",
-            "--max-tokens-per-step",
-            "--out",
-            "--resume",
-            "--json",
-        ),
+        *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),
+        *("--page-size", "--max-tokens-per-step", "--out", "--resume", "--json"),
     },
     "compare": {
         *("--model", "--ours", "--baseline", "--beside", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
@@ -96,6 +84,7 @@ OPTIONS = {
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
+    "rl": {"--log", "--updates", "--seed", "--every", "--json"},
     "scaling fit": {
         *("--params-column", "--tokens-column", "--flops-column", "--loss-column", "--drop-highest", "--delta", "--bootstrap"),
         *("--seed", "--test", "--out", "--plots", "--json"),
@@ -112,6 +101,7 @@ OPTIONS = {
         *("--out", "--svg", "--json"),
     },
     "train plan": {"--tokens", "--length", "--card", "--budget", "--json"},
+    "scaling run": {"--out"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
     "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
+import tilewright
 from tests.scaling.tables import synthetic, write
 from tilewright.cli import app
 from tilewright.scaling import Columns, read_runs
-from tilewright.scaling.plan import PlannedRun, plan, read_plan
+from tilewright.scaling.plan import Plan, PlannedRun, plan, read_plan
 from tilewright.scaling.run import TABLE, done, run_plan
+from tilewright.scaling.shapes import nearest_shape
 
 HEADER = "params,tokens,flops,loss\n"
 
@@ -192,3 +195,32 @@ def test_a_missing_scipy_names_the_extra(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "pip install 'tilewright[scaling]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif("train" not in get_command(app).commands, reason="`tilewright train` is not there")  # pyright: ignore
+@pytest.mark.timeout(300)
+def test_a_plan_is_trained_and_goes_on(tmp_path: Path) -> None:
+    text = "the quick brown fox jumps over the lazy dog, and nobody knows why it does so. " * 40
+    data = write(tmp_path / "text.jsonl", "".join(json.dumps({"text": text[i:] + text[:i]}) + "\n" for i in range(20)))
+    base = write(
+        tmp_path / "base.toml",
+        f'data = ["{data}"]\neval_data = "{data}"\ntokenizer = "bookworm"\ndtype = "float32"\ndevice = "cpu"\nmicro_rows = 2\n'
+        "lr = 1e-3\nwarmup = 1\neval_rows = 2\n",
+    )
+    vocab = json.loads((Path(tilewright.__file__).parent / "assets/bookworm/config.json").read_text())["vocab_size"]
+    shapes = [nearest_shape(size, vocab, tied=True, head_dim=16) for size in (1, 2 * 32 * vocab)]
+    runs = [
+        PlannedRun(name=f"r{i}", budget=1e9, flops=512 * s.train_flops(64), params=s.params, tokens=512, shape=s)
+        for i, s in enumerate(shapes)
+    ]
+    plan_file = write(tmp_path / "plan.json", json.dumps(Plan(sequence=64, runs=tuple(runs)).to_json()))
+    code, out, err = scaling("run", plan_file, base, "--out", tmp_path / "series")
+    assert code == 0, err
+    table = read_runs(Path(out.strip()))
+    assert table.params.tolist() == [run.params for run in runs]
+    assert all(0.5 < loss < 10 for loss in table.loss)
+    before = (tmp_path / "series" / TABLE).read_text()
+    code, out, err = scaling("run", plan_file, base, "--out", tmp_path / "series")
+    assert code == 0, err
+    assert err.count("done before") == 2
+    assert (tmp_path / "series" / TABLE).read_text() == before

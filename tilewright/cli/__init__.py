@@ -19,6 +19,7 @@ try:
     import tilewright.cli.ops
     import tilewright.cli.optimize
     import tilewright.cli.quantize
+    import tilewright.cli.rl
     import tilewright.cli.scaling
     import tilewright.cli.serve
     import tilewright.cli.train

@@ -90,6 +90,25 @@ def _print_plan(made: "Plan", needed: list[float], machine: str) -> None:
 
 
 @scaling.command()
+def run(
+    context: typer.Context,
+    plan: Annotated[Path, typer.Argument(help="what `plan --out` wrote")],
+    config: Annotated[Path, typer.Argument(help="config of `tilewright train`: data, tokenizer, eval_data, batch, lr")],
+    out: Annotated[Path, typer.Option(help="folder of the series; the table is runs.csv in it")] = Path("series"),
+) -> None:
+    """Make the runs of a plan with `tilewright train`, a row of runs.csv each. The same command again goes on."""
+    with plain_errors(context):
+        from tilewright.scaling.plan import read_plan
+        from tilewright.scaling.run import run_plan
+        from tilewright.scaling.trainer import command_of, held_out_loss
+
+        made = read_plan(plan)
+        table = run_plan(made, out, command_of(config, made.sequence), held_out_loss, say)
+        print(table)
+        say(f"All runs are made; fit them: tilewright scaling fit {table}")
+
+
+@scaling.command()
 def fit(
     context: typer.Context,
     data: Annotated[Path, typer.Argument(help="CSV, a run a line: loss, and two of parameters, tokens, FLOPs")],

@@ -14,19 +14,17 @@ def measure(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float =
     """Plain numbers over the batch's chosen tokens.
 
     ratio: mean of new over old probability; ratio_off: its largest distance from 1; clip_share: tokens outside of the clip; kl:
-    of the old from the new policy (k3). sampler_off: the largest |log p| between trainer and sampler, 0 where both are the same
-    numbers. reward and length: means over sequences. empty: sequences without a chosen token. equal_groups: share of sequences
-    whose whole group has one reward, so no gradient. stale: how many versions behind the newest the oldest sequence is.
+    of the old from the new policy (k3). reward and length: means over sequences. empty: sequences without a chosen token.
+    equal_groups: share of sequences whose whole group has one reward, so no gradient. stale: how many versions the oldest
+    sequence is behind the newest.
     """
     ratio = batch.log_ratio(logprobs_T)[batch.mask].exp()
-    off = batch.log_ratio_to_sampler()[batch.mask].abs()
     counts = batch.counts()
     return {
         "ratio": _mean(ratio),
         "ratio_off": _most((ratio - 1).abs()),
         "clip_share": _mean(((ratio < 1 - low) | (ratio > 1 + high)).to(ratio.dtype)),
         "kl": _mean(ratio - 1 - ratio.log()),
-        "sampler_off": _most(off),
         "reward": _mean(batch.rewards),
         "length": _mean(counts),
         "empty": int((counts == 0).sum()),

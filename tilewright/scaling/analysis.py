@@ -46,7 +46,7 @@ class Analysis:
             "format": _FORMAT,
             "version": 1,
             "law": asdict(law),
-            "intervals": {name: interval(values) for name, values in _columns(self.fit).items()},
+            "intervals": _intervals(self.fit),
             "objective": self.fit.objective,
             "delta": self.fit.delta,
             "starts": self.fit.starts,
@@ -63,17 +63,32 @@ class Analysis:
         }
 
 
-def interval(values: Array) -> tuple[float, float] | None:
-    """The 2.5th and the 97.5th percentile; None where there are no values."""
-    if not len(values):
+def interval(at: float, logs: Array) -> tuple[float, float] | None:
+    """95 % for a positive number `at`: 1.96 standard deviations of the resampled logarithms to both sides; None without any."""
+    if not len(logs):
         return None
-    low, high = np.percentile(values, [2.5, 97.5])
-    return float(low), float(high)
+    factor = math.exp(_reach(logs))
+    return at / factor, at * factor
 
 
-def _columns(found: Fit) -> dict[str, Array]:
-    a, b, e, alpha, beta = found.samples.T
-    return {"E": np.exp(e), "A": np.exp(a), "B": np.exp(b), "alpha": alpha, "beta": beta, "exponent": beta / (alpha + beta)}
+def _reach(values: Array) -> float:
+    """1.96 standard deviations, by the middle 68 % of the values: a few resampled fits end at E = 0, far from the others.
+
+    The 2.5th and 97.5th percentiles would be too wide: on 600 tables of 40 runs they held the truth 97 to 98 % of the time.
+    """
+    low, high = np.percentile(values, [15.87, 84.13])
+    return 1.96 * float(high - low) / 2
+
+
+def _intervals(found: Fit) -> dict[str, tuple[float, float] | None]:
+    law, (a, b, e, alpha, beta) = found.law, found.samples.T
+    logs = {"E": (law.E, e), "A": (law.A, a), "B": (law.B, b)}
+    plain = {"alpha": (law.alpha, alpha), "beta": (law.beta, beta), "exponent": (law.params_exponent, beta / (alpha + beta))}
+    said: dict[str, tuple[float, float] | None] = {name: interval(at, values) for name, (at, values) in logs.items()}
+    for name, (at, values) in plain.items():
+        reach = _reach(values) if len(values) else 0.0
+        said[name] = (at - reach, at + reach) if len(values) else None
+    return said
 
 
 def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: int = 0) -> Analysis:
@@ -142,7 +157,7 @@ def _disagreements(found: Fit, trends: dict[str, Trend | None]) -> Iterator[str]
     law = found.law
     if not len(found.samples) or law.alpha <= 0 or law.beta <= 0:
         return
-    low, high = interval(_columns(found)["exponent"]) or (0.0, 1.0)
+    low, high = _intervals(found)["exponent"] or (0.0, 1.0)
     for method in METHODS:
         if (t := trends[method]) and (t.high < low or high < t.low):
             yield (
@@ -179,11 +194,11 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
     return Prediction(
         flops=flops,
         params=best.params,
-        params_interval=interval(np.array([o.params for o in optima])),
+        params_interval=interval(best.params, np.log([o.params for o in optima])),
         tokens=best.tokens,
-        tokens_interval=interval(np.array([o.tokens for o in optima])),
+        tokens_interval=interval(best.tokens, np.log([o.tokens for o in optima])),
         loss=best.loss,
-        loss_interval=interval(np.array([other.loss(best.params, best.tokens) for other in others])),
+        loss_interval=interval(best.loss, np.log([other.loss(best.params, best.tokens) for other in others])),
         decades=math.log10(flops / float(saved["largest_flops"])),
     )
 

@@ -3,7 +3,7 @@
 Python collects all its garbage cycles only when the objects that survived lately are a quarter of all others. Hundreds of
 thousands of these come from imports, so cycles that requests leave behind would add up for long, and the collection would then
 stop every stream while it visits all objects. Frozen objects are neither counted nor visited. glibc gives each new thread a
-heap of its own; what one thread has freed, no other takes. Measured: docs/experiments/server-memory.md#what-a-servers-memory-grows-by
+heap of its own; what one thread has freed, no other takes. Measured: docs/experiments/server-memory.md
 """
 
 import ctypes

@@ -32,14 +32,22 @@ def _digits(rng: random.Random, count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reversal(_Exact):
-    """ "1234=" is answered by "4321"."""
+    """ "1234=" is answered by "4321". partial: other than 0, an answer of the right length scores its share of right digits."""
 
     digits: int = 4
+    partial: int = 0
 
     def task(self, seed: int) -> Task:
         """Digits in a random order."""
         text = _digits(random.Random(seed), self.digits)
         return Task(prompt=f"{text}=", data={"answer": text[::-1]})
+
+    def score(self, task: Task, answer: str) -> float:
+        """1.0 for the right answer; with `partial`, less for a part of it."""
+        wanted, said = task.data["answer"], answer.strip()
+        if not self.partial or len(said) != len(wanted):
+            return super().score(task, answer)
+        return sum(a == b for a, b in zip(wanted, said)) / len(wanted)
 
 
 @dataclass(frozen=True, kw_only=True)

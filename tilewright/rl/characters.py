@@ -1,0 +1,32 @@
+"""Text as single characters, for small models on generated tasks."""
+
+__all__ = ["ALPHABET", "Characters"]
+
+ALPHABET = "0123456789+-*/()=<: "
+"""What the prompts and answers of the generated tasks are written in."""
+
+
+class Characters:
+    """A character a token; `end` is one more, which ends an answer. Raises ValueError for an alphabet with a sign twice."""
+
+    def __init__(self, alphabet: str = ALPHABET) -> None:
+        if not alphabet or len(set(alphabet)) < len(alphabet):
+            raise ValueError(f"the alphabet {alphabet!r} is empty or has a character twice")
+        self._signs = alphabet
+        self._ids = {sign: number for number, sign in enumerate(alphabet)}
+        self.end = len(alphabet)
+        self.vocab = len(alphabet) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text.
+
+        Raises:
+            ValueError: a character is not in the alphabet.
+        """
+        if bad := [sign for sign in text if sign not in self._ids]:
+            raise ValueError(f"a prompt has {bad[0]!r}, which is not in the alphabet {self._signs!r}; add it to the config's")
+        return [self._ids[sign] for sign in text]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids; the end is nothing."""
+        return "".join(self._signs[number] for number in ids if number != self.end)

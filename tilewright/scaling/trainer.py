@@ -1,0 +1,68 @@
+"""How a planned run is trained: by `tilewright train`, on the shape's config.json; its loss is the one on held-out text."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tilewright.scaling.plan import PlannedRun
+from tilewright.train.config import TrainConfig, merged, read_toml
+
+__all__ = ["command_of", "held_out_loss", "model_config"]
+
+
+def model_config(run: PlannedRun, sequence: int) -> dict[str, object]:
+    """The config.json of a Llama of the run's shape."""
+    shape = run.shape
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": sequence,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+
+
+def command_of(base: Path, sequence: int) -> Callable[[PlannedRun, Path], list[str]]:
+    """What trains a run by the config file `base`, which says the data, the tokenizer, the batch and the learning rate.
+
+    Raises:
+        ValueError: the config is refused by the trainer, or has no tokenizer or no eval_data.
+    """
+    config: TrainConfig = merged(read_toml(base), {})
+    if config.tokenizer is None or config.eval_data is None:
+        raise ValueError(f"{base} must name a tokenizer, which models of a plan lack, and eval_data, for held-out losses")
+    tokens_an_update = sequence * config.micro_rows * config.micro_batches
+
+    def command(run: PlannedRun, folder: Path) -> list[str]:
+        shape = folder / "shape"
+        shape.mkdir(exist_ok=True)
+        (shape / "config.json").write_text(json.dumps(model_config(run, sequence)), encoding="utf-8")
+        steps = max(1, round(run.tokens / tokens_an_update))
+        options = {"model": shape, "init": "random", "out": folder / "train", "row-tokens": sequence, "steps": steps}
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        return [sys.executable, "-m", "tilewright.cli", "train", str(base), *words]
+
+    return command
+
+
+def held_out_loss(folder: Path) -> float:
+    """Nats a byte of eval_data at the run's end, as its log has it; bits a byte times log 2.
+
+    Raises:
+        ValueError: the log has no such measurement.
+    """
+    path = folder / "train" / "log.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    measured = [row["bits_per_byte"] for row in rows if "bits_per_byte" in row]
+    if not measured:
+        raise ValueError(f"{path} has no bits_per_byte; see {folder / 'log.txt'}")
+    return float(measured[-1]) * math.log(2)
