@@ -344,6 +344,12 @@ def test_muon_leaves_the_rest_to_adamw() -> None:
         (lambda: Muon({"a": torch.zeros(2, 2, 2)}, muon=lambda name, p: True), "leave it to AdamW"),
         (lambda: AdamW({"a": torch.zeros(2)}).step({}, LR), "no gradient for a"),
         (lambda: AdamW({"a": torch.zeros(2)}).step({"a": torch.zeros(3)}, LR), r"gradient of a is \(3,\)"),
+        (
+            lambda: AdamW({"a": torch.zeros(2), "b": torch.zeros(2)}).step(
+                {"a": torch.zeros(2), "b": torch.zeros(2).bfloat16()}, LR
+            ),
+            "wanted one dtype, on cpu",
+        ),
         (lambda: AdamW({"a": torch.zeros(2)}).load_state_dict(SGD({"a": torch.zeros(2)}).state_dict()), "exp_avg.a is missing"),
         (lambda: SGD({"a": torch.zeros(2)}).load_state_dict(SGD({"a": torch.zeros(3)}).state_dict()), "master.a is"),
     ],

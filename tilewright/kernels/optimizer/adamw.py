@@ -48,8 +48,8 @@ def adamw_update(
     grad = grad * control[Slot.SCALE].to(like)
     m = m + (1 - control[Slot.BETA1]).to(like) * (grad - m)
     v = v + (1 - control[Slot.BETA2]).to(like) * (grad * grad - v)
-    unbiased = v * (1 / (1 - control[Slot.BETA2_POWER])).to(like)
-    move = m * (1 / (1 - control[Slot.BETA1_POWER])).to(like) / (unbiased.sqrt() + eps)
+    unbiased = v * control[Slot.FACTOR2].to(like)
+    move = m * control[Slot.FACTOR1].to(like) / (unbiased.sqrt() + eps)
     return master - lr * rate * (move + decay * master), m, v
 
 
@@ -127,8 +127,8 @@ def _make(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16
 def adamw_step(p, m, v, grad, rates_ptr, owner, control_ptr, lr, eps):
     """New (p, m, v): the formula above for a block of one tensor, in float32."""
     beta1, beta2 = tl.load(control_ptr + 1), tl.load(control_ptr + 2)
-    m_factor = (1.0 / (1.0 - tl.load(control_ptr + 3))).to(tl.float32)
-    v_factor = (1.0 / (1.0 - tl.load(control_ptr + 4))).to(tl.float32)
+    m_factor = tl.load(control_ptr + 9).to(tl.float32)
+    v_factor = tl.load(control_ptr + 10).to(tl.float32)
     grad = grad * tl.load(control_ptr + 7).to(tl.float32)
     rate = lr * tl.load(rates_ptr + 2 * owner)
     decay = tl.load(rates_ptr + 2 * owner + 1)

@@ -3,7 +3,7 @@
     grad_squares(squares, grads):    squares <- the sum of squares of every 4096 elements of each tensor
     clip_scale(squares, control):    norm = sqrt(sum of squares)
                                      scale = min(1, max_norm / (norm + 1e-6)); applied = 1 if the norm is finite, else 0
-                                     if applied: step + 1, and each power of beta times its beta
+                                     if applied: step + 1, each power of beta times its beta, and 1 / (1 - power)
 
     squares: float32 [chunks]; grads: a list of tensors of one dtype, bf16, fp16 or fp32; control: float64, see
     multi_tensor.py.
@@ -45,8 +45,10 @@ def _clip_reference(squares: Tensor, control: Tensor) -> None:
     new[Slot.SCALE] = torch.where(good, (control[Slot.MAX_NORM] / (norm + 1e-6)).clamp(max=1.0), 1.0)
     new[Slot.APPLIED] = good.double()
     new[Slot.STEP] += good.double()
-    for power, beta in ((Slot.BETA1_POWER, Slot.BETA1), (Slot.BETA2_POWER, Slot.BETA2)):
+    slots = ((Slot.BETA1_POWER, Slot.BETA1, Slot.FACTOR1), (Slot.BETA2_POWER, Slot.BETA2, Slot.FACTOR2))
+    for power, beta, factor in slots:
         new[power] = torch.where(good, control[power] * control[beta], control[power])
+        new[factor] = torch.where(good, 1 / (1 - new[power]), control[factor])
     control.copy_(new)
 
 
@@ -151,8 +153,11 @@ def _clip_kernel(squares_ptr, control_ptr, chunks, BLOCK: tl.constexpr):
     scale = tl.where(good & (scale < 1.0), scale, one)
     step, power1, power2 = tl.load(control_ptr), tl.load(control_ptr + 3), tl.load(control_ptr + 4)
     tl.store(control_ptr, tl.where(good, step + 1.0, step))
-    tl.store(control_ptr + 3, tl.where(good, power1 * tl.load(control_ptr + 1), power1))
-    tl.store(control_ptr + 4, tl.where(good, power2 * tl.load(control_ptr + 2), power2))
+    next1, next2 = power1 * tl.load(control_ptr + 1), power2 * tl.load(control_ptr + 2)
+    tl.store(control_ptr + 3, tl.where(good, next1, power1))
+    tl.store(control_ptr + 4, tl.where(good, next2, power2))
+    tl.store(control_ptr + 9, tl.where(good, 1.0 / (1.0 - next1), tl.load(control_ptr + 9)))
+    tl.store(control_ptr + 10, tl.where(good, 1.0 / (1.0 - next2), tl.load(control_ptr + 10)))
     tl.store(control_ptr + 6, norm)
     tl.store(control_ptr + 7, scale)
     tl.store(control_ptr + 8, good.to(tl.float64))

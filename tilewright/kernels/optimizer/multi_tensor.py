@@ -66,14 +66,18 @@ class Slot:
     """What gradients are multiplied with."""
     APPLIED = 8
     """1, or 0 where the norm is not finite: then nothing is written."""
+    FACTOR1 = 9
+    """1 / (1 - beta1^STEP), which takes the bias from the first moment; computed once a step, not once a thread."""
+    FACTOR2 = 10
+    """The same of the second moment."""
 
 
-SLOTS = 9
+SLOTS = 11
 
 
 def control_values(beta1: float, beta2: float, max_norm: float = float("inf")) -> list[float]:
     """`control` before the first step."""
-    return [0.0, beta1, beta2, 1.0, 1.0, max_norm, 0.0, 1.0, 1.0]
+    return [0.0, beta1, beta2, 1.0, 1.0, max_norm, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
 # ---- layout
@@ -208,6 +212,7 @@ def flat_arguments(
     grads = [inputs.randn(*size, dtype=dtype) for size in sizes]
     values = control_values(0.9, 0.99, 1.0)
     values[Slot.STEP], values[Slot.BETA1_POWER], values[Slot.BETA2_POWER] = 7.0, 0.9**7, 0.99**7
+    values[Slot.FACTOR1], values[Slot.FACTOR2] = 1 / (1 - 0.9**7), 1 / (1 - 0.99**7)
     values[Slot.NORM], values[Slot.SCALE] = norm or 2.0, 0.5
     if norm is not None:
         values[Slot.APPLIED] = 0.0

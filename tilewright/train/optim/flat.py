@@ -97,6 +97,9 @@ class Optimizer:
         for name, shape in self.shapes.items():
             if grads[name].shape != shape:
                 raise ValueError(f"the gradient of {name} is {tuple(grads[name].shape)}, its parameter is {tuple(shape)}")
+        kinds = sorted({f"{grads[name].dtype} on {grads[name].device}" for name in self.names})
+        if len(kinds) > 1 or grads[self.names[0]].device != self.master.device:
+            raise ValueError(f"gradients are {', '.join(kinds)}; wanted one dtype, on {self.master.device}: convert them first")
         return [grads[name] for name in self.names]
 
     @torch.no_grad()
@@ -118,7 +121,7 @@ class Optimizer:
             squares: of the whole model's gradients, where this optimizer has a part of it.
 
         Raises:
-            ValueError: a gradient is missing, or has another shape than its parameter.
+            ValueError: a gradient is missing or has another shape than its parameter, or they have several dtypes.
         """
         given = self._in_order(grads)
         clip_scale_op(self.squares(grads) if squares is None else squares, self.control)
