@@ -185,7 +185,7 @@ def _kernel(binary: Binary, device: Device) -> dict[str, Any]:
 
 def _library_product(op: Op, choice: Choice, args: tuple[Any, ...]) -> Product | None:
     """The product of 16-bit numbers, both operands dense along K, that a library's kernel computes; None for anything else."""
-    if op.name != "linear" or choice.impl.name != "vendor":
+    if op.name != "linear" or not choice.impl.library:
         return None
     x, weight = args[:2]
     if x.element_size() != 2 or x.stride(-1) != 1 or weight.stride(-1) != 1:

@@ -251,7 +251,7 @@ def _why(op: Op, launch: _Launch, cpu: bool, *args: Any) -> tuple[str, Callable[
     if timed is not None and timed.choice is not None:
         reason = f"{op.name}, {timed.choice.impl.name}: {timed}"
         return (reason, _CHOSEN[op.name], (spelled(timed.choice),)) if timed.won else (reason, None, ())
-    if choice.impl.name == "vendor":
+    if choice.impl.library:
         return f"{op.name} would take the vendor's library here, as Inductor does", None, ()
     if choice.impl.name == "linear" and launch.group.plain:
         return "a product of the pixels without anything to fuse, which Inductor does as well", None, ()

@@ -86,9 +86,9 @@ def _entrants(op: Op, device: Device, problem: Any, choice: Choice) -> list[Choi
     allowed = [impl for impl in op.impls if impl.refusal(device, problem, scope()) is None]
     names = {impl.name for impl in allowed}
     portable = {"triton", "triton_tma"} if "sm90" in names and op.name != "attention" else set[str]()
-    left_out = {"vendor", "reference", "invariant", choice.impl.name} | portable
-    found = [] if choice.impl.name == "vendor" else [choice]
-    return found + [Choice(i, i.space.default(device, problem)) for i in allowed if i.name not in left_out]
+    left_out = {"invariant", choice.impl.name} | portable
+    found = [] if choice.impl.library else [choice]
+    return found + [Choice(i, i.space.default(device, problem)) for i in allowed if not i.library and i.name not in left_out]
 
 
 def _compiled(entrants: list[Choice], device: Device, args: list[Any]) -> None:
@@ -118,7 +118,7 @@ def _timed(op: Op, choice: Choice, args: tuple[Any, ...], free: bool) -> Race | 
         follows |= isinstance(real[at], Tensor) or real[at] not in (None, "none")
         plain[at] = "none" if isinstance(real[at], str) else None
     bare = [plain.get(i, a) for i, a in enumerate(real)]
-    vendor = next((impl for impl in op.impls if impl.name == "vendor"), None)
+    vendor = next((impl for impl in op.impls if impl.library), None)
     if vendor is None or vendor.refusal(device, problem := op.problem(*bare)) is not None:
         return None
     entrants = _entrants(op, device, op.problem(*real), choice)

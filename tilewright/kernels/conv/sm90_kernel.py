@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.kernels.gemm.sm90_kernel import piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.hopper.epilogue import activate, add_parts, column_blocks, leave_part, rounded
 from tilewright.kernels.hopper.primitives import TRITON, load_box, release, store_box, viewed
+from tilewright.kernels.hopper.ring import barriers, new_ring
 
 __all__ = ["VIEWS_REACH_ON", "conv_sm90_kernel"]
 
@@ -132,30 +133,25 @@ def _load_weight(
 
 @gluon.jit
 def _load_residual(
-    residual_desc, x_units, full, empty, stage, phase, corners, first_col,
+    residual_desc, x_units, at, corners, first_col,
     UNITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load a tile of the residual, a block of columns a stage; (stage, phase) afterwards."""
+    """Load a tile of the residual, a block of columns a stage; the place afterwards."""
     WIDTH: gl.constexpr = residual_desc.block_type.shape[3]
     M_BOXES: gl.constexpr = len(corners)
     for j in gl.static_range(BLOCK_N // WIDTH):
-        mbarrier.wait(empty.index(stage), phase)
-        bar = full.index(stage)
-        mbarrier.expect(bar, BLOCK_M * WIDTH * residual_desc.dtype.primitive_bitwidth // 8)
+        bar = at.fill(BLOCK_M * WIDTH * residual_desc.dtype.primitive_bitwidth // 8)
         for b in gl.static_range(M_BOXES):
             p, n, q = corners[b]
-            buf = _box_at(x_units, (stage * M_BOXES + b) * UNITS, residual_desc.dtype, residual_desc)
+            buf = _box_at(x_units, (at.stage * M_BOXES + b) * UNITS, residual_desc.dtype, residual_desc)
             load_box(residual_desc, [p, n, q, first_col + j * WIDTH], bar, buf)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    return stage, phase
+        at = at.next()
+    return at
 
 
 @gluon.jit
 def _load_boxes(
-    x_desc, x1_desc, x2_desc, x3_desc, w_desc, residual_desc, x_units, w_boxes, full, empty,
+    x_desc, x1_desc, x2_desc, x3_desc, w_desc, residual_desc, x_units, w_boxes, ring,
     filter_h, filter_w, pad_h, pad_w, dilation_h, dilation_w, boxes_h, boxes_w, tiles_m, tiles_n, steps, waves, share,
     STRIDE_H: gl.constexpr, STRIDE_W: gl.constexpr, PHASES: gl.constexpr, W_MAJOR: gl.constexpr,
     TAPS: gl.constexpr, EXTRA: gl.constexpr, BACKWARD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -167,8 +163,7 @@ def _load_boxes(
     UNITS: gl.constexpr = x_units.shape[0] // (STAGES * M_BOXES)
     BLOCK_K: gl.constexpr = shape[3]
     LOADED: gl.constexpr = BLOCK_M + M_BOXES * EXTRA * shape[1] * shape[2] + TAPS * BLOCK_N
-    stage = 0
-    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    at = ring.to_fill()
     for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
         row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
@@ -179,24 +174,19 @@ def _load_boxes(
         r = first // filter_w - chunk * filter_h
         s = first % filter_w
         for _step in range(first, end):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            mbarrier.expect(bar, LOADED * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8)
+            bar = at.fill(LOADED * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8)
             top = r * dilation_h - pad_h
             if BACKWARD:
                 top -= TAPS - 1
             for b in gl.static_range(M_BOXES):
                 p, n, q = corners[b]
                 _load_x(
-                    x_desc, x1_desc, x2_desc, x3_desc, x_units, (stage * M_BOXES + b) * UNITS, bar,
+                    x_desc, x1_desc, x2_desc, x3_desc, x_units, (at.stage * M_BOXES + b) * UNITS, bar,
                     p * STRIDE_H + top, n, q * STRIDE_W + s * dilation_w - pad_w, chunk * BLOCK_K,
                     STRIDE_H, STRIDE_W, PHASES, EXTRA,
                 )  # fmt: skip
-            _load_weight(w_desc, w_boxes, bar, stage, col, r, s, chunk * BLOCK_K, W_MAJOR, TAPS, BLOCK_N)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            _load_weight(w_desc, w_boxes, bar, at.stage, col, r, s, chunk * BLOCK_K, W_MAJOR, TAPS, BLOCK_N)
+            at = at.next()
             s += 1
             if s == filter_w:
                 s = 0
@@ -206,23 +196,15 @@ def _load_boxes(
                     chunk += 1
         if residual_desc is not None:
             if first == 0:
-                stage, phase = _load_residual(
-                    residual_desc, x_units, full, empty, stage, phase, corners, col * BLOCK_N, UNITS, BLOCK_M, BLOCK_N, STAGES
-                )
+                at = _load_residual(residual_desc, x_units, at, corners, col * BLOCK_N, UNITS, BLOCK_M, BLOCK_N, STAGES)
 
 
 # ---- consumers
 
 
 @gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """The stage before. Not a variable of the loop: Gluon does not carry a name that starts as another's alias."""
-    return gl.where(stage == 0, STAGES, stage) - 1
-
-
-@gluon.jit
 def _sum_steps(
-    x_units, w_bufs, full, empty, turns, stage, phase, first, end, wg: gl.constexpr, W_MAJOR: gl.constexpr, TAPS: gl.constexpr,
+    x_units, w_bufs, at, turns, first, end, wg: gl.constexpr, W_MAJOR: gl.constexpr, TAPS: gl.constexpr,
     BACKWARD: gl.constexpr, ROWS: gl.constexpr, M_BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One consumer's product over the steps of a piece, [rows, columns]; gives the stages back as it goes."""
@@ -239,26 +221,23 @@ def _sum_steps(
     )
     acc = gl.zeros([ROWS, COLS], gl.int32 if INTEGERS else gl.float32, layout)
     for step in range(first, end):
-        mbarrier.wait(full.index(stage), phase)
-        unit = (stage * M_BOXES + (wg if M_BOXES == 2 else 0)) * UNITS
+        at.wait()
+        unit = (at.stage * M_BOXES + (wg if M_BOXES == 2 else 0)) * UNITS
         for t in gl.static_range(TAPS):
             x = _matrix_at(x_units, unit + (TAPS - 1 - t if BACKWARD else t), dtype, ROWS, BLOCK_K, SWIZZLE)
-            w = w_bufs.index(stage * TAPS + t)
+            w = w_bufs.index(at.stage * TAPS + t)
             if W_MAJOR == "k":
                 w = w.permute((1, 0))
             started = warpgroup_mma(x, w, acc, use_acc=(step > first) | (t > 0), is_async=True)
             # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
             acc = warpgroup_mma_wait(1, deps=(started,))
             if t == 0:
-                release(empty.index(_before(stage, STAGES)), pred=step > first)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+                at.give_back_last(pred=step > first)
+        at = at.next()
     if M_BOXES == 1:
         release(turns.index(1 - wg))
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(empty.index(_before(stage, STAGES)))
+    at.give_back_last()
     return acc
 
 
@@ -278,7 +257,7 @@ def _per_channel(ptr, first_col, O, period, block):
 
 @gluon.jit
 def _finish(
-    blocks, tile_boxes, x_units, full, empty, residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr, passed, box, first_col,
+    blocks, tile_boxes, x_units, ring, residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr, passed, box, first_col,
     N, O, period, boxes_h, boxes_w, wg: gl.constexpr, M_BOXES: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Scales, bias, residual, activation, the one rounding, the store: a block of columns at a time, through shared memory.
@@ -306,11 +285,11 @@ def _finish(
         if bias_ptr is not None:
             y += _per_channel(bias_ptr, first_col + j * COLS, O, period, y)
         if residual_desc is not None:
-            stage = (passed + j) % STAGES
-            mbarrier.wait(full.index(stage), (passed + j) // STAGES & 1)
-            residual = _matrix_at(x_units, (stage * M_BOXES + wg) * UNITS, residual_desc.dtype, ROWS, COLS, SWIZZLE)
+            at = ring.after(passed + j)
+            at.wait()
+            residual = _matrix_at(x_units, (at.stage * M_BOXES + wg) * UNITS, residual_desc.dtype, ROWS, COLS, SWIZZLE)
             y += residual.load(y.type.layout).to(gl.float32)
-            release(empty.index(stage))
+            at.give_back()
         y = activate(y, ACTIVATION)
         if CODES:
             y = rounded(y, _image_scales(x_scale_ptr, box, N, boxes_h, boxes_w, box_shape, y), y_desc.dtype)
@@ -324,7 +303,7 @@ def _finish(
 
 @gluon.jit
 def _multiply_boxes(
-    x_units, w_boxes, tile_boxes, full, empty, turns,
+    x_units, w_boxes, tile_boxes, ring, turns,
     residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr, parts_ptr, tickets_ptr,
     N, O, period, boxes_h, boxes_w, tiles_m, tiles_n, steps, waves, share, PARTS,
     wg: gl.constexpr, W_MAJOR: gl.constexpr, TAPS: gl.constexpr, BACKWARD: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -344,10 +323,8 @@ def _multiply_boxes(
         if TURNS == 2:
             # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
-        stage = passed % STAGES
-        phase = passed // STAGES & 1
         acc = _sum_steps(
-            x_units, w_bufs, full, empty, turns, stage, phase, first, end, wg, W_MAJOR, TAPS, BACKWARD, ROWS, M_BOXES, STAGES
+            x_units, w_bufs, ring.after(passed), turns, first, end, wg, W_MAJOR, TAPS, BACKWARD, ROWS, M_BOXES, STAGES
         )
         passed += (end - first) * TURNS
         blocks = column_blocks(acc, BLOCK_N // WIDTH)
@@ -366,7 +343,7 @@ def _multiply_boxes(
         if first == 0:
             box = row * M_BOXES + (wg if M_BOXES == 2 else 0)
             _finish(
-                blocks, tile_boxes, x_units, full, empty, residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr,
+                blocks, tile_boxes, x_units, ring, residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr,
                 passed, box, col * BLOCK_N, N, O, period, boxes_h, boxes_w, wg, M_BOXES, STAGES, ACTIVATION,
             )  # fmt: skip
             if residual_desc is not None:
@@ -414,31 +391,25 @@ def conv_sm90_kernel(
     )
     w_boxes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * TAPS] + w_desc.block_type.shape, w_desc.layout)
     tile_boxes = gl.allocate_shared_memory(y_desc.dtype, [2 * TILE_BUFS] + y_desc.block_type.shape, y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=M_BOXES)
+    ring = new_ring(STAGES, M_BOXES)
+    turns = barriers(2, 1)
     tiles_m = gl.cdiv(boxes, M_BOXES)
     tiles_n = gl.cdiv(O, BLOCK_N)
     gl.warp_specialize([
         (_multiply_boxes, (
-            x_units, w_boxes, tile_boxes, full, empty, turns,
+            x_units, w_boxes, tile_boxes, ring, turns,
             residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr, parts_ptr, tickets_ptr,
             N, O, period, boxes_h, boxes_w, tiles_m, tiles_n, steps, waves, share, PARTS,
             0, W_MAJOR, TAPS, BACKWARD, BLOCK_M, BLOCK_N, STAGES, GROUP_M, STREAM, ACTIVATION,
         )),
         (_multiply_boxes, (
-            x_units, w_boxes, tile_boxes, full, empty, turns,
+            x_units, w_boxes, tile_boxes, ring, turns,
             residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr, parts_ptr, tickets_ptr,
             N, O, period, boxes_h, boxes_w, tiles_m, tiles_n, steps, waves, share, PARTS,
             1, W_MAJOR, TAPS, BACKWARD, BLOCK_M, BLOCK_N, STAGES, GROUP_M, STREAM, ACTIVATION,
         )),
         (_load_boxes, (
-            x_desc, x1_desc, x2_desc, x3_desc, w_desc, residual_desc, x_units, w_boxes, full, empty,
+            x_desc, x1_desc, x2_desc, x3_desc, w_desc, residual_desc, x_units, w_boxes, ring,
             filter_h, filter_w, pad_h, pad_w, dilation_h, dilation_w, boxes_h, boxes_w, tiles_m, tiles_n, steps, waves, share,
             STRIDE_H, STRIDE_W, PHASES, W_MAJOR, TAPS, EXTRA, BACKWARD, BLOCK_M, BLOCK_N, STAGES, GROUP_M, STREAM,
         )),

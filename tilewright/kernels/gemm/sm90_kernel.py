@@ -44,6 +44,7 @@ from tilewright.kernels.gemm.sm90_mainloop import sum_piece
 from tilewright.kernels.hopper.epilogue import add_parts, finish_tile, leave_part, residual_blocks
 from tilewright.kernels.hopper.primitives import load_box, viewed
 from tilewright.kernels.hopper.producer_rows import await_rows
+from tilewright.kernels.hopper.ring import barriers, new_ring
 
 __all__ = [
     "load_tiles",
@@ -128,7 +129,7 @@ def _class_of(row, M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    x_desc, x_low_desc, w_desc, x_bufs, w_bufs, full, empty, M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
+    x_desc, x_low_desc, w_desc, x_bufs, w_bufs, ring, M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
     X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr, N_BOXES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     STREAM: gl.constexpr, CLASSES: gl.constexpr, PDL: gl.constexpr = False,
@@ -140,8 +141,7 @@ def load_tiles(
     X_BOX: gl.constexpr = x_desc.block_type.shape[0] * x_desc.block_type.shape[1]  # of few rows no higher than those
     if PDL:
         gdc_wait()
-    stage = 0
-    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    at = ring.to_fill()
     for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
         row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
@@ -157,12 +157,10 @@ def load_tiles(
             gl.static_assert(HALVES == 1, "gate and up rows would be made one after the other, and are wanted together")
             await_rows(counters_ptr, col * BLOCK_N, F, BLOCK_N)
         for step in range(first, end):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            mbarrier.expect(bar, (M_BOXES * X_BOX + BLOCK_N * BLOCK_K) * x_desc.dtype.primitive_bitwidth // 8)
+            bar = at.fill((M_BOXES * X_BOX + BLOCK_N * BLOCK_K) * x_desc.dtype.primitive_bitwidth // 8)
             k = step * BLOCK_K
             for b in gl.static_range(M_BOXES):
-                buf = x_bufs.index(stage * M_BOXES + b)
+                buf = x_bufs.index(at.stage * M_BOXES + b)
                 if CLASSES:
                     if is_longer:
                         load_box(x_desc, [m + b * BOX_M, start - shift + k], bar, buf)
@@ -175,15 +173,12 @@ def load_tiles(
             for b in gl.static_range(N_BOXES):
                 for half in gl.static_range(HALVES):
                     n = (col * N_BOXES + b) * BOX_N + half * F
-                    buf = w_bufs.index((stage * N_BOXES + b) * HALVES + half)
+                    buf = w_bufs.index((at.stage * N_BOXES + b) * HALVES + half)
                     if W_MAJOR == "k":
                         load_box(w_desc, [n, k], bar, buf)
                     else:
                         load_box(w_desc, [k - shift, n], bar, buf)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            at = at.next()
 
 
 # ---- consumers
@@ -208,7 +203,7 @@ def _with_parts(
 
 @gluon.jit
 def multiply_tiles(
-    x_bufs, w_bufs, tile_bufs, full, empty, turns,
+    x_bufs, w_bufs, tile_bufs, ring, turns,
     y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
     M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
@@ -250,7 +245,7 @@ def multiply_tiles(
             # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
         blocks = sum_piece(
-            x_bufs, w_bufs, full, empty, turns, passed, first, end, shift, K, wg, CONSUMERS, X_MAJOR, W_MAJOR,
+            x_bufs, w_bufs, ring, turns, passed, first, end, shift, K, wg, CONSUMERS, X_MAJOR, W_MAJOR,
             ROWS, COLS, BLOCK_K, STAGES, CLASSES, COLS // tile_bufs.shape[2], SPAN, NARROW,
         )  # fmt: skip
         passed += (end - first) * TURNS
@@ -302,33 +297,27 @@ def sm90_kernel(
         w_layout: gl.constexpr = w_desc.layout
         w_bufs = viewed(w_boxes, w_boxes.dtype, w_shape, w_layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, ROWS, EPILOGUE_N], TILE_LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1 if CONSUMERS == "tiles" else 2)
+    ring = new_ring(STAGES, 1 if CONSUMERS == "tiles" else 2)
+    turns = barriers(2, 1)
     tiles_m = _tile_rows(M, BLOCK_M, CLASSES if CLASSES else 1)
     tiles_n = gl.cdiv(F * HALVES, BLOCK_N)
     gl.warp_specialize([
         (multiply_tiles, (
-            x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            x_bufs, w_bufs, tile_bufs, ring, turns,
             y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
             0, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             STREAM, CLASSES, ACTIVATION, VECTOR, PDL, SPAN,
         )),
         (multiply_tiles, (
-            x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            x_bufs, w_bufs, tile_bufs, ring, turns,
             y_desc, y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, lead, x_stride, residual_stride, y_stride,
             1, CONSUMERS, X_MAJOR, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             STREAM, CLASSES, ACTIVATION, VECTOR, PDL, SPAN,
         )),
         (load_tiles, (
-            x_desc, x_low_desc, w_desc, x_bufs, w_boxes, full, empty,
+            x_desc, x_low_desc, w_desc, x_bufs, w_boxes, ring,
             M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
             X_MAJOR, W_MAJOR, HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, CLASSES, PDL,
         )),

@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -32,12 +31,6 @@ def _clear_outside(buf, k, K):
     x = buf.load(layout)
     buf.store(gl.where((cols >= 0) & (cols < K), x, 0.0).to(x.dtype))
     fence_async_shared()
-
-
-@gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """The stage before. Not a variable of the loop: Gluon does not carry a name that starts as another's alias."""
-    return gl.where(stage == 0, STAGES, stage) - 1
 
 
 @gluon.jit
@@ -86,7 +79,7 @@ def _start_products(
 
 @gluon.jit
 def _sum_steps(
-    x_bufs, w_bufs, full, empty, turns, stage, phase, first, end, shift, K,
+    x_bufs, w_bufs, at, turns, first, end, shift, K,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
     NARROW: gl.constexpr,
@@ -96,44 +89,39 @@ def _sum_steps(
     OWN: gl.constexpr = 1 if CONSUMERS == "n" else w_bufs.shape[0] // STAGES
     accs = _zeros(x_bufs.dtype, ROWS, COLS, OWN, NARROW)
     for step in range(first, end):
-        mbarrier.wait(full.index(stage), phase)
-        x = _own_rows(x_bufs, stage, wg, CONSUMERS, STAGES)
+        at.wait()
+        x = _own_rows(x_bufs, at.stage, wg, CONSUMERS, STAGES)
         if CLASSES:
             k = step * BLOCK_K - shift
             if (k < 0) | (k + BLOCK_K > K):
                 _clear_outside(x, k, K)
         if X_MAJOR != "k":
             x = x.permute((1, 0))
-        started = _start_products(x, w_bufs, stage, accs, step > first, wg, CONSUMERS, W_MAJOR, STAGES)
+        started = _start_products(x, w_bufs, at.stage, accs, step > first, wg, CONSUMERS, W_MAJOR, STAGES)
         # One step's products stay in flight. Those before are over: the producer may overwrite what they read.
         accs = _waited(OWN, started)
-        release(empty.index(_before(stage, STAGES)), pred=step > first)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        at.give_back_last(pred=step > first)
+        at = at.next()
     if CONSUMERS == "tiles":
         release(turns.index(1 - wg))
     accs = _waited(0, accs)
-    release(empty.index(_before(stage, STAGES)))
+    at.give_back_last()
     return accs
 
 
 @gluon.jit
 def _sum_span(
-    x_bufs, w_bufs, full, empty, filled, steps, room, before, totals,
+    x_bufs, w_bufs, at, steps, room, before, totals,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The sums of so many steps, in the registers of `room`, and the totals with `before` added to them."""
     OWN: gl.constexpr = len(room)
-    stage = filled % STAGES
-    phase = filled // STAGES & 1
-    mbarrier.wait(full.index(stage), phase)
+    at.wait()
     added = ()
     for b in gl.static_range(OWN):
         added += (totals[b] + before[b],)
-    x = _own_rows(x_bufs, stage, wg, CONSUMERS, STAGES)
-    started = _start_products(x, w_bufs, stage, room, False, wg, CONSUMERS, "k", STAGES)
+    x = _own_rows(x_bufs, at.stage, wg, CONSUMERS, STAGES)
+    started = _start_products(x, w_bufs, at.stage, room, False, wg, CONSUMERS, "k", STAGES)
     # Named in the wait, the additions are not put off until after it.
     waited = warpgroup_mma_wait(OWN, deps=started + added)
     accs = ()
@@ -142,22 +130,19 @@ def _sum_span(
         accs += (waited[b],)
         totals += (waited[OWN + b],)
     for _ in range(1, steps):
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        mbarrier.wait(full.index(stage), phase)
-        x = _own_rows(x_bufs, stage, wg, CONSUMERS, STAGES)
-        accs = _waited(OWN, _start_products(x, w_bufs, stage, accs, True, wg, CONSUMERS, "k", STAGES))
-        release(empty.index(_before(stage, STAGES)))
+        at = at.next()
+        at.wait()
+        x = _own_rows(x_bufs, at.stage, wg, CONSUMERS, STAGES)
+        accs = _waited(OWN, _start_products(x, w_bufs, at.stage, accs, True, wg, CONSUMERS, "k", STAGES))
+        at.give_back_last()
     accs = _waited(0, accs)
-    release(empty.index(stage))
+    at.give_back()
     return accs, totals
 
 
 @gluon.jit
 def _sum_spans(
-    x_bufs, w_bufs, full, empty, passed, steps,
+    x_bufs, w_bufs, ring, passed, steps,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """The sums of steps, two at least, in spans of at most SPAN + 1 that float32 adds; passed: stages filled before.
@@ -177,11 +162,11 @@ def _sum_spans(
         middle = gl.minimum((2 * pair + 1) * SPAN - EARLIER, steps - 1)
         end = gl.where(pair == pairs - 1, steps, (2 * pair + 2) * SPAN - EARLIER)
         even, totals = _sum_span(
-            x_bufs, w_bufs, full, empty, passed + start, middle - start, even if BOTH else odd, odd, totals,
+            x_bufs, w_bufs, ring.after(passed + start), middle - start, even if BOTH else odd, odd, totals,
             wg, CONSUMERS, STAGES,
         )  # fmt: skip
         odd, totals = _sum_span(
-            x_bufs, w_bufs, full, empty, passed + middle, end - middle, odd if BOTH else even, even, totals,
+            x_bufs, w_bufs, ring.after(passed + middle), end - middle, odd if BOTH else even, even, totals,
             wg, CONSUMERS, STAGES,
         )  # fmt: skip
         start = end
@@ -193,7 +178,7 @@ def _sum_spans(
 
 @gluon.jit
 def sum_piece(
-    x_bufs, w_bufs, full, empty, turns, passed, first, end, shift, K,
+    x_bufs, w_bufs, ring, turns, passed, first, end, shift, K,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, X_MAJOR: gl.constexpr, W_MAJOR: gl.constexpr,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
     COUNT: gl.constexpr, SPAN: gl.constexpr, NARROW: gl.constexpr = False,
@@ -207,15 +192,15 @@ def sum_piece(
         gl.static_assert(CONSUMERS != "tiles", "consumers that take turns at tiles would wait for each other for ever")
         gl.static_assert(X_MAJOR == "k" and W_MAJOR == "k" and not CLASSES, "codes are dense along K")
         if end - first > SPAN:
-            accs = _sum_spans(x_bufs, w_bufs, full, empty, passed, end - first, wg, CONSUMERS, ROWS, COLS, STAGES, SPAN)
+            accs = _sum_spans(x_bufs, w_bufs, ring, passed, end - first, wg, CONSUMERS, ROWS, COLS, STAGES, SPAN)
         else:
             accs = _sum_steps(
-                x_bufs, w_bufs, full, empty, turns, passed % STAGES, passed // STAGES & 1, first, end, shift, K,
+                x_bufs, w_bufs, ring.after(passed), turns, first, end, shift, K,
                 wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES, NARROW,
             )  # fmt: skip
     else:
         accs = _sum_steps(
-            x_bufs, w_bufs, full, empty, turns, passed % STAGES, passed // STAGES & 1, first, end, shift, K,
+            x_bufs, w_bufs, ring.after(passed), turns, first, end, shift, K,
             wg, CONSUMERS, X_MAJOR, W_MAJOR, ROWS, COLS, BLOCK_K, STAGES, CLASSES, NARROW,
         )  # fmt: skip
     blocks = ()

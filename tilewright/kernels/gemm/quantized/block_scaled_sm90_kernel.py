@@ -23,12 +23,13 @@ registers, which asks less of shared memory, was 2 % slower.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
 from tilewright.kernels.gemm.sm90_kernel import load_tiles, piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.hopper.epilogue import add_parts, column_blocks, finish_tile, leave_part
-from tilewright.kernels.hopper.primitives import release, viewed
+from tilewright.kernels.hopper.primitives import viewed
+from tilewright.kernels.hopper.ring import new_ring
 
 __all__ = ["block_sm90_kernel"]
 
@@ -88,7 +89,7 @@ def _start_part(x, w, room, p: gl.constexpr, C_PARTS: gl.constexpr):
 
 @gluon.jit
 def _sum_blocks(
-    x_bufs, w_bufs, full, empty, stage, phase, first, end, first_row, first_col, M, F,
+    x_bufs, w_bufs, at, first, end, first_row, first_col, M, F,
     x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
     STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
@@ -115,9 +116,9 @@ def _sum_blocks(
         ahead = gl.minimum(step + 1, end - 1)
         next_rows = _row_scales(x_scale_ptr, first_row, ahead, M, x_m_stride, x_k_stride, R_PARTS, layout)
         next_blocks = _block_scales(w_scale_ptr, first_col, ahead, F, w_n_stride, w_k_stride, BLOCKS, COLS, HALVES)
-        mbarrier.wait(full.index(stage), phase)
-        x = x_bufs.index(stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
-        w = w_bufs.index(stage * N_BOXES + (wg if CONSUMERS == "n" else 0))
+        at.wait()
+        x = x_bufs.index(at.stage * M_BOXES + (wg if CONSUMERS == "m" else 0))
+        w = w_bufs.index(at.stage * N_BOXES + (wg if CONSUMERS == "n" else 0))
         for p in gl.static_range(COUNT):
             started = _start_part(x, w, room if OVERLAP == "parts" else part, p, C_PARTS)
             acc = accs[(p + COUNT - 1) % COUNT]
@@ -130,12 +131,9 @@ def _sum_blocks(
             part_scales = scales[p // C_PARTS * BLOCKS + p % C_PARTS * BLOCKS // C_PARTS]
             if OVERLAP != "parts":
                 accs = _replaced(accs, p, accs[p] + part * gl.expand_dims(part_scales, 1))
-        release(empty.index(stage))
+        at.give_back()
         scales = _products(next_rows, next_blocks)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        at = at.next()
     if OVERLAP == "parts":
         accs = _replaced(accs, COUNT - 1, accs[COUNT - 1] + part * gl.expand_dims(part_scales, 1))
     return accs
@@ -162,12 +160,11 @@ def _waited(part, accs):
 
 
 @gluon.jit
-def _start_step(x_bufs, w_bufs, full, filled, room, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """Begin a step's product in the registers of `room`; filled: how many stages were filled before its own."""
-    stage = filled % STAGES
-    mbarrier.wait(full.index(stage), filled // STAGES & 1)
-    x = x_bufs.index(stage * (x_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "m" else 0))
-    w = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "n" else 0))
+def _start_step(x_bufs, w_bufs, place, room, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Begin a step's product in the registers of `room`."""
+    place.wait()
+    x = x_bufs.index(place.stage * (x_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "m" else 0))
+    w = w_bufs.index(place.stage * (w_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "n" else 0))
     return warpgroup_mma(x, w.permute((1, 0)), room, use_acc=False, is_async=True)
 
 
@@ -185,7 +182,7 @@ def _step_scales(at, step, end, COUNT: gl.constexpr, COLS: gl.constexpr, HALVES:
 
 @gluon.jit
 def _sum_turns(
-    x_bufs, w_bufs, full, empty, filled, first, end, at,
+    x_bufs, w_bufs, ring, filled, first, end, at,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
     PART_N: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
@@ -207,9 +204,9 @@ def _sum_turns(
     start = first + (end - first) % 2
     if start > first:
         rows, blocks = _step_scales(at, first, end, COUNT, COLS, HALVES, layout)
-        odd, accs = _waited(_start_step(x_bufs, w_bufs, full, filled, odd, wg, CONSUMERS, STAGES), accs)
+        odd, accs = _waited(_start_step(x_bufs, w_bufs, ring.after(filled), odd, wg, CONSUMERS, STAGES), accs)
         odd_scales = _products(rows, blocks)
-        release(empty.index(filled % STAGES))
+        ring.after(filled).give_back()
         filled += 1
     even_rows, even_blocks = _step_scales(at, start, end, COUNT, COLS, HALVES, layout)
     odd_rows, odd_blocks = _step_scales(at, start + 1, end, COUNT, COLS, HALVES, layout)
@@ -219,14 +216,14 @@ def _sum_turns(
         next_scales = _products(odd_rows, odd_blocks)
         even_rows, even_blocks = _step_scales(at, step + 2, end, COUNT, COLS, HALVES, layout)
         odd_rows, odd_blocks = _step_scales(at, step + 3, end, COUNT, COLS, HALVES, layout)
-        started = _start_step(x_bufs, w_bufs, full, filled, even, wg, CONSUMERS, STAGES)
+        started = _start_step(x_bufs, w_bufs, ring.after(filled), even, wg, CONSUMERS, STAGES)
         accs = _added(accs, odd, odd_scales)
-        next_started = _start_step(x_bufs, w_bufs, full, filled + 1, odd, wg, CONSUMERS, STAGES)
+        next_started = _start_step(x_bufs, w_bufs, ring.after(filled + 1), odd, wg, CONSUMERS, STAGES)
         even = warpgroup_mma_wait(1, deps=(started,))
-        release(empty.index(filled % STAGES))
+        ring.after(filled).give_back()
         accs = _added(accs, even, even_scales)
         odd, accs = _waited(next_started, accs)
-        release(empty.index((filled + 1) % STAGES))
+        ring.after(filled + 1).give_back()
         odd_scales = next_scales
         filled += 2
     return _added(accs, odd, odd_scales)
@@ -234,7 +231,7 @@ def _sum_turns(
 
 @gluon.jit
 def _sum_piece(
-    x_bufs, w_bufs, full, empty, passed, first, end, first_row, first_col, M, F,
+    x_bufs, w_bufs, ring, passed, first, end, first_row, first_col, M, F,
     x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
     STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
@@ -242,12 +239,10 @@ def _sum_piece(
     """One consumer's sum over the steps of a piece, in whichever way; passed: how many stages were filled before."""
     if OVERLAP == "steps":
         at = (x_scale_ptr, w_scale_ptr, first_row, first_col, M, F, x_m_stride, x_k_stride, w_n_stride, w_k_stride)
-        return _sum_turns(
-            x_bufs, w_bufs, full, empty, passed, first, end, at, wg, CONSUMERS, HALVES, COLS, STAGES, PART_N, COUNT
-        )
+        return _sum_turns(x_bufs, w_bufs, ring, passed, first, end, at, wg, CONSUMERS, HALVES, COLS, STAGES, PART_N, COUNT)
     else:
         return _sum_blocks(
-            x_bufs, w_bufs, full, empty, passed % STAGES, passed // STAGES & 1, first, end, first_row, first_col, M, F,
+            x_bufs, w_bufs, ring.after(passed), first, end, first_row, first_col, M, F,
             x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
             wg, CONSUMERS, HALVES, ROWS, COLS, STAGES, PART_N, OVERLAP, COUNT,
         )  # fmt: skip
@@ -255,7 +250,7 @@ def _sum_piece(
 
 @gluon.jit
 def multiply_tiles(
-    x_bufs, w_bufs, tile_bufs, full, empty,
+    x_bufs, w_bufs, tile_bufs, ring,
     y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
     M, F, tiles_m, tiles_n, steps, waves, share, PARTS, x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -280,7 +275,7 @@ def multiply_tiles(
         first_row = row * BLOCK_M + M_BOX * ROWS
         first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
         accs = _sum_piece(
-            x_bufs, w_bufs, full, empty, passed, first, end, first_row, first_col, M, F,
+            x_bufs, w_bufs, ring, passed, first, end, first_row, first_col, M, F,
             x_scale_ptr, w_scale_ptr, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
             wg, CONSUMERS, HALVES, ROWS, COLS, STAGES, PART_N, OVERLAP, COUNT,
         )  # fmt: skip
@@ -342,30 +337,26 @@ def block_sm90_kernel(
         w_layout: gl.constexpr = w_desc.layout
         w_bufs = viewed(w_boxes, w_boxes.dtype, w_shape, w_layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2 * EPILOGUE_BUFS, 64, EPILOGUE_N], TILE_LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    ring = new_ring(STAGES, 2)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(F * HALVES, BLOCK_N)
     gl.warp_specialize([
         (multiply_tiles, (
-            x_bufs, w_bufs, tile_bufs, full, empty, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr,
+            x_bufs, w_bufs, tile_bufs, ring, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr,
             tickets_ptr, M, F, tiles_m, tiles_n, steps, waves, share, PARTS,
             x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
             0, CONSUMERS, HALVES, BLOCK_M, BLOCK_N, STAGES, GROUP_M, PART_N, OVERLAP, STREAM,
             ACTIVATION, VECTOR, PDL,
         )),
         (multiply_tiles, (
-            x_bufs, w_bufs, tile_bufs, full, empty, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr,
+            x_bufs, w_bufs, tile_bufs, ring, y_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, parts_ptr,
             tickets_ptr, M, F, tiles_m, tiles_n, steps, waves, share, PARTS,
             x_m_stride, x_k_stride, w_n_stride, w_k_stride, residual_stride,
             1, CONSUMERS, HALVES, BLOCK_M, BLOCK_N, STAGES, GROUP_M, PART_N, OVERLAP, STREAM,
             ACTIVATION, VECTOR, PDL,
         )),
         (load_tiles, (
-            x_desc, None, w_desc, x_bufs, w_boxes, full, empty, M, F, tiles_m, tiles_n, steps, waves, share, 0, 0,
+            x_desc, None, w_desc, x_bufs, w_boxes, ring, M, F, tiles_m, tiles_n, steps, waves, share, 0, 0,
             "k", "k", HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0, PDL,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

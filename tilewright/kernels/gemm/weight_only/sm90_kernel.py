@@ -20,11 +20,11 @@ one after the other, and are wanted together.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.gemm.sm90_kernel import load_tiles, multiply_tiles
 from tilewright.kernels.gemm.weight_only.sm90_dequant_rows import ITEM, write_item
 from tilewright.kernels.hopper.producer_rows import draw_item, leave
+from tilewright.kernels.hopper.ring import barriers, new_ring
 
 __all__ = ["mixed_sm90_kernel"]
 
@@ -44,7 +44,7 @@ def _make_rows(source, counters_ptr, N, K, GROUP: gl.constexpr, COLS: gl.constex
 
 @gluon.jit
 def _make_and_multiply(
-    source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, full, empty, turns,
+    source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, ring, turns,
     y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
     M, N, K, tiles_m, tiles_n, steps, waves, share, PARTS, residual_stride, y_stride, wg: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -61,7 +61,7 @@ def _make_and_multiply(
         else:
             item = items
     multiply_tiles(
-        x_bufs, w_bufs, tile_bufs, full, empty, turns,
+        x_bufs, w_bufs, tile_bufs, ring, turns,
         y_desc, y_ptr, None, None, None, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
         M, N, K, tiles_m, tiles_n, steps, waves, share, PARTS, 0, 0, residual_stride, y_stride,
         wg, "m", "k", "k", 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0, ACTIVATION, VECTOR, False, 0, NARROW=True,
@@ -71,13 +71,13 @@ def _make_and_multiply(
 
 @gluon.jit
 def _load_made(
-    x_desc, w_desc, x_bufs, w_bufs, full, empty, counters_ptr, M, N, tiles_m, tiles_n, steps, waves, share,
+    x_desc, w_desc, x_bufs, w_bufs, ring, counters_ptr, M, N, tiles_m, tiles_n, steps, waves, share,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     STREAM: gl.constexpr,
 ):  # fmt: skip
     """The producer."""
     load_tiles(
-        x_desc, None, w_desc, x_bufs, w_bufs, full, empty, M, N, tiles_m, tiles_n, steps, waves, share, 0, 0,
+        x_desc, None, w_desc, x_bufs, w_bufs, ring, M, N, tiles_m, tiles_n, steps, waves, share, 0, 0,
         "k", "k", 1, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0, counters_ptr=counters_ptr,
     )  # fmt: skip
     leave(counters_ptr, N, _GROUPS)
@@ -101,31 +101,25 @@ def mixed_sm90_kernel(
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, ROWS, BLOCK_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     tile_bufs = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [2, ROWS, EPILOGUE_N], TILE_LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    ring = new_ring(STAGES, 2)
+    turns = barriers(2, 1)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     gl.warp_specialize([
         (_make_and_multiply, (
-            source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, ring, turns,
             y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, N, K, tiles_m, tiles_n, steps, waves, share, PARTS, residual_stride, y_stride, 0,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, ACTIVATION, VECTOR, GROUP, COLS, K_VECTOR,
         )),
         (_make_and_multiply, (
-            source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, full, empty, turns,
+            source, counters_ptr, first_items, x_bufs, w_bufs, tile_bufs, ring, turns,
             y_desc, y_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, N, K, tiles_m, tiles_n, steps, waves, share, PARTS, residual_stride, y_stride, 1,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, ACTIVATION, VECTOR, GROUP, COLS, K_VECTOR,
         )),
         (_load_made, (
-            x_desc, w_desc, x_bufs, w_bufs, full, empty, counters_ptr, M, N, tiles_m, tiles_n, steps, waves, share,
+            x_desc, w_desc, x_bufs, w_bufs, ring, counters_ptr, M, N, tiles_m, tiles_n, steps, waves, share,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM,
         )),
         (_make_rows, (source, counters_ptr, N, K, GROUP, COLS, K_VECTOR)),
