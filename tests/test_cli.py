@@ -108,6 +108,9 @@ OPTIONS = {
     "tune op": {
         *("--top", "--exhaustive", "--time-limit", "--invariant", "--force", "--card", "--dry-run", "--database", "--json"),
     },
+    "data clean": {"--out", "--processes", "--memory-gb", "--executor", "--json"},
+    "data diff": {"--json"},
+    "data train-quality": {"--good", "--bad", "--out", "--text-field"},
     "tune export": {"--op", "--card", "--database"},
     "tune import": {"--database", "--json"},
     "tune merge": {"--database", "--json"},

@@ -76,7 +76,7 @@ def compared(texts: list[str], name: str) -> set[str]:
 @pytest.mark.parametrize("name", RULES)
 def test_decisions_are_datatroves(name: str) -> None:
     draw = random.Random(name)
-    seen = compared([spoiled(prose(draw, draw.randint(5, 400)), draw) for _ in range(120)], name)
+    seen = compared([spoiled(prose(draw, draw.randint(5, 400)), draw) for _ in range(80)], name)
     assert len(seen) >= 3, seen
 
 

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import Result
 from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
 
 from tests.data.sets import WORDS, prose
+from tilewright.cli import app
 from tilewright.data.diff import compare, lines
 from tilewright.data.recipe import Recipe, load
 from tilewright.data.report import table, write_html
@@ -244,6 +247,28 @@ def test_diff(recipe: Path, whole: RunResult, tmp_path: Path) -> None:
     assert any("too few words" in line for line in lines(found))
     with pytest.raises(ValueError, match=r"no report\.json in it"):
         compare(tmp_path, whole.folder)
+
+
+def test_the_commands(recipe: Path, whole: RunResult, tmp_path: Path) -> None:
+    def call(*words: str) -> Result:
+        return CliRunner().invoke(app, ["data", *words])
+
+    out = str(tmp_path / "out")
+    done = call("clean", str(recipe), "--out", out, "--processes", "1", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["sha256"] == whole.sha256
+    assert (tmp_path / "out" / "report.html").is_file()
+    again = call("clean", str(recipe), "--out", out)
+    assert whole.sha256 in again.stdout
+    assert json.loads(call("diff", out, str(whole.folder), "--json").stdout)["same text"] == len(content(whole.folder))
+    assert "kept by both" in call("diff", out, str(whole.folder)).stdout
+    texts = str(recipe.parent / "part-0.jsonl")
+    trained = call("train-quality", "--good", texts, "--bad", texts, "--out", str(tmp_path / "m.safetensors"))
+    assert set(json.loads(trained.stdout)) == {"good", "bad", "held out", "accuracy", "roc auc"}
+    wrong = call("clean", str(tmp_path / "none.toml"), "--out", out)
+    assert wrong.exit_code == 1
+    assert wrong.stderr.count("\n") == 1
+    assert wrong.stderr.startswith("error: ")
 
 
 BAD = [
