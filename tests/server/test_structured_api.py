@@ -1,6 +1,7 @@
 """Tools, reasoning and structured output over HTTP, through OpenAI's client and without it."""
 
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,6 +177,7 @@ def test_bad_grammars_are_refused_and_hurt_nobody(server: Server) -> None:
         {"guided_json": {"$ref": "#/$defs/none"}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}},
         {"regex": "a{100000}{100000}{100000}"},
+        {"regex": "(\u00e9{1000}){1000}"},
         {"grammar": "start: " + "(" * 10_000 + '"a"' + ")" * 10_000},
     )
     for fields in bad * 2:
@@ -186,7 +188,12 @@ def test_bad_grammars_are_refused_and_hurt_nobody(server: Server) -> None:
 
 
 def test_a_grammar_that_takes_its_child_down_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilewright.engine.grammar_trial.TRIAL_S", 0.0)
+    assert chat(server, "1", regex="[1-3]")["message"]["content"] == "1"
+    trial = server[0].server.grammars._trial
+    assert trial is not None
+    assert trial._child is not None
+    trial._child.send_signal(signal.SIGSTOP)  # it will never answer
+    monkeypatch.setattr("tilewright.engine.grammar_trial.TRIAL_S", 0.2)
     assert "too complex" in refused(server, regex="abc[de]")["message"]
     monkeypatch.undo()
     assert "too complex" in refused(server, regex="abc[de]")["message"], "a refusal is remembered"

@@ -9,6 +9,7 @@ undone when a request is preempted, or when a step is dropped.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ LIMITS: dict[str, Any] = {
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,24}"
 """Between two tokens of JSON, unless the schema's `x-guidance` says otherwise: a small model may never stop where there is no
 bound."""
+MAX_MASK_S = 0.2
+"""Of processor time for the first mask: everybody in the batch waits for it. Usual ones take some milliseconds."""
 MISSING = "a grammar needs llguidance, which is not installed: pip install 'tilewright[structured]'"
 
 
@@ -133,11 +136,15 @@ class Grammars:
         return Constraint(grammar, self.compiled(grammar).deep_copy())
 
     def check(self, grammar: Grammar) -> None:
-        """Compile a grammar and make its first mask. Raises GrammarError."""
+        """Compile a grammar and make its first mask, in a process that does nothing else. Raises GrammarError."""
         matcher = self.compiled(grammar).deep_copy()
+        start_s = time.process_time()
         matcher.compute_bitmask()
+        took_s = time.process_time() - start_s
         if matcher.is_error():
             raise GrammarError(f"the {grammar.kind} cannot be followed: {_why(matcher)}")
+        if took_s > MAX_MASK_S:
+            raise GrammarError(f"the {grammar.kind} is too complex: its first mask takes {took_s:.2f} s, wanted {MAX_MASK_S:g}")
 
     def fill(
         self, requests: Sequence[Request], constraints: Sequence[Constraint | None], bits: np.ndarray
