@@ -215,9 +215,8 @@ class Tokenizer:
     def safe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple["Cut", list[Any]]:
         """Messages with marks where their text would spell control tokens."""
         cut = Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
-        return cut, [
-            cut.apart(m, self._special_texts if m.get("role") == "assistant" else self._control_texts) for m in messages
-        ]
+        texts = {True: self._special_texts, False: self._control_texts}
+        return cut, [cut.apart(one, texts[one.get("role") == "assistant"]) for one in messages]
 
 
 class Cut:
