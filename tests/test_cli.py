@@ -22,16 +22,8 @@ from tilewright import __version__
 from tilewright.cli import app
 
 ENGINE_OPTIONS = {
-    *(
-        "--device",
-        "--dtype",
-        "--quantize",
-        "--max-model-len",
-        "--page-size",
-        "--kv-cache",
-        "--kv-cache-gib",
-        "--memory-fraction",
-    ),
+    *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
+    "--memory-fraction",
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk"),
 }
