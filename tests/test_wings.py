@@ -17,11 +17,13 @@ TOOLKITS = ("launch", "device", "hopper")
 WINGS: dict[str, tuple[str, ...]] = {
     "attention": (),
     "conv": ("gemm",),  # a convolution of 1 x 1 is a product; the Hopper kernel is the product's with other operands
+    "dedup": (),
     "elementwise": (),
     "embedding": (),
     "gemm": ("elementwise", "quantize"),  # what follows cuBLAS's product; the quantiser in front of one
     "layout": (),
     "norm": (),
+    "optimizer": (),
     "quantize": ("elementwise", "norm"),  # behind which its fused forms quantise
     "reduce": (),
     "sampling": (),
@@ -29,8 +31,9 @@ WINGS: dict[str, tuple[str, ...]] = {
     "spatial": (),
 }
 
-# Beside op files, what the rest of the package may import: what public functions check, and calls that are made again.
-FACES = ("checks", "replay")
+# Beside op files, what the rest of the package may import: what public functions check, calls that are made again, and how an
+# optimizer's tensors lie in flat memory.
+FACES = ("checks", "multi_tensor", "replay")
 
 
 def place_of(module: str) -> str:
