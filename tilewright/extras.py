@@ -19,6 +19,8 @@ EXTRAS = {
         *("brotli", "lxml_html_clean", "phonenumbers", "py3langid", "pyarrow", "resiliparse", "sklearn", "spacy"),
         "trafilatura",
     ),
+    "ray": ("ray",),
+    "train": ("tensorboard",),
     "scaling": ("scipy", "vl_convert"),
     "rl": ("math_verify", "reasoning_gym"),
     "lab": ("vl_convert",),

@@ -23,6 +23,8 @@ FOR = {
     "structured": "answers that follow a grammar or a JSON schema",
     "compare": "ONNX Runtime and OpenVINO in `tilewright compare`, and its HTML report",
     "data": "`tilewright data`",
+    "ray": "`tilewright data` on several machines",
+    "train": "TensorBoard beside `tilewright train`",
     "scaling": "`tilewright scaling`",
     "rl": "rewards and tasks of reinforcement learning",
     "lab": "the pictures of `tilewright lab`",
