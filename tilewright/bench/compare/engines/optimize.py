@@ -66,7 +66,10 @@ class Optimize:
 
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> Called:
         began = time.perf_counter()
-        optimized = optimize(module, inputs, precision=self._precision, report=False)
+        # On a GPU always the graph of our operators: torch's own calls, which `optimize` lets answer where they are faster, are
+        # engines of their own here, and parts of a model must be made as the whole is.
+        measure = False if self._settings.device.type == "cuda" else None
+        optimized = optimize(module, inputs, precision=self._precision, report=False, measure=measure)
         with torch.inference_mode():
             optimized(*inputs)
         said = optimized.report.as_dict()
