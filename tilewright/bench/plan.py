@@ -76,7 +76,7 @@ GROUPS: tuple[Group, ...] = (
     _engine("qwen3-8b", "qwen3-8b -w W1 -w W2 -w B1 --runs 1", 3, 25, 20),
     _engine("llama-8b", "llama-8b -w B1 -w B64 -w P4096 --runs 2", 6, 30, 2),
     _engine("llama-8b-int8", "llama-8b -w B1 -w B64 -w P4096 --runs 2 --quantize int8", 6, 35, 1.5),
-    _op("ops", "ops", 42, 1.0, 12),
+    _op("ops", "ops", 52, 1.0, 12),
     _op("layers", "layers int8 fp8 int4 int8-weight mxfp8 fp8-block", 792, 0.24, 12),
     _op("layers-settled", "layers int8 int4 mxfp8 --settle 0.5 --rows 4096", 36, 3.7, 12),
     _op("attention", "attention", 58, 1.0, 10),
