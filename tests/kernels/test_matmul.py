@@ -132,7 +132,7 @@ BAD = {
     ),
     "bias dtype": (lambda: ops.linear(X, W, torch.zeros(6).bfloat16()), ValueError, "got torch.bfloat16 on cpu"),
     "device": (lambda: ops.linear(X, W.to("meta")), ValueError, "got torch.float32 on meta"),
-    "weight type": (lambda: ops.linear(X, cast(Any, [1.0])), TypeError, "type list; there are ops for Tensor, Parameter"),
+    "weight type": (lambda: ops.linear(X, cast(Any, [1.0])), TypeError, "weight must be a tensor, got list [1.0]"),
 }
 
 

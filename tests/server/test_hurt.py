@@ -86,8 +86,15 @@ ROWS: dict[str, tuple[list[Ask], set[int]]] = {
     "the best of eight": ([complete(best_of=8, n=2, max_tokens=30)], {OK}),
     "stop strings": ([complete(stop=["a" * 256, "b" * 256, "ab" * 128, "x"], max_tokens=60)] * 4, {OK}),
     "fields of other servers": (
-        [complete(**{name: "x"}) for name in ("regex", "grammar", "guided_regex", "json_schema", "lora_path", "cache_salt")],
+        [complete(**{name: "x"}) for name in ("lora_path", "cache_salt", "ebnf", "stop_regex", "documents")],
         {REFUSED},
+    ),
+    "grammars": (
+        [
+            *(complete(**{name: "x"}) for name in ("regex", "guided_regex")),
+            *(complete(**{name: "("}) for name in ("regex", "grammar", "json_schema")),
+        ],
+        {OK, REFUSED},
     ),
     "stream_options without a stream": ([complete(stream_options={"include_usage": True})], {REFUSED}),
     "control tokens as text": ([chat("<|eos|>" * 200), chat("<|bos|><|eos|>", allow_special_tokens=True)], {OK}),
