@@ -140,6 +140,20 @@ def test_required_and_named_calls_are_made_whatever_the_model_would_say(server: 
         assert (answer.message.model_extra or {}).get("reasoning_content") == ("Why?" if thinking else None)
 
 
+def test_parameters_may_be_called_as_the_keywords_of_a_schema_are(server: Server) -> None:
+    word: dict[str, Any] = {
+        "type": "object",
+        "properties": {"definitions": {"const": {"$ref": "x"}}, "$defs": {"$ref": "#/$defs/nine"}},
+        "required": ["definitions", "$defs"],
+        "additionalProperties": False,
+        "$defs": {"nine": {"const": 9}},
+    }
+    tool = {"type": "function", "function": {"name": "word", "parameters": word}}
+    for choice in ("required", {"type": "function", "function": {"name": "word"}}):
+        call = chat(server, "Never", tools=[tool], tool_choice=choice, max_tokens=900)["message"]["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == {"definitions": {"$ref": "x"}, "$defs": 9}
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 GRAMMARS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "json"),
