@@ -154,6 +154,14 @@ def test_parameters_may_be_called_as_the_keywords_of_a_schema_are(server: Server
         assert json.loads(call["function"]["arguments"]) == {"definitions": {"$ref": "x"}, "$defs": 9}
 
 
+def test_tools_that_make_too_long_a_grammar_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewright.engine.grammar.MAX_SOURCE_CHARS", 100)
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        error = refused(server, tools=[WEATHER], tool_choice=choice)
+        assert error["param"] == "tools"
+        assert "wanted at most 100" in error["message"]
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 GRAMMARS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "json"),
