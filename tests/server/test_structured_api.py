@@ -162,6 +162,22 @@ def test_tools_that_make_too_long_a_grammar_are_refused(server: Server, monkeypa
         assert "wanted at most 100" in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_call_ends_no_answer(server: Server, stream: bool) -> None:
+    server[1].script = rb'<tool_call>{"name": "weather", "arguments": "\ud800"}</tool_call>'
+    body = {"messages": HI, "tools": [WEATHER], "max_tokens": 90, "stream": stream}
+    response = httpx.post(f"{server[0].url}/v1/chat/completions", json=body, timeout=30)
+    assert response.status_code == 200, response.text
+    if stream:
+        parts = [event["choices"][0] for event in events(response.text) if isinstance(event, dict) and event["choices"]]
+        calls = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        written, reason = "".join(call["function"]["arguments"] for call in calls), parts[-1]["finish_reason"]
+    else:
+        choice = response.json()["choices"][0]
+        written, reason = choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]
+    assert (written, reason) == (r'"\ud800"', "tool_calls")
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 GRAMMARS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "json"),
