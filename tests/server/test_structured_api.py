@@ -223,6 +223,11 @@ def test_bad_grammars_are_refused_and_hurt_nobody(server: Server) -> None:
         assert error["param"] == next(iter(fields))
         assert len(error["message"]) < 500
     assert chat(server, "Fine.")["message"]["content"] == "Fine."
+    gate = server[0].server.grammars
+    before = len(gate._refused)
+    refused(server, regex="(" * 100_000)
+    assert len(gate._refused) == before + 1
+    assert all(len(key) == 32 and len(why) < 500 for key, why in gate._refused.items()), "long grammars are kept"
 
 
 def test_a_grammar_that_takes_its_child_down_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
