@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.request import SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
-from tilewright.engine.step import Row, Step, StepResult
+from tilewright.engine.step import FillMasks, Row, Step, StepResult
 from tilewright.engine.tokenizer import Tokenizer
 
 EMPTY = -1
@@ -172,6 +172,10 @@ class FakeRunner:
         if not self.asynchronous:
             self._run()
         return self.launched
+
+    def sample(self, ticket: int, words: int, fill: FillMasks) -> None:
+        """Masks are `MaskedRunner`'s."""
+        raise NotImplementedError("this runner takes no masks; use tests.engine.masked_runner")
 
     def collect(self, ticket: int) -> StepResult:
         """The result of a launch."""

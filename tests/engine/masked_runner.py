@@ -60,8 +60,8 @@ class MaskedRunner(FakeRunner):
         super()._run()
         tokens = list(self.results[ticket].tokens)
         for i, flags in masks.items():
-            tokens[i] = allowed_from(draw(fold(self._read(1, rows[i])), rows[i].seed, self.vocab_size), flags.__getitem__)
-            self.latest[rows[i].slot] = tokens[i]
+            token = allowed_from(draw(fold(self._read(1, rows[i])), rows[i].seed, self.vocab_size), flags.__getitem__)
+            tokens[i] = self.latest[rows[i].slot] = token
         self.results[ticket] = StepResult(tokens, self.results[ticket].logprobs, self.results[ticket].prompt_logprobs)
 
 

@@ -3,7 +3,9 @@
 On a GPU too: in float32 with the implementations that a server takes, and in bfloat16 with the invariant ones.
 """
 
+import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.engine.fake_runner import byte_tokenizer
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
+from tilewright.engine.grammar import Grammar
 from tilewright.engine.loading import load
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.runner import ModelRunner
@@ -118,3 +121,52 @@ def test_any_mixture(runner: ModelRunner, seed: int, count: int, chunk: int | No
     prompts = [prefix + prompt for prompt in prompts_of(seed, count, 60)]
     want = [run(engine(runner, cache=False), [prompt], 6)[0] for prompt in prompts]
     assert run(engine(runner, pages=pages, chunk=chunk), prompts, 6) == want
+
+
+_CHOICE: dict[str, Any] = {"grammar": Grammar.regex("[a-p]{3,8}(xyz|zyx)[0-9]+")}
+_EDITS: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {97: 4.0, 98: -4.0}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "edited": _EDITS,
+    "masked": _CHOICE,
+    "masked and edited": {**_CHOICE, **_EDITS},
+    "explained": {"logprobs": 3},
+    "masked and explained": {**_CHOICE, "logprobs": 3},
+}
+
+
+def drawn(runner: ModelRunner, kinds: tuple[str, ...]) -> dict[str, tuple[list[int], list[int]]]:
+    """Kind -> the ids that it draws, and the likeliest ids beside them, all kinds in one batch."""
+    made = engine(runner, cache=False)
+    made.eos_ids = (VOCAB - 1,)
+    prompts = dict(zip(KINDS, prompts_of(3, len(KINDS), 40), strict=True))
+    for kind in kinds:
+        made.submit(prompts[kind], SamplingParams(max_tokens=12, seed=5, **KINDS[kind]), kind)
+    found: dict[str, tuple[list[int], list[int]]] = {kind: ([], []) for kind in kinds}
+    while made.has_work:
+        for delta in made.step():
+            assert delta.error is None, delta.error
+            found[delta.request_id][0].extend(delta.token_ids)
+            found[delta.request_id][1].extend(token for entry in delta.logprobs for token, _ in entry.top)
+    return found
+
+
+def test_what_a_row_draws_does_not_depend_on_what_others_want_of_their_logits(runner: ModelRunner) -> None:
+    """Each kind alone, and all pairs and all kinds together: with edits, masks, log-probabilities and without."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tilewright[structured]'")
+    alone = {kind: drawn(runner, (kind,))[kind] for kind in KINDS}
+    assert len({tuple(ids) for ids, _ in alone.values()}) == len(KINDS)
+    assert all(ids[:3] and all(97 <= token <= 112 for token in ids[:3]) for kind, (ids, _) in alone.items() if "masked" in kind)
+    for kinds in (*itertools.combinations(KINDS, 2), tuple(KINDS), tuple(reversed(KINDS))):
+        assert drawn(runner, kinds) == {kind: alone[kind] for kind in kinds}
+
+
+def test_masked_rows_alone_cost_no_edits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tilewright[structured]'")
+    full: list[bool] = []
+    tail = runner._full_tail
+    monkeypatch.setattr(runner, "_full_tail", lambda *args: (full.append(True), tail(*args))[1])
+    drawn(runner, ("plain", "masked"))
+    assert not full
+    drawn(runner, ("plain", "masked and edited"))
+    assert full

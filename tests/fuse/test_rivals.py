@@ -68,3 +68,17 @@ def test_the_fastest_answers(
     assert f"this graph {ours:.3f} ms" in found.facts["rivals"]
     assert ("no rival" in found.facts) == (inductor is None)
     assert ("Inductor" in found.facts["rivals"]) == (ours > graph / 1.5 and inductor is not None)
+
+
+@pytest.mark.parametrize("words", ["out of memory\nand a page more", ""])
+def test_a_rival_that_cannot_be_made_takes_nobody_down(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(rivals, "timed_us", lambda calls, device: [1e3 * call() for call in calls])
+    mine: Any = lambda tensors: 1.0  # noqa: E731
+    for graph in (fails, lambda: lambda tensors: 1.0):
+        found, made = Report(), SimpleNamespace(device=None, graph=graph, compiled=fails)
+        best, name = fastest(mine, [], made, found, lambda module, inputs: module)  # type: ignore[arg-type]
+        assert (best, name) == (mine, "")
+        assert found.facts["no rival"].endswith(f"fails: {'out of memory' if words else 'RuntimeError'}")

@@ -140,6 +140,44 @@ def test_required_and_named_calls_are_made_whatever_the_model_would_say(server: 
         assert (answer.message.model_extra or {}).get("reasoning_content") == ("Why?" if thinking else None)
 
 
+def test_parameters_may_be_called_as_the_keywords_of_a_schema_are(server: Server) -> None:
+    word: dict[str, Any] = {
+        "type": "object",
+        "properties": {"definitions": {"const": {"$ref": "x"}}, "$defs": {"$ref": "#/$defs/nine"}},
+        "required": ["definitions", "$defs"],
+        "additionalProperties": False,
+        "$defs": {"nine": {"const": 9}},
+    }
+    tool = {"type": "function", "function": {"name": "word", "parameters": word}}
+    for choice in ("required", {"type": "function", "function": {"name": "word"}}):
+        call = chat(server, "Never", tools=[tool], tool_choice=choice, max_tokens=900)["message"]["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == {"definitions": {"$ref": "x"}, "$defs": 9}
+
+
+def test_tools_that_make_too_long_a_grammar_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewright.engine.grammar.MAX_SOURCE_CHARS", 100)
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        error = refused(server, tools=[WEATHER], tool_choice=choice)
+        assert error["param"] == "tools"
+        assert "wanted at most 100" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_call_ends_no_answer(server: Server, stream: bool) -> None:
+    server[1].script = rb'<tool_call>{"name": "weather", "arguments": "\ud800"}</tool_call>'
+    body = {"messages": HI, "tools": [WEATHER], "max_tokens": 90, "stream": stream}
+    response = httpx.post(f"{server[0].url}/v1/chat/completions", json=body, timeout=30)
+    assert response.status_code == 200, response.text
+    if stream:
+        parts = [event["choices"][0] for event in events(response.text) if isinstance(event, dict) and event["choices"]]
+        calls = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        written, reason = "".join(call["function"]["arguments"] for call in calls), parts[-1]["finish_reason"]
+    else:
+        choice = response.json()["choices"][0]
+        written, reason = choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]
+    assert (written, reason) == (r'"\ud800"', "tool_calls")
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 GRAMMARS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "json"),
@@ -185,6 +223,11 @@ def test_bad_grammars_are_refused_and_hurt_nobody(server: Server) -> None:
         assert error["param"] == next(iter(fields))
         assert len(error["message"]) < 500
     assert chat(server, "Fine.")["message"]["content"] == "Fine."
+    gate = server[0].server.grammars
+    before = len(gate._refused)
+    refused(server, regex="(" * 100_000)
+    assert len(gate._refused) == before + 1
+    assert all(len(key) == 32 and len(why) < 500 for key, why in gate._refused.items()), "long grammars are kept"
 
 
 def test_a_grammar_that_takes_its_child_down_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ On a GPU `launch` only enqueues, so the host prepares a step while the device ru
 replay captured graphs; steps with prompts run eagerly. On a CPU the same code runs at once.
 
 The head runs once a step, on the rows that sample. Where a row edits its logits, or wants log-probabilities, the whole step
-goes through the edits, which leave the other rows as they are.
+goes through the edits, which leave the other rows as they are. A step with masked rows replays the captured body, but samples
+eagerly: its masks are known late.
 
 Any thread may load a model and any other run it: what launches is inside `on_device`, because each thread begins with device 0
 as its current one, and Triton launches on the current device, whatever device its arguments are on.
@@ -239,9 +240,12 @@ class ModelRunner:
         token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
         return self.model(token_ids, inputs.batch, self.cache)
 
-    def _tail(self, inputs: Inputs, hidden: Tensor) -> Sampled:
-        """Tokens [R] of rows that want nothing but a sample; they are also left in `_last` for the next step."""
-        return Sampled(self._sample(self._logits(inputs, hidden), inputs))
+    def _tail(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
+        """Tokens [R] of rows that want nothing but a sample, masked or not; they are also left in `_last` for the next step."""
+        logits = self._logits(inputs, hidden)
+        if mask is not None:
+            ops.mask_logits(logits, mask.rows, mask.bits)
+        return Sampled(self._sample(logits, inputs))
 
     def _full_tail(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
         """The same where rows want more: logits are edited and masked first; log-probabilities are of what the head gave."""
@@ -268,12 +272,10 @@ class ModelRunner:
         requests = [ticket.step.rows[i].request for i in ticket.sampled]
         explained = any(request.params.logprobs is not None for request in requests)
         more = explained or waiting.edited
-        if mask is not None:
-            drawn = self._full_tail(waiting.inputs, waiting.hidden, mask)
-        elif waiting.graph is not None:
+        if mask is None and waiting.graph is not None:
             drawn = waiting.graph.sample(more)
-        else:
-            drawn = (self._full_tail if more else self._tail)(waiting.inputs, waiting.hidden)
+        else:  # the captured tails have no mask
+            drawn = (self._full_tail if more else self._tail)(waiting.inputs, waiting.hidden, mask)
         tokens, logprobs = self._arrivals[waiting.turn]
         ticket.tokens = tokens[: len(requests)]
         ticket.tokens.copy_(drawn.tokens[: len(requests)], non_blocking=True)
@@ -332,9 +334,9 @@ class ModelRunner:
         inputs.batch.cu_q[1:] = tokens
         inputs.sampled_slots.fill_(self.max_seqs)
         hidden = self._body(inputs)
-        self._tail(inputs, hidden)
-        self._full_tail(inputs, hidden)
-        self._full_tail(inputs, hidden, self._masks.unused())
+        for mask in (None, self._masks.unused()):
+            self._tail(inputs, hidden, mask)
+            self._full_tail(inputs, hidden, mask)
 
 
 def _powers(limit: int) -> list[int]:

@@ -95,7 +95,7 @@ class Runner(Protocol):
         """Enqueues the samples of a step with masked rows, once every step before it has been collected.
 
         `fill` is called with an array [masked rows, words], in the order of `Step.masked`. Requests may have lost their slots
-        since the launch. A launched step that is never sampled is never collected, too.
+        since the launch. A step that is launched and never sampled is never collected either.
         """
         ...
 

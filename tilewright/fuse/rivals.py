@@ -71,18 +71,27 @@ def fastest(
         found: of the model.
         compiler: Inductor, for a graph and its inputs.
     """
-    made = {"": captured, _GRAPH: rivals.graph()}
+    made = {"": captured}
+    try:
+        made[_GRAPH] = rivals.graph()
+    except RuntimeError as error:  # such as too little memory for a second graph
+        found.facts["no rival"] = f"{_GRAPH} fails: {_first_line(error)}"
+        return captured, ""
     ours, graph = timed_us([partial(each, tensors) for each in made.values()], rivals.device)
     if ours > graph / _CLEAR:
         try:
             made[_INDUCTOR] = rivals.compiled(compiler)
         except RuntimeError as error:  # Dynamo's and Inductor's own are RuntimeErrors too
-            found.facts["no rival"] = f"{_INDUCTOR} fails: {str(error).strip().splitlines()[0]}"
+            found.facts["no rival"] = f"{_INDUCTOR} fails: {_first_line(error)}"
     us = dict(zip(made, timed_us([partial(each, tensors) for each in made.values()], rivals.device), strict=True))
     best = min(us, key=lambda name: us[name])
     words = [f"{name or 'this graph'} {taken / 1e3:.3f} ms" for name, taken in us.items()]
     found.facts["rivals"] = ", ".join(words)
     return (made[best], best) if us[""] > NOISE * us[best] else (captured, "")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def torchs_calls(traced: Traced, dtype: torch.dtype) -> fx.GraphModule:

@@ -192,7 +192,10 @@ def _chat_grammar(
 ) -> tuple[Answering | None, str | None]:
     """Puts the grammar of a chat into its fields; returns how the answer is read, and which field has asked for the grammar."""
     found = grammar_of(body)
-    forced = asked.grammar()
+    try:
+        forced = asked.grammar()
+    except ValueError as error:
+        raise bad_request(f"tools: {error}", "tools") from None
     if found is not None and forced is not None:
         raise bad_request(f"{found[1]} and tool_choice both say what the answer must be, wanted one of them", found[1])
     if forced is not None:

@@ -8,6 +8,7 @@ One of them at most. Not here: structural tags, and `strict` of single functions
 """
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -99,7 +100,7 @@ class GrammarGate:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tilewright-grammars")
         self._trial: GrammarTrial | None = None
-        self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digest: sources are as long as clients make them
         self._waiting = 0
 
     async def check(self, grammar: Grammar, param: str) -> None:
@@ -108,7 +109,7 @@ class GrammarGate:
         Raises:
             ApiError: 400, it is not valid, too complex, or there is no llguidance; 429, too many others wait.
         """
-        key = (grammar.kind, grammar.source)
+        key = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass")).digest()
         if key in self._refused:
             raise bad_request(f"{param}: {self._refused[key]}", param)
         if self._waiting >= MAX_WAITING:

@@ -16,6 +16,10 @@ __all__ = ["Answering", "Asked", "answering"]
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas")
+"""Keywords of JSON schema whose value has a schema for each of its keys, which are names of the user's."""
+_DATA = ("const", "enum", "default", "examples")
+"""Keywords whose value is no schema."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +80,15 @@ def _moved(schema: Any, prefix: str, defs: dict[str, Any]) -> Any:
         if key in ("$defs", "definitions") and isinstance(value, dict):
             for name, item in value.items():
                 defs[prefix + name] = _moved(item, prefix, defs)
+        elif key in _BY_NAME and isinstance(value, dict):
+            made[key] = {name: _moved(item, prefix, defs) for name, item in value.items()}
         elif key == "$ref" and isinstance(value, str):
             found = re.fullmatch(r"#/(?:\$defs|definitions)/([^/]+)", value)
             if found is None:
                 raise bad_request(f"tools has the reference {shown(value, 60)}, wanted #/$defs/...", "tools")
             made[key] = f"#/$defs/{prefix}{found[1]}"
         else:
-            made[key] = _moved(value, prefix, defs)
+            made[key] = value if key in _DATA else _moved(value, prefix, defs)
     return made
 
 

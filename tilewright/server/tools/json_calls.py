@@ -69,10 +69,8 @@ def _arguments(reader: Reader, to: Take) -> Parse[None]:
         return
     parts: list[str] = []
     yield from reader.json_string(parts.append)
-    try:
-        to(str(json.loads("".join(parts))))
-    except ValueError:
-        to("".join(parts))
+    text = _read("".join(parts))
+    to("".join(parts) if text is None else text)
 
 
 def _string(reader: Reader, raw: list[str]) -> Parse[str | None]:
@@ -80,10 +78,17 @@ def _string(reader: Reader, raw: list[str]) -> Parse[str | None]:
     parts: list[str] = []
     yield from reader.json_string(parts.append)
     raw += parts
+    return _read("".join(parts))
+
+
+def _read(written: str) -> str | None:
+    """What a JSON string holds; None if it is none, or holds half a surrogate pair, which no answer can carry."""
     try:
-        return str(json.loads("".join(parts)))
+        text = str(json.loads(written))
+        text.encode()
     except ValueError:
         return None
+    return text
 
 
 def _none(reader: Reader) -> Parse[str | None]:

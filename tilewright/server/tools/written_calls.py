@@ -42,6 +42,8 @@ def _typed(text: str, kinds: frozenset[str]) -> str:
         try:
             value = read(text)
             written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            if read is ast.literal_eval:
+                written.encode()  # half a surrogate pair cannot be sent
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
         if "any" in kinds or _kind(value) & kinds:
