@@ -283,6 +283,13 @@ BAD = [
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nmax = 1', "has no setting 'max'; it has: line_ends"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"', "missing 1 required keyword-only argument"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = "x"', "evaluation .*x: no such file"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = 5', "= 5, wanted the path of a file"),
+    (
+        '[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = "part-1.jsonl"\nwords = 0',
+        "words = 0, min_words = 7; wanted at least 1",
+    ),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nmin_sentences = "5"', "min_sentences = '5', wanted a number"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nline_words = "ad"', "wanted a list of strings"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "language"\nkeep = ["xx"]', "no language 'xx'"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "pii"\nkinds = ["name"]', "kinds has 'name'"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[tokens]\ntokenizer = "none.json"', "none.json: no such file"),
@@ -315,3 +322,19 @@ def test_a_folder_that_belongs_to_others(recipe: Path, whole: RunResult, tmp_pat
         run(load(recipe), tmp_path, processes=4, memory_bytes=1 << 30)
     with pytest.raises(ValueError, match="executor 'dask': wanted one of local, ray"):
         run(load(recipe), tmp_path, executor="dask")
+
+
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "crawl [2024]*"
+    folder.mkdir()
+    (folder / "part-0.jsonl").write_text('{"text": "found"}\n')
+    (folder / "recipe.toml").write_text('[[input]]\npaths = ["part-*.jsonl"]\n')
+    assert [path for path, _, _ in load(folder / "recipe.toml").files()] == [folder / "part-0.jsonl"]
+
+
+def test_numbers_that_json_does_not_have_are_no_metadata(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "kept", "a": NaN, "b": -Infinity, "c": 0.5}\n')
+    (tmp_path / "recipe.toml").write_text('[[input]]\npaths = ["in.jsonl"]\n')
+    run(load(tmp_path / "recipe.toml"), tmp_path / "out", processes=1)
+    (line,) = (tmp_path / "out" / "documents" / "00000.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["metadata"] == {"c": 0.5}
