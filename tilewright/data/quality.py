@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from tilewright.data.compressed import Limits
 from tilewright.data.document import Document, Removed
-from tilewright.data.extras import needed
 from tilewright.data.hashing import hashed, windows
 from tilewright.data.minhash import normal_words
 from tilewright.data.read import documents, format_of
+from tilewright.extras import needed
 
 __all__ = ["Quality", "features", "score", "train", "train_files"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tilewright.data.compressed import Break, Limits, pieces
 from tilewright.data.document import Document
-from tilewright.data.extras import needed
 from tilewright.data.warc import http_page, records
+from tilewright.extras import needed
 
 __all__ = ["FORMATS", "documents", "format_of"]
 

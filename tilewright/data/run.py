@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewright.data import tasks
-from tilewright.data.extras import needed
 from tilewright.data.recipe import Recipe
 from tilewright.data.shards import write
 from tilewright.data.stats import merged
 from tilewright.data.steps import build
+from tilewright.extras import needed
 
 __all__ = ["EXECUTORS", "RunResult", "run"]
 
