@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tilewright.cli import app
 from tilewright.data.diff import compare, lines
 from tilewright.data.recipe import Recipe, load
 from tilewright.data.report import table, write_html
-from tilewright.data.run import RunResult, run
+from tilewright.data.run import RunResult, _pool, run
 from tilewright.data.shards import TokenShards
 
 STEPS = """
@@ -119,6 +120,23 @@ def test_ray_changes_nothing(recipe: Path, whole: RunResult, tmp_path: Path, mon
     pytest.importorskip("ray", reason="needs ray: pip install 'tilewright[ray]'")
     small_chunks(monkeypatch)
     assert run(load(recipe), tmp_path / "out", processes=2, executor="ray").sha256 == whole.sha256
+
+
+@pytest.mark.parametrize(
+    ("address", "wanted"),
+    [
+        ("", {"address": "local", "num_cpus": 3, "include_dashboard": False}),
+        ("ray://head:10001", {"address": "ray://head:10001"}),
+    ],
+)
+def test_a_ray_cluster_is_not_told_its_processors(monkeypatch: pytest.MonkeyPatch, address: str, wanted: dict) -> None:
+    calls: list[dict] = []
+    ray = SimpleNamespace(init=lambda **settings: calls.append(settings), shutdown=lambda: None)
+    monkeypatch.setattr("tilewright.data.run.needed", lambda *names: ray)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with _pool(3, "ray"):
+        pass
+    assert calls == [{**wanted, "log_to_driver": False, "ignore_reinit_error": True}]
 
 
 KILLED = """
