@@ -14,10 +14,12 @@ from tilewright import __version__
 from tilewright.cli import app
 from tilewright.cli import doctor as verb
 from tilewright.cli.doctor import Finding
-from tilewright.extras import EXTRAS
+from tilewright.extras import EXTRAS, MissingExtra, needed
 from tilewright.hw.device import device_named
 from tilewright.op import Inputs
 from tilewright.ops import ALL
+from tilewright.rl.environments.gym import ReasoningGym
+from tilewright.rl.environments.math import grade
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKED = """
@@ -117,6 +119,32 @@ def test_a_missing_extra_is_one_sentence(libraries: str, words: tuple[str, ...],
     assert done.returncode == 1
     assert f"pip install 'tilewright[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_data_names_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n')
+    recipe = '[[input]]\npaths = ["in.jsonl"]\n[tokens]\ntokenizer = "tokenizer.json"\nend_of_text = "</s>"\n'
+    (tmp_path / "recipe.toml").write_text(recipe)
+    done = without(EVERY, "data", "clean", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: tokenizers is not installed: pip install 'tilewright[data]'\n"
+
+
+@pytest.mark.parametrize("task", ["math", "gym"])
+def test_tasks_of_rl_name_what_is_missing(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in EXTRAS["rl"]:
+        monkeypatch.setitem(sys.modules, library, None)
+        monkeypatch.delitem(sys.modules, f"{library}.factory", raising=False)
+    with pytest.raises(MissingExtra, match=r"pip install 'tilewright\[rl\]'"):
+        ReasoningGym("basic_arithmetic") if task == "gym" else grade(r"\boxed{1/2}", "0.5")
+
+
+def test_a_library_that_a_library_needs_is_the_one_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer_one.py").write_text("import inner_one.part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtra, match=r"inner_one is not installed: pip install 'tilewright\[data\]'"):
+        needed("outer_one", "data")
 
 
 def test_every_extra_is_known_to_doctor() -> None:

@@ -35,6 +35,12 @@ print("checked", len(op.examples))
 """
 
 
+TO_BE_WRITTEN = {"tilewright/kernels/elementwise/gelu_tanh_add.py", "tilewright/hw/ceilings_of/NAME.json"}
+"""Files that the guides tell their readers to make."""
+OLDER = {*EXPERIMENTS, DOCS / "log.md"}
+"""Pages that keep the names of their time."""
+
+
 def links(page: Path) -> list[str]:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
@@ -54,6 +60,14 @@ def test_links_lead_to_pages_and_headings(page: Path) -> None:
         assert target.exists() or target in GENERATED, f"{link}: no such file"
         if anchor and target.suffix == ".md":
             assert anchor in headings(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in OLDER], ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    names = re.findall(r"`((?:tilewright|tests|scripts|docs|examples|kernels)/[\w./*-]+)`", page.read_text(encoding="utf-8"))
+    bases = (ROOT, ROOT / "tilewright")
+    missing = [name for name in names if name not in TO_BE_WRITTEN and not any(any(base.glob(name)) for base in bases)]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", EXPERIMENTS, ids=lambda page: page.stem)

@@ -1,8 +1,10 @@
 """Optional dependencies: which extra of the package brings a library, and the sentence that says so where it is missing."""
 
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
-__all__ = ["EXTRAS", "MissingExtra", "advice", "require"]
+__all__ = ["EXTRAS", "MissingExtra", "advice", "needed", "require"]
 
 
 class MissingExtra(ImportError):
@@ -43,3 +45,16 @@ def require(what: str, *libraries: str) -> None:
     for library in libraries:
         if find_spec(library) is None:
             raise MissingExtra(advice(what, library))
+
+
+def needed(module: str, extra: str) -> ModuleType:
+    """Import a module of an extra.
+
+    Raises:
+        MissingExtra: it, or a library that it imports, is not installed; the message says what to install.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        library = (error.name or module).partition(".")[0]
+        raise MissingExtra(f"{library} is not installed: pip install 'tilewright[{extra}]'") from None

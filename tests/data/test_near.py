@@ -129,6 +129,15 @@ def test_clusters_join_what_is_connected() -> None:
     assert found.tolist() == [root(i) for i in range(200)]
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_texts_without_words_are_no_duplicates(count: int) -> None:
+    step = NearDuplicates()
+    index = step.index([Document("!?!", {"file": "f", "record": i}) for i in range(count)])
+    (found,), facts = step.join([index], 1 << 20)
+    assert found["like"].tolist() == [b""] * count
+    assert facts["clusters"] == 0
+
+
 def test_band_keys_tell_bands_apart() -> None:
     signature = np.arange(2000 * 28, dtype=np.int32).reshape(2000, 28) % 977
     keys = band_keys(signature, 7)

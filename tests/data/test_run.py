@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tilewright.cli import app
 from tilewright.data.diff import compare, lines
 from tilewright.data.recipe import Recipe, load
 from tilewright.data.report import table, write_html
-from tilewright.data.run import RunResult, run
+from tilewright.data.run import RunResult, _pool, run
 from tilewright.data.shards import TokenShards
 
 STEPS = """
@@ -119,6 +120,23 @@ def test_ray_changes_nothing(recipe: Path, whole: RunResult, tmp_path: Path, mon
     pytest.importorskip("ray", reason="needs ray: pip install 'tilewright[ray]'")
     small_chunks(monkeypatch)
     assert run(load(recipe), tmp_path / "out", processes=2, executor="ray").sha256 == whole.sha256
+
+
+@pytest.mark.parametrize(
+    ("address", "wanted"),
+    [
+        ("", {"address": "local", "num_cpus": 3, "include_dashboard": False}),
+        ("ray://head:10001", {"address": "ray://head:10001"}),
+    ],
+)
+def test_a_ray_cluster_is_not_told_its_processors(monkeypatch: pytest.MonkeyPatch, address: str, wanted: dict) -> None:
+    calls: list[dict] = []
+    ray = SimpleNamespace(init=lambda **settings: calls.append(settings), shutdown=lambda: None)
+    monkeypatch.setattr("tilewright.data.run.needed", lambda *names: ray)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with _pool(3, "ray"):
+        pass
+    assert calls == [{**wanted, "log_to_driver": False, "ignore_reinit_error": True}]
 
 
 KILLED = """
@@ -283,6 +301,13 @@ BAD = [
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nmax = 1', "has no setting 'max'; it has: line_ends"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"', "missing 1 required keyword-only argument"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = "x"', "evaluation .*x: no such file"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = 5', "= 5, wanted the path of a file"),
+    (
+        '[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = "part-1.jsonl"\nwords = 0',
+        "words = 0, min_words = 7; wanted at least 1",
+    ),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nmin_sentences = "5"', "min_sentences = '5', wanted a number"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nline_words = "ad"', "wanted a list of strings"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "language"\nkeep = ["xx"]', "no language 'xx'"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "pii"\nkinds = ["name"]', "kinds has 'name'"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[tokens]\ntokenizer = "none.json"', "none.json: no such file"),
@@ -315,3 +340,19 @@ def test_a_folder_that_belongs_to_others(recipe: Path, whole: RunResult, tmp_pat
         run(load(recipe), tmp_path, processes=4, memory_bytes=1 << 30)
     with pytest.raises(ValueError, match="executor 'dask': wanted one of local, ray"):
         run(load(recipe), tmp_path, executor="dask")
+
+
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "crawl [2024]*"
+    folder.mkdir()
+    (folder / "part-0.jsonl").write_text('{"text": "found"}\n')
+    (folder / "recipe.toml").write_text('[[input]]\npaths = ["part-*.jsonl"]\n')
+    assert [path for path, _, _ in load(folder / "recipe.toml").files()] == [folder / "part-0.jsonl"]
+
+
+def test_numbers_that_json_does_not_have_are_no_metadata(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "kept", "a": NaN, "b": -Infinity, "c": 0.5}\n')
+    (tmp_path / "recipe.toml").write_text('[[input]]\npaths = ["in.jsonl"]\n')
+    run(load(tmp_path / "recipe.toml"), tmp_path / "out", processes=1)
+    (line,) = (tmp_path / "out" / "documents" / "00000.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["metadata"] == {"c": 0.5}

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from tilewright.extras import needed
+
 __all__ = ["Break", "Limits", "Piece", "pieces"]
 
 _READ = 1 << 16
@@ -215,8 +217,7 @@ def _whole(file: BinaryIO, limits: Limits, unpack: lzma.LZMADecompressor, name: 
 
 
 def _zstd(file: BinaryIO, path: Path, limits: Limits) -> Iterator[Piece | Break]:
-    import pyarrow as pa
-
+    pa = needed("pyarrow", "data")
     size, given = max(path.stat().st_size, 1), 0
     try:
         with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as stream:

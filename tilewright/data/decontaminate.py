@@ -31,6 +31,8 @@ class Decontaminate:
         words: int = 10,
         min_words: int = 7,
     ) -> None:
+        if words < 1 or min_words < 1:
+            raise ValueError(f"decontaminate: words = {words}, min_words = {min_words}; wanted at least 1 of each")
         self.words = words
         self.grams: dict[int, dict[int, str]] = {}
         for path in [evaluation] if isinstance(evaluation, str) else evaluation:

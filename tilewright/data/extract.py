@@ -5,7 +5,7 @@ asked. On the pages of the article extraction benchmark this gives the best F1 o
 """
 
 from tilewright.data.document import Document, Removed
-from tilewright.data.extras import needed
+from tilewright.extras import needed
 
 __all__ = ["Extract", "decode", "main_text"]
 

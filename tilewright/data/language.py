@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from tilewright.data.document import Document, Removed
-from tilewright.data.extras import needed
+from tilewright.extras import needed
 
 __all__ = ["Language", "identify"]
 

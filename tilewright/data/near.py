@@ -57,7 +57,7 @@ def clusters(
     rows = places // bands
     parent = np.arange(count)
     useful = np.flatnonzero(signature_DP[:, 0] != EMPTY)
-    for band in range(bands):
+    for band in range(bands if len(useful) else 0):
         part = np.ascontiguousarray(signature_DP[useful, band * rows : (band + 1) * rows])
         order, keys = sort(part)
         members = useful[order]

@@ -9,7 +9,7 @@ import ipaddress
 import re
 
 from tilewright.data.document import Document
-from tilewright.data.extras import needed
+from tilewright.extras import needed
 
 __all__ = ["MaskPII", "find"]
 

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from tilewright.data.compressed import Limits
 from tilewright.data.document import Document, Removed
-from tilewright.data.extras import needed
 from tilewright.data.hashing import hashed, windows
 from tilewright.data.minhash import normal_words
 from tilewright.data.read import documents, format_of
+from tilewright.extras import needed
 
 __all__ = ["Quality", "features", "score", "train", "train_files"]
 
@@ -38,7 +38,7 @@ def features(text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
 
 
 def train(good: Sequence[str], bad: Sequence[str], *, strength: float = 10.0) -> dict[str, NDArray[np.float32]]:
-    """Weights that tell `good` texts from `bad` ones; save them with `save`. `strength`: inverse of the L2 penalty."""
+    """Weights that tell `good` texts from `bad` ones. `strength`: inverse of the L2 penalty."""
     if not good or not bad:
         raise ValueError(f"quality: {len(good)} good and {len(bad)} bad texts; wanted some of both")
     sparse, linear = needed("scipy.sparse", "data"), needed("sklearn.linear_model", "data")

@@ -4,6 +4,7 @@ Nothing of a file is trusted: what cannot be read is counted by reason, and read
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 from tilewright.data.compressed import Break, Limits, pieces
 from tilewright.data.document import Document
-from tilewright.data.extras import needed
 from tilewright.data.warc import http_page, records
+from tilewright.extras import needed
 
 __all__ = ["FORMATS", "documents", "format_of"]
 
@@ -182,4 +183,7 @@ def _from_row(row: Any, origin: dict[str, Any], damage: Counter[str], text_field
 
 
 def _plain_value(value: Any) -> bool:
+    """What metadata may hold: short, and something that JSON has (it has no NaN and no infinity)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     return isinstance(value, str | int | float | bool) and len(str(value)) <= 1000

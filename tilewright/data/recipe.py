@@ -20,6 +20,7 @@ import glob
 import hashlib
 import json
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Recipe(_Part):
                 if not paths:
                     raise ValueError(f"input {pattern}: no such file")
                 found += [(path, source.format or format_of(path), number) for path in paths]
-        if twice := {str(path) for path, _, _ in found if sum(path == other for other, _, _ in found) > 1}:
+        if twice := [str(path) for path, times in Counter(path for path, _, _ in found).items() if times > 1]:
             raise ValueError(f"input {min(twice)} is named twice; a source that counts twice has weight = 2")
         return found
 
@@ -88,7 +89,7 @@ _PATHS = ("evaluation", "model")
 
 
 def _listed(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def load(path: Path) -> Recipe:
@@ -110,12 +111,16 @@ def load(path: Path) -> Recipe:
 
 
 def _absolute(recipe: Recipe, base: Path) -> Recipe:
-    inputs = tuple(source.model_copy(update={"paths": tuple(str(base / p) for p in source.paths)}) for source in recipe.input)
+    # The folder's own name may hold [ or *: only what the recipe says is a pattern.
+    patterns = [tuple(str(Path(glob.escape(str(base))) / p) for p in source.paths) for source in recipe.input]
+    inputs = tuple(source.model_copy(update={"paths": paths}) for source, paths in zip(recipe.input, patterns))
     steps = []
     for step in recipe.step:
         changed = dict(step)
         for key in _PATHS:
             if key in changed:
+                if not changed[key] or not all(isinstance(name, str) for name in _listed(changed[key])):
+                    raise ValueError(f"step {step.get('use')!r}: {key} = {changed[key]!r}, wanted the path of a file")
                 files = [str(base / path) for path in _listed(changed[key])]
                 changed[key] = files[0] if isinstance(changed[key], str) else files
                 if missing := [name for name in files if not Path(name).is_file()]:

@@ -18,7 +18,7 @@ __all__ = ["C4", "RULES", "FineWeb", "GopherQuality", "GopherRepetition"]
 
 
 class _Rule:
-    """Thresholds by name, the published ones unless others are given; an unknown name raises ValueError."""
+    """Thresholds by name, the published ones unless others are given; an unknown name or a wrong type raises ValueError."""
 
     name = ""
 
@@ -26,7 +26,18 @@ class _Rule:
         self.limits: dict[str, Any] = defaults(self.name)
         if unknown := sorted(set(changed) - set(self.limits)):
             raise ValueError(f"step {self.name!r} has no setting {unknown[0]!r}; it has: {', '.join(sorted(self.limits))}")
+        for setting, value in changed.items():
+            self._check(setting, value)
         self.limits |= changed
+
+    def _check(self, setting: str, value: Any) -> None:
+        if isinstance(self.limits[setting], tuple):
+            good = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+        else:
+            good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good:
+            wanted = "a list of strings" if isinstance(self.limits[setting], tuple) else "a number"
+            raise ValueError(f"step {self.name!r}: {setting} = {value!r}, wanted {wanted}")
 
     def __call__(self, document: Document) -> Document | Removed:
         """The document, or the first rule that it breaks."""

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewright.data import tasks
-from tilewright.data.extras import needed
 from tilewright.data.recipe import Recipe
 from tilewright.data.shards import write
 from tilewright.data.stats import merged
 from tilewright.data.steps import build
+from tilewright.extras import needed
 
 __all__ = ["EXECUTORS", "RunResult", "run"]
 
@@ -155,7 +156,10 @@ def _pool(processes: int, executor: str) -> Iterator[Callable[[Sequence[Task]], 
     """How tasks are run: in this process, in several, or on a Ray cluster whose machines share the folder."""
     if executor == "ray":
         ray = needed("ray", "ray")
-        ray.init(num_cpus=processes, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
+        # A running cluster has its own number of processors, and refuses to be told another.
+        cluster = os.environ.get("RAY_ADDRESS")
+        place = {"address": cluster} if cluster else {"address": "local", "num_cpus": processes, "include_dashboard": False}
+        ray.init(**place, log_to_driver=False, ignore_reinit_error=True)
         try:
             yield lambda work: _on_ray(ray, work)
         finally:

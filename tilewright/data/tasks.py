@@ -18,12 +18,12 @@ import numpy as np
 from tilewright.data.compressed import Limits
 from tilewright.data.document import Document, Removed, from_line, to_line
 from tilewright.data.exact import Arrays, GlobalStep
-from tilewright.data.extras import needed
 from tilewright.data.hashing import order_key
 from tilewright.data.read import documents
 from tilewright.data.recipe import Recipe
 from tilewright.data.stats import StepStats, size_of
 from tilewright.data.steps import LocalStep, build, stages
+from tilewright.extras import needed
 
 __all__ = ["Plan", "join", "process", "read", "save_json", "work_plan"]
 
@@ -219,9 +219,7 @@ def join(folder: str, stage: int) -> str:
 
 @lru_cache(2)
 def _tokenizer(path: str) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(path)
+    return needed("tokenizers", "data").Tokenizer.from_file(path)
 
 
 def end_of_text(recipe: Recipe) -> int | None:

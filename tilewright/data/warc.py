@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tilewright.data.compressed import Break, Limits, Piece
+from tilewright.extras import needed
 
 __all__ = ["Page", "Record", "http_page", "records"]
 
@@ -296,8 +297,7 @@ def _bounded(unpack: "zlib._Decompress", body: bytes, limits: Limits, damage: Co
 
 
 def _brotli(body: bytes, limits: Limits, damage: Counter[str]) -> bytes | None:
-    import brotli
-
+    brotli = needed("brotli", "data")
     unpack, parts, size = brotli.Decompressor(), [], 0
     try:
         for at in range(0, len(body), 1 << 12):

@@ -6,7 +6,7 @@ Both follow what datatrove does, so that decisions agree. spaCy's blank pipeline
 from functools import cache, lru_cache
 from typing import Any
 
-from tilewright.data.extras import needed
+from tilewright.extras import needed
 
 __all__ = ["sentence_count", "words"]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 
 from tilewright.data.compressed import Limits
 from tilewright.data.read import documents, format_of
 from tilewright.data.shards import TokenShards
+from tilewright.extras import needed
 from tilewright.models import SHAPES, Model, ModelError, empty_model, load_config, resolve, save_model
 from tilewright.models.files import read_json
 from tilewright.train.config import TrainConfig, to_toml
@@ -39,8 +39,9 @@ class Encoder:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; name a folder that has one with tokenizer")
+        library = needed("tokenizers", "llm")
         try:
-            self._backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self._backend = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"{path} is no tokenizer: {error}") from error
         self._backend.no_truncation()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tilewright.extras import MissingExtra
 from tilewright.rl.environments.base import Task
 
 __all__ = ["ReasoningGym"]
@@ -14,7 +15,7 @@ class ReasoningGym:
     """One of its data sets by name, "countdown" or "leg_counting"; `options` are the data set's own.
 
     Raises:
-        ImportError: reasoning-gym is missing.
+        MissingExtra: reasoning-gym is missing.
         ValueError: no such data set, or options that it refuses.
     """
 
@@ -22,7 +23,7 @@ class ReasoningGym:
         try:
             from reasoning_gym.factory import DATASETS, create_dataset
         except ImportError as error:
-            raise ImportError(f"these tasks need reasoning-gym: pip install 'tilewright[rl]' ({error})") from None
+            raise MissingExtra(f"these tasks need reasoning-gym: pip install 'tilewright[rl]' ({error})") from None
         if name not in DATASETS:
             raise ValueError(
                 f"reasoning-gym has no data set {name!r}; it has {len(DATASETS)}, such as {', '.join(sorted(DATASETS)[:5])}"

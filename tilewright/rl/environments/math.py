@@ -8,6 +8,8 @@ import logging
 import re
 from typing import Any
 
+from tilewright.extras import MissingExtra
+
 __all__ = ["MARKS", "final_answer", "grade"]
 
 MARKS = ("####", "A:", "answer is", "Answer:")
@@ -41,7 +43,7 @@ def grade(answer: str, truth: str) -> bool:
     """Whether the final answer of `answer` equals that of `truth`; a truth without a mark is the answer itself.
 
     Raises:
-        ImportError: math-verify is missing; the extra [rl] brings it.
+        MissingExtra: math-verify is missing; the extra [rl] brings it.
     """
     said, wanted = final_answer(answer), final_answer(truth) or truth.strip()
     if said is None:
@@ -67,6 +69,6 @@ def _math_verify() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise ImportError(f"grading mathematics needs math-verify: pip install 'tilewright[rl]' ({error})") from None
+        raise MissingExtra(f"grading mathematics needs math-verify: pip install 'tilewright[rl]' ({error})") from None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that it is untimed
     return math_verify
