@@ -11,6 +11,7 @@ Weights are not saved twice: they are the master weights, rounded. Nothing is pi
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -60,6 +61,7 @@ class Checkpoints:
             return self._failed(partial, error)
         # A copy: DCP's own would share the memory of tensors that are on the host already.
         held: dict[str, Any] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        _expect_one_process()
         started = state_dict_saver.async_save(held, storage_writer=HuggingFaceStorageWriter(str(partial)), no_dist=True)
         assert isinstance(started, Future)
         self._pending = (partial, started)
@@ -110,11 +112,17 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
     held = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        _expect_one_process()
         state_dict_loader.load(held, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         raise ValueError(f"{folder} cannot be read ({words[0][:300]}); remove it to go on from the one before") from error
     return held, state
+
+
+def _expect_one_process() -> None:
+    """Silence DCP's warning that there is one process. For good, not in a scope: it comes from the thread that saves."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
 def _write(path: Path, text: str) -> None:
