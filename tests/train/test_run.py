@@ -19,6 +19,7 @@ from tests.models.running import run_logits
 from tests.server.tiny_model import write_tiny_model
 from tilewright.cli import app
 from tilewright.data.shards import write
+from tilewright.extras import MissingExtra
 from tilewright.models import (
     SHAPES,
     ModelConfig,
@@ -184,6 +185,20 @@ def test_only_whole_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
     assert made.latest() == tmp_path / "step-00000003"
 
 
+def test_saving_and_loading_in_one_process_warn_of_nothing(tmp_path: Path) -> None:
+    """In a process of its own: pytest's filters would hide what a user sees."""
+    script = f"""
+import torch
+from pathlib import Path
+from tilewright.train.checkpoint import Checkpoints, load
+made = Checkpoints(Path({str(tmp_path)!r}), 1, True)
+assert made.save(1, {{"a": torch.ones(3)}}, {{}}, "") is None and made.finish() is None
+load(made.latest(), {{"a": torch.zeros(3)}})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_gradients_that_stay_not_finite_end_the_run(config: Callable[..., TrainConfig], model: Path, tmp_path: Path) -> None:
     broken = load_model(model, device="cpu")
     with torch.no_grad():
@@ -207,6 +222,38 @@ def test_fine_tuning_on_conversations_by_the_command(model: Path, tmp_path: Path
     assert read_toml(tmp_path / "run" / "config.toml")["chat"] is True
     found = [loss for _, loss, _ in losses(tmp_path / "run")]
     assert found[-1] < found[0]
+
+
+def test_options_need_no_config_file_and_help_stays_that_of_the_group(model: Path, books: Path, tmp_path: Path) -> None:
+    options = f"--model {model} --data {books} --steps 2 --warmup 1 --row-tokens 48 --out {tmp_path}/run --device cpu --json"
+    done = CliRunner().invoke(app, ["train", *options.split()], prog_name="tilewright")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["step"] == 2
+    for word in ("--help", "-h"):
+        said = CliRunner().invoke(app, ["train", word], prog_name="tilewright")
+        assert said.exit_code == 0
+        assert "plan" in said.stdout
+        assert "--row-tokens" not in said.stdout
+
+
+def test_the_log_is_also_written_for_tensorboard(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    train(config(steps=3, tensorboard=True), say=quiet)
+    read = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [
+        (step, pytest.approx(loss)) for step, loss, _ in losses(tmp_path / "run")
+    ]
+
+
+def test_tensorboard_that_is_missing_is_one_sentence(
+    config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilewright.extras.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"TensorBoard needs tensorboard, .* pip install 'tilewright\[train\]'"):
+        train(config(tensorboard=True), say=quiet)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-1b", "llama-8b"])
