@@ -11,7 +11,7 @@ __all__ = ["train"]
 
 
 class _Train(TyperGroup):
-    """`train plan`; `train CONFIG.toml` and `train --model NAME` where there is a command "run". `train --help` is the group's."""
+    """`train plan`; `train CONFIG.toml` and `train --model NAME` are `train run ...`. `train --help` is the group's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Before the group reads options of its own, of which it has --help alone.
