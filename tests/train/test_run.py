@@ -136,10 +136,11 @@ def test_the_loss_falls_to_what_the_text_is_worth(config: Callable[..., TrainCon
     assert summary.tokens == 150 * 48 * 4
 
 
-def test_a_checkpoint_of_another_run_is_refused(config: Callable[..., TrainConfig]) -> None:
+def test_a_checkpoint_of_another_run_is_refused(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     train(config(steps=5), say=quiet)
     with pytest.raises(ValueError, match=r"is of another run: steps was 5, is 6; lr was 0\.003, is 0\.1"):
         train(config(steps=6, lr=0.1), say=quiet)
+    assert merged(read_toml(tmp_path / "run" / "config.toml"), {}) == config(steps=5), "the refused config was written down"
 
 
 def test_a_damaged_checkpoint_is_refused_in_words(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
