@@ -36,6 +36,7 @@ from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.config import TrainConfig, merged, read_toml, to_toml
 from tilewright.train.main import train
 from tilewright.train.setup import costs_of, learning_rate, plan_memory
+from tilewright.train.step import train_step
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 
@@ -134,6 +135,33 @@ def test_the_loss_falls_to_what_the_text_is_worth(config: Callable[..., TrainCon
     assert summary.bits_per_byte is not None
     assert summary.bits_per_byte < 1.0, "a repeated sentence was not learned; random bytes have 8 bits"
     assert summary.tokens == 150 * 48 * 4
+
+
+def test_measuring_between_lines_of_the_log_does_not_change_the_speed(
+    config: Callable[..., TrainConfig], books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only the updates (10 s) and the samples (1000 s) move."""
+    now = [0.0]
+    monkeypatch.setattr("tilewright.train.loop.time.perf_counter", lambda: now[0])
+
+    def step(*given: Any) -> Any:
+        now[0] += 10
+        return train_step(*given)
+
+    def sampler(model: Any) -> Callable[[], str]:
+        def write() -> str:
+            now[0] += 1000
+            return ""
+
+        return write
+
+    monkeypatch.setattr("tilewright.train.loop.train_step", step)
+    made = config(steps=12, log_every=4, eval_data=str(books), eval_rows=1, eval_every=3, sample_every=5)
+    train(made, say=quiet, sampler=sampler)
+    entries = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    speeds = [entry["tokens_per_s"] for entry in entries if "tokens_per_s" in entry]
+    assert len(speeds) == 8  # behind the steps 3, 4, 5, 6, 8, 9, 10 and 12
+    assert speeds == [pytest.approx(made.step_tokens / 10)] * len(speeds)
 
 
 def test_a_checkpoint_of_another_run_is_refused(config: Callable[..., TrainConfig], tmp_path: Path) -> None:

@@ -98,12 +98,16 @@ class Run:
                 self.step += 1
                 self.tokens += sum(batch.token_ids.numel() for batch in batches)
                 self._waiting.append(({"step": self.step, "lr": lr, "tokens": self.tokens}, result))
-                if self._due(config.log_every) or self._due(config.save_every):
+                measures = self.held is not None and self._due(config.eval_every)
+                samples = self.sample is not None and config.sample_every > 0 and self.step % config.sample_every == 0
+                if measures or samples or self._due(config.log_every) or self._due(config.save_every):
                     last = self._write(log)
-                if self._due(config.eval_every):
+                if measures:
                     self._measure(log)
-                if self.sample is not None and config.sample_every and self.step % config.sample_every == 0:
+                if samples and self.sample is not None:
                     self.say(f"step {self.step} writes: {self.sample()!r}")
+                if measures or samples:
+                    self._since = time.perf_counter()  # neither is part of tokens/s
                 if self._due(config.save_every):
                     self._save(checkpoints)
                 self._warn(checkpoints.poll())
@@ -170,7 +174,6 @@ class Run:
         self._measured = bits_per_byte(self.model, self.held, self.config, self.device)
         log({"step": self.step, "bits_per_byte": self._measured})
         self.say(f"step {self.step}: {self._measured:.4f} bits per byte")
-        self._since = time.perf_counter()
 
     # ---- checkpoints
 
