@@ -190,9 +190,9 @@ def test_an_environment_that_cannot_be_loaded_is_said(capfd: pytest.CaptureFixtu
 def test_an_environment_that_never_ends_loading_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tilewright.rl.environments.workers._START_S", 0.5)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    with Workers(f"{tmp_path}/slow.py:Slow", count=1) as workers:
-        with pytest.raises(ValueError, match=r"a reward worker was not ready after 0\.5 s: .*slow\.py:Slow"):
-            workers.score([Task(prompt="")], [""])
+    refused = pytest.raises(ValueError, match=r"a reward worker was not ready after 0\.5 s: .*slow\.py:Slow")
+    with Workers(f"{tmp_path}/slow.py:Slow", count=1) as workers, refused:
+        workers.score([Task(prompt="")], [""])
 
 
 def test_many_answers_come_back_in_order() -> None:
