@@ -32,6 +32,7 @@ from tilewright.models import (
     save_model,
 )
 from tilewright.models.saving import hf_config
+from tilewright.train import checkpoint
 from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.config import TrainConfig, merged, read_toml, to_toml
 from tilewright.train.main import train
@@ -177,6 +178,40 @@ def test_a_damaged_checkpoint_is_refused_in_words(config: Callable[..., TrainCon
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"step-00000005 cannot be read .*; remove it to go on from the one before"):
         train(config(steps=5), say=quiet)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_failed_save_ends_the_run_only_if_it_is_the_last(
+    config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, last: bool
+) -> None:
+    """The checkpoint of step 2 or of step 3 cannot be written; the failure of an asynchronous save is found at the next one."""
+    broken = f"step-0000000{3 if last else 2}.partial"
+    before = checkpoint._to_disk
+
+    def to_disk(path: Path) -> None:
+        if broken in path.parts:
+            raise OSError("no space left")
+        before(path)
+
+    monkeypatch.setattr(checkpoint, "_to_disk", to_disk)
+    said: list[str] = []
+    made = config(steps=3, save_every=1, save_async=asynchronous)
+    if last:
+        with pytest.raises(OSError, match="the last checkpoint, of step 3, could not be written"):
+            train(made, say=said.append)
+    else:
+        assert train(made, say=said.append).step == 3
+        assert (tmp_path / "run" / "step-00000003").is_dir()
+    warnings = [line for line in said if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert "could not be written (no space left); step-0000000" in warnings[0]
+
+
+def test_a_run_that_has_ended_has_nothing_left_to_do(config: Callable[..., TrainConfig]) -> None:
+    train(config(steps=3), say=quiet)
+    again = train(config(steps=3), say=quiet)
+    assert (again.step, again.loss) == (3, None)
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])

@@ -47,11 +47,15 @@ class Checkpoints:
         found = self._whole()
         return found[-1] if found else None
 
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of this step is there, whole."""
+        return self._path(step) in self._whole()
+
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config: str) -> str | None:
         """Save the state behind `step` updates; a save that is under way is waited for. Returns what went wrong with that one,
         or with this one where it is not asynchronous."""
         before = self.finish()
-        partial = self.folder / f"{_PREFIX}{step:08d}{_PARTIAL}"
+        partial = self._path(step).with_suffix(_PARTIAL)
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -97,6 +101,9 @@ class Checkpoints:
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         kept = f"{last.name} is still there" if last is not None else "there is none before it"
         return f"checkpoint {partial.stem} could not be written ({words[0]}); {kept}: make room in {self.folder}"
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{_PREFIX}{step:08d}"
 
     def _whole(self) -> list[Path]:
         found = self.folder.glob(f"{_PREFIX}*")
