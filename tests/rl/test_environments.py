@@ -187,6 +187,14 @@ def test_an_environment_that_cannot_be_loaded_is_said(capfd: pytest.CaptureFixtu
     assert "no environment 'nothing'" in capfd.readouterr().err
 
 
+def test_an_environment_that_never_ends_loading_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tilewright.rl.environments.workers._START_S", 0.5)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    refused = pytest.raises(ValueError, match=r"a reward worker was not ready after 0\.5 s: .*slow\.py:Slow")
+    with Workers(f"{tmp_path}/slow.py:Slow", count=1) as workers, refused:
+        workers.score([Task(prompt="")], [""])
+
+
 def test_many_answers_come_back_in_order() -> None:
     made = environment("addition")
     tasks = [made.task(seed) for seed in range(300)]

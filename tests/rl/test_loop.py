@@ -14,7 +14,7 @@ from tilewright.rl.characters import Characters
 from tilewright.rl.config import RLConfig, read_config
 from tilewright.rl.loop import Trainer, small_model
 from tilewright.rl.losses import ALGORITHMS
-from tilewright.rl.policy import logprobs_of
+from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of
 from tilewright.rl.rollout import Sampler
 
 TINY = RLConfig(environment="reversal:digits=2,partial=1", max_tokens=2, prompts=8, answers=4, hidden=32, layers=1, updates=2)
@@ -65,6 +65,29 @@ def test_logprobs_are_those_of_transformers_one_sequence_at_a_time() -> None:
         wanted = oracle(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
         assert ours[0] == 0
         assert ours[1:].double().tolist() == pytest.approx(wanted.tolist(), abs=2e-5)
+
+
+def test_entropies_are_those_of_torch_one_sequence_at_a_time() -> None:
+    model, batch = small_model(TINY).requires_grad_(False), random_samples()
+    found = logprobs_and_entropies_of(model, batch)
+    assert torch.equal(found[0], logprobs_of(model, batch))
+    parts = zip(batch.tokens.split(batch.lengths.tolist()), found[1].split(batch.lengths.tolist()))
+    for tokens, ours in parts:
+        assert ours[0] == 0
+        for place in range(1, len(tokens)):
+            # Every possible next token in turn gives the whole distribution.
+            every = pack([sample([*tokens[:place].tolist(), token], place) for token in range(21)])
+            probabilities = logprobs_of(model, every)[every.mask].double().exp()
+            wanted = torch.distributions.Categorical(probs=probabilities).entropy()
+            assert float(ours[place]) == pytest.approx(float(wanted), abs=1e-5)
+
+
+def test_an_entropy_bonus_keeps_the_policy_uncertain() -> None:
+    entropies = []
+    for bonus in (0.0, 1.0):
+        with Trainer(replace(TINY, updates=25, entropy_bonus=bonus)) as trainer:
+            entropies.append(list(trainer)[-1]["entropy"])
+    assert entropies[0] < 2.85 < 3.0 < entropies[1]  # ln 21 = 3.04 is the most
 
 
 def test_the_sampler_reports_what_the_trainer_finds_also_after_an_update() -> None:

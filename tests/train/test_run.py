@@ -19,6 +19,7 @@ from tests.models.running import run_logits
 from tests.server.tiny_model import write_tiny_model
 from tilewright.cli import app
 from tilewright.data.shards import write
+from tilewright.extras import MissingExtra
 from tilewright.models import (
     SHAPES,
     ModelConfig,
@@ -31,10 +32,12 @@ from tilewright.models import (
     save_model,
 )
 from tilewright.models.saving import hf_config
+from tilewright.train import checkpoint
 from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.config import TrainConfig, merged, read_toml, to_toml
 from tilewright.train.main import train
 from tilewright.train.setup import costs_of, learning_rate, plan_memory
+from tilewright.train.step import train_step
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 
@@ -135,10 +138,38 @@ def test_the_loss_falls_to_what_the_text_is_worth(config: Callable[..., TrainCon
     assert summary.tokens == 150 * 48 * 4
 
 
-def test_a_checkpoint_of_another_run_is_refused(config: Callable[..., TrainConfig]) -> None:
+def test_measuring_between_lines_of_the_log_does_not_change_the_speed(
+    config: Callable[..., TrainConfig], books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only the updates (10 s) and the samples (1000 s) move."""
+    now = [0.0]
+    monkeypatch.setattr("tilewright.train.loop.time.perf_counter", lambda: now[0])
+
+    def step(*given: Any) -> Any:
+        now[0] += 10
+        return train_step(*given)
+
+    def sampler(model: Any) -> Callable[[], str]:
+        def write() -> str:
+            now[0] += 1000
+            return ""
+
+        return write
+
+    monkeypatch.setattr("tilewright.train.loop.train_step", step)
+    made = config(steps=12, log_every=4, eval_data=str(books), eval_rows=1, eval_every=3, sample_every=5)
+    train(made, say=quiet, sampler=sampler)
+    entries = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    speeds = [entry["tokens_per_s"] for entry in entries if "tokens_per_s" in entry]
+    assert len(speeds) == 8  # behind the steps 3, 4, 5, 6, 8, 9, 10 and 12
+    assert speeds == [pytest.approx(made.step_tokens / 10)] * len(speeds)
+
+
+def test_a_checkpoint_of_another_run_is_refused(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     train(config(steps=5), say=quiet)
     with pytest.raises(ValueError, match=r"is of another run: steps was 5, is 6; lr was 0\.003, is 0\.1"):
         train(config(steps=6, lr=0.1), say=quiet)
+    assert merged(read_toml(tmp_path / "run" / "config.toml"), {}) == config(steps=5), "the refused config was written down"
 
 
 def test_a_damaged_checkpoint_is_refused_in_words(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -147,6 +178,40 @@ def test_a_damaged_checkpoint_is_refused_in_words(config: Callable[..., TrainCon
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"step-00000005 cannot be read .*; remove it to go on from the one before"):
         train(config(steps=5), say=quiet)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_failed_save_ends_the_run_only_if_it_is_the_last(
+    config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, last: bool
+) -> None:
+    """The checkpoint of step 2 or of step 3 cannot be written; the failure of an asynchronous save is found at the next one."""
+    broken = f"step-0000000{3 if last else 2}.partial"
+    before = checkpoint._to_disk
+
+    def to_disk(path: Path) -> None:
+        if broken in path.parts:
+            raise OSError("no space left")
+        before(path)
+
+    monkeypatch.setattr(checkpoint, "_to_disk", to_disk)
+    said: list[str] = []
+    made = config(steps=3, save_every=1, save_async=asynchronous)
+    if last:
+        with pytest.raises(OSError, match="the last checkpoint, of step 3, could not be written"):
+            train(made, say=said.append)
+    else:
+        assert train(made, say=said.append).step == 3
+        assert (tmp_path / "run" / "step-00000003").is_dir()
+    warnings = [line for line in said if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert "could not be written (no space left); step-0000000" in warnings[0]
+
+
+def test_a_run_that_has_ended_has_nothing_left_to_do(config: Callable[..., TrainConfig]) -> None:
+    train(config(steps=3), say=quiet)
+    again = train(config(steps=3), say=quiet)
+    assert (again.step, again.loss) == (3, None)
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -184,6 +249,20 @@ def test_only_whole_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
     assert made.latest() == tmp_path / "step-00000003"
 
 
+def test_saving_and_loading_in_one_process_warn_of_nothing(tmp_path: Path) -> None:
+    """In a process of its own: pytest's filters would hide what a user sees."""
+    script = f"""
+import torch
+from pathlib import Path
+from tilewright.train.checkpoint import Checkpoints, load
+made = Checkpoints(Path({str(tmp_path)!r}), 1, True)
+assert made.save(1, {{"a": torch.ones(3)}}, {{}}, "") is None and made.finish() is None
+load(made.latest(), {{"a": torch.zeros(3)}})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_gradients_that_stay_not_finite_end_the_run(config: Callable[..., TrainConfig], model: Path, tmp_path: Path) -> None:
     broken = load_model(model, device="cpu")
     with torch.no_grad():
@@ -207,6 +286,38 @@ def test_fine_tuning_on_conversations_by_the_command(model: Path, tmp_path: Path
     assert read_toml(tmp_path / "run" / "config.toml")["chat"] is True
     found = [loss for _, loss, _ in losses(tmp_path / "run")]
     assert found[-1] < found[0]
+
+
+def test_options_need_no_config_file_and_help_stays_that_of_the_group(model: Path, books: Path, tmp_path: Path) -> None:
+    options = f"--model {model} --data {books} --steps 2 --warmup 1 --row-tokens 48 --out {tmp_path}/run --device cpu --json"
+    done = CliRunner().invoke(app, ["train", *options.split()], prog_name="tilewright")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["step"] == 2
+    for word in ("--help", "-h"):
+        said = CliRunner().invoke(app, ["train", word], prog_name="tilewright")
+        assert said.exit_code == 0
+        assert "plan" in said.stdout
+        assert "--row-tokens" not in said.stdout
+
+
+def test_the_log_is_also_written_for_tensorboard(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    train(config(steps=3, tensorboard=True), say=quiet)
+    read = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [
+        (step, pytest.approx(loss)) for step, loss, _ in losses(tmp_path / "run")
+    ]
+
+
+def test_tensorboard_that_is_missing_is_one_sentence(
+    config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilewright.extras.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"TensorBoard needs tensorboard, .* pip install 'tilewright\[train\]'"):
+        train(config(tensorboard=True), say=quiet)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-1b", "llama-8b"])

@@ -1,4 +1,4 @@
-"""The group `tilewright train`: a word that is none of its commands goes to the command "run", as a config file."""
+"""The group `tilewright train`: a config file or options without a command go to the command "run"."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ __all__ = ["train"]
 
 
 class _Train(TyperGroup):
-    """`train plan`; `train CONFIG.toml` where there is a command "run"."""
+    """`train plan`; `train CONFIG.toml` and `train --model NAME` are `train run ...`. `train --help` is the group's."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and "run" in self.commands and args[0] not in self.commands and not args[0].startswith("-"):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Before the group reads options of its own, of which it has --help alone.
+        if args and "run" in self.commands and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["run", *args]
-        return super().resolve_command(ctx, args)
+        return super().parse_args(ctx, args)
 
 
 train = typer.Typer(cls=_Train, no_args_is_help=True, help="Train models, and plan what a training step keeps in memory.")

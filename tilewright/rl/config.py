@@ -24,6 +24,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "learning_rate": (0.0, 10.0),
     "warmup": (0, 10_000_000),
     "kl": (0.0, 1000.0),
+    "entropy_bonus": (0.0, 1000.0),
     "max_norm": (1e-6, 1e9),
     "tokens_per_pass": (1, 1 << 30),
     "reward_timeout_s": (0.001, 3600.0),
@@ -57,6 +58,8 @@ class RLConfig:
     kl: float = 0.0
     """Coefficient of the KL divergence from the weights at the start."""
     kl_estimator: str = "k3"
+    entropy_bonus: float = 0.0
+    """Coefficient of the mean entropy of the distributions that tokens are drawn from, which is subtracted from the loss."""
     max_norm: float = 1.0
     tokens_per_pass: int = 16384
     """Most tokens of one forward and backward pass; results do not depend on it but for rounding."""

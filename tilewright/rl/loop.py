@@ -24,7 +24,8 @@ from tilewright.rl.environments.named import environment
 from tilewright.rl.environments.workers import Workers
 from tilewright.rl.losses import ALGORITHMS
 from tilewright.rl.losses.kl import penalty
-from tilewright.rl.policy import logprobs_of
+from tilewright.rl.losses.ppo import entropy_bonus
+from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of
 from tilewright.rl.rollout import Answer, Sampler
 from tilewright.rl.stats import measure
 from tilewright.train.optim import AdamW
@@ -173,8 +174,12 @@ class Trainer:
 
     def _parts(self, batch: Batch, loss_of: Any) -> Iterator[list[Tensor]]:
         for part in split(batch, self.config.tokens_per_pass):
-            logprobs = logprobs_of(self.model, part)
-            loss = loss_of(logprobs, part)
+            if self.config.entropy_bonus:
+                logprobs, entropies = logprobs_and_entropies_of(self.model, part)
+                loss = loss_of(logprobs, part) + entropy_bonus(entropies, part, self.config.entropy_bonus)
+            else:
+                logprobs = logprobs_of(self.model, part)
+                loss = loss_of(logprobs, part)
             if self.config.kl:
                 loss = loss + penalty(logprobs, part, self.config.kl, self.config.kl_estimator)
             yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(self.model).values()))]

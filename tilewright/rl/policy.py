@@ -1,4 +1,4 @@
-"""The trainer's side of a policy: log-probabilities of packed samples, with gradients, by the model that also serves."""
+"""The trainer's side of a policy: log-probabilities and entropies of packed samples, by the model that also serves."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from tilewright.models import Model
 from tilewright.nn import Packed, PackedKeysValues
 from tilewright.rl.batch import Batch
 
-__all__ = ["logprobs_of"]
+__all__ = ["logprobs_and_entropies_of", "logprobs_of"]
 
 _IGNORED = -100
 
@@ -21,6 +21,23 @@ def logprobs_of(model: Model, batch: Batch) -> Tensor:
     Raises:
         TypeError: the model's head is quantised, which has no gradient.
     """
+    return _logprobs(_logits(model, batch), batch)
+
+
+def logprobs_and_entropies_of(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """As `logprobs_of`, and [T] float32: the entropy, in nats, of the distribution that each token was drawn from; 0 at each
+    sequence's first token. Both with gradients, from one pass."""
+    logits_TV = _logits(model, batch)
+    logs_TV = logits_TV.log_softmax(-1)
+    entropies = -(logs_TV.exp() * logs_TV).sum(-1)
+    # What is drawn at t + 1 is drawn from the distribution behind t.
+    entropies = torch.cat([entropies.new_zeros(1), entropies[:-1]])
+    starts = batch.lengths.cumsum(0) - batch.lengths
+    return _logprobs(logits_TV, batch), entropies.index_fill(0, starts[batch.lengths > 0], 0.0)
+
+
+def _logits(model: Model, batch: Batch) -> Tensor:
+    """[T, V] float32: what the model says behind each token."""
     head = model.head.weight
     if not isinstance(head, Tensor):
         raise TypeError("the head is quantised, and a policy needs gradients through it: leave lm_head as it is")
@@ -29,9 +46,13 @@ def logprobs_of(model: Model, batch: Batch) -> Tensor:
     positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
     packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=int(batch.lengths.max()))
     hidden_TE = model(batch.tokens, packed, PackedKeysValues())
+    return ops.linear(hidden_TE, head, model.head.bias).float()
+
+
+def _logprobs(logits_TV: Tensor, batch: Batch) -> Tensor:
+    ends = batch.lengths.cumsum(0)
     # The hidden state at t says the token at t + 1; the last of a sequence says nothing that was sampled.
     following = torch.cat([batch.tokens[1:], batch.tokens.new_full((1,), _IGNORED)])
     following = following.index_fill(0, ends[batch.lengths > 0] - 1, _IGNORED)
-    logits_TV = ops.linear(hidden_TE, head, model.head.bias)
-    losses = ops.cross_entropy(logits_TV.float(), following, ignore_index=_IGNORED, reduction="none")
+    losses = ops.cross_entropy(logits_TV, following, ignore_index=_IGNORED, reduction="none")
     return -torch.cat([losses.new_zeros(1), losses[:-1]])

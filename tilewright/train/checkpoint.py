@@ -11,6 +11,7 @@ Weights are not saved twice: they are the master weights, rounded. Nothing is pi
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -46,11 +47,15 @@ class Checkpoints:
         found = self._whole()
         return found[-1] if found else None
 
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of this step is there, whole."""
+        return self._path(step) in self._whole()
+
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config: str) -> str | None:
         """Save the state behind `step` updates; a save that is under way is waited for. Returns what went wrong with that one,
         or with this one where it is not asynchronous."""
         before = self.finish()
-        partial = self.folder / f"{_PREFIX}{step:08d}{_PARTIAL}"
+        partial = self._path(step).with_suffix(_PARTIAL)
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -60,6 +65,7 @@ class Checkpoints:
             return self._failed(partial, error)
         # A copy: DCP's own would share the memory of tensors that are on the host already.
         held: dict[str, Any] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        _expect_one_process()
         started = state_dict_saver.async_save(held, storage_writer=HuggingFaceStorageWriter(str(partial)), no_dist=True)
         assert isinstance(started, Future)
         self._pending = (partial, started)
@@ -96,6 +102,9 @@ class Checkpoints:
         kept = f"{last.name} is still there" if last is not None else "there is none before it"
         return f"checkpoint {partial.stem} could not be written ({words[0]}); {kept}: make room in {self.folder}"
 
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{_PREFIX}{step:08d}"
+
     def _whole(self) -> list[Path]:
         found = self.folder.glob(f"{_PREFIX}*")
         return sorted(path for path in found if path.suffix != _PARTIAL and (path / "state.json").is_file())
@@ -110,11 +119,17 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
     held = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        _expect_one_process()
         state_dict_loader.load(held, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         raise ValueError(f"{folder} cannot be read ({words[0][:300]}); remove it to go on from the one before") from error
     return held, state
+
+
+def _expect_one_process() -> None:
+    """Silence DCP's warning that there is one process. For good, not in a scope: it comes from the thread that saves."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tilewright.extras import require
+
 __all__ = ["Log"]
 
 
@@ -18,7 +20,7 @@ class Log:
         tensorboard: also write events for TensorBoard.
 
     Raises:
-        ValueError: TensorBoard is wanted and not installed.
+        MissingExtra: TensorBoard is wanted and not installed.
     """
 
     def __init__(self, folder: Path, step: int, tensorboard: bool):
@@ -58,7 +60,5 @@ def _step(line: str) -> int:
 
 
 def _board(folder: Path) -> Any:
-    try:
-        return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
-    except ImportError as error:
-        raise ValueError("tensorboard is not installed; pip install 'tilewright[train]', or leave it out") from error
+    require("writing the log for TensorBoard", "tensorboard")
+    return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))

@@ -45,8 +45,8 @@ class Summary:
     """How a run ended."""
 
     step: int
-    loss: float
-    """Of the last update, nats."""
+    loss: float | None
+    """Of the last update, nats; None where no update was left to make."""
     bits_per_byte: float | None
     tokens: int
 
@@ -89,7 +89,7 @@ class Run:
         checkpoints = Checkpoints(folder, config.keep, config.save_async)
         log = Log(folder, self.step, config.tensorboard)
         sum_of = tree_sum if config.accumulate == "tree" else running_sum
-        self._since, self._counted, last = time.perf_counter(), self.tokens, {"loss": math.nan}
+        self._since, self._counted, last = time.perf_counter(), self.tokens, {"loss": None}
         try:
             while self.step < config.steps:
                 lr = learning_rate(config, self.step)
@@ -98,17 +98,22 @@ class Run:
                 self.step += 1
                 self.tokens += sum(batch.token_ids.numel() for batch in batches)
                 self._waiting.append(({"step": self.step, "lr": lr, "tokens": self.tokens}, result))
-                if self._due(config.log_every) or self._due(config.save_every):
+                measures = self.held is not None and self._due(config.eval_every)
+                samples = self.sample is not None and config.sample_every > 0 and self.step % config.sample_every == 0
+                if measures or samples or self._due(config.log_every) or self._due(config.save_every):
                     last = self._write(log)
-                if self._due(config.eval_every):
+                if measures:
                     self._measure(log)
-                if self.sample is not None and config.sample_every and self.step % config.sample_every == 0:
+                if samples and self.sample is not None:
                     self.say(f"step {self.step} writes: {self.sample()!r}")
+                if measures or samples:
+                    self._since = time.perf_counter()  # neither is part of tokens/s
                 if self._due(config.save_every):
                     self._save(checkpoints)
                 self._warn(checkpoints.poll())
-            if failure := checkpoints.finish():
-                raise OSError(failure)
+            self._warn(checkpoints.finish())
+            if not checkpoints.has(self.step):
+                raise OSError(f"the last checkpoint, of step {self.step}, could not be written: the warning above says why")
         finally:
             checkpoints.finish()
             log.close()
@@ -170,7 +175,6 @@ class Run:
         self._measured = bits_per_byte(self.model, self.held, self.config, self.device)
         log({"step": self.step, "bits_per_byte": self._measured})
         self.say(f"step {self.step}: {self._measured:.4f} bits per byte")
-        self._since = time.perf_counter()
 
     # ---- checkpoints
 
@@ -185,10 +189,8 @@ class Run:
         self._warn(checkpoints.save(self.step, self._tensors(), state, to_toml(self.config)))
 
     def _warn(self, failure: str | None) -> None:
-        if failure is not None and self.step < self.config.steps:
+        if failure is not None:
             self.say(f"warning: {failure}")
-        elif failure is not None:
-            raise OSError(failure)
 
 
 def resume(run: Run) -> bool:

@@ -103,8 +103,6 @@ def train(
     say(to_toml(config).rstrip())
     say(str(plan_memory(config, empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True), device)))
     data, held = _data(config, shape.vocab_size, render, say)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     model = build_model(config, device)
     run = Run(
         config=config, model=model, optimizer=build_optimizer(config, model), data=data,
@@ -116,6 +114,8 @@ def train(
     )  # fmt: skip
     if resume(run):
         say(f"going on behind step {run.step}")
+    # Not earlier: where the config is refused, the file stays that of the run in the folder.
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     summary = run.train()
     save_model(model, folder / "model", tokenizer_folder(config))
     say(f"saved {folder / 'model'}")

@@ -70,7 +70,7 @@ class Workers:
         """The reward of each answer; None for those that got none, which `failures` has counted.
 
         Raises:
-            ValueError: the environment cannot be loaded; the message is the worker's.
+            ValueError: the environment cannot be loaded, or not within two minutes; the message is the worker's.
         """
         rewards: list[float | None] = [None] * len(tasks)
         waiting = list(range(len(tasks)))[::-1]
@@ -91,7 +91,9 @@ class Workers:
                     left -= 1
             for place, worker in enumerate(self._workers):
                 if (worker.job is not None or not worker.ready) and time.monotonic() >= worker.until:
-                    left -= worker.job is not None
+                    if not worker.ready:
+                        raise ValueError(f"a reward worker was not ready after {_START_S:g} s: {' '.join(self._command[1:])}")
+                    left -= 1
                     self._replace(place, "time")
         return rewards
 
