@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +17,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.models.running import run_logits
 from tests.server.tiny_model import write_tiny_model
 from tilewright.cli import app
 from tilewright.data.shards import write
+from tilewright.engine.chat_runs import chat_runs
+from tilewright.engine.tokenizer import Tokenizer
 from tilewright.extras import MissingExtra
 from tilewright.models import (
-    SHAPES,
-    ModelConfig,
     ModelError,
     empty_model,
-    initialise,
     load_config,
     load_model,
-    random_model,
     save_model,
 )
-from tilewright.models.saving import hf_config
 from tilewright.train import checkpoint
-from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.config import TrainConfig, merged, read_toml, to_toml
 from tilewright.train.main import train
 from tilewright.train.setup import costs_of, learning_rate, plan_memory
@@ -214,55 +211,6 @@ def test_a_run_that_has_ended_has_nothing_left_to_do(config: Callable[..., Train
     assert (again.step, again.loss) == (3, None)
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
-    """/dev/full would not do: DCP names its files itself. A limit on the size of files fails like a disk."""
-    script = f"""
-import resource, signal, torch
-from pathlib import Path
-from tilewright.train.checkpoint import Checkpoints, load
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-made = Checkpoints(Path({str(tmp_path)!r}), 1, {asynchronous})
-state = {{"a": torch.arange(100.0)}}
-assert made.save(1, state, {{"step": 1}}, "") is None and made.finish() is None
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-words = made.save(2, {{"a": torch.zeros(100_000)}}, {{"step": 2}}, "") or made.finish()
-print(words)
-print(sorted(path.name for path in Path({str(tmp_path)!r}).iterdir()))
-print(torch.equal(load(made.latest(), state)[0]["a"], state["a"]))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    words, names, equal = done.stdout.splitlines()
-    assert words.startswith("checkpoint step-00000002 could not be written (")
-    assert "step-00000001 is still there" in words
-    assert (names, equal) == ("['step-00000001']", "True")
-
-
-def test_only_whole_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
-    made = Checkpoints(tmp_path, 2, True)
-    (tmp_path / "step-00000009.partial").mkdir()
-    assert made.latest() is None
-    for step in (1, 2, 3):
-        made.save(step, {"a": torch.ones(3)}, {}, "")
-    made.finish()
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003", "step-00000009.partial"]
-    assert made.latest() == tmp_path / "step-00000003"
-
-
-def test_saving_and_loading_in_one_process_warn_of_nothing(tmp_path: Path) -> None:
-    """In a process of its own: pytest's filters would hide what a user sees."""
-    script = f"""
-import torch
-from pathlib import Path
-from tilewright.train.checkpoint import Checkpoints, load
-made = Checkpoints(Path({str(tmp_path)!r}), 1, True)
-assert made.save(1, {{"a": torch.ones(3)}}, {{}}, "") is None and made.finish() is None
-load(made.latest(), {{"a": torch.zeros(3)}})
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_gradients_that_stay_not_finite_end_the_run(config: Callable[..., TrainConfig], model: Path, tmp_path: Path) -> None:
     broken = load_model(model, device="cpu")
     with torch.no_grad():
@@ -286,6 +234,34 @@ def test_fine_tuning_on_conversations_by_the_command(model: Path, tmp_path: Path
     assert read_toml(tmp_path / "run" / "config.toml")["chat"] is True
     found = [loss for _, loss, _ in losses(tmp_path / "run")]
     assert found[-1] < found[0]
+
+
+def test_shards_are_made_again_where_the_chat_template_or_the_end_of_texts_is_another(
+    config: Callable[..., TrainConfig], model: Path, books: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    settings, home = tmp_path / "model" / "tokenizer_config.json", tmp_path / "run" / "data"
+    chat = [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "aaa"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+
+    def made(**changes: Any) -> int:
+        given = config(model=str(tmp_path / "model"), steps=1, warmup=0, row_tokens=96, **changes)
+        render = partial(chat_runs, Tokenizer.load(tmp_path / "model")) if given.chat else None
+        train(given, render=render, say=quiet)
+        shutil.rmtree(tmp_path / "run" / "step-00000001")
+        return len(list(home.iterdir()))
+
+    def edit(**changes: str) -> None:
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | changes))
+
+    assert made() == made() == 1
+    edit(eos_token="<bos>")
+    assert made() == 2
+    edit(eos_token="<eos>")
+    chats = {"data": [str(tmp_path / "chats.jsonl")], "chat": True}
+    assert made(**chats) == made(**chats) == 4
+    edit(chat_template="hello " + json.loads(settings.read_text())["chat_template"])
+    assert made(**chats) == 6
 
 
 def test_options_need_no_config_file_and_help_stays_that_of_the_group(model: Path, books: Path, tmp_path: Path) -> None:
@@ -318,48 +294,6 @@ def test_tensorboard_that_is_missing_is_one_sentence(
     monkeypatch.setattr("tilewright.extras.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"TensorBoard needs tensorboard, .* pip install 'tilewright\[train\]'"):
         train(config(tensorboard=True), say=quiet)
-
-
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-1b", "llama-8b"])
-def test_a_config_is_written_as_it_is_read(name: str) -> None:
-    shape = SHAPES[name]
-    assert ModelConfig.from_hf(hf_config(shape)) == shape
-
-
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
-def test_transformers_reads_a_saved_model(architecture: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is not installed")
-    window = None if architecture.startswith("Llama") else 5  # transformers gives Llama none
-    shape = ModelConfig(
-        architecture=architecture, vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64, windows=(window, window),
-        rope_theta=777.0, tie_word_embeddings=architecture.startswith("Qwen3"),
-    )  # fmt: skip
-    made = random_model(shape, device="cpu", dtype=torch.float32)
-    save_model(made, tmp_path)
-    assert load_config(tmp_path).windows == shape.windows
-    ids = torch.randint(0, 50, (20,), generator=torch.Generator().manual_seed(0))
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(run_logits(made, ids.tolist(), 20), oracle(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
-
-
-def test_random_weights_are_as_the_papers_say() -> None:
-    shape = ModelConfig(
-        architecture="Qwen3ForCausalLM", vocab_size=200, hidden_size=128, intermediate_size=256, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64, windows=(None,) * 8,
-    )  # fmt: skip
-    made = random_model(shape, device="cpu", dtype=torch.float32)
-    initialise(made, std=0.02, depth_scaled=True, seed=3)
-    block: Any = made.blocks[5]
-    for weight, std in ((block.attn.qkv.weight, 0.02), (block.ffn.gate_up.weight, 0.02), (made.head.weight, 0.02)):
-        assert float(weight.std()) == pytest.approx(std, rel=0.03)  # pyright: ignore
-    for layer in (block.attn.out, block.ffn.down):
-        assert float(layer.weight.std()) == pytest.approx(0.02 / 4, rel=0.03)
-    assert torch.equal(block.attn.q_norm, torch.ones(32))
-    flat = random_model(shape, device="cpu", dtype=torch.float32)
-    initialise(flat, depth_scaled=False)
-    assert float(flat.blocks[5].attn.out.weight.std()) == pytest.approx(0.02, rel=0.03)  # pyright: ignore
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.identity = f"{path.stat().st_size} {hash_of(path)}"
         self.end = self._end(folder)
+        self.identity = f"{hash_of(path)} end {self.end}"
 
     def _end(self, folder: Path) -> int | None:
         settings = folder / "tokenizer_config.json"
@@ -148,13 +148,20 @@ def _data(
             return Texts(TokenShards(path), seed, str(path))
         if not config.chat:
             return Texts(shards(path), seed, str(path))
-        if render is None or encoder is None:
+        if render is None or encoder is None or at is None:
             raise ValueError("chat needs the chat template of a model's tokenizer: name a folder with one with tokenizer")
-        tokens, answers = conversation_shards([path], render, vocab_size, home, identity=encoder.identity)
+        identity = f"{encoder.identity} {_template_identity(at)}"
+        tokens, answers = conversation_shards([path], render, vocab_size, home, identity=identity)
         return Conversations(tokens, answers, seed, str(path))
 
     mixture = Mixture([source(Path(name)) for name in config.data], config.weights)
     return mixture, None if config.eval_data is None else _held(Path(config.eval_data), shards, config)
+
+
+def _template_identity(folder: Path) -> str:
+    """Of the files that a chat template may stand in: conversations under another one are other tokens."""
+    files = (folder / name for name in ("tokenizer_config.json", "chat_template.jinja"))
+    return " ".join(hash_of(path) for path in files if path.is_file())
 
 
 def _held(path: Path, shards: Callable[[Path], TokenShards], config: TrainConfig) -> Held:
