@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -25,6 +24,7 @@ from tilewright.data.shards import write
 from tilewright.data.stats import merged
 from tilewright.data.steps import build
 from tilewright.extras import needed
+from tilewright.hw import env
 
 __all__ = ["EXECUTORS", "RunResult", "run"]
 
@@ -157,7 +157,7 @@ def _pool(processes: int, executor: str) -> Iterator[Callable[[Sequence[Task]], 
     if executor == "ray":
         ray = needed("ray", "ray")
         # A running cluster has its own number of processors, and refuses to be told another.
-        cluster = os.environ.get("RAY_ADDRESS")
+        cluster = env.ray_address()
         place = {"address": cluster} if cluster else {"address": "local", "num_cpus": processes, "include_dashboard": False}
         ray.init(**place, log_to_driver=False, ignore_reinit_error=True)
         try:

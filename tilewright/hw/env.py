@@ -7,7 +7,7 @@ the Triton interpreter, the cache folder, and which commit a copy of the code is
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "commit", "interpreting", "library_path"]
+__all__ = ["cache_dir", "commit", "interpreting", "library_path", "ray_address"]
 
 
 def interpreting() -> bool:
@@ -32,6 +32,11 @@ def commit() -> str | None:
 def library_path() -> list[str]:
     """Folders in which the dynamic loader looks first: `LD_LIBRARY_PATH`."""
     return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+
+
+def ray_address() -> str | None:
+    """The Ray cluster of this machine, if there is one: `RAY_ADDRESS`, as Ray itself reads it."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 # Triton reads the variable when a kernel is decorated, so a later change could not be honoured.
