@@ -96,7 +96,7 @@ def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: in
 
     Raises:
         ValueError: too few runs or budgets.
-        ImportError: scipy is missing; the extra [scaling] brings it.
+        MissingExtra: scipy is missing; the extra [scaling] brings it.
     """
     found = fit(runs, delta=delta, bootstrap=bootstrap, seed=seed)
     points = {method: minima(runs, method) for method in METHODS} | {"envelope": envelope(runs)}

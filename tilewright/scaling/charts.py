@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.extras import MissingExtra
 from tilewright.scaling.analysis import Analysis
 from tilewright.scaling.frontier import FEWEST_SIZES, METHODS
 from tilewright.scaling.objective import logs_and_shares
@@ -28,12 +29,12 @@ def write_charts(found: Analysis, folder: Path) -> list[Path]:
     """Write each chart as NAME.svg into `folder`; returns the files.
 
     Raises:
-        ImportError: vl-convert-python is missing; the extra [scaling] brings it.
+        MissingExtra: vl-convert-python is missing; the extra [scaling] brings it.
     """
     try:
         draw = importlib.import_module("vl_convert")
     except ImportError as error:
-        raise ImportError(f"plots need vl-convert-python: pip install 'tilewright[scaling]' ({error})") from None
+        raise MissingExtra(f"plots need vl-convert-python: pip install 'tilewright[scaling]' ({error})") from None
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, spec in charts(found).items():

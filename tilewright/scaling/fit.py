@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.extras import MissingExtra
 from tilewright.scaling.law import Law
 from tilewright.scaling.objective import huber, logs_and_shares, minimise, objective_and_gradient
 from tilewright.scaling.runs import Array, Runs, budgets
@@ -51,7 +52,7 @@ def fit(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: int = 
 
     Raises:
         ValueError: too few runs or budgets, or `delta`, `bootstrap` or `max_steps` out of range.
-        ImportError: scipy is missing; the extra [scaling] brings it.
+        MissingExtra: scipy is missing; the extra [scaling] brings it.
     """
     runs.check_enough()
     if not 0 < delta < 10 or not 0 <= bootstrap <= 100_000 or max_steps < 1:
@@ -208,5 +209,5 @@ def _scipy_optimize() -> Any:
     try:
         import scipy.optimize
     except ImportError as error:
-        raise ImportError(f"fitting a scaling law needs scipy: pip install 'tilewright[scaling]' ({error})") from None
+        raise MissingExtra(f"fitting a scaling law needs scipy: pip install 'tilewright[scaling]' ({error})") from None
     return scipy.optimize

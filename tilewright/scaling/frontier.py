@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.extras import MissingExtra
 from tilewright.scaling.runs import Array, Runs, budgets
 
 __all__ = ["METHODS", "Minimum", "Trend", "envelope", "minima", "trend"]
@@ -40,7 +41,7 @@ def minima(runs: Runs, method: str) -> list[Minimum]:
 
     Raises:
         ValueError: another method.
-        ImportError: "interpolation" without scipy.
+        MissingExtra: "interpolation" without scipy.
     """
     if method not in METHODS:
         raise ValueError(f"method {method!r}; wanted one of {', '.join(METHODS)}")
@@ -80,7 +81,7 @@ def _lowest_between(x: Array, loss: Array, curve: Array) -> tuple[float, float, 
     try:
         from scipy.interpolate import Akima1DInterpolator
     except ImportError as error:
-        raise ImportError(f"interpolated minima need scipy: pip install 'tilewright[scaling]' ({error})") from None
+        raise MissingExtra(f"interpolated minima need scipy: pip install 'tilewright[scaling]' ({error})") from None
     # One point a size: the curve needs increasing sizes, and between two that differ by a reading error it would swing.
     order = np.argsort(x, kind="stable")
     where = np.concatenate([[0], np.cumsum(np.diff(x[order]) > _SAME_SIZE)])
