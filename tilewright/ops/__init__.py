@@ -26,6 +26,11 @@ from tilewright.kernels.elementwise.rope import rope_op
 from tilewright.kernels.elementwise.scale_in_place import scale_in_place_op
 from tilewright.kernels.embedding.embedding_backward import embedding_backward_op
 from tilewright.kernels.embedding.embedding_bag import embedding_bag_op
+from tilewright.kernels.experts.combine import combine_gradient_op, combine_tokens_op
+from tilewright.kernels.experts.permute import permute_tokens_op
+from tilewright.kernels.experts.route import route_experts_op
+from tilewright.kernels.experts.sort import sort_by_expert_op
+from tilewright.kernels.gemm.grouped.linear import grouped_linear_op
 from tilewright.kernels.gemm.linear import linear_op, matmul
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.mx import mx_linear, mx_linear_op
