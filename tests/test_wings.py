@@ -20,6 +20,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "dedup": (),
     "elementwise": (),
     "embedding": (),
+    "experts": (),
     "gemm": ("elementwise", "quantize"),  # what follows cuBLAS's product; the quantiser in front of one
     "layout": (),
     "norm": (),

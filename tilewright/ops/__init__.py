@@ -31,6 +31,7 @@ from tilewright.kernels.experts.permute import permute_tokens_op
 from tilewright.kernels.experts.route import route_experts_op
 from tilewright.kernels.experts.sort import sort_by_expert_op
 from tilewright.kernels.gemm.grouped.linear import grouped_linear_op
+from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
 from tilewright.kernels.gemm.linear import linear_op, matmul
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.mx import mx_linear, mx_linear_op
@@ -95,6 +96,14 @@ from tilewright.ops.conv import (
 )
 from tilewright.ops.cross_entropy import cross_entropy
 from tilewright.ops.embedding import embedding, embedding_bag
+from tilewright.ops.experts import (
+    combine_tokens,
+    grouped_linear,
+    masked_grouped_linear,
+    permute_tokens,
+    route_experts,
+    sort_by_expert,
+)
 from tilewright.ops.linear import linear, linear_codes
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -130,6 +139,7 @@ __all__ = [
     "block_scaled_linear",
     "cast_linear",
     "check_paged",
+    "combine_tokens",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -147,6 +157,7 @@ __all__ = [
     "gelu_mul",
     "glu",
     "group_norm",
+    "grouped_linear",
     "instance_norm",
     "kv_cache_write",
     "layer_norm",
@@ -156,6 +167,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "mask_logits",
+    "masked_grouped_linear",
     "matmul",
     "max",
     "max_pool",
@@ -167,6 +179,7 @@ __all__ = [
     "mx_linear",
     "paged_attention",
     "permute",
+    "permute_tokens",
     "quantize_blocks",
     "quantize_fold",
     "quantize_mx",
@@ -177,12 +190,14 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_kv_write",
+    "route_experts",
     "sample",
     "scaled_linear",
     "sdpa",
     "silu_mul",
     "silu_mul_quantize",
     "softmax",
+    "sort_by_expert",
     "sum",
     "token_logprobs",
     "top_logprobs",

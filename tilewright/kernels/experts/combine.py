@@ -6,8 +6,8 @@
     rows: [R, N] bf16, fp16 or fp32, contiguous; places: [T, K] int32, rows in the order of `sort_by_expert`; weights: [T, K]
     float32, or None for ones -> y [T, N] of the rows' dtype; dweights [T, K] float32, from dy [T, N].
 
-The sum is float32, in the order of k, rounded once: the same bits in any batch. Nothing is scattered and nothing added by atomics.
-A place outside of [0, R) is read as its nearest inside. Limited by bytes: K rows in, one out.
+The sum is float32, in the order of k, rounded once: the same bits in any batch. Nothing is scattered and nothing added by
+atomics. A place outside of [0, R) is read as its nearest inside. Limited by bytes: K rows in, one out.
 """
 
 # T tokens, K experts of each, R rows, N columns

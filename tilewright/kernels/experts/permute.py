@@ -5,8 +5,8 @@
 
     x: [T, N], bf16, fp16 or fp32, contiguous -> [R, N]. The product is float32, rounded once.
 
-Limited by bytes: a row in and a row out for each of R. An order outside of [0, R) is read as its nearest inside. The way back is
-combine.py; with K = 1 and no weights the two are each other's inverse.
+Limited by bytes: a row in and a row out for each of R. An order outside of [0, R) is read as its nearest inside. The way back
+is combine.py; with K = 1 and no weights the two are each other's inverse.
 """
 
 # T tokens, K experts of each, R rows, N columns

@@ -7,10 +7,10 @@
 
     logits: [T, X] float32; bias: [X] float32 or None -> weights [T, K] float32, experts [T, K] int32
 
-Of equals the lowest number is first, so two runs and two batches choose alike; a NaN counts as the largest. X may be divided into
-`groups` of neighbours: then the `chosen_groups` with the largest worth are open, a group's worth being its largest score
-(softmax) or the sum of its two largest (sigmoid), and experts are chosen among those. A softmax keeps the order of its logits, so
-they are compared themselves: rounding makes no ties.
+Of equals the lowest number is first, so two runs and two batches choose alike; a NaN counts as the largest. X may be divided
+into `groups` of neighbours: then the `chosen_groups` with the largest worth are open, a group's worth being its largest score
+(softmax) or the sum of its two largest (sigmoid), and experts are chosen among those. A softmax keeps the order of its logits,
+so they are compared themselves: rounding makes no ties.
 
 Ways to route that this covers: Mixtral and gpt-oss (softmax over the chosen alone is `normalise`), Qwen3-MoE, DeepSeek-V2
 (groups, softmax) and DeepSeek-V3 (groups, sigmoid, bias). Limited by launch latency and by K rounds of finding a maximum: one

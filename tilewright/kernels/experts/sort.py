@@ -2,15 +2,15 @@
 
     experts [T, K] int32, each in [0, X) -> offsets [X + 1], order [T * K], places [T, K], all int32
 
-A token asks for K experts, so there are T * K rows, numbered token by token. order[r] is the row that stands at place r once rows
-are sorted by expert, places[t, k] the place of row t * K + k, and the rows of expert e stand at offsets[e] to offsets[e + 1]. Rows
-of one expert keep their order. A number outside of [0, X) counts as the nearest inside, so that no kernel behind this one can
-reach beyond a tensor.
+A token asks for K experts, so there are T * K rows, numbered token by token. order[r] is the row that stands at place r once
+rows are sorted by expert, places[t, k] the place of row t * K + k, and the rows of expert e stand at offsets[e] to offsets[e +
+1]. Rows of one expert keep their order. A number outside of [0, X) counts as the nearest inside, so that no kernel behind this
+one can reach beyond a tensor.
 
-Limited by latency. Up to 1,024 rows one program sorts (`one_program`): expert and row are one integer, so equal keys do not exist
-and a sorting network is stable. More rows take three launches (`triton`): each block of rows counts its experts; one program an
-expert adds up its counts, block after block; each block then knows where its rows of an expert begin, and numbers them by
-comparing all pairs. Nothing is added by atomics: no order of programs shows.
+Limited by latency. Up to 1,024 rows one program sorts (`one_program`): expert and row are one integer, so equal keys do not
+exist and a sorting network is stable. More rows take three launches (`triton`): each block of rows counts its experts; one
+program an expert adds up its counts, block after block; each block then knows where its rows of an expert begin, and numbers
+them by comparing all pairs. Nothing is added by atomics: no order of programs shows.
 """
 
 # R = T * K rows, X experts

@@ -5,11 +5,12 @@
     sorted   x [R, K], rows sorted by expert; bounds: offsets [X + 1] int32, ascending from 0: expert e has the rows from
              offsets[e] to offsets[e + 1]. Rows behind offsets[X] belong to nobody, and are zeros in y [R, N]
     gathered x [T, K] and order [R] int32: row r is x[order[r] // chosen], where `chosen` is how many experts a token goes to
-    masked   x [X, M, K]; bounds: counts [X] int32: expert e has the first counts[e] rows of x[e], and y [X, M, N] is zero behind
+    masked   x [X, M, K]; bounds: counts [X] int32: expert e has the first counts[e] rows of x[e], and y [X, M, N] is zero
+    behind
 
-    weight [X, N, K], each expert's dense along K or along N; bias [X, N]. bf16, fp16 or fp32, one dtype. Accumulated in float32,
-    the epilogue is float32, one rounding. The bounds are read on the device: nothing waits for the host, a launch can be captured.
-    Bounds that are not as above give wrong rows, and never reach outside of a tensor.
+    weight [X, N, K], each expert's dense along K or along N; bias [X, N]. bf16, fp16 or fp32, one dtype. Accumulated in
+    float32, the epilogue is float32, one rounding. The bounds are read on the device: nothing waits for the host, a launch can
+    be captured. Bounds that are not as above give wrong rows, and never reach outside of a tensor.
 
 Activations are those of `linear`; with silu_mul, gelu_mul and clamped_silu_mul (gpt-oss's) the weight is [X, 2F, K], gate half
 first, and y is [.., F]. With few rows an expert the chosen experts' weights set the time, with many the tensor cores.
@@ -136,7 +137,9 @@ def check_grouped(
         )
     experts, n, masked = weight.shape[0], weight.shape[1], x.dim() == 3
     if not experts or (masked and x.shape[0] != experts):
-        raise ValueError(f"grouped_linear: x and weight must have as many experts, one at least; got {list(x.shape)}, {experts}")
+        raise ValueError(
+            f"grouped_linear: x and weight must have as many experts, one at least; got {list(x.shape)}, {experts}"
+        )
     if n % 2 and GROUPED_ACTIVATIONS[activation][1]:
         raise ValueError(f"grouped_linear: {activation} needs a gate and an up half, an even N; got {n}")
     wanted = experts + (not masked)

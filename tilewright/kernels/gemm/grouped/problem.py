@@ -168,7 +168,8 @@ def finish_rows(
 ):  # fmt: skip
     """Bias, activation and the one rounding of a float32 tile; its rows before `end`, and zeros up to `limit`.
 
-    y is contiguous; bias_ptr, of this expert, may be None. The tile's columns are the weight's rows, a gate's halves interleaved.
+    y is contiguous; bias_ptr, of this expert, may be None. The tile's columns are the weight's rows, a gate's halves
+    interleaved.
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]

@@ -3,8 +3,8 @@
 A program computes BLOCK_M rows of one expert by BLOCK_N rows of its weight, walking K in steps that Triton pipelines through
 shared memory. Tiles are numbered expert by expert, and within an expert in groups of GROUP_M tile rows, so that programs which
 run together share its weight in L2. An expert's weight is read once for each BLOCK_M of its rows: with tiles of 16 rows a step
-of decoding reads the chosen experts' weights, once, and no others. Rows may be gathered on the way (`order`), which saves a copy
-of x sorted by expert.
+of decoding reads the chosen experts' weights, once, and no others. Rows may be gathered on the way (`order`), which saves a
+copy of x sorted by expert.
 
 `invariant` is the same kernel with one config for every number of rows: the bits of a row depend on its expert's weight alone.
 
@@ -150,9 +150,7 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(N, BLOCK_N)
-    expert, tile, high, first, end, limit = group_of(
-        bounds_ptr, tl.program_id(0), across, R, X, M, MASKED, BLOCK_M, BLOCK_X
-    )
+    expert, tile, high, first, end, limit = group_of(bounds_ptr, tl.program_id(0), across, R, X, M, MASKED, BLOCK_M, BLOCK_X)
     if expert > X:
         return
     row, col = grouped(tile, high, across, GROUP_M)
@@ -219,6 +217,4 @@ def _work_invariant(
 
 TRITON = Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, work=grouped_tile_work)
 
-INVARIANT = Impl(
-    name="invariant", launch=_launch_invariant, refuse=_refuse, batch_invariant=True, work=_work_invariant
-)
+INVARIANT = Impl(name="invariant", launch=_launch_invariant, refuse=_refuse, batch_invariant=True, work=_work_invariant)

@@ -5,6 +5,8 @@ How many rows an expert has is read from the device, which waits for it; of meta
 
 # X experts, R rows, N rows of an expert's weight, K shared
 
+from itertools import pairwise
+
 from torch import Tensor
 
 from tilewright.hw.device import Device
@@ -25,7 +27,7 @@ def group_sizes(x: Tensor, bounds: Tensor, experts: int, order: Tensor | None) -
     values = bounds.tolist()
     if masked:
         return [min(max(count, 0), x.shape[1]) for count in values]
-    return [max(min(end, rows) - max(start, 0), 0) for start, end in zip(values, values[1:])]
+    return [max(min(end, rows) - max(start, 0), 0) for start, end in pairwise(values)]
 
 
 def grouped_cost(
