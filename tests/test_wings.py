@@ -21,7 +21,11 @@ WINGS: dict[str, tuple[str, ...]] = {
     "elementwise": (),
     "embedding": (),
     "experts": (),
-    "gemm": ("elementwise", "quantize"),  # what follows cuBLAS's product; the quantiser in front of one
+    "gemm": (
+        "elementwise",
+        "experts",
+        "quantize",
+    ),  # what follows cuBLAS's product; what puts rows in order, or quantises, before
     "layout": (),
     "norm": (),
     "optimizer": (),

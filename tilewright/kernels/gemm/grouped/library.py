@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tilewright.hw.device import Device
 from tilewright.kernels.elementwise.glu import gelu_mul, silu_mul
+from tilewright.kernels.experts.permute import permute_tokens_op
 from tilewright.kernels.gemm.grouped.problem import GroupedProblem, grouped_activated
 from tilewright.kernels.gemm.grouped.work import grouped_library_work
 from tilewright.op import Impl
@@ -52,7 +53,8 @@ def _launch(
     config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None,
     chosen: int,
 ) -> Tensor:  # fmt: skip
-    y = library_grouped(x if order is None else x[order.long() // chosen], weight, bounds)
+    x = x if order is None else permute_tokens_op.run(x.contiguous(), order, chosen, None)
+    y = library_grouped(x, weight, bounds)
     match activation:
         case "silu_mul":
             y = silu_mul(*y.chunk(2, -1))

@@ -40,6 +40,7 @@ from tilewright.kernels.gemm.grouped.problem import (
     grouped_activated,
     grouped_problem,
 )
+from tilewright.kernels.gemm.grouped.sm90 import GROUPED_SM90
 from tilewright.kernels.gemm.grouped.tile import INVARIANT, TRITON
 from tilewright.kernels.gemm.grouped.work import group_sizes, grouped_cost
 from tilewright.op import Example, Op
@@ -120,7 +121,7 @@ grouped_linear_op = Op(
     first=_first,
     fake=_fake,
     rows_in_problem=True,
-    impls=(GROUPED_VENDOR, TRITON, INVARIANT),
+    impls=(GROUPED_VENDOR, TRITON, GROUPED_SM90, INVARIANT),
 )
 
 

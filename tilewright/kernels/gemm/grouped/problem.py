@@ -66,6 +66,8 @@ class GroupedProblem(NamedTuple):
     w_major: str
     aligned: bool
     """Whether x and the weight start, and step from row to row and expert to expert, at multiples of 16 bytes."""
+    packed: bool
+    """Whether the experts' weights lie one behind the other."""
 
     @property
     def gated(self) -> bool:
@@ -101,6 +103,7 @@ def grouped_problem(
         order is not None,
         "k" if w_dense else "n",
         (places | weight.stride(0) * size) % 16 == 0,
+        weight.stride(0) == weight.stride(1 if w_dense else 2) * weight.shape[1 if w_dense else 2],
     )
 
 

@@ -1,0 +1,163 @@
+"""Gluon kernels as threads of Python: the source of a kernel run as it stands, each group of warps a thread, on tensors of torch.
+
+What Gluon brings is played: memory barriers with their parities and byte counts, copies of boxes, asynchronous products. So a
+schedule is run without a card: tiles that overlap or are left out, a stage that is overwritten while it is read, bytes that do
+not add up, groups of warps that wait for each other. A wait that never ends is a `Stuck`.
+"""
+
+import ast
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PATIENCE = 60.0
+"""Seconds after which a wait counts as one without an end: a run takes less than one."""
+
+
+class Stuck(AssertionError):
+    """A barrier that nobody completes."""
+
+
+class Barrier:
+    """A memory barrier: a round completes when its arrivals and its bytes are there."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.count = self.left = self.bytes = self.rounds = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.left = count
+
+    def _settle(self) -> None:
+        assert self.left >= 0, "more arrivals than a round has"
+        if self.left == 0 and self.bytes == 0:
+            self.left, self.rounds = self.count, self.rounds + 1
+            self.lock.notify_all()
+
+    def arrive(self, count: int = 1, *, pred: Any = True) -> None:
+        with self.lock:
+            if pred:
+                self.left -= count
+                self._settle()
+
+    def expect(self, size: int) -> None:
+        with self.lock:
+            self.bytes += size
+            self.left -= 1
+            self._settle()
+
+    def landed(self, size: int) -> None:
+        with self.lock:
+            self.bytes -= size
+            self._settle()
+
+    def wait(self, parity: int) -> None:
+        time.sleep(random.random() * 2e-4)  # other groups of warps get ahead, or fall behind
+        with self.lock:
+            if not self.lock.wait_for(lambda: self.rounds % 2 != parity, PATIENCE):
+                raise Stuck(
+                    f"a barrier waits in round {self.rounds}, parity {parity}: {self.left} arrivals, {self.bytes} bytes"
+                )
+
+
+class Barriers:
+    def __init__(self, count: int):
+        self.held = [Barrier() for _ in range(count)]
+
+    def index(self, i: int) -> Barrier:
+        return self.held[i]
+
+
+class Buffers:
+    """Shared memory of several buffers, or one of them."""
+
+    def __init__(self, memory: Tensor, dtype: Any):
+        self.memory, self.dtype = memory, dtype
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.memory.shape)
+
+    def index(self, i: int) -> "Buffers":
+        return Buffers(self.memory[i], self.dtype)
+
+    def permute(self, dims: tuple[int, ...]) -> "Buffers":
+        return Buffers(self.memory.permute(dims), self.dtype)
+
+
+class Pointer:
+    """Memory of a tensor, from an element on."""
+
+    def __init__(self, base: Tensor, at: int = 0):
+        self.base, self.at = base, at
+
+    def __add__(self, elements: int) -> "Pointer":
+        return Pointer(self.base, self.at + int(elements))
+
+
+class Whole(int):
+    """A number of a program, which device code may widen."""
+
+    def __add__(self, other: int) -> "Whole":
+        return Whole(int(self) + int(other))
+
+    def to(self, kind: Any) -> "Whole":
+        return self
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
+    return int(pointer.base.flatten()[pointer.at]) if mask else other
+
+
+def language(**more: Any) -> SimpleNamespace:
+    """What device code calls `gl`, with a kernel's own names beside it."""
+    names: dict[str, Any] = {
+        "arange": torch.arange, "cdiv": lambda a, b: -(-a // b), "constexpr": lambda value: value, "float32": torch.float32,
+        "int32": torch.int32, "int64": torch.int64, "int8": torch.int8, "load": load, "maximum": max, "minimum": min,
+        "shared_memory_descriptor": object, "static_assert": lambda *given: None, "static_range": range, "tensor": object,
+        "to_tensor": Whole, "where": lambda condition, a, b: a if condition else b,
+        "NVMMADistributedLayout": lambda **given: None, "zeros": lambda shape, dtype, layout: torch.zeros(shape).double(),
+    }  # fmt: skip
+    return SimpleNamespace(**names | more)
+
+
+def replayed(module: ModuleType, **names: Any) -> dict[str, Any]:
+    """The source of a module, run with these names in the place of what it imports."""
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    decorators = SimpleNamespace(jit=_decorated, constexpr_function=_decorated)
+    scope: dict[str, Any] = {"Any": Any, "gluon": decorators, "aggregate": _decorated, **names}
+    exec(compile(tree, module.__file__, "exec"), scope)
+    return scope
+
+
+def _decorated(function: Any = None, **options: Any) -> Any:
+    return function if callable(function) else lambda f: f
+
+
+def together(groups: Iterable[Callable[[], None]]) -> None:
+    """Run groups of warps at once; raise what one of them raises."""
+    errors: list[BaseException] = []
+
+    def run(group: Callable[[], None]) -> None:
+        try:
+            group()
+        except BaseException as error:  # noqa: BLE001 (raised again in the test's thread)
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a group of warps is still at work"
