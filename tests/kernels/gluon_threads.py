@@ -1,4 +1,4 @@
-"""Gluon kernels as threads of Python: the source of a kernel run as it stands, each group of warps a thread, on tensors of torch.
+"""Gluon kernels as threads of Python: a kernel's source, run as it stands on tensors of torch, each group of warps a thread.
 
 What Gluon brings is played: memory barriers with their parities and byte counts, copies of boxes, asynchronous products. So a
 schedule is run without a card: tiles that overlap or are left out, a stage that is overwritten while it is read, bytes that do

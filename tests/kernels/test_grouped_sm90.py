@@ -31,7 +31,7 @@ def box(desc: Any, at: list[int]) -> Tensor:
     """What the copy engine brings: zeros where a box lies outside."""
     held = torch.zeros(desc.block_shape, dtype=torch.float64)
     (r, c), (high, across) = at, desc.block_shape
-    assert r >= 0 and c >= 0
+    assert min(at) >= 0
     part = desc.base[r : r + high, c : c + across].double()
     held[: part.shape[0], : part.shape[1]] = part
     return held

@@ -83,6 +83,8 @@ def _config_refusal(device: Device, problem: GroupedProblem, c: Config) -> str |
         return "256 columns spill where the tensor cores read operands from registers"
     if _smem_bytes(c, itemsize) > device.smem_bytes:
         return "more shared memory than the device has"
+    if c["num_stages"] < 4 and c["BLOCK_M"] < 128:
+        return "low tiles wait for memory: as many stages as there are"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if accumulators > (128 if device.multiplies_by_warpgroup and itemsize == 2 else 64):
         return "more accumulators than the registers hold beside the operands"

@@ -103,7 +103,7 @@ SPACE = Space(
         "BLOCK_R": (32, 64),
         "GROUP_N": (8,),
         "num_warps": (4, 8),
-        "num_stages": (3, 4),
+        "num_stages": (3,),
     },
     refusal=_config_refusal,
 )
