@@ -66,18 +66,18 @@ def _gradient_problem(dy: Tensor, rows: Tensor, places: Tensor) -> RowProblem:
 
 
 def _example(label: str, tokens: int, cols: int, chosen: int, **more: object) -> Example:
-    return Example(label, lambda inputs: combine_arguments(inputs, T=tokens, N=cols, K=chosen, **more))  # pyright: ignore[reportArgumentType]
+    return Example(label, lambda inputs: combine_arguments(inputs, T=tokens, N=cols, chosen=chosen, **more))  # pyright: ignore[reportArgumentType]
 
 
 def _gradient_arguments(
-    inputs: Inputs, *, T: int, N: int, K: int = 8, dtype: torch.dtype = torch.bfloat16
+    inputs: Inputs, *, T: int, N: int, chosen: int = 8, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, places, _ = combine_arguments(inputs, T=T, N=N, K=K, dtype=dtype, weighted=False)
+    rows, places, _ = combine_arguments(inputs, T=T, N=N, chosen=chosen, dtype=dtype, weighted=False)
     return inputs.randn(T, N, dtype=dtype), rows, places
 
 
 def _gradient_example(label: str, tokens: int, cols: int, chosen: int, dtype: torch.dtype = torch.bfloat16) -> Example:
-    return Example(label, lambda inputs: _gradient_arguments(inputs, T=tokens, N=cols, K=chosen, dtype=dtype))
+    return Example(label, lambda inputs: _gradient_arguments(inputs, T=tokens, N=cols, chosen=chosen, dtype=dtype))
 
 
 EXAMPLES = (

@@ -1,6 +1,6 @@
 """Example arguments of routing, sorting and moving rows from dimensions: the `Op.make` of each."""
 
-# T tokens, X experts, K chosen by each, N columns
+# T tokens, X experts, `chosen` of them by each token, N columns
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def route_arguments(
     *,
     T: int,
     X: int = 128,
-    K: int = 8,
+    chosen: int = 8,
     softmax: bool = True,
     groups: int = 1,
     chosen_groups: int = 1,
@@ -28,18 +28,18 @@ def route_arguments(
 ) -> Args:
     """Logits [T, X]; with sigmoids also a bias."""
     bias = None if softmax else inputs.randn(X, scale=0.1)
-    return inputs.randn(T, X), bias, K, softmax, groups, chosen_groups, normalise, scale
+    return inputs.randn(T, X), bias, chosen, softmax, groups, chosen_groups, normalise, scale
 
 
-def sort_arguments(inputs: Inputs, *, T: int, X: int = 128, K: int = 8, skew: str = "random") -> Args:
-    """Experts [T, K]: drawn at "random", or all of them "one".
+def sort_arguments(inputs: Inputs, *, T: int, X: int = 128, chosen: int = 8, skew: str = "random") -> Args:
+    """Experts [T, chosen]: drawn at "random", or all of them "one".
 
     Raises:
         ValueError: an unknown skew.
     """
     if skew not in ("random", "one"):
         raise ValueError(f"sort_by_expert: skew is {skew!r}, wanted random or one")
-    return inputs.randint(X // 2 if skew == "one" else 0, X // 2 + 1 if skew == "one" else X, T, K, dtype=torch.int32), X
+    return inputs.randint(X // 2 if skew == "one" else 0, X // 2 + 1 if skew == "one" else X, T, chosen, dtype=torch.int32), X
 
 
 def _order(inputs: Inputs, rows: int) -> Tensor:
@@ -47,16 +47,16 @@ def _order(inputs: Inputs, rows: int) -> Tensor:
 
 
 def permute_arguments(
-    inputs: Inputs, *, T: int, N: int, K: int = 8, dtype: torch.dtype = torch.bfloat16, weighted: bool = False
+    inputs: Inputs, *, T: int, N: int, chosen: int = 8, dtype: torch.dtype = torch.bfloat16, weighted: bool = False
 ) -> Args:
-    """x [T, N], where each of T * K rows comes from, K, and the factor of each row."""
-    weights = inputs.randn(T, K) if weighted else None
-    return inputs.randn(T, N, dtype=dtype), _order(inputs, T * K), K, weights
+    """x [T, N], where each of T * chosen rows comes from, and the factor of each row."""
+    weights = inputs.randn(T, chosen) if weighted else None
+    return inputs.randn(T, N, dtype=dtype), _order(inputs, T * chosen), chosen, weights
 
 
 def combine_arguments(
-    inputs: Inputs, *, T: int, N: int, K: int = 8, dtype: torch.dtype = torch.bfloat16, weighted: bool = True
+    inputs: Inputs, *, T: int, N: int, chosen: int = 8, dtype: torch.dtype = torch.bfloat16, weighted: bool = True
 ) -> Args:
-    """Rows [T * K, N], the row of each token's K experts, their weights."""
-    places = _order(inputs, T * K).unflatten(0, (T, K))
-    return inputs.randn(T * K, N, dtype=dtype), places, inputs.randn(T, K) if weighted else None
+    """Rows [T * chosen, N], the row of each of a token's experts, their weights."""
+    places = _order(inputs, T * chosen).unflatten(0, (T, chosen))
+    return inputs.randn(T * chosen, N, dtype=dtype), places, inputs.randn(T, chosen) if weighted else None

@@ -81,7 +81,7 @@ ROW_SPACE = Space(
 
 
 def _example(label: str, tokens: int, cols: int, chosen: int, **more: object) -> Example:
-    return Example(label, lambda inputs: permute_arguments(inputs, T=tokens, N=cols, K=chosen, **more))  # pyright: ignore[reportArgumentType]
+    return Example(label, lambda inputs: permute_arguments(inputs, T=tokens, N=cols, chosen=chosen, **more))  # pyright: ignore[reportArgumentType]
 
 
 EXAMPLES = (

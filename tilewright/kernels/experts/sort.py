@@ -71,7 +71,7 @@ def _problem(experts: Tensor, count: int) -> Problem:
 
 
 def _example(label: str, tokens: int, experts: int, chosen: int, **more: object) -> Example:
-    return Example(label, lambda inputs: sort_arguments(inputs, T=tokens, X=experts, K=chosen, **more))  # pyright: ignore[reportArgumentType]
+    return Example(label, lambda inputs: sort_arguments(inputs, T=tokens, X=experts, chosen=chosen, **more))  # pyright: ignore[reportArgumentType]
 
 
 def _outside(inputs: Inputs) -> tuple[Tensor, int]:
