@@ -9,7 +9,8 @@ import ast
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -143,21 +144,8 @@ def _decorated(function: Any = None, **options: Any) -> Any:
     return function if callable(function) else lambda f: f
 
 
-def together(groups: Iterable[Callable[[], None]]) -> None:
+def together(groups: Sequence[Callable[[], None]]) -> None:
     """Run groups of warps at once; raise what one of them raises."""
-    errors: list[BaseException] = []
-
-    def run(group: Callable[[], None]) -> None:
-        try:
-            group()
-        except BaseException as error:  # noqa: BLE001 (raised again in the test's thread)
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a group of warps is still at work"
+    with ThreadPoolExecutor(len(groups)) as pool:
+        for done in [pool.submit(group) for group in groups]:
+            done.result()

@@ -40,6 +40,9 @@ def box(desc: Any, at: list[int]) -> Tensor:
 class Played:
     """In the kernel's place: runs its source for each program, with barriers that Python waits at."""
 
+    stored: Tensor
+    """How often each element of the result was written."""
+
     def __init__(self, break_it: str = ""):
         self.break_it = break_it
 
@@ -166,14 +169,14 @@ def play(
 
     def poisoned(*given: Any) -> Tensor:
         held.append(empty(*given).fill_(torch.nan))
-        played.stored = torch.zeros(held[0].shape, dtype=torch.int32)  # pyright: ignore[reportAttributeAccessIssue]
+        played.stored = torch.zeros(held[0].shape, dtype=torch.int32)
         return held[0]
 
     monkeypatch.setattr(sm90, "empty_grouped", poisoned)
     monkeypatch.setattr(sm90, "device_of", lambda index: H100)
     monkeypatch.setattr(sm90, "grouped_sm90_kernel", played)
     y = GROUPED_SM90.launch(config, *args)
-    return y, played.stored  # pyright: ignore[reportAttributeAccessIssue]
+    return y, played.stored
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -181,7 +184,7 @@ def play(
 def test_every_tile_once(case: str, tile: tuple[int, int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert grouped_linear_op.make is not None
     args = grouped_linear_op.make(Inputs(seed=3), **CASES[case])
-    config = dict(zip(("BLOCK_M", "BLOCK_N", "CONSUMERS"), tile, strict=True))
+    config: dict[str, Any] = dict(zip(("BLOCK_M", "BLOCK_N", "CONSUMERS"), tile, strict=True))
     y, stored = play(monkeypatch, config, args, Played())
     assert (stored == 1).all(), f"{int((stored != 1).sum())} elements are not written once"
     want = grouped_linear_op.reference(*(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args))
@@ -193,7 +196,7 @@ def test_a_ring_that_waits_for_one_reader_too_few_is_found(monkeypatch: pytest.M
     monkeypatch.setattr(gluon_threads, "PATIENCE", 2.0)
     args = grouped_linear_op.make(Inputs(seed=3), X=2, M=256, N=256, K=1024)  # pyright: ignore[reportOptionalCall]
     want = grouped_linear_op.reference(*args).double()
-    config = {"BLOCK_M": 128, "BLOCK_N": 256, "CONSUMERS": "m"}
+    config: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 256, "CONSUMERS": "m"}
     try:
         y, _ = play(monkeypatch, config, args, Played("readers"))
     except AssertionError:
