@@ -35,6 +35,7 @@ PEERLESS = {
     "dropout",
     "edit_logits",
     "grad_squares",
+    "grouped_block_scaled_linear",
     "kv_cache_write",
     "layer_norm_quantize",
     "minhash",

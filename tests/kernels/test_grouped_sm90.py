@@ -94,7 +94,7 @@ class Played:
             Groups=walk["Groups"], sum_piece=sums["sum_piece"], new_ring=self._sound(places["new_ring"]),
             barriers=places["barriers"], place_of=replayed(sm90_kernel, gl=gl, mbarrier=mbarrier)["place_of"],
         )  # fmt: skip
-        kernel["_clear_unused"] = lambda y_ptr, groups, width, vector: self._clear(y, stored, groups, program, programs)
+        kernel["clear_unused"] = lambda y_ptr, groups, width, vector: self._clear(y, stored, groups, program, programs)
         part = {
             **given,
             "bounds_ptr": Pointer(given["bounds_ptr"]),

@@ -130,6 +130,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"X": 2, "M": 128, "N": 512, "K": 256, "dtype": torch.float32},
         {"X": 2, "M": 8, "N": 512, "K": 256, "dtype": torch.float32},
     ),
+    "grouped_block_scaled_linear": ({"X": 2, "M": 512, "N": 512, "K": 256}, {"X": 2, "M": 8, "N": 512, "K": 256}),
     "grouped_weight_gradient": (
         {"X": 2, "M": 512, "N": 512, "K": 512},
         {"X": 2, "M": 512, "N": 512, "K": 512, "dtype": torch.float32},

@@ -15,8 +15,9 @@ Call = Callable[[], Any]
 
 
 def _grouped_linear(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
-) -> Call:
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
+    clear: bool,
+) -> Call:  # fmt: skip
     """torch's `grouped_mm`, with a kernel for the rows' order and one for the activation; of the masked layout `bmm`."""
     w, ends = weight.mT, bounds[1:]
     if x.dim() == 3:
@@ -110,11 +111,16 @@ SHAPES: dict[str, tuple[str, ...]] = {
         f"{_QWEN_UP} M=262144 activation=silu_mul chosen=8",
         f"{_QWEN_UP} M=262144 w_major=n",
         "X=4 M=32768 N=4096 K=7168",
-        "X=4 M=2048 N=4096 K=7168 layout=masked",
+        "X=4 M=16384 N=4096 K=7168 layout=masked count=256 clear=false",
         *(f"{_MIXTRAL_UP} M={2 * t} chosen=2 skew=random activation=silu_mul" for t in (1, 16, 64)),
         *(f"{_MIXTRAL_DOWN} M={2 * t} skew=random" for t in (1, 16, 64)),
         *(f"{_QWEN_UP} M={8 * t} chosen=8 skew=random activation=silu_mul" for t in (1, 16, 64)),
         *(f"{_QWEN_DOWN} M={8 * t} skew=random" for t in (1, 16, 64)),
+    ),
+    "grouped_block_scaled_linear": (
+        "X=4 M=32768 N=4096 K=7168",
+        "X=4 M=16384 N=4096 K=7168 layout=masked count=256 clear=false",
+        "X=8 M=32768 N=4096 K=7168 activation=silu_mul",
     ),
     "grouped_weight_gradient": tuple(f"{shape} skew={skew}" for shape in _PREFILL for skew in ("even", "one")),
     "route_experts": ("T=1", "T=64", "T=32768", "T=32768 X=256 softmax=false groups=8 chosen_groups=4"),

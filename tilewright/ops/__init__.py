@@ -30,6 +30,7 @@ from tilewright.kernels.experts.combine import combine_gradient_op, combine_toke
 from tilewright.kernels.experts.permute import permute_tokens_op
 from tilewright.kernels.experts.route import route_experts_op
 from tilewright.kernels.experts.sort import sort_by_expert_op
+from tilewright.kernels.gemm.grouped.block_scaled import grouped_block_scaled_linear, grouped_block_scaled_linear_op
 from tilewright.kernels.gemm.grouped.linear import grouped_linear_op
 from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
 from tilewright.kernels.gemm.linear import linear_op, matmul
@@ -157,6 +158,7 @@ __all__ = [
     "gelu_mul",
     "glu",
     "group_norm",
+    "grouped_block_scaled_linear",
     "grouped_linear",
     "instance_norm",
     "kv_cache_write",

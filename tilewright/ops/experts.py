@@ -249,7 +249,7 @@ def grouped_linear(
 
 
 def masked_grouped_linear(
-    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, activation: str = "none"
+    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, activation: str = "none", *, clear: bool = True
 ) -> Tensor:
     """The same of a fixed room for each expert's rows, of which the first counts[e] count; without gradients.
 
@@ -259,9 +259,10 @@ def masked_grouped_linear(
         counts: [X] int32, each in [0, M].
         bias: [X, N].
         activation: as `grouped_linear`'s.
+        clear: whether rows that do not count are zeros; else they are whatever the memory held.
 
     Returns:
-        [X, M, N] ([X, M, F] with a gate), zeros in the rows that do not count.
+        [X, M, N] ([X, M, F] with a gate).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
@@ -271,7 +272,7 @@ def masked_grouped_linear(
         raise ValueError(f"masked_grouped_linear: x must be [X, M, in]; got {list(x.shape)}")
     check_grouped(x, weight, counts, bias, activation, None, 1)
     bias = None if bias is None else bias.contiguous()
-    return grouped_linear_op(x.contiguous(), _dense(weight), counts, bias, activation, None, 1)
+    return grouped_linear_op(x.contiguous(), _dense(weight), counts, bias, activation, None, 1, clear)
 
 
 def _ready(x: Tensor) -> Tensor:

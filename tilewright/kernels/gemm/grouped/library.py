@@ -51,7 +51,7 @@ def library_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None,
-    chosen: int,
+    chosen: int, clear: bool = True,
 ) -> Tensor:  # fmt: skip
     x = x if order is None else permute_tokens_op.run(x.contiguous(), order, chosen, None)
     y = library_grouped(x, weight, bounds)
@@ -64,6 +64,8 @@ def _launch(
             pass
         case _:
             y = grouped_activated(y, activation)
+    if not clear:
+        return y
     row = torch.arange(y.shape[0], device=y.device)[:, None]
     return y.masked_fill_(row >= bounds[-1], 0.0)
 

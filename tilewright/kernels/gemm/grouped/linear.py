@@ -3,10 +3,11 @@
     y[r] = activation(x[r] @ weight[e]^T + bias[e])        for the rows r of expert e
 
     sorted   x [R, K], rows sorted by expert; bounds: offsets [X + 1] int32, ascending from 0: expert e has the rows from
-             offsets[e] to offsets[e + 1]. Rows behind offsets[X] belong to nobody, and are zeros in y [R, N]
+             offsets[e] to offsets[e + 1], rows behind offsets[X] belong to nobody -> y [R, N]
     gathered x [T, K] and order [R] int32: row r is x[order[r] // chosen], where `chosen` is how many experts a token goes to
-    masked   x [X, M, K]; bounds: counts [X] int32: expert e has the first counts[e] rows of x[e], and y [X, M, N] is zero
-    behind
+    masked   x [X, M, K]; bounds: counts [X] int32: expert e has the first counts[e] rows of x[e] -> y [X, M, N]
+
+    Rows of y that belong to nobody are zeros; without `clear` they are whatever the memory held.
 
     weight [X, N, K], each expert's dense along K or along N; bias [X, N]. bf16, fp16 or fp32, one dtype. Accumulated in
     float32, the epilogue is float32, one rounding. The bounds are read on the device: nothing waits for the host, a launch can
@@ -45,14 +46,15 @@ from tilewright.kernels.gemm.grouped.tile import INVARIANT, TRITON
 from tilewright.kernels.gemm.grouped.work import group_sizes, grouped_cost
 from tilewright.op import Example, Op
 
-__all__ = ["check_grouped", "grouped_linear_op"]
+__all__ = ["check_grouped", "check_shapes", "grouped_linear_op"]
 
 # ---- reference
 
 
 def _reference(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
-) -> Tensor:
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
+    clear: bool = True,
+) -> Tensor:  # fmt: skip
     y = empty_grouped(x, weight, activation, order).zero_()
     if not y.numel():
         return y
@@ -73,8 +75,9 @@ def _widened(z: Tensor) -> Tensor:
 
 
 def _fake(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
-) -> Tensor:
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
+    clear: bool = True,
+) -> Tensor:  # fmt: skip
     return empty_grouped(x, weight, activation, order)
 
 
@@ -125,40 +128,47 @@ grouped_linear_op = Op(
 )
 
 
-def check_grouped(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
-) -> None:
-    """Raise ValueError where the arguments of `grouped_linear` do not fit together."""
+def check_shapes(op: str, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str) -> None:
+    """Raise ValueError where rows, experts' weights, bounds, bias and activation do not fit together."""
     if activation not in GROUPED_ACTIVATIONS:
-        raise ValueError(f"grouped_linear: activation must be one of {', '.join(GROUPED_ACTIVATIONS)}; got {activation!r}")
+        raise ValueError(f"{op}: activation must be one of {', '.join(GROUPED_ACTIVATIONS)}; got {activation!r}")
     if weight.dim() != 3 or x.dim() not in (2, 3) or x.shape[-1] != weight.shape[2]:
         raise ValueError(
-            "grouped_linear: x must be [R, K], or [X, M, K] with counts, and weight [X, N, K]; "
+            f"{op}: x must be [R, K], or [X, M, K] with counts, and weight [X, N, K]; "
             f"got x {list(x.shape)} and weight {list(weight.shape)}"
         )
     experts, n, masked = weight.shape[0], weight.shape[1], x.dim() == 3
     if not experts or (masked and x.shape[0] != experts):
         raise ValueError(
-            f"grouped_linear: x and weight must have as many experts, one at least; got {list(x.shape)}, {experts}"
+            f"{op}: x and weight must have as many experts, one at least; got {list(x.shape)} and {list(weight.shape)}"
         )
     if n % 2 and GROUPED_ACTIVATIONS[activation][1]:
-        raise ValueError(f"grouped_linear: {activation} needs a gate and an up half, an even N; got {n}")
+        raise ValueError(f"{op}: {activation} needs a gate and an up half, an even N; got {n}")
     wanted = experts + (not masked)
     if bounds.shape != (wanted,) or bounds.dtype != torch.int32:
         kind = "counts [X]" if masked else "offsets [X + 1]"
-        raise ValueError(f"grouped_linear: wanted {kind}, int32 [{wanted}]; got {bounds.dtype} {list(bounds.shape)}")
-    if order is not None and (masked or order.dim() != 1 or order.dtype != torch.int32 or chosen < 1):
+        raise ValueError(f"{op}: wanted {kind}, int32 [{wanted}]; got {bounds.dtype} {list(bounds.shape)}")
+    if bias is not None and bias.shape != (experts, n):
+        raise ValueError(f"{op}: bias must be [{experts}, {n}]; got {list(bias.shape)}")
+    for name, other in (("weight", weight), ("bias", bias), ("bounds", bounds)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{op}: {name} must be on the device of x, {x.device}; got {other.device}")
+
+
+def check_grouped(
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
+) -> None:
+    """Raise ValueError where the arguments of `grouped_linear` do not fit together."""
+    check_shapes("grouped_linear", x, weight, bounds, bias, activation)
+    if order is not None and (x.dim() == 3 or order.dim() != 1 or order.dtype != torch.int32 or chosen < 1):
         raise ValueError(
             "grouped_linear: order is int32 [R], of rows sorted by expert, each of `chosen` experts of a token; "
             f"got {order.dtype} {list(order.shape)}, chosen {chosen}, x {list(x.shape)}"
         )
-    if order is not None and order.shape[0] and not x.shape[0]:
-        raise ValueError(f"grouped_linear: order has {order.shape[0]} rows of an x that has none")
-    if bias is not None and bias.shape != (experts, n):
-        raise ValueError(f"grouped_linear: bias must be [{experts}, {n}]; got {list(bias.shape)}")
+    if order is not None and (order.device != x.device or (order.shape[0] and not x.shape[0])):
+        raise ValueError(
+            f"grouped_linear: order has {order.shape[0]} rows on {order.device} of an x {list(x.shape)} on {x.device}"
+        )
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.dtype != x.dtype:
             raise ValueError(f"grouped_linear: {name} must have the dtype of x, {x.dtype}; got {other.dtype}")
-    for name, other in (("weight", weight), ("bias", bias), ("bounds", bounds), ("order", order)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"grouped_linear: {name} must be on the device of x, {x.device}; got {other.device}")

@@ -21,6 +21,7 @@ from tilewright.kernels.launch.shapes import next_pow2
 __all__ = [
     "CLAMP",
     "GROUPED_ACTIVATIONS",
+    "LARGEST_BUCKET",
     "GroupedProblem",
     "empty_grouped",
     "finish_rows",
@@ -80,12 +81,13 @@ class GroupedProblem(NamedTuple):
         return max(1, self.rows // self.experts)
 
 
-_LARGEST_BUCKET = 1 << 20
+LARGEST_BUCKET = 1 << 20
 
 
 def grouped_problem(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
-) -> GroupedProblem:
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
+    clear: bool = True,
+) -> GroupedProblem:  # fmt: skip
     """The problem of a call."""
     masked, size = x.dim() == 3, x.element_size()
     rows = x.shape[0] * x.shape[1] if masked else x.shape[0] if order is None else order.shape[0]
@@ -93,7 +95,7 @@ def grouped_problem(
     places = x.data_ptr() | weight.data_ptr() | x.stride(-2) * size | weight.stride(1 if w_dense else 2) * size
     return GroupedProblem(
         x.dtype,
-        min(next_pow2(rows), _LARGEST_BUCKET),
+        min(next_pow2(rows), LARGEST_BUCKET),
         weight.shape[0],
         weight.shape[1],
         weight.shape[2],

@@ -92,7 +92,7 @@ SPACE = Space(
 
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None,
-    chosen: int,
+    chosen: int, clear: bool = True,
 ) -> Tensor:  # fmt: skip
     function, gated = GROUPED_ACTIVATIONS[activation]
     y = empty_grouped(x, weight, activation, order)
@@ -115,7 +115,7 @@ def _launch(
     grouped_sm90_kernel[(min(high * ceil_div(n, block_n), device.sms),)](
         descriptor(x, [rows, block_k]), descriptor(w_matrix, w_box), bounds, y, bias, x.shape[0], experts, each, width, k,
         ceil_div(k, block_k),
-        CONSUMERS=config["CONSUMERS"], W_MAJOR=w_major, HALVES=halves, MASKED=masked,
+        CONSUMERS=config["CONSUMERS"], W_MAJOR=w_major, HALVES=halves, MASKED=masked, CLEAR=clear,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, GROUP_M=GROUP_M,
         EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers, TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, DTYPES[y.dtype]),
         ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0), num_warps=4,

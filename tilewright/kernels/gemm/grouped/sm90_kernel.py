@@ -11,7 +11,7 @@ at its expert's rows. The loop over K and the epilogue are `linear`'s own.
     tile_bufs                 a consumer    itself        its own block barrier in the epilogue
 
 A tile's boxes of x may reach beyond its expert's rows, and those of the weight beyond its columns: what comes of it is computed
-and not stored. Rows that belong to nobody are zeroed at the end, by ordinary stores, a row at a time.
+and not stored. With CLEAR rows that belong to nobody are zeroed at the end, by ordinary stores, a row at a time.
 
 No group of warps waits in a circle. The producer waits for `empty` of a stage alone, a consumer for `full` of a stage and,
 where consumers take turns at tiles, for its turn. All walk the same tiles in the same order, each tile has the same number of
@@ -38,11 +38,11 @@ from tilewright.kernels.hopper.groups import Groups
 from tilewright.kernels.hopper.primitives import load_box, viewed
 from tilewright.kernels.hopper.ring import barriers, new_ring
 
-__all__ = ["grouped_sm90_kernel"]
+__all__ = ["clear_unused", "grouped_sm90_kernel", "load_groups"]
 
 
 @gluon.jit
-def _load_groups(
+def load_groups(
     x_desc, w_desc, x_bufs, w_boxes, ring, groups, F, K, steps,
     W_MAJOR: gl.constexpr, HALVES: gl.constexpr, N_BOXES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -77,7 +77,7 @@ def _load_groups(
 
 
 @gluon.jit
-def _clear_unused(y_ptr, groups, F, VECTOR: gl.constexpr):
+def clear_unused(y_ptr, groups, F, VECTOR: gl.constexpr):
     """Zeros in the rows that belong to nobody, dealt out to the programs."""
     layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [4], [0])
     cols = gl.arange(0, 128 * VECTOR, layout=layout)
@@ -94,7 +94,7 @@ def _multiply_groups(
     x_bufs, w_bufs, tile_bufs, ring, turns, groups, y_ptr, bias_ptr, F, K, steps,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
+    ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, CLEAR: gl.constexpr,
 ):  # fmt: skip
     """A consumer: its part of every tile, or every second tile."""
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
@@ -131,17 +131,17 @@ def _multiply_groups(
         i += 1
         tile += TURNS * gl.num_programs(0)
         at = at.seek(tile)
-    if wg == 0:
-        _clear_unused(y_ptr, groups, F, VECTOR)
+    if wg == 0 and CLEAR:
+        clear_unused(y_ptr, groups, F, VECTOR)
 
 
 @gluon.jit(do_not_specialize=["R", "X", "M", "F", "K", "steps"])
 def grouped_sm90_kernel(
     x_desc, w_desc, bounds_ptr, y_ptr, bias_ptr, R, X, M, F, K, steps,
     CONSUMERS: gl.constexpr, W_MAJOR: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
-    VECTOR: gl.constexpr,
+    CLEAR: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
     """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
 
@@ -167,13 +167,13 @@ def grouped_sm90_kernel(
     gl.warp_specialize([
         (_multiply_groups, (
             x_bufs, w_bufs, tile_bufs, ring, turns, groups, y_ptr, bias_ptr, F, K, steps,
-            0, CONSUMERS, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACTIVATION, VECTOR,
+            0, CONSUMERS, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACTIVATION, VECTOR, CLEAR,
         )),
         (_multiply_groups, (
             x_bufs, w_bufs, tile_bufs, ring, turns, groups, y_ptr, bias_ptr, F, K, steps,
-            1, CONSUMERS, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACTIVATION, VECTOR,
+            1, CONSUMERS, W_MAJOR, HALVES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACTIVATION, VECTOR, CLEAR,
         )),
-        (_load_groups, (
+        (load_groups, (
             x_desc, w_desc, x_bufs, w_boxes, ring, groups, F, K, steps,
             W_MAJOR, HALVES, N_BOXES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
         )),

@@ -148,17 +148,21 @@ def _walk_k(
 def _grouped_kernel(
     x_ptr, w_ptr, bounds_ptr, order_ptr, bias_ptr, y_ptr, R, M, T, X, N, K, chosen,
     x_stride, w_x_stride, w_n_stride, w_k_stride,
-    MASKED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    MASKED: tl.constexpr, CLEAR: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(N, BLOCK_N)
     expert, tile, high, first, end, limit = group_of(bounds_ptr, tl.program_id(0), across, R, X, M, MASKED, BLOCK_M, BLOCK_X)
     if expert > X:
         return
+    if not CLEAR:
+        limit = end
     row, col = grouped(tile, high, across, GROUP_M)
     first_row, first_col = first + row * BLOCK_M, col * BLOCK_N
     rows = first_row + tl.arange(0, BLOCK_M)
     live = rows < end
+    if first_row >= limit:
+        return
     if order_ptr is not None:
         source = tl.load(order_ptr + rows, mask=live, other=0) // chosen
         rows = tl.minimum(tl.maximum(source, 0), T - 1)
@@ -177,7 +181,7 @@ def _grouped_kernel(
 
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None,
-    chosen: int,
+    chosen: int, clear: bool = True,
 ) -> Tensor:  # fmt: skip
     function, gated = GROUPED_ACTIVATIONS[activation]
     y = empty_grouped(x, weight, activation, order)
@@ -189,7 +193,7 @@ def _launch(
     _grouped_kernel[(high * ceil_div(n, config["BLOCK_N"]),)](
         x, weight, bounds, order, bias, y, rows, x.shape[1] if masked else 0, x.shape[0], experts, n, k, chosen,
         x.stride(-2), weight.stride(0), weight.stride(1), weight.stride(2),
-        MASKED=masked, ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0,
+        MASKED=masked, CLEAR=clear, ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0,
         BLOCK_X=next_pow2(experts + 1), **config,
     )  # fmt: skip
     return y
@@ -205,16 +209,16 @@ def _any_rows(dtype: torch.dtype) -> Config:
 
 def _launch_invariant(
     config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None,
-    chosen: int,
+    chosen: int, clear: bool = True,
 ) -> Tensor:  # fmt: skip
-    return _launch(_any_rows(x.dtype), x, weight, bounds, bias, activation, order, chosen)
+    return _launch(_any_rows(x.dtype), x, weight, bounds, bias, activation, order, chosen, clear)
 
 
 def _work_invariant(
     device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
-    order: Tensor | None, chosen: int,
+    order: Tensor | None, chosen: int, clear: bool = True,
 ) -> Work:  # fmt: skip
-    return grouped_tile_work(device, _any_rows(x.dtype), x, weight, bounds, bias, activation, order, chosen)
+    return grouped_tile_work(device, _any_rows(x.dtype), x, weight, bounds, bias, activation, order, chosen, clear)
 
 
 TRITON = Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, work=grouped_tile_work)

@@ -31,14 +31,15 @@ def group_sizes(x: Tensor, bounds: Tensor, experts: int, order: Tensor | None) -
 
 
 def grouped_cost(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
-) -> Cost:
-    """The weights of the experts that have rows, each once; the rows once, and all of the result."""
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
+    clear: bool = True,
+) -> Cost:  # fmt: skip
+    """The weights of the experts that have rows, each once; the rows once, and the result."""
     n, k = weight.shape[1:]
     sizes = group_sizes(x, bounds, weight.shape[0], order)
     rows, active = sum(sizes), sum(size > 0 for size in sizes)
     lead = x.shape[0] * x.shape[1] if x.dim() == 3 else x.shape[0] if order is None else order.shape[0]
-    outputs = lead * (n // 2 if activation.endswith("_mul") else n)
+    outputs = (lead if clear else rows) * (n // 2 if activation.endswith("_mul") else n)
     read = min(rows // max(chosen, 1) if order is not None else rows, x.numel() // max(k, 1)) * k
     moved = read + active * n * (k + (bias is not None)) + outputs
     return Cost(flops=2 * rows * n * k, bytes=moved * x.element_size() + bounds.nbytes)
@@ -46,9 +47,9 @@ def grouped_cost(
 
 def _work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
-    order: Tensor | None, chosen: int, depth: object, vector: int, persistent: bool,
+    order: Tensor | None, chosen: int, clear: bool, depth: object, vector: int, persistent: bool,
 ) -> Work:  # fmt: skip
-    cost = grouped_cost(x, weight, bounds, bias, activation, order, chosen)
+    cost = grouped_cost(x, weight, bounds, bias, activation, order, chosen, clear)
     n, k, size = max(weight.shape[1], 1), max(weight.shape[2], 1), x.element_size()
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     sizes = [s for s in group_sizes(x, bounds, weight.shape[0], order) if s] or [1]
@@ -71,22 +72,22 @@ def _work(
 
 def grouped_tile_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
-    order: Tensor | None, chosen: int,
+    order: Tensor | None, chosen: int, clear: bool = True,
 ) -> Work:  # fmt: skip
     """Tiles of each expert's rows; an expert without rows has none."""
     size = x.element_size()
     vector = 16 if weight.shape[2] % 16 == 0 and x.stride(-2) % 16 == 0 else size
     depth = config["num_stages"] - 1 if vector >= 4 else 1
-    return _work(device, config, x, weight, bounds, bias, activation, order, chosen, depth, vector, False)
+    return _work(device, config, x, weight, bounds, bias, activation, order, chosen, clear, depth, vector, False)
 
 
 def grouped_sm90_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
-    order: Tensor | None, chosen: int,
+    order: Tensor | None, chosen: int, clear: bool = True,
 ) -> Work:  # fmt: skip
     """The same by the copy engine, which reads x in order: gathered rows are copied before."""
     work = _work(
-        device, {**config, "BLOCK_K": 64}, x, weight, bounds, bias, activation, order, chosen, 4, 1024, True
+        device, {**config, "BLOCK_K": 64}, x, weight, bounds, bias, activation, order, chosen, clear, 4, 1024, True
     )  # fmt: skip
     copied = 0 if order is None else 2 * order.shape[0] * x.shape[1] * x.element_size()
     return work._replace(dram_bytes=work.dram_bytes + copied, l2_bytes=work.l2_bytes + copied)
@@ -94,7 +95,7 @@ def grouped_sm90_work(
 
 def grouped_library_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
-    order: Tensor | None, chosen: int,
+    order: Tensor | None, chosen: int, clear: bool = True,
 ) -> Work:  # fmt: skip
     """Rows gathered, the product, and an activation are a kernel each."""
     cost = grouped_cost(x, weight, bounds, bias, activation, order, chosen)
