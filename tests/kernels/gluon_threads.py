@@ -89,18 +89,21 @@ class Buffers:
     def index(self, i: int) -> "Buffers":
         return Buffers(self.memory[i], self.dtype)
 
+    def slice(self, start: int, length: int, dim: int = 0) -> "Buffers":
+        return Buffers(self.memory.narrow(dim, start, length), self.dtype)
+
     def permute(self, dims: tuple[int, ...]) -> "Buffers":
         return Buffers(self.memory.permute(dims), self.dtype)
 
 
 class Pointer:
-    """Memory of a tensor, from an element on."""
+    """Memory of a tensor, from an element on; or from several."""
 
-    def __init__(self, base: Tensor, at: int = 0):
+    def __init__(self, base: Tensor, at: int | Tensor = 0):
         self.base, self.at = base, at
 
-    def __add__(self, elements: int) -> "Pointer":
-        return Pointer(self.base, self.at + int(elements))
+    def __add__(self, elements: int | Tensor) -> "Pointer":
+        return Pointer(self.base, self.at + elements)
 
 
 class Whole(int):
@@ -114,17 +117,24 @@ class Whole(int):
 
 
 def load(pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
-    return int(pointer.base.flatten()[pointer.at]) if mask else other
+    memory = pointer.base.as_strided((pointer.base.untyped_storage().size() // pointer.base.element_size(),), (1,), 0)
+    if isinstance(pointer.at, Tensor):
+        inside = pointer.at.clamp(0, memory.shape[0] - 1)
+        assert (inside == pointer.at)[torch.as_tensor(mask).expand_as(inside)].all(), "a load outside of its tensor"
+        return torch.where(torch.as_tensor(mask), memory[inside].double(), other)
+    return memory[pointer.at].item() if mask else other
 
 
 def language(**more: Any) -> SimpleNamespace:
     """What device code calls `gl`, with a kernel's own names beside it."""
     names: dict[str, Any] = {
-        "arange": torch.arange, "cdiv": lambda a, b: -(-a // b), "constexpr": lambda value: value, "float32": torch.float32,
-        "int32": torch.int32, "int64": torch.int64, "int8": torch.int8, "load": load, "maximum": max, "minimum": min,
+        "NVMMADistributedLayout": lambda **given: None, "SliceLayout": lambda dim, layout: None,
+        "arange": lambda start, end, layout: torch.arange(start, end), "cdiv": lambda a, b: -(-a // b),
+        "constexpr": lambda value: value, "expand_dims": torch.unsqueeze, "float32": torch.float32, "int32": torch.int32,
+        "int64": torch.int64, "int8": torch.int8, "load": load, "maximum": max, "minimum": min,
         "shared_memory_descriptor": object, "static_assert": lambda *given: None, "static_range": range, "tensor": object,
         "to_tensor": Whole, "where": lambda condition, a, b: a if condition else b,
-        "NVMMADistributedLayout": lambda **given: None, "zeros": lambda shape, dtype, layout: torch.zeros(shape).double(),
+        "zeros": lambda shape, dtype, layout: torch.zeros(shape).double(),
     }  # fmt: skip
     return SimpleNamespace(**names | more)
 

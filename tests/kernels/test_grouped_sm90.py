@@ -1,10 +1,11 @@
-"""The Hopper kernel of `grouped_linear` without a card: its own source, each group of warps a thread (gluon_threads.py).
+"""The Hopper kernels of grouped products without a card: their own source, each group of warps a thread (gluon_threads.py).
 
 Every tile of ragged groups is there once, no stage is written while it is read, nobody waits for ever, and rows that belong to
 nobody are zeros. On a card conformance runs the kernel itself.
 """
 
-from types import SimpleNamespace
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from tests.kernels import gluon_threads
 from tests.kernels.gluon_threads import Barriers, Buffers, Pointer, Stuck, Whole, language, replayed, together
 from tilewright.hw.device import CARD_OF_ARCH
 from tilewright.kernels.gemm import sm90_kernel, sm90_mainloop
-from tilewright.kernels.gemm.grouped import sm90
+from tilewright.kernels.gemm.grouped import block_scaled, block_scaled_sm90, sm90
+from tilewright.kernels.gemm.grouped import block_scaled_sm90_kernel as block_kernel_grouped
 from tilewright.kernels.gemm.grouped import sm90_kernel as grouped_kernel
+from tilewright.kernels.gemm.grouped.block_scaled import grouped_block_scaled_linear_op
 from tilewright.kernels.gemm.grouped.linear import grouped_linear_op
 from tilewright.kernels.gemm.grouped.problem import grouped_activated
 from tilewright.kernels.gemm.grouped.sm90 import GROUPED_SM90
+from tilewright.kernels.gemm.quantized import block_scaled_sm90_kernel as block_kernel
 from tilewright.kernels.hopper import groups, ring
 from tilewright.op import Inputs
 
@@ -43,25 +47,45 @@ class Played:
     stored: Tensor
     """How often each element of the result was written."""
 
-    def __init__(self, break_it: str = ""):
-        self.break_it = break_it
+    def __init__(self, break_it: str = "", module: ModuleType = grouped_kernel, kernel: str = "grouped_sm90_kernel"):
+        self.break_it, self.module, self.kernel = break_it, module, kernel
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*args: Any, num_warps: int, **constants: Any) -> None:
-            given = dict(zip(grouped_kernel.grouped_sm90_kernel.arg_names, args, strict=False)) | constants
+            given = dict(zip(getattr(self.module, self.kernel).arg_names, args, strict=False)) | constants
             for program in range(min(grid[0], PROGRAMS)):
                 self.program(program, min(grid[0], PROGRAMS), given)
 
         return launch
 
     def program(self, program: int, programs: int, given: dict[str, Any]) -> None:
+        """One program of the launch, to its end."""
         y, stored = given["y_ptr"], self.stored
         gl = language(
             program_id=lambda axis: Whole(program), num_programs=lambda axis: programs, allocate_shared_memory=self._allocate,
-            warp_specialize=lambda parts, warps, registers: together(
-                [lambda f=f, a=a: f(*a) for f, a in parts]  # pyright: ignore[reportCallIssue]
-            ),
+            warp_specialize=lambda parts, warps, registers: together([partial(f, *a) for f, a in parts]),
         )  # fmt: skip
+
+        def finish_tile(blocks: Any, bufs: Any, desc: Any, y_ptr: Any, xs: Any, ws: Any, bias: Any, residual: Any, *more: Any):
+            first_row, first_col, end, width, _, _, activation, halves, *_ = more
+            self._finish(torch.cat(blocks, 1), stored, y, bias, first_row, first_col, end, width, activation, halves)
+
+        kernel = self._source(gl, finish_tile)
+        kernel["clear_unused"] = lambda y_ptr, groups, width, vector: self._clear(y, stored, groups, program, programs)
+        part = given | {"y_ptr": SimpleNamespace(dtype=SimpleNamespace(element_ty=0))}
+        for name in ("bounds_ptr", "bias_ptr", "x_scale_ptr", "w_scale_ptr"):
+            if given.get(name) is not None:
+                part[name] = Pointer(given[name])
+        for name in ("x_desc", "w_desc"):
+            base, shape = given[name].base, given[name].block_shape
+            part[name] = SimpleNamespace(
+                base=base, block_shape=shape, block_type=SimpleNamespace(shape=list(shape)), layout=None,
+                dtype=SimpleNamespace(primitive_bitwidth=8 * base.element_size()),
+            )  # fmt: skip
+        kernel[self.kernel](**part)
+
+    def _source(self, gl: Any, finish_tile: Any) -> dict[str, Any]:
+        """The kernel's module on what is played, and on the sources that it shares with others."""
         mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: None, init=lambda bar, count: bar.init(count), wait=lambda bar, parity: bar.wait(parity),
             expect=lambda bar, size: bar.expect(size), arrive=lambda bar, count, pred: bar.arrive(count, pred=pred),
@@ -72,43 +96,26 @@ class Played:
 
         def load_box(desc: Any, at: list[int], bar: Any, buf: Buffers) -> None:
             buf.memory.copy_(box(desc, at))
-            bar.landed(buf.memory.numel() * 2)
+            bar.landed(buf.memory.numel() * desc.base.element_size())
 
         def multiply(x: Buffers, w: Buffers, acc: Tensor, use_acc: Any, is_async: bool) -> Tensor:
             product = x.memory @ w.memory
             return acc + product if use_acc else product
 
-        def finish_tile(blocks: Any, bufs: Any, desc: Any, y_ptr: Any, xs: Any, ws: Any, bias: Any, residual: Any, *more: Any):
-            first_row, first_col, end, width, _, _, activation, halves, *_ = more
-            self._finish(torch.cat(blocks, 1), stored, y, bias, first_row, first_col, end, width, activation, halves)
-
-        places = replayed(ring, gl=gl, mbarrier=mbarrier, release=release)
-        sums = replayed(
-            sm90_mainloop, gl=gl, release=release, warpgroup_mma=multiply, fence_async_shared=None,
-            warpgroup_mma_wait=lambda n, deps: deps[0] if len(deps) == 1 else deps,
-            column_blocks=lambda acc, count: acc.chunk(count, 1),
-        )  # fmt: skip
-        walk = replayed(groups, gl=gl)
-        kernel = replayed(
-            grouped_kernel, gl=gl, mbarrier=mbarrier, load_box=load_box, finish_tile=finish_tile, viewed=self._viewed,
-            Groups=walk["Groups"], sum_piece=sums["sum_piece"], new_ring=self._sound(places["new_ring"]),
-            barriers=places["barriers"], place_of=replayed(sm90_kernel, gl=gl, mbarrier=mbarrier)["place_of"],
-        )  # fmt: skip
-        kernel["clear_unused"] = lambda y_ptr, groups, width, vector: self._clear(y, stored, groups, program, programs)
-        part = {
-            **given,
-            "bounds_ptr": Pointer(given["bounds_ptr"]),
-            "y_ptr": SimpleNamespace(dtype=SimpleNamespace(element_ty=0)),
-        }
-        if given["bias_ptr"] is not None:
-            part["bias_ptr"] = Pointer(given["bias_ptr"])
-        for name in ("x_desc", "w_desc"):
-            desc = given[name]
-            part[name] = SimpleNamespace(
-                base=desc.base, block_shape=desc.block_shape, block_type=SimpleNamespace(shape=list(desc.block_shape)),
-                layout=None, dtype=SimpleNamespace(primitive_bitwidth=16),
-            )  # fmt: skip
-        kernel["grouped_sm90_kernel"](**part)
+        products: dict[str, Any] = {
+            "gl": gl, "warpgroup_mma": multiply, "column_blocks": lambda acc, count: acc.chunk(count, 1),
+            "warpgroup_mma_wait": lambda n, deps: deps[0] if len(deps) == 1 else deps,
+        }  # fmt: skip
+        shared = replayed(ring, gl=gl, mbarrier=mbarrier, release=release) | products
+        shared |= {"mbarrier": mbarrier, "load_box": load_box, "finish_tile": finish_tile, "viewed": self._viewed}
+        shared["new_ring"] = self._sound(shared["new_ring"])
+        shared["Groups"] = replayed(groups, gl=gl)["Groups"]
+        shared["place_of"] = replayed(sm90_kernel, gl=gl)["place_of"]
+        shared["sum_piece"] = replayed(sm90_mainloop, release=release, fence_async_shared=None, **products)["sum_piece"]
+        shared["_sum_piece"] = replayed(block_kernel, **products)["_sum_piece"]
+        if self.module is not grouped_kernel:
+            shared["load_groups"] = replayed(grouped_kernel, **shared)["load_groups"]
+        return replayed(self.module, **shared)
 
     def _sound(self, new_ring: Any) -> Any:
         """The ring; with break_it "readers" one that waits for a reader less than there are."""
@@ -188,6 +195,33 @@ def test_every_tile_once(case: str, tile: tuple[int, int, str], monkeypatch: pyt
     y, stored = play(monkeypatch, config, args, Played())
     assert (stored == 1).all(), f"{int((stored != 1).sum())} elements are not written once"
     want = grouped_linear_op.reference(*(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args))
+    assert (y.double() - want).square().mean() <= 4e-3**2 * want.square().mean()
+
+
+@pytest.mark.parametrize("case", ["even", "ragged", "one expert", "tail", "gated", "masked"])
+@pytest.mark.parametrize("tile", [(128, 256), (256, 128), (128, 128), (64, 128)], ids=str)
+def test_float8_with_scales(case: str, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of `grouped_block_scaled_linear`: the scales of the right rows, and of the right expert's weight."""
+    op, dims, config = grouped_block_scaled_linear_op, dict(CASES[case]), {"BLOCK_M": tile[0], "BLOCK_N": tile[1]}
+    assert op.make is not None
+    impl = next(impl for impl in op.impls if impl.name == "sm90")
+    args = op.make(Inputs(seed=3), **dims | ({"N": 512} if "activation" in dims else {}))
+    if "activation" in dims and tile[0] == 64:
+        assert "one block of the epilogue wide" in str(impl.space.refusal(H100, op.problem(*args), config))
+        return
+    played, empty = Played("", block_kernel_grouped, "grouped_block_sm90_kernel"), block_scaled._empty
+
+    def poisoned(*given: Any) -> Tensor:
+        y = empty(*given).fill_(torch.nan)
+        played.stored = torch.zeros(y.shape, dtype=torch.int32)
+        return y
+
+    monkeypatch.setattr(block_scaled, "_empty", poisoned)
+    monkeypatch.setattr(block_scaled_sm90, "card_of", lambda x: H100)
+    monkeypatch.setattr(block_scaled_sm90, "grouped_block_sm90_kernel", played)
+    y = impl.launch(config, *args)
+    assert (played.stored == 1).all(), f"{int((played.stored != 1).sum())} elements are not written once"
+    want = op.reference(*(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args))
     assert (y.double() - want).square().mean() <= 4e-3**2 * want.square().mean()
 
 

@@ -148,7 +148,7 @@ def _smem_bytes(c: Config) -> int:
 
 def _default(device: Device, problem: GroupedBlockProblem) -> Config:
     tile = next(tile for most, tile in _TILES if problem.rows_each <= most)
-    config = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tile, strict=True))
+    config: dict[str, int] = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tile, strict=True))
     while _smem_bytes(config) > device.smem_bytes and config["num_stages"] > 2:
         config["num_stages"] -= 1
     return config
