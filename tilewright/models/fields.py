@@ -43,6 +43,10 @@ class _Rope(_Fields):
     mscale: Annotated[float, Field(ge=0, le=1e3)] | None = None
     mscale_all_dim: Annotated[float, Field(ge=0, le=1e3)] | None = None
     truncate: bool | None = None
+    short_factor: Annotated[list[Factor], Field(max_length=1 << 14)] | None = None
+    long_factor: Annotated[list[Factor], Field(max_length=1 << 14)] | None = None
+    full_attention: "_Rope | None" = None
+    sliding_attention: "_Rope | None" = None
 
 
 class _Config(_Fields):
@@ -75,7 +79,7 @@ class _Config(_Fields):
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
-    # Latent attention and mixtures of experts.
+    # Latent attention and mixtures of experts, by the names of several families.
     q_lora_rank: Width | None = None
     kv_lora_rank: Width | None = None
     qk_nope_head_dim: Width | None = None
@@ -93,6 +97,24 @@ class _Config(_Fields):
     topk_method: str | None = None
     norm_topk_prob: bool | None = None
     routed_scaling_factor: Factor | None = None
+    num_experts: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    num_local_experts: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    decoder_sparse_step: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    mlp_only_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
+    swiglu_alpha: Factor | None = None
+    swiglu_limit: Factor | None = None
+    # Caps, factors and windows of single families.
+    hidden_activation: str | None = None
+    attn_logit_softcapping: Factor | None = None
+    final_logit_softcapping: Factor | None = None
+    query_pre_attn_scalar: Factor | None = None
+    attention_multiplier: Factor | None = None
+    embedding_multiplier: Factor | None = None
+    residual_multiplier: Factor | None = None
+    logits_scaling: Factor | None = None
+    rope_local_base_freq: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    sliding_window_pattern: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    use_bidirectional_attention: bool | None = None
 
 
 class _Generation(_Fields):

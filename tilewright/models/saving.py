@@ -17,7 +17,8 @@ from tilewright.models.config import ModelConfig
 from tilewright.models.decoder import Decoder
 from tilewright.models.errors import ModelError
 from tilewright.models.files import read_json
-from tilewright.models.fill import part_names
+from tilewright.models.fill import part_names, parts_of
+from tilewright.models.forms import PLUS_ONE
 from tilewright.models.layouts import Own
 from tilewright.models.weights import resolve
 from tilewright.nn import Linear
@@ -129,11 +130,14 @@ def _taken_apart(model: Decoder) -> tuple[dict[str, Tensor], dict[str, Own]]:
     layers: dict[str, Own] = {}
     for path, parameter in model.named_parameters():
         module = model.get_submodule(path.rpartition(".")[0])
-        rows = list(getattr(module, "parts", parameter.shape[:1]))
-        for name, part in zip(part_names(path, len(rows)), parameter.detach().split(rows), strict=True):
-            tensors[name] = part.contiguous().cpu()
+        parts = parts_of(module, parameter)
+        names, form = part_names(model, path, parts)
+        for name, view in zip(names, form.views(parameter.detach(), parts), strict=True):
+            dtype = model.embed.weight.dtype if form is PLUS_ONE else view.dtype
+            tensors |= {each: tensor.to(dtype).contiguous().cpu() for each, tensor in form.get(view, name).items()}
     for layer, path, weight in _quantized(model):
-        for name, part in zip(part_names(f"{path}.weight", len(layer.parts)), weight.split_rows(layer.parts), strict=True):
+        names, form = part_names(model, f"{path}.weight", layer.parts)
+        for name, part in zip(names, weight.split_rows(form.rows(layer.parts)), strict=True):
             own, base = Own.of(part), name.removesuffix(".weight")
             layers[base] = own
             tensors |= {f"{base}.{suffix}": tensor for suffix, tensor in own.take(part).items()}
