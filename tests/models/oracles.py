@@ -35,13 +35,13 @@ def make_oracle(family: str, changes: dict[str, Any], seed: int = 3) -> Any:
 
     config_class, model_class = FAMILIES[family]
     config = getattr(transformers, config_class)(**{**SIZES, **changes})
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     oracle = getattr(transformers, model_class)(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in oracle.named_parameters():
         if name.endswith(("bias", "sinks")):
             parameter.normal_(0.0, 0.3, generator=generator)
-        elif name.endswith("experts.down_proj") and family == "gpt-oss" or name.endswith("gate_up_proj") and family == "gpt-oss":
+        elif family == "gpt-oss" and ".experts." in name:
             parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)  # the input comes before the output
         elif parameter.dim() > 1:
             parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)

@@ -93,6 +93,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))
     plan = plan_memory(shape, options, device=on, dtype=dtype)
     report(str(plan))
+    config = config.limited(plan.max_model_len)
     if options.bundle is not None:
         if on.type != "cuda":
             raise ValueError(f"a bundle holds kernels for a GPU, and the model goes to {on}; leave --bundle out")
@@ -107,6 +108,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
                 dtype=dtype,
                 progress=lambda done, total: report(f"loading weights {done:,}/{total:,}"),
                 convert=convert,
+                max_positions=plan.max_model_len,
             )
         runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
         compiles = _watched(runner, strict=options.strict)

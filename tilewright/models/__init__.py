@@ -111,6 +111,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     convert: Convert | None = None,
+    max_positions: int | None = None,
 ) -> Model:
     """Load a model.
 
@@ -120,12 +121,14 @@ def load_model(
         dtype: of the weights, of quantised ones of what they stand for; None for the one that config.json names.
         progress: called with (bytes loaded, bytes in all).
         convert: called with each linear layer as soon as it is filled; may quantise it.
+        max_positions: the longest sequence that it will see (`ModelConfig.limited`); None for the longest it was made for.
 
     Raises:
         ModelError: the folder cannot be found or used; nothing was allocated on the device then.
     """
     folder = resolve(name_or_path)
     config = load_config(folder)
+    config = config if max_positions is None else config.limited(max_positions)
     checkpoint = Checkpoint(folder)
     model = _build(config, "meta", dtype or config.dtype)
     check(model, checkpoint, config.quantization)

@@ -110,9 +110,10 @@ class ModelConfig:
         """(theta, scaling) of the model's layers, and of those with a window where they have others."""
         return ((self.rope_theta, self.rope_scaling), *(() if self.local_rope is None else (self.local_rope,)))
 
-    def limited(self, positions: int | None) -> "ModelConfig":
-        """The config of a model that never sees more positions: what stretches with the length then is stretched less."""
-        if positions is None or positions >= self.max_position_embeddings:
+    def limited(self, positions: int) -> "ModelConfig":
+        """The config of a model that never sees more positions: angles that depend on the length are those of that length."""
+        stretches = any((scaling or {}).get("rope_type") in ("dynamic", "longrope") for _, scaling in self.ropes)
+        if not stretches or positions >= self.max_position_embeddings:
             return self
         return replace(self, max_position_embeddings=positions)
 

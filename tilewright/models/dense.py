@@ -1,8 +1,8 @@
 """Dense decoders with rotary positions and gated feed-forward layers, and their relatives with experts in the same frame.
 
-A builder hands the frame what its family has: which projections have biases, norms over queries and keys, another block, another
-embedding, norm or head. Windows, wavelengths, ties and factors are data of the config. All of it follows the models' code in
-transformers.
+A builder hands the frame what its family has: which projections have biases, norms over queries and keys, another block,
+another embedding, norm or head. Windows, wavelengths, ties and factors are data of the config. All of it follows the models'
+code in transformers.
 """
 
 from collections.abc import Callable

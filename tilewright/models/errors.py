@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
-from os.path import commonprefix
 
 __all__ = ["ModelError", "unknown"]
 
@@ -26,4 +25,8 @@ def unknown(architecture: str, known: Iterable[str]) -> str:
 def _likeness(a: str, b: str) -> float:
     """How alike the families' names are, without what a model is for; a common beginning counts once more."""
     one, other = (re.split("For[A-Z]", name)[0].lower() for name in (a, b))
-    return SequenceMatcher(None, one, other).ratio() + len(commonprefix((one, other))) / max(len(one), len(other), 1)
+    return SequenceMatcher(None, one, other).ratio() + _begins_alike(one, other) / max(len(one), len(other), 1)
+
+
+def _begins_alike(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

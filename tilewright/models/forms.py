@@ -1,12 +1,12 @@
 """How a parameter of a model lies in a checkpoint: the tensors that stand for it, and the way there and back.
 
-| form             | tensors                                                                       | in checkpoints of            |
-|------------------|-------------------------------------------------------------------------------|------------------------------|
-| `PARTS`          | one for each part of a merged parameter, in the order of its rows             | most                         |
-| `WHOLE`          | one for all parts                                                             | Phi-3, GLM                   |
-| `PLUS_ONE`       | the parameter less 1: a norm's weight that begins with zeros                  | Gemma                        |
-| `Experts`        | one for all experts, the input before the output, gate and up in turns        | gpt-oss                      |
-| `MXExperts`      | the same in mxfp4: `_blocks`, two codes a byte, and `_scales`, one for 32     | gpt-oss as it is published   |
+| form             | tensors                                                                      | in checkpoints of          |
+|------------------|------------------------------------------------------------------------------|----------------------------|
+| `PARTS`          | one for each part of a merged parameter, in the order of its rows            | most                       |
+| `WHOLE`          | one for all parts                                                            | Phi-3, GLM                 |
+| `PLUS_ONE`       | the parameter less 1: a norm's weight that begins with zeros                 | Gemma                      |
+| `Experts`        | one for all experts, the input before the output, gate and up in turns       | gpt-oss                    |
+| `MXExperts`      | the same in mxfp4: `_blocks`, two codes a byte, and `_scales`, one for 32    | gpt-oss, as published      |
 
 `views` cuts a parameter into views, one for each name; `put` fills a view from what is read, `get` is its inverse. All of them
 work on "meta" as far as shapes go.

@@ -44,7 +44,7 @@ def _one(architecture: str, raw: Mapping[str, Any], given: Mapping[str, Any], ba
     kind = numbers.pop("rope_type", None) or numbers.get("type") or "default"
     numbers.pop("type", None)
     partial = numbers.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
-    if partial != 1.0 and architecture not in PARTIAL or not 0 < partial <= 1:
+    if (partial != 1.0 and architecture not in PARTIAL) or not 0 < partial <= 1:
         wanted = "above 0 and at most 1" if architecture in PARTIAL else "1 (whole heads are rotated)"
         raise ModelError(f"partial_rotary_factor must be {wanted}, got {partial}")
     if architecture == "Phi3ForCausalLM" and kind in ("su", "yarn"):

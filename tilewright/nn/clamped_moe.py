@@ -1,4 +1,4 @@
-"""A mixture of experts as gpt-oss has it (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025): biases everywhere, and a clamped gate.
+"""A mixture of experts as gpt-oss has it (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025): biases, a clamped gate.
 
     # T tokens, E features, X experts, K of them a token, I width of an expert
     weights = softmax of the K largest of router(x);   y = sum of w_i (down_i(act(gate_i(x), up_i(x))))

@@ -65,7 +65,7 @@ class PagedKeysValues(NamedTuple):
         )  # fmt: skip
         return ops.paged_attention(
             q_THD, self.k, self.v, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, heads.scale, heads.window,
-            self.k_scale, self.v_scale, heads.sinks,
+            self.k_scale, self.v_scale, heads.sinks, heads.softcap,
         )  # fmt: skip
 
 

@@ -38,15 +38,14 @@ def logprobs_and_entropies_of(model: Model, batch: Batch) -> tuple[Tensor, Tenso
 
 def _logits(model: Model, batch: Batch) -> Tensor:
     """[T, V] float32: what the model says behind each token."""
-    head = model.head.weight
-    if not isinstance(head, Tensor):
+    if not isinstance(model.head.weight, Tensor):
         raise TypeError("the head is quantised, and a policy needs gradients through it: leave lm_head as it is")
     ends = batch.lengths.cumsum(0)
     firsts = torch.cat([ends.new_zeros(1), ends])
     positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
     packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=int(batch.lengths.max()))
     hidden_TE = model(batch.tokens, packed, PackedKeysValues())
-    return ops.linear(hidden_TE, head, model.head.bias).float()
+    return model.logits(hidden_TE).float()
 
 
 def _logprobs(logits_TV: Tensor, batch: Batch) -> Tensor:

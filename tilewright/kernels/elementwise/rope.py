@@ -9,9 +9,10 @@
     is the inverse rotation of the gradient (times the factor that a scaling put into cos_sin).
 
 `rope_table` builds cos_sin for the scalings default, linear, dynamic, llama3, yarn and longrope, as transformers'
-modeling_rope_utils does, to the same float32 operations. dynamic and longrope depend on a length. transformers takes that of the
-sequence at hand, so a key's angle changes while a text grows; here it is the table's, so that a key in a cache stays what it is.
-Both agree as long as the table is no longer than what the model was first trained with, and longrope also on longer sequences.
+modeling_rope_utils does, to the same float32 operations. dynamic and longrope depend on a length. transformers takes that of
+the sequence at hand, so a key's angle changes while a text grows; here it is the table's, so that a key in a cache stays what
+it is. Both agree as long as the table is no longer than what the model was first trained with, and longrope also on longer
+sequences.
 
 Limited by bytes: q and k in and out; a token's row of the table is read once for BLOCK_H heads.
 Not supported: a gradient of cos_sin, tokens whose heads do not lie one after the other (the public function copies them first).
@@ -143,7 +144,7 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def _dynamic_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """NTK-aware scaling: the base grows with the length, so that the longest wave is stretched by `factor` and short ones stay."""
+    """NTK-aware scaling: the base grows with the length, so that the longest wave is stretched most and the shortest stays."""
     context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     longer = max(scaling.get("positions") or context, context) / context
     if longer > 1.0:
