@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tilewright.models.errors import ModelError
 
-__all__ = ["MAX_LAYERS", "MAX_POSITIONS", "check_fields", "check_generation"]
+__all__ = ["MAX_LAYERS", "MAX_POSITIONS", "check_encoder_fields", "check_fields", "check_generation"]
 
 MAX_LAYERS = 512
 MAX_POSITIONS = 1 << 22
@@ -124,6 +124,34 @@ class _Generation(_Fields):
     bos_token_id: EndIds = None
 
 
+class _Encoder(_Config):
+    """Of an encoder's config.json, besides."""
+
+    type_vocab_size: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    layer_norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    norm_bias: bool | None = None
+    pad_token_id: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    position_embedding_type: str | None = None
+    id2label: Annotated[dict[str, str], Field(max_length=1 << 16)] | None = None
+    num_labels: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    is_decoder: bool | None = None
+    local_attention: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    global_attn_every_n_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    global_rope_theta: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    local_rope_theta: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    classifier_pooling: str | None = None
+    classifier_bias: bool | None = None
+    classifier_activation: str | None = None
+    is_matryoshka: bool | None = None
+    matryoshka_dimensions: Annotated[list[Width], Field(max_length=1024)] | None = None
+
+
+def check_encoder_fields(raw: Mapping[str, Any]) -> None:
+    """Check the contents of an encoder's config.json, as `check_fields` does."""
+    _check(raw, _Encoder, "config.json")
+
+
 def check_fields(raw: Mapping[str, Any]) -> None:
     """Check the contents of config.json. Raises ModelError naming the field, what it is, and what it may be."""
     _check(raw, _Config, "config.json")
@@ -144,7 +172,7 @@ def _check(raw: Mapping[str, Any], fields: type[_Fields], file: str) -> None:
         raise ModelError(f"{file}: {'.'.join(names)} is {_short(first['input'])}, wanted {wanted}; {_ADVICE}") from None
 
 
-_KNOWN = {*_Config.model_fields, *_Rope.model_fields}
+_KNOWN = {*_Encoder.model_fields, *_Rope.model_fields}
 """Of a location in a union pydantic also names the branch."""
 _ADVICE = "mend it or download the model again"
 

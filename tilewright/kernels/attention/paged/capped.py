@@ -124,6 +124,33 @@ EXAMPLES = (
 # ---- kernel
 
 
+@triton.jit
+def _tile_step(
+    q, acc, m, l, k_cache_ptr, v_cache_ptr, page, start, end, at, before, cap_log2, window,
+    PAGE_STRIDE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Take the keys start .. start + BLOCK_N into (m, l, acc). The pointers to caches point at the head."""
+    keys = start + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    offsets = (page * PAGE_STRIDE + (keys % S) * D)[:, None] + dims[None, :]
+    inside = (keys < end)[:, None] & (dims < D)[None, :]
+    k = tl.load(k_cache_ptr + offsets, mask=inside, other=0.0)
+    s = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+    s = cap_log2 * (1.0 - 2.0 / (tl.exp2(s * before) + 1.0))
+    seen = (keys < end)[None, :] & (keys[None, :] <= at[:, None])
+    if HAS_WINDOW:
+        seen &= keys[None, :] > at[:, None] - window
+    s = tl.where(seen, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen no key yet has m = -inf; subtracting 0 instead keeps its weights exp2(-inf) = 0, not NaN.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    v = tl.load(v_cache_ptr + offsets, mask=inside, other=0.0)
+    return dot(p.to(q.dtype), v, acc * alpha[:, None]), m_new, l * alpha + tl.sum(p, 1)
+
+
 @triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "q_row_stride", "table_row_stride", "window"])
 def _capped_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
@@ -167,26 +194,11 @@ def _capped_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(first, tl.minimum(kv_len, first_at + BLOCK_Q), BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
         page = pages_of(table_ptr, start, kv_len, pages, S, BLOCK_N).to(tl.int64)
-        offsets = (page * (G * S * D) + g * S * D + (keys % S) * D)[:, None] + dims[None, :]
-        inside = (keys < kv_len)[:, None] & (dims < D)[None, :]
-        k = tl.load(k_cache_ptr + offsets, mask=inside, other=0.0)
-        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-        s = cap_log2 * (1.0 - 2.0 / (tl.exp2(s * before) + 1.0))
-        seen = (keys < kv_len)[None, :] & (keys[None, :] <= at[:, None])
-        if HAS_WINDOW:
-            seen &= keys[None, :] > at[:, None] - window
-        s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        # A row that has seen no key yet has m = -inf; subtracting 0 instead keeps its weights exp2(-inf) = 0, not NaN.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - shift[:, None])
-        alpha = tl.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)
-        v = tl.load(v_cache_ptr + offsets, mask=inside, other=0.0)
-        acc = dot(p.to(q.dtype), v, acc * alpha[:, None])
-        m = m_new
+        acc, m, l = _tile_step(
+            q, acc, m, l, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, page, start, kv_len, at, before, cap_log2, window,
+            G * S * D, S, D, BLOCK_N, BLOCK_D, HAS_WINDOW,
+        )  # fmt: skip
     o = normalise(acc, m, l, q_ptr, heads, live_rows, False).to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + (token * G * GROUP * D + heads * D)[:, None] + dims[None, :], o, mask=live)
 
