@@ -25,7 +25,7 @@ from tilewright.models.modernbert import ModernBert
 from tilewright.models.weights import Checkpoint
 from tilewright.nn import LayerNorm, Lengths, Linear, unfilled
 
-__all__ = ["ENCODERS", "Encoder", "EncoderConfig", "load_encoder"]
+__all__ = ["ENCODERS", "Encoder", "EncoderConfig", "is_encoder", "load_encoder", "matryoshka", "means"]
 
 # T tokens, B sequences, E features, L labels
 
@@ -37,6 +37,7 @@ class EncoderConfig:
     """Sizes of an encoder.
 
     max_tokens: the longest sequence.
+    token_types: kinds of tokens that it tells apart, as those of two texts.
     labels: scores of a sequence; 0 where the model has no head for them.
     pair_activation: "sigmoid" or "none": what a score of one label goes through, as the folder says.
     dimensions: to which an embedding may be cut; None: to none, () to any.
@@ -47,6 +48,7 @@ class EncoderConfig:
     vocab_size: int
     hidden_size: int
     max_tokens: int
+    token_types: int
     labels: int
     pair_activation: str
     dimensions: tuple[int, ...] | None
@@ -76,6 +78,7 @@ class EncoderConfig:
             vocab_size=_size(raw, "vocab_size"),
             hidden_size=_size(raw, "hidden_size"),
             max_tokens=_size(raw, "max_position_embeddings") - _first_position(architecture, raw),
+            token_types=1 if architecture.startswith("ModernBert") else int(raw.get("type_vocab_size") or 2),
             labels=labels if architecture.endswith("SequenceClassification") else 0,
             pair_activation="none" if activation.endswith("Identity") else "sigmoid",
             dimensions=matryoshka(raw),
@@ -208,7 +211,7 @@ def _bert_body(raw: Mapping[str, Any], config: EncoderConfig, place: dict[str, A
     _check_heads(raw, config)
     return Bert(
         config.vocab_size, config.hidden_size, _size(raw, "num_hidden_layers"), _size(raw, "num_attention_heads"),
-        _size(raw, "intermediate_size"), _size(raw, "max_position_embeddings"), int(raw.get("type_vocab_size") or 2),
+        _size(raw, "intermediate_size"), _size(raw, "max_position_embeddings"), config.token_types,
         float(1e-12 if raw.get("layer_norm_eps") is None else raw["layer_norm_eps"]),
         activation=_activation(raw.get("hidden_act") or "gelu"), pooler=pooler,
         first_position=_first_position(config.architecture, raw), **place,
@@ -271,6 +274,11 @@ ENCODERS: Mapping[str, Build] = {
 
 _LEFT_OUT = ("cls.", "lm_head.", "pooler.", "bert.pooler.", "roberta.pooler.", "head.", "decoder.")
 """Heads of what a model was trained with; in a model with a head for labels it is only the pooler."""
+
+
+def is_encoder(folder: Path) -> bool:
+    """Whether a folder's config.json names one of `ENCODERS`. Raises ModelError where it is missing or broken."""
+    return architecture_of(read_json(folder / "config.json")) in ENCODERS
 
 
 def load_encoder(folder: Path, *, device: torch.device | str, dtype: torch.dtype | None = None) -> Encoder:
