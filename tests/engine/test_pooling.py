@@ -56,7 +56,7 @@ def test_scores_are_those_of_cross_encoders(theirs: Any, options: dict[str, Any]
     assert np.abs(np.array(llm.score(queries, TEXTS)) - want).max() < 1e-5
     one = theirs.CrossEncoder(str(folder), device="cpu").predict([("cats", text) for text in TEXTS])
     assert np.abs(np.array(llm.score("cats", TEXTS)) - one).max() < 1e-5
-    assert np.ptp(want) > 1e-3
+    assert np.ptp(want) > 1e-4  # else the limit would say nothing
     assert llm.score("cats", []) == []
 
 

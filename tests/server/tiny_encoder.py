@@ -44,7 +44,8 @@ def write_encoder(
     import transformers
 
     torch.manual_seed(len(modules or ()) + labels)
-    sizes = transformers.BertConfig(**{**SIZES, **config}, **({"num_labels": labels} if labels else {}))
+    settings: dict[str, Any] = {**SIZES, **config, **({"num_labels": labels} if labels else {})}
+    sizes = transformers.BertConfig(**settings)
     model = transformers.BertForSequenceClassification(sizes) if labels else transformers.BertModel(sizes)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

@@ -33,7 +33,7 @@ from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
 from tilewright.server import errors
-from tilewright.server.access import Access, tokens_of
+from tilewright.server.access import CLIENT_GONE, Access, tokens_of
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, score_job
@@ -46,7 +46,7 @@ from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
 from tilewright.server.pool import Pool
 from tilewright.server.prompts import Served, encode
 from tilewright.server.protocol import Job, chat_job, completion_job, parse
-from tilewright.server.stream import Answer
+from tilewright.server.stream import Answer, unless_gone
 from tilewright.server.structured import GrammarGate
 from tilewright.server.watchdog import Watchdog
 from tilewright.server.worker import EngineStopped, EngineWorker
@@ -199,9 +199,12 @@ class Server:
         assert self.pool is not None, "a job was made, so the model has numbers"
         tokens_of(request.scope).prompt = job.tokens
         try:
-            rows = await self.pool.ask(job.texts, labels=job.labels, dimensions=job.dimensions)
+            asking = self.pool.ask(job.texts, labels=job.labels, dimensions=job.dimensions)
+            rows = await unless_gone(request.receive, asking)
         except EngineStopped as error:
             raise unavailable(str(error)) from None
+        if rows is None:
+            return Response(status_code=CLIENT_GONE)
         body = await asyncio.get_running_loop().run_in_executor(None, job.answer, rows)
         return Response(body, media_type="application/json")
 

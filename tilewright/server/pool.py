@@ -16,8 +16,8 @@ from tilewright.server.errors import overloaded
 
 __all__ = ["Pool"]
 
-MAX_WAITING_PASSES = 64
-"""Tokens that may wait, counted in full passes; a request that finds more is refused, and one alone is always taken."""
+MAX_WAITING_TOKENS = 1 << 20
+"""Of all waiting requests; one that would make it more is refused, and one alone is always taken."""
 
 Run = Callable[[Pass], Awaitable[np.ndarray]]
 
@@ -50,9 +50,10 @@ class Pool:
         Raises:
             ApiError: 429; too many texts wait.
         """
-        tokens, room = sum(len(text.ids) for text in texts), MAX_WAITING_PASSES * self.pooled.pass_tokens
-        if self._waiting_tokens and self._waiting_tokens + tokens > room:
-            raise overloaded(f"{self._waiting_tokens} tokens of texts wait, wanted at most {room}; try again later", 2.0)
+        tokens, before = sum(len(text.ids) for text in texts), self._waiting_tokens
+        if before and before + tokens > MAX_WAITING_TOKENS:
+            wanted = f"wanted at most {MAX_WAITING_TOKENS} with these {tokens}"
+            raise overloaded(f"{before} tokens of texts wait, {wanted}; try again in 2 s", 2.0)
         request = _Request(texts, labels, dimensions)
         self._waiting_tokens += tokens
         self._requests.append(request)
