@@ -1,4 +1,4 @@
-"""A mixture of experts as DeepSeek has it: some experts see every token, the router sends it to a few of the rest.
+"""A mixture of experts: the router sends a token to a few of them; some may see every token, as DeepSeek has it.
 
     # T tokens, E features, X routed experts, K of them a token, I width of an expert
     y = shared(x) + sum of w_i expert_i(x) over the K chosen experts i
@@ -122,7 +122,7 @@ class MoE(nn.Module):
     Args:
         features: E, in and out.
         inner: I, width of a routed expert.
-        shared: width of the experts that see every token, together.
+        shared: width of the experts that see every token, together; 0 for none.
         routing: how the others are chosen.
         activation: "silu_mul" or "gelu_mul".
     """
@@ -141,7 +141,7 @@ class MoE(nn.Module):
         super().__init__()
         self.activation = activation
         self.router = _Router(routing, features, device, dtype)
-        self.shared = GatedMLP(features, shared, activation=activation, device=device, dtype=dtype)
+        self.shared = GatedMLP(features, shared, activation=activation, device=device, dtype=dtype) if shared else None
         self.experts_gate_up = _Stacked(routing.experts, (inner, inner), features, device, dtype)
         self.experts_down = _Stacked(routing.experts, (features,), inner, device, dtype)
 
@@ -155,5 +155,5 @@ class MoE(nn.Module):
         weights, experts = self.router(x_TE)
         order = ops.sort_by_expert(experts, self.experts_down.experts)
         inner = ops.grouped_linear(x_TE, self.experts_gate_up.stacked(), order, activation=self.activation, gather=True)
-        out = ops.grouped_linear(inner, self.experts_down.stacked(), order)
-        return self.shared(x_TE) + ops.combine_tokens(out, order, weights)
+        routed = ops.combine_tokens(ops.grouped_linear(inner, self.experts_down.stacked(), order), order, weights)
+        return routed if self.shared is None else self.shared(x_TE) + routed
