@@ -5,11 +5,13 @@ come after the new one is warm go there. Where the new one cannot be loaded, the
 """
 
 import asyncio
+import functools
 import hashlib
 import logging
 import os
+import random
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +19,9 @@ from typing import Any, NamedTuple
 from tilewright.host.compare import differs
 from tilewright.host.config import Member, ModelConfig, check_name
 from tilewright.host.errors import HostError, NotFound, Refused, Unavailable
-from tilewright.host.instance import Instance, LoadFailed, Nursery
+from tilewright.host.instance import Instance, Nursery, Runs
 from tilewright.host.pipeline import Pipeline, signature_of
-from tilewright.host.repository import Repository
+from tilewright.host.repository import Found, Repository
 from tilewright.host.sequences import Sequences, outer
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire
@@ -33,6 +35,10 @@ MAX_SHADOWS = 64
 """Shadow requests that may be under way; further ones are left out."""
 
 logger = logging.getLogger(__name__)
+
+
+Start = Callable[[ModelConfig, Path | None, int], Awaitable[tuple[Runs, Signature]]]
+"""(config, the version's folder, threads) -> (a process that has loaded the model and is warm, what it takes and gives)."""
 
 
 class Source(NamedTuple):
@@ -83,15 +89,22 @@ class Host:
     Args:
         repository: a folder of models; None: there is none, and nothing can be loaded later.
         sources: models that the command line names.
+        start: starts a process of a model; None: a fork of a process that has imported torch.
     """
 
-    def __init__(self, repository: Repository | None = None, sources: Mapping[str, Source] | None = None):
+    def __init__(
+        self,
+        repository: Repository | None = None,
+        sources: Mapping[str, Source] | None = None,
+        start: Start | None = None,
+    ):
         self.repository, self.sources = repository, dict(sources or {})
+        self._nursery = Nursery()
+        self._start: Start = start or functools.partial(Instance.start, self._nursery)
         self.models: dict[str, Model] = {}
         self.failed: dict[str, str] = {}
         """Model -> why it is not there."""
         self.started = False
-        self._nursery = Nursery()
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks = set[asyncio.Task[Any]]()
         self._shadows = 0
@@ -105,31 +118,21 @@ class Host:
     async def start(self) -> None:
         """Load everything. What fails is logged and stands in the index; the rest is served."""
         names = [*self.sources, *(self.repository.names() if self.repository is not None else ())]
-        later = list[str]()
-        for name in names:
-            if self._found(name) is not None and self._found(name).config.steps:  # pyright: ignore[reportOptionalMemberAccess]
-                later.append(name)
-                continue
-            await self._try(name)
-        for name in later:
-            await self._try(name)
+        # Pipelines last: they are made of the others.
+        for name in sorted(names, key=self._is_pipeline):
+            try:
+                await self.load(name)
+            except HostError as error:
+                logger.error("%s", error)
         self.started = True
 
-    def _found(self, name: str) -> Any:
+    def _is_pipeline(self, name: str) -> bool:
         try:
-            return self._described(name)
+            return bool(self._described(name).config.steps)
         except (ValueError, OSError):
-            return None
+            return False
 
-    async def _try(self, name: str) -> None:
-        try:
-            await self.load(name)
-        except HostError as error:
-            logger.error("%s", error)
-
-    def _described(self, name: str) -> Any:
-        from tilewright.host.repository import Found
-
+    def _described(self, name: str) -> Found:
         source = self.sources.get(name)
         if source is not None:
             return Found(source.config, {1: source.folder}, {1: "command line"})
@@ -146,7 +149,7 @@ class Host:
                 await self._load(name)
             except (ValueError, OSError) as error:
                 self.failed[name] = str(error)
-                stays = f"; the version that was there goes on" if name in self.models else ""
+                stays = "; the version that was there goes on" if name in self.models else ""
                 raise Refused(f"model {name} cannot be loaded: {error}{stays}") from None
             self.failed.pop(name, None)
 
@@ -193,11 +196,11 @@ class Host:
 
     async def _version(self, name: str, number: int, config: ModelConfig, folder: Path | None) -> Version:
         threads = config.threads or max(1, (os.cpu_count() or 1) // config.instances - 1)
-        first, signature = await Instance.start(self._nursery, config, folder, threads)
+        first, signature = await self._start(config, folder, threads)
         instances = [first]
 
-        async def another() -> Instance:
-            return (await Instance.start(self._nursery, config, folder, threads))[0]
+        async def another() -> Runs:
+            return (await self._start(config, folder, threads))[0]
 
         try:
             outer(signature, config.state)
@@ -311,11 +314,8 @@ class Host:
     def _shadow(self, model: Model, inputs: Mapping[str, Wire], outputs: tuple[Wire, ...]) -> None:
         """Let shadow versions compute their share of the requests, and compare."""
         for member in model.config.versions:
-            if not member.shadow:
-                continue
-            credit = model.credit.get(-member.version, 0.0) + min(1.0, member.weight)
-            model.credit[-member.version] = credit % 1.0 if credit >= 1 else credit
-            if credit >= 1 and self._shadows < MAX_SHADOWS:
+            # Drawn, not in turns: turns could fall together with those of the versions that answer.
+            if member.shadow and random.random() < member.weight and self._shadows < MAX_SHADOWS:
                 self._shadows += 1
                 self._later(self._compared(model.versions[member.version], dict(inputs), outputs))
 

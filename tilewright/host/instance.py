@@ -44,6 +44,11 @@ class Runs(Protocol):
 
     busy: bool
 
+    @property
+    def capacity(self) -> int:
+        """Bytes that the inputs of one batch may have."""
+        ...
+
     def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Callable[[Reply | None], None]) -> None:
         """Compute a batch and call `done` once; None: the instance is gone."""
         ...

@@ -51,19 +51,20 @@ class Stats:
     expired: int = 0
     restarts: int = 0
     times: dict[str, Duration] = field(default_factory=lambda: {name: Duration() for name in NAMES})
-    batches: dict[int, Duration] = field(default_factory=lambda: defaultdict(Duration))
-    """Rows -> batches of so many rows, and the model's time in them."""
+    batches: dict[int, tuple[Duration, Duration]] = field(default_factory=lambda: defaultdict(lambda: (Duration(), Duration())))
+    """Rows -> batches of so many rows: the way there and back, and the model's time."""
     shadow: Shadow = field(default_factory=Shadow)
 
-    def batch(self, rows: int, model_s: float) -> None:
+    def batch(self, rows: int, whole_s: float, model_s: float) -> None:
         """A batch was computed."""
         self.executions += 1
         self.last_ms = int(time.time() * 1e3)
-        self.batches[rows].add(model_s)
+        way, model = self.batches[rows]
+        way.add(whole_s - model_s)
+        model.add(model_s)
 
     def json(self, name: str, version: int) -> dict[str, Any]:
         """The protocol's `$model_stat`."""
-        nothing = Duration().json()
         return {
             "name": name,
             "version": str(version),
@@ -72,7 +73,12 @@ class Stats:
             "execution_count": self.executions,
             "inference_stats": {kind: duration.json() for kind, duration in self.times.items()},
             "batch_stats": [
-                {"batch_size": rows, "compute_input": nothing, "compute_infer": took.json(), "compute_output": nothing}
-                for rows, took in sorted(self.batches.items())
+                {
+                    "batch_size": rows,
+                    "compute_input": way.json(),
+                    "compute_infer": model.json(),
+                    "compute_output": {"count": model.count, "ns": 0},
+                }
+                for rows, (way, model) in sorted(self.batches.items())
             ],
         }

@@ -196,9 +196,9 @@ class Version:
         instance.run([item.rows for item in batch.items], [item.payload.inputs for item in batch.items], done)
 
     def _finished(self, instance: Runs, batch: Batch, reply: Reply, started_s: float) -> None:
-        took_s = time.monotonic() - started_s
-        self._batcher.took(batch, took_s)
-        times, at = self.stats.times, 0
+        ended_s = time.monotonic()
+        self._batcher.took(batch, ended_s - started_s)
+        times, at, answered = self.stats.times, 0, 0
         for number, item in enumerate(batch.items):
             rows, answer = item.rows, item.payload.answer
             if number in reply.errors:
@@ -207,13 +207,19 @@ class Version:
                 answer.set_result(tuple(_cut(wire, at, rows, self.signature.batched) for wire in reply.outputs))
                 self.stats.inferences += rows
                 times["queue"].add(started_s - item.arrival_s)
-                times["compute_infer"].add(reply.seconds)
-                times["compute_input"].add(took_s - reply.seconds)
+                answered += 1
             at += rows
+        # Requests of a batch have its times in common. What is neither the model's nor spent below is the way there and back.
+        for kind, seconds in (
+            ("compute_infer", reply.seconds),
+            ("compute_input", ended_s - started_s - reply.seconds),
+            ("compute_output", time.monotonic() - ended_s),
+        ):
+            times[kind].add(seconds * answered, answered)
         if len(reply.errors) < len(batch.items):
             self._failures = 0
             self.circuit.worked()
-            self.stats.batch(batch.rows, reply.seconds)
+            self.stats.batch(batch.rows, ended_s - started_s, reply.seconds)
         else:
             self._failures += 1
             if self._failures >= self.config.max_failures:
