@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -27,6 +28,9 @@ from tilewright.server.gate import Gate
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
 from tilewright.server.v2.http import Inference
 from tilewright.server.v2.metrics import HostMetrics
+
+if TYPE_CHECKING:
+    from tilewright.server.v2.rpc import Rpc
 
 __all__ = ["ModelServer", "attach", "create_models_app"]
 
@@ -52,21 +56,21 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
             missing = next((host.failed[name] for name in host.sources if name in host.failed), None)
             if missing is not None:
                 server.failure = ValueError(missing)
-            rpc = await _rpc(host, config, inference)
+            server.rpc = await _rpc(host, config, inference)
             try:
                 yield
             finally:
-                if rpc is not None:
-                    await rpc.stop()
+                if server.rpc is not None:
+                    await server.rpc.stop()
                 await host.close()
 
     app.router.lifespan_context = lifespan  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def _rpc(host: Host, config: ServerConfig, inference: Inference):  # noqa: ANN202
+async def _rpc(host: Host, config: ServerConfig, inference: Inference) -> "Rpc | None":
     if config.grpc_port is None:
         return None
-    from tilewright.server.v2.rpc import Rpc  # grpc is an extra
+    from tilewright.server.v2.rpc import Rpc  # which needs an extra
 
     return await Rpc.start(host, config, inference.draining)
 
@@ -100,6 +104,7 @@ class ModelServer:
         self.connections = Connections(config)
         self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
         self.draining = False
+        self.rpc: Rpc | None = None
         self.failure: BaseException | None = None
         self.hung = False
         self.worker = _Requests(host)
