@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from tilewright.fuse import Optimized, load_optimized, optimize
 from tilewright.fuse.structure import flatten
 from tilewright.host.config import ModelConfig
-from tilewright.host.exported import load_exported
+from tilewright.host.exported import Exported, load_exported
 from tilewright.host.tensors import DATATYPES, Signature, TensorSpec
 from tilewright.host.users import users_model
 from tilewright.hw.device import cuda_count, default_device
 
-__all__ = ["Loaded", "buckets_of", "load"]
+__all__ = ["NAMES", "Loaded", "buckets_of", "load", "rows_of", "signature_of"]
 
 NAMES = {getattr(torch, kind.torch): name for name, kind in DATATYPES.items()}
 """torch's dtype -> the protocol's name."""
@@ -100,11 +100,16 @@ def load(config: ModelConfig, folder: Path | None) -> Loaded:
         torch.set_num_threads(config.threads)
     module, examples, signature = _built(config, folder, device)
     if signature is None:
-        signature = _signature(module, examples, config)
+        signature = signature_of(module, examples, config)
     optimised = isinstance(module, Optimized) or config.precision is not None
     buckets = buckets_of(config, optimised=optimised) if signature.batched else ()
-    if config.precision is not None and not isinstance(module, Optimized):
-        rows = tuple(_rows(x, config.max_batch) for x in examples) if signature.batched else examples
+    if isinstance(module, Exported):
+        buckets = tuple(size for size in module.rows if size <= config.max_batch)
+        if signature.batched and (not buckets or buckets[-1] < config.max_batch):
+            most = module.rows[-1]
+            raise ValueError(f"max_batch is {config.max_batch}, and the model was exported for {list(module.rows)} rows; set it to {most}")
+    elif config.precision is not None and not isinstance(module, Optimized):
+        rows = tuple(rows_of(x, config.max_batch) for x in examples) if signature.batched else examples
         assert isinstance(module, nn.Module)
         module = optimize(module, rows, config.precision, report=False, max_shapes=len(buckets) + 2)
     if config.output_names:
@@ -119,7 +124,8 @@ def _built(
     if config.source is None:
         if folder is None:
             raise ValueError("the model has no source: neither MODULE:FUNCTION nor a folder")
-        return load_exported(folder, device)
+        exported, signature = load_exported(folder, device)
+        return exported, (), signature
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module, examples = users_model(config.source)
@@ -132,7 +138,7 @@ def _built(
     return module, examples, None
 
 
-def _rows(x: Tensor, rows: int) -> Tensor:
+def rows_of(x: Tensor, rows: int) -> Tensor:
     """The example with so many rows: its own, again and again."""
     return x.repeat(-(-rows // len(x)), *[1] * (x.dim() - 1))[:rows].contiguous()
 
@@ -140,7 +146,8 @@ def _rows(x: Tensor, rows: int) -> Tensor:
 # ---- what it takes and gives
 
 
-def _signature(module: Callable[..., Any], examples: tuple[Tensor, ...], config: ModelConfig) -> Signature:
+def signature_of(module: Callable[..., Any], examples: tuple[Tensor, ...], config: ModelConfig) -> Signature:
+    """What a model takes and gives, from a call of its examples. Raises ValueError: it does not fit the config."""
     plain = module.as_given if isinstance(module, Optimized) else module
     with torch.no_grad():
         outputs = _named(plain(*examples))
