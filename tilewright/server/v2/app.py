@@ -28,6 +28,7 @@ from tilewright.server.gate import Gate
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
 from tilewright.server.v2.http import Inference
 from tilewright.server.v2.metrics import HostMetrics
+from tilewright.server.v2.quick import Quick
 
 if TYPE_CHECKING:
     from tilewright.server.v2.rpc import Rpc
@@ -45,6 +46,7 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
     counts: HttpCounts = server.counts if isinstance(server, ModelServer) else server.metrics.http
     counts.paths |= inference.install(app)
     counts.further.append(HostMetrics(host))
+    server.connections.shortcut = Quick(host, Gate(app, config, counts), counts, inference.draining)
     inner = app.router.lifespan_context
 
     @asynccontextmanager

@@ -26,7 +26,7 @@ from tilewright.server.v2.codec import answer_body, inflated, parse_infer, parse
 from tilewright.server.v2.describe import EXTENSIONS, config_of, index_of, metadata_of, stats_of
 from tilewright.server.v2.predict import predict
 
-__all__ = ["STATUS", "Inference"]
+__all__ = ["STATUS", "Inference", "failure"]
 
 STATUS: dict[type[HostError], int] = {
     Refused: 400,
@@ -40,12 +40,19 @@ INLINE_BYTES = 64 << 10
 """Bodies whose JSON is larger are read on a thread: nobody else should wait for it."""
 
 
+def failure(error: HostError) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of an error."""
+    headers = {"content-type": "application/json"}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1e3))
+    return STATUS[type(error)], headers, json.dumps({"error": str(error)}).encode()
+
+
 def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HostError)
-    headers = {}
-    if error.retry_after_s is not None:
-        headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s))), "retry-after-ms": str(math.ceil(error.retry_after_s * 1e3))}
-    return JSONResponse({"error": str(error)}, STATUS[type(error)], headers=headers)
+    status, headers, body = failure(error)
+    return Response(body, status, headers=headers)
 
 
 class Inference:
