@@ -13,6 +13,12 @@ from tilewright.host.tensors import Signature, TensorSpec, Wire
 SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, 4)),), (TensorSpec("y", "FP32", (-1, 4)),), True)
 
 
+ADDS = Signature(
+    (TensorSpec("x", "FP32", (-1, 4)), TensorSpec("h", "FP32", (-1, 4))), (TensorSpec("y", "FP32", (-1, 4)),), True
+)
+"""Of a model whose second input is a sequence's state."""
+
+
 class Dies(Exception):
     """The process ends in the middle of a batch."""
 
@@ -28,7 +34,7 @@ class Fake:
         self.compute, self.seconds = compute, seconds
         self.busy = self.closed = False
         self.batches: list[list[int]] = []
-        self.capacity = 1 << 20
+        self.capacity, self.most = 1 << 20, None
         self._done: Callable[[Reply | None], None] | None = None
 
     def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Callable[[Reply | None], None]) -> None:

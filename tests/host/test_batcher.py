@@ -68,7 +68,11 @@ policies = st.builds(
 )
 traffic = st.lists(
     st.tuples(
-        st.floats(0, 0.2), st.integers(1, 16), st.integers(0, 3), st.sampled_from(["a", "a", "b"]), st.none() | st.floats(0, 0.1)
+        st.floats(0, 0.2),
+        st.integers(1, 16),
+        st.integers(0, 3),
+        st.sampled_from(["a", "a", "b"]),
+        st.none() | st.floats(0, 0.1),
     ),
     max_size=40,
 )

@@ -42,7 +42,7 @@ def test_an_exported_model_gives_the_answers_of_the_model(
     assert found.dtype == torch.float32
     error = ((found - wanted).norm() / wanted.norm()).item()
     assert error < {"fp32": 1e-5, "bf16": 2e-2}[precision]
-    with pytest.raises(ValueError, match="was exported for .*4 rows, and got 3"):
+    with pytest.raises(ValueError, match="4 rows, and got 3"):
         exported(x[:3])
 
 
@@ -121,12 +121,19 @@ def test_it_loads_where_neither_the_code_nor_a_compiler_is(exported: Path) -> No
     "name",
     [
         *("os.system", "builtins.eval", "operator.attrgetter", "operator.methodcaller", "calls.run", "calls.Choice"),
-        *("aten.from_file.default", "aten.save.default", "aten.load.default", "aten.relu", "aten.relu.nothing", "prim.Print.default"),
+        *(
+            "aten.from_file.default",
+            "aten.save.default",
+            "aten.load.default",
+            "aten.relu",
+            "aten.relu.nothing",
+            "prim.Print.default",
+        ),
         *("aten.__class__.__init__", "aten.relu.default.__init__", "aten._dir.__len__", "inductor.x.default", "", "x" * 1000),
     ],
 )
 def test_a_program_can_name_nothing_but_operators(name: str) -> None:
-    with pytest.raises(ValueError, match="is no operator|reads files"):
+    with pytest.raises(ValueError, match=r"is no operator|reads files"):
         function_named(name)
 
 
@@ -161,7 +168,7 @@ def test_a_damaged_folder_is_one_sentence(exported: Path, tmp_path: Path, change
     said = json.loads((tmp_path / PROGRAM).read_text())
     damaged(said, change)
     (tmp_path / PROGRAM).write_text(json.dumps(said))
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         load_exported(tmp_path, CPU)
     assert "\n" not in str(caught.value)
 

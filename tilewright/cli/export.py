@@ -21,9 +21,7 @@ def export(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="MODULE:FUNCTION that returns (model, inputs), or resnet50, vit_b16 ...")],
     out: Annotated[Path, typer.Option(help="the folder, new or empty")],
-    precision: Annotated[
-        str | None, typer.Option(help="fp32, fp16, bf16 or int8; default: fp32, with --card fp16")
-    ] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, fp16, bf16 or int8; default: fp32, with --card fp16")] = None,
     max_batch: Annotated[int, typer.Option(help="most rows of a batch")] = 64,
     sizes: Annotated[
         list[int] | None, typer.Option(help="rows that batches are padded to, several times; default: powers of two")

@@ -13,9 +13,10 @@ from click.core import ParameterSource
 
 from tilewright.cli.options import Model, options
 from tilewright.cli.root import Progress, app, ends_at_once, ends_on_sigterm, plain_errors, say
-from tilewright.cli.serve_models import host_of, is_ordinary
+from tilewright.cli.serve_models import host_of
 from tilewright.engine.config import EngineConfig
 from tilewright.extras import require
+from tilewright.host.config import HostConfig
 from tilewright.server.config import ServerConfig
 from tilewright.server.logs import Log
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["run", "serve"]
 
 ORDINARY = "Ordinary models"
+"""The panel of their options."""
 
 
 def _load(model: str, options: Mapping[str, Any], say: Callable[[str], None] = say) -> "LLM":
@@ -54,10 +56,12 @@ def _load(model: str, options: Mapping[str, Any], say: Callable[[str], None] = s
     "curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{\"prompt\": \"Call me\"}'"
 )
 @options(EngineConfig, into="engine", panel="Engine", without={"model"})
+@options(HostConfig, into="ordinary", panel=ORDINARY)
 @options(ServerConfig, into="server")
 def serve(
     context: typer.Context,
     server: dict[str, Any],
+    ordinary: dict[str, Any],
     engine: dict[str, Any],
     model: Model = "bookworm",
     api_key_file: Annotated[
@@ -73,21 +77,6 @@ def serve(
             rich_help_panel=ORDINARY,
         ),
     ] = None,
-    repository: Annotated[
-        Path | None, typer.Option(help="a folder of ordinary models with numbered versions", rich_help_panel=ORDINARY)
-    ] = None,
-    package: Annotated[
-        list[str] | None,
-        typer.Option(help="a package whose functions the repository's files may name; several times", rich_help_panel=ORDINARY),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(help="optimise ordinary models: fp32, fp16, bf16 or int8; default: as they are", rich_help_panel=ORDINARY),
-    ] = None,
-    max_batch: Annotated[int, typer.Option(help="most rows of a batch", rich_help_panel=ORDINARY)] = 64,
-    max_delay: Annotated[
-        float, typer.Option(help="milliseconds that a request may wait for company", rich_help_panel=ORDINARY)
-    ] = 0.0,
 ) -> None:
     """Serve a model: OpenAI's API under /v1, a playground at /; ordinary models under /v2 and /predict.
 
@@ -102,16 +91,9 @@ def serve(
                 raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
             server["api_key"] = _key_of(api_key_file)
         config = ServerConfig(**server)
-        sources, language = list(beside or ()), model
-        if is_ordinary(model):
-            sources, language = [model, *sources], None
-        elif (sources or repository) and context.get_parameter_source("model") != ParameterSource.COMMANDLINE:
-            language = None
-        host = None
-        if sources or repository is not None:
-            own = {"precision": precision, "max_batch": max_batch, "max_delay_ms": max_delay}
-            host = host_of(sources, repository, package or (), own, served_name if language is None else None)
-        elif config.grpc_port is not None:
+        named = context.get_parameter_source("model") == ParameterSource.COMMANDLINE
+        language, host = host_of(model, beside or (), HostConfig(**ordinary), named=named, name=served_name)
+        if host is None and config.grpc_port is not None:
             raise typer.BadParameter("--grpc-port is for ordinary models; give one with --model or --repository")
         with Log(config.log_level, config.log_format) as log:
             code = _serve(language, served_name, engine, config, log, host)

@@ -20,12 +20,30 @@ from typing import Any, get_args
 
 from tilewright.host.batcher import BatchPolicy
 
-__all__ = ["Member", "ModelConfig", "Step", "check_name", "read_config"]
+__all__ = ["HostConfig", "Member", "ModelConfig", "Step", "check_name", "read_config"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_TOML_BYTES = 1 << 20
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 NAN = ("error", "allow")
+
+
+def _option(default: Any, help: str) -> Any:
+    """A field that is also an option of `serve`."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """What a server of ordinary models is told at its start; the models that it names get the last three."""
+
+    repository: str | None = _option(None, "a folder of ordinary models with numbered versions")
+    packages: tuple[str, ...] | None = _option(
+        None, "a package whose functions the repository's files may name; may be given several times"
+    )
+    precision: str | None = _option(None, "optimise the models: fp32, fp16, bf16 or int8; default: as they are")
+    max_batch: int = _option(64, "most rows of a batch")
+    max_delay_ms: float = _option(0.0, "milliseconds that a request may wait for company")
 
 
 def check_name(name: str) -> str:
@@ -49,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One of the versions that share a model's requests. `shadow` versions compute a share too, and nobody gets their answers."""
+    """One of the versions that share a model's requests. A `shadow` computes a share too, and nobody gets its answers."""
 
     version: int
     weight: float
@@ -73,7 +91,7 @@ class ModelConfig:
     max_batch: int = 64
     max_delay_ms: float = 0.0
     preferred: tuple[int, ...] = ()
-    """Sizes in rows that batches leave for at once, and that rows are padded to; () pads nothing unless `precision` is given."""
+    """Sizes in rows that batches leave for at once and are padded to; (): nothing is padded unless `precision` is given."""
     max_waiting: int = 1024
     instances: int = 1
     """Processes that compute this model side by side."""
@@ -133,12 +151,13 @@ class ModelConfig:
         if self.versions and not any(member.weight > 0 and not member.shadow for member in self.versions):
             raise ValueError("versions has nobody that answers; wanted one with a weight above 0 that is no shadow")
 
-    def policy(self) -> BatchPolicy:
-        """How batches are formed."""
+    def policy(self, most: int | None = None) -> BatchPolicy:
+        """How batches are formed; `most` rows, where the model was made for no more."""
+        rows = self.max_batch if most is None else min(self.max_batch, most)
         return BatchPolicy(
-            max_rows=self.max_batch,
+            max_rows=rows,
             max_delay_s=self.max_delay_ms / 1e3,
-            preferred=tuple(sorted(set(self.preferred))),
+            preferred=tuple(sorted({size for size in self.preferred if most is None or size <= rows})),
             max_waiting=self.max_waiting,
         )
 
@@ -167,7 +186,7 @@ def _plain(of: "dataclasses.Field[Any]") -> Any:
 
     def convert(value: Any) -> Any:
         if type(value) not in wanted:
-            names = " or ".join(sorted(kind.__name__ for kind in wanted if kind is not type(None)))
+            names = " or ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in wanted if kind is not type(None)))
             raise TypeError(f"{of.name} is {value!r}, wanted {names}")
         return value
 

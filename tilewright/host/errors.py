@@ -8,6 +8,13 @@ class HostError(Exception):
 
     retry_after_s: float | None = None
 
+    def inside(self, what: str) -> "HostError":
+        """The same, said of something that it happened in."""
+        found = type(self).__new__(type(self))
+        Exception.__init__(found, f"{what}: {self}")
+        found.retry_after_s = self.retry_after_s
+        return found
+
 
 class Refused(HostError):
     """The request is wrong, and will be wrong again."""

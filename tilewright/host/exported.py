@@ -41,7 +41,9 @@ _OURS = {
     for name in module.__all__
     if name not in ("Choice", "run")  # which are no calls of a graph
 }
-_PYTHON = {f"operator.{name}": getattr(operator, name) for name in ("add", "floordiv", "getitem", "mul", "neg", "sub", "truediv")}
+_PYTHON = {
+    f"operator.{name}": getattr(operator, name) for name in ("add", "floordiv", "getitem", "mul", "neg", "sub", "truediv")
+}
 _ATEN = re.compile(r"aten\.([a-z][a-z0-9_]*|_[a-z][a-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)")
 _NAMES = {function: name for name, function in (_OURS | _PYTHON).items()}
 
@@ -154,7 +156,7 @@ def _graph(
     device: torch.device,
     turns: Turns | None,
 ) -> Captured:
-    """One graph, ready to be called. Its nodes and weights get names of our own: those of the file are keys, and nothing else."""
+    """One graph, ready to be called. Its nodes and weights get names of our own: those of the file are keys of a dict."""
     root, graph, values = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
     for number, name in enumerate(said["inputs"]):
         values[name] = graph.placeholder(f"x{number}")

@@ -166,7 +166,8 @@ class Host:
         missing = [number for number in wanted if number not in found.versions]
         if missing:
             raise ValueError(f"versions names {missing[0]}, and there are {', '.join(map(str, sorted(found.versions)))}")
-        kept = {n: v for n, v in (old.versions if old else {}).items() if n in wanted and old and old.marks[n] == found.marks[n]}
+        had, marks = (old.versions, old.marks) if old else ({}, {})
+        kept = {n: version for n, version in had.items() if n in wanted and marks[n] == found.marks[n]}
         made = dict[int, Version]()
         try:
             for number in wanted:
@@ -179,9 +180,9 @@ class Host:
                 await version.close()
             raise
         sequences = {n: Sequences(v) for n, v in versions.items() if config.state}
-        marks = {number: found.marks[number] for number in versions}
-        self.models[name] = Model(name, config, signature, versions, marks, sequences)
-        for number, version in (old.versions if old else {}).items():
+        new = {number: found.marks[number] for number in versions}
+        self.models[name] = Model(name, config, signature, versions, new, sequences)
+        for number, version in had.items():
             if kept.get(number) is not version:
                 self._later(version.close(drain_s=DRAIN_S))
 
@@ -210,7 +211,7 @@ class Host:
             for instance in instances:
                 instance.close()
             raise
-        return Version(name, number, config, signature, instances, another, first.capacity)
+        return Version(name, number, config, signature, instances, another)
 
     async def unload(self, name: str) -> None:
         """Take a model out. Raises NotFound: it is not loaded."""

@@ -43,11 +43,8 @@ class Runs(Protocol):
     """What computes batches: a process, or in tests whatever one likes."""
 
     busy: bool
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that the inputs of one batch may have."""
-        ...
+    capacity: int
+    most: int | None
 
     def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Callable[[Reply | None], None]) -> None:
         """Compute a batch and call `done` once; None: the instance is gone."""
@@ -118,7 +115,10 @@ class Instance:
         except ProcessLookupError:
             self._pidfd = -1
         self._arena: Arena | None = None
-        self._capacity = 0
+        self.capacity = 0
+        """Bytes that the inputs of one batch may have."""
+        self.most: int | None = None
+        """Most rows of a batch, where the model was made for no more."""
         self._done: Callable[[Reply | None], None] | None = None
         self._loop = asyncio.get_running_loop()
         self.busy = False
@@ -155,7 +155,7 @@ class Instance:
         said = json.loads(data)
         if "failed" in said:
             raise LoadFailed(said["failed"])
-        self._arena, self._capacity = Arena(fds[0], said["bytes"]), said["capacity"]
+        self._arena, self.capacity, self.most = Arena(fds[0], said["bytes"]), said["capacity"], said["most"]
         self._loop.add_reader(self._channel.fileno(), self._answered)
         return Signature.of(said["signature"])
 
@@ -183,11 +183,6 @@ class Instance:
             self._channel.send(json.dumps({"parts": parts, "inputs": inputs}).encode())
         except OSError:
             self._gone()
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that the inputs of one batch may have."""
-        return self._capacity
 
     def _answered(self) -> None:
         try:

@@ -50,6 +50,11 @@ class Loaded(NamedTuple):
             found = _named(self.module(*(x.to(self.device) for x in inputs)))
         return [found[spec.name].detach().to("cpu") for spec in self.signature.outputs]
 
+    @property
+    def most(self) -> int | None:
+        """Most rows of a batch, where that is the model's to say: it was exported for no more."""
+        return self.buckets[-1] if isinstance(self.module, Exported) and self.buckets else None
+
     def padded(self, rows: int) -> int:
         """How many rows a batch of `rows` is computed with."""
         return next((size for size in self.buckets if size >= rows), rows)
@@ -104,10 +109,7 @@ def load(config: ModelConfig, folder: Path | None) -> Loaded:
     optimised = isinstance(module, Optimized) or config.precision is not None
     buckets = buckets_of(config, optimised=optimised) if signature.batched else ()
     if isinstance(module, Exported):
-        buckets = tuple(size for size in module.rows if size <= config.max_batch)
-        if signature.batched and (not buckets or buckets[-1] < config.max_batch):
-            most = module.rows[-1]
-            raise ValueError(f"max_batch is {config.max_batch}, and the model was exported for {list(module.rows)} rows; set it to {most}")
+        buckets = module.rows
     elif config.precision is not None and not isinstance(module, Optimized):
         rows = tuple(rows_of(x, config.max_batch) for x in examples) if signature.batched else examples
         assert isinstance(module, nn.Module)
@@ -175,7 +177,9 @@ def _spec(name: str, example: Tensor, batched: bool, shape: tuple[int, ...] | No
     if example.dtype not in NAMES:
         raise ValueError(f"{name!r} is {str(example.dtype).removeprefix('torch.')}, which the protocol does not carry")
     own = (-1, *example.shape[1:]) if batched else tuple(example.shape)
-    if shape is not None and (len(shape) != len(own) or any(s not in (-1, n) for s, n in zip(shape, example.shape, strict=True))):
+    if shape is not None and (
+        len(shape) != len(own) or any(s not in (-1, n) for s, n in zip(shape, example.shape, strict=True))
+    ):
         raise ValueError(f"the shape {list(shape)} of input {name!r} does not fit the example's {list(example.shape)}")
     return TensorSpec(name, NAMES[example.dtype], own if shape is None else ((-1, *shape[1:]) if batched else shape))
 

@@ -37,7 +37,9 @@ def signature_of(steps: Sequence[Step], signatures: Mapping[str, Signature]) -> 
             known = {spec.name for spec in specs}
             wrong = [name for name in names if name not in known] or [n for n in known if side == "input" and n not in names]
             if wrong:
-                raise ValueError(f"the step of {step.model} and the model's {side}s differ in {wrong[0]!r}; it has {sorted(known)}")
+                raise ValueError(
+                    f"the step of {step.model} and the model's {side}s differ in {wrong[0]!r}; it has {sorted(known)}"
+                )
         for spec in own.inputs:
             taken.setdefault(step.inputs[spec.name], spec._replace(name=step.inputs[spec.name]))
         for spec in own.outputs:
@@ -92,7 +94,9 @@ class Pipeline:
         try:
             await asyncio.gather(*tasks)
         except HostError as error:
-            raise type(error)(*([f"pipeline {self.name}: {error}"] + ([error.retry_after_s] if error.retry_after_s else []))) from None
+            raise type(error)(
+                *([f"pipeline {self.name}: {error}"] + ([error.retry_after_s] if error.retry_after_s else []))
+            ) from None
         finally:
             for task in tasks:
                 task.cancel()

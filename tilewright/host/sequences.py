@@ -78,7 +78,9 @@ class Sequences:
         sequence = self._open.get(name)
         if sequence is None:
             if not starts:
-                raise Refused(f"{self._version.label}: the sequence {name!r} is not open; its first request says sequence_start")
+                raise Refused(
+                    f"{self._version.label}: the sequence {name!r} is not open; its first request says sequence_start"
+                )
             if len(self._open) >= config.max_sequences:
                 raise Overloaded(f"{self._version.label}: {len(self._open)} sequences are open, the most there may be", 1.0)
             sequence = self._open[name] = _Sequence()

@@ -118,7 +118,9 @@ def checked(model: str, signature: Signature, inputs: Mapping[str, Wire], max_ro
     """
     known = [spec.name for spec in signature.inputs]
     if len(inputs) != len(known) or not all(name in inputs for name in known):
-        raise Refused(f"model {model}: the inputs are {', '.join(map(repr, inputs))[:200]}, wanted {', '.join(map(repr, known))}")
+        raise Refused(
+            f"model {model}: the inputs are {', '.join(map(repr, inputs))[:200]}, wanted {', '.join(map(repr, known))}"
+        )
     rows = None
     for spec in signature.inputs:
         datatype, shape, data = inputs[spec.name]
@@ -135,7 +137,7 @@ def checked(model: str, signature: Signature, inputs: Mapping[str, Wire], max_ro
             )
         if signature.batched:
             if rows is not None and shape[0] != rows:
-                raise Refused(f"model {model}: input {spec.name!r} has {shape[0]} rows, and the one before it {rows}; wanted the same")
+                raise Refused(f"model {model}: input {spec.name!r} has {shape[0]} rows, and the one before it {rows}")
             rows = shape[0]
     if rows is not None and not 1 <= rows <= max_rows:
         raise Refused(f"model {model}: the request has {rows} rows, wanted 1 to {max_rows}")

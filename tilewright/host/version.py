@@ -2,13 +2,13 @@
 
 What a broken model costs, and whom:
 
-| what happens                            | the request                  | its companions           | the model                      |
-|-----------------------------------------|------------------------------|--------------------------|--------------------------------|
-| it raises, or makes a NaN               | an error                     | their answers            | goes on                        |
-| it does so batch after batch            | an error                     | an error                 | is tried with zeros; if that   |
-|                                         |                              |                          | fails: replaced, circuit open  |
-| its process dies, or a batch hangs      | an error                     | computed again, alone    | replaced; circuit open while   |
-|                                         |                              |                          | no other process of it lives   |
+| what happens                        | the request | its companions        | the model                                    |
+|-------------------------------------|-------------|-----------------------|----------------------------------------------|
+| it raises, or makes a NaN           | an error    | their answers         | goes on                                      |
+| it does so batch after batch        | an error    | an error              | is tried with zeros; where that fails too it |
+|                                     |             |                       | is replaced, and its circuit opens           |
+| its process dies, or a batch hangs  | an error    | computed again, alone | is replaced; its circuit is open while no    |
+|                                     |             |                       | other process of it lives                    |
 
 A request is tried a second time only where it shared its batch: whoever kills two processes is to blame.
 """
@@ -18,6 +18,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tilewright.host.batcher import Batch, Batcher, Full, Item
@@ -68,7 +69,6 @@ class Version:
         signature: of the model.
         instances: processes that are loaded.
         revive: makes another. Raises LoadFailed.
-        capacity: bytes that the inputs of a batch may have.
     """
 
     def __init__(
@@ -79,13 +79,12 @@ class Version:
         signature: Signature,
         instances: Sequence[Runs],
         revive: Callable[[], Awaitable[Runs]],
-        capacity: int,
     ):
         self.name, self.number, self.config, self.signature = name, number, config, signature
         self.stats, self.circuit = Stats(), Circuit()
         self._instances = list(instances)
-        self._revive, self._capacity = revive, capacity
-        self._policy = config.policy()
+        self._revive, self._capacity = revive, instances[0].capacity
+        self._policy = config.policy(instances[0].most)
         self._batcher = Batcher(self._policy)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -104,6 +103,11 @@ class Version:
     def ready(self) -> bool:
         """Whether requests are taken."""
         return not self.closed and bool(self._instances) and not self.circuit.open_s(time.monotonic())
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a batch, and of a request."""
+        return self._policy.max_rows
 
     @property
     def waiting(self) -> int:
@@ -262,7 +266,9 @@ class Version:
         for item in batch.items:
             waiting: _Waiting = item.payload
             if len(batch.items) == 1 or waiting.tried or self.closed:
-                self._fail(item, Failed(f"{self.label}: its process died, or hung and was killed, while it computed this request"))
+                self._fail(
+                    item, Failed(f"{self.label}: its process died, or hung and was killed, while it computed this request")
+                )
             elif not waiting.answer.done():
                 waiting.tried = True
                 alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, next(_numbers), item.rows, waiting)
@@ -321,10 +327,8 @@ class Version:
         for task in self._tasks:
             task.cancel()
         if self._instances and (len(self._batcher) or self._running):
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), drain_s)
-            except TimeoutError:
-                pass
         self._drop(Unavailable(f"{self.label} was unloaded"))
         if self._timer is not None:
             self._timer.cancel()

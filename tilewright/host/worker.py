@@ -1,8 +1,9 @@
 """The process of one instance of a model: it loads it, warms it up, and computes batches until it is told to end or killed.
 
-Messages are JSON, one a packet. First comes {"config", "folder", "threads"}; the answer is {"signature", "bytes"} with the
-arena's descriptor, or {"failed": sentence}. Then each {"parts": rows of each request, "inputs": [[offset, shape], ...]} is
-answered by {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "s": seconds, "bytes"}.
+Messages are JSON, one a packet. First comes {"config", "folder", "threads"}; the answer is {"signature", "bytes", "capacity",
+"most"} with the arena's descriptor, or {"failed": sentence}. Then each {"parts": rows of each request, "inputs": [[offset,
+shape], ...]} is answered by {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "s": seconds,
+"bytes"}.
 
 Where a batch of several requests fails, each of them is computed alone: what one client sends must not cost the others their
 answers. A NaN that the model makes of finite inputs is an error of that request, unless the config allows it. What the model
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from tilewright.host.arena import Arena, aligned
 from tilewright.host.config import ModelConfig
-from tilewright.host.loaded import Loaded, load
 from tilewright.host.loaded import NAMES as DTYPE_NAMES
+from tilewright.host.loaded import Loaded, load
 from tilewright.host.tensors import DATATYPES, byte_size
 
 __all__ = ["MAX_PACKET", "main"]
@@ -45,7 +46,7 @@ def main(channel: socket.socket) -> None:
     except Exception as error:  # noqa: BLE001 (whatever a user's model raises while it loads is said, and ends the process)
         _send(channel, {"failed": _sentence(error)})
         return
-    said = {"signature": loaded.signature.json(), "bytes": arena.size, "capacity": outputs_at}
+    said = {"signature": loaded.signature.json(), "bytes": arena.size, "capacity": outputs_at, "most": loaded.most}
     socket.send_fds(channel, [json.dumps(said).encode()], [arena.fd])
     instance = _Instance(loaded, config, arena, outputs_at)
     while packet := channel.recv(MAX_PACKET):
@@ -73,8 +74,8 @@ def _warm_up(loaded: Loaded, config: ModelConfig) -> int:
     sizes = (loaded.buckets or (1, config.max_batch)) if loaded.signature.batched else (1,)
     for rows in sizes:
         inputs = [_zeros(spec.datatype, _closed(spec.shape, rows)) for spec in loaded.signature.inputs]
-        for _ in range(2):
-            outputs = loaded.call(inputs)
+        loaded.call(inputs)
+        outputs = loaded.call(inputs)
         largest = max(largest, sum(aligned(x.numel() * x.element_size()) for x in outputs))
     return largest
 
@@ -173,12 +174,13 @@ class _Instance:
             for spec, x in zip(self._loaded.signature.outputs, outputs, strict=True)
             if x.is_floating_point() and bool(torch.isnan(x).any())
         ]
+        floats = [x for x in inputs if x.is_floating_point()]
         errors, at = dict[int, str](), 0
         for number, rows in enumerate(parts if suspect else ()):
             mine = slice(at, at + rows) if self._loaded.signature.batched else slice(None)
             at += rows
             name = next((name for name, x in suspect if bool(torch.isnan(x[mine] if x.dim() else x).any())), None)
-            if name is not None and all(bool(torch.isfinite(x[mine] if x.dim() else x).all()) for x in inputs if x.is_floating_point()):
+            if name is not None and all(bool(torch.isfinite(x[mine] if x.dim() else x).all()) for x in floats):
                 errors[number] = f"the model returned NaN in output {name!r} for finite inputs"
         return errors
 

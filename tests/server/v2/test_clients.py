@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.host.fakes import Makes
-from tests.host.test_host import ADDS, write_model
+from tests.host.asking import write_model
+from tests.host.fakes import ADDS, Makes
 from tests.server.v2.running import Server, double, serving
 from tilewright.host.config import ModelConfig
 

@@ -54,7 +54,9 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
         async with inner(app):
             started_s = time.monotonic()
             await host.start()
-            logger.info("%d models loaded in %.1f s: %s", len(host.models), time.monotonic() - started_s, ", ".join(host.models))
+            logger.info(
+                "%d models loaded in %.1f s: %s", len(host.models), time.monotonic() - started_s, ", ".join(host.models)
+            )
             missing = next((host.failed[name] for name in host.sources if name in host.failed), None)
             if missing is not None:
                 server.failure = ValueError(missing)

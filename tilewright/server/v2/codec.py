@@ -20,7 +20,17 @@ from tilewright.host.host import Answer
 from tilewright.host.tensors import DATATYPES, MAX_DIMS, Wire
 from tilewright.host.version import Ask
 
-__all__ = ["DEFAULT_PRIORITY", "InferRequest", "answer_body", "ask_of", "inflated", "numbers", "parse_infer", "parse_json", "shape_of"]
+__all__ = [
+    "DEFAULT_PRIORITY",
+    "InferRequest",
+    "answer_body",
+    "ask_of",
+    "inflated",
+    "numbers",
+    "parse_infer",
+    "parse_json",
+    "shape_of",
+]
 
 DEFAULT_PRIORITY = 100
 """Of a request that names none, or 0; 1 is the most urgent."""
@@ -134,7 +144,11 @@ def _input(one: Any, whole: memoryview, at: int) -> tuple[str, Wire, int]:
 
 def shape_of(said: Any, name: str) -> tuple[int, ...]:
     """A declared shape. Raises Refused: it is none."""
-    if not isinstance(said, list | tuple) or len(said) > MAX_DIMS or any(type(n) is not int or not 0 <= n < 1 << 48 for n in said):
+    if (
+        not isinstance(said, list | tuple)
+        or len(said) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 48 for n in said)
+    ):
         raise Refused(f"input {name!r} has a shape that is none: {str(said)[:80]}; wanted at most {MAX_DIMS} whole numbers")
     return tuple(said)
 

@@ -8,7 +8,13 @@ from tilewright.host.tensors import DATATYPES, TensorSpec
 __all__ = ["EXTENSIONS", "PLATFORM", "config_of", "index_of", "metadata_of", "stats_of"]
 
 EXTENSIONS = (
-    *("binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy", "sequence", "statistics"),
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "schedule_policy",
+    "sequence",
+    "statistics",
 )
 PLATFORM = "tilewright_torch"
 
@@ -28,6 +34,7 @@ def metadata_of(model: Model, version: int | None) -> dict[str, Any]:
 def config_of(model: Model) -> dict[str, Any]:
     """The model configuration extension's, as far as it means something here."""
     config, batched = model.config, model.signature.batched
+    most = min((version.max_rows for version in model.versions.values()), default=config.max_batch)
 
     def tensor(spec: TensorSpec) -> dict[str, Any]:
         dims = spec.shape[1:] if batched else spec.shape
@@ -37,7 +44,7 @@ def config_of(model: Model) -> dict[str, Any]:
         "name": model.name,
         "platform": "ensemble" if model.pipeline else PLATFORM,
         "backend": "tilewright",
-        "max_batch_size": config.max_batch if batched else 0,
+        "max_batch_size": most if batched else 0,
         "input": [tensor(spec) for spec in model.signature.inputs],
         "output": [tensor(spec) for spec in model.signature.outputs],
     }
@@ -49,7 +56,12 @@ def config_of(model: Model) -> dict[str, Any]:
     if model.pipeline:
         found["ensemble_scheduling"] = {
             "step": [
-                {"model_name": step.model, "model_version": -1, "input_map": dict(step.inputs), "output_map": dict(step.outputs)}
+                {
+                    "model_name": step.model,
+                    "model_version": -1,
+                    "input_map": dict(step.inputs),
+                    "output_map": dict(step.outputs),
+                }
                 for step in config.steps
             ]
         }

@@ -188,4 +188,3 @@ class Inference:
         answer = await self.host.infer(model.name, request.path_params.get("version"), inputs.inputs, inputs.ask)
         media, body = inputs.answered(answer, request.headers.get("accept", ""))
         return Response(body if isinstance(body, bytes) else json.dumps(body, allow_nan=False), media_type=media)
-

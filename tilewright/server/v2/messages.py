@@ -47,7 +47,9 @@ MESSAGES: dict[str, str] = {
     "ModelMetadataResponse": (
         "name 1 string, versions 2 string*, platform 3 string, inputs 4 TensorMetadata*, outputs 5 TensorMetadata*"
     ),
-    "InferParameter": "bool_param 1 bool|, int64_param 2 int64|, string_param 3 string|, double_param 4 double|, uint64_param 5 uint64|",
+    "InferParameter": (
+        "bool_param 1 bool|, int64_param 2 int64|, string_param 3 string|, double_param 4 double|, uint64_param 5 uint64|"
+    ),
     "InferTensorContents": (
         "bool_contents 1 bool*, int_contents 2 int32*, int64_contents 3 int64*, uint_contents 4 uint32*, "
         "uint64_contents 5 uint64*, fp32_contents 6 float*, fp64_contents 7 double*, bytes_contents 8 bytes*"

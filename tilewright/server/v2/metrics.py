@@ -30,7 +30,10 @@ class HostMetrics(Collector):
             "model_batches": ("Batches that were computed", lambda v: v.stats.executions),
             "model_restarts": ("Processes of the model that were lost and replaced", lambda v: v.stats.restarts),
             "model_circuit_opened": ("How often requests were kept from a broken model", lambda v: v.circuit.opened),
-            "model_request_seconds": ("Time from arrival to answer, of all requests", lambda v: v.stats.times["success"].ns / 1e9),
+            "model_request_seconds": (
+                "Time from arrival to answer, of all requests",
+                lambda v: v.stats.times["success"].ns / 1e9,
+            ),
             "model_queue_seconds": ("Time in the queue, of all requests", lambda v: v.stats.times["queue"].ns / 1e9),
             "model_compute_seconds": ("Time in the model, of all requests", lambda v: v.stats.times["compute_infer"].ns / 1e9),
             "model_cache_hits": ("Requests that were answered from the cache", lambda v: v.stats.times["cache_hit"].count),

@@ -122,7 +122,5 @@ class Quick:
             status, headers, found = failure(error)
         headers["x-request-id"] = request_id
         seconds = time.perf_counter() - started_s
-        note(
-            self._counts, method="POST", path=head.path, status=status, seconds=seconds, request_id=request_id, client=client
-        )
+        note(self._counts, method="POST", path=head.path, status=status, seconds=seconds, request_id=request_id, client=client)
         return Short(status, headers, found)
