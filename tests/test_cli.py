@@ -35,8 +35,7 @@ OPTIONS = {
         "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
-        "--tool-format",
-        *("--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),
+        *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),
     },
     "run": {
         *ENGINE_OPTIONS,
