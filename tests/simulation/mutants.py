@@ -5,10 +5,11 @@ A simulation that finds nothing proves something only if it finds these.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from tilewright.engine import prefixes, schedule
+from tilewright.engine import prefixes
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
 from tilewright.engine.schedule import Scheduler
@@ -72,7 +73,7 @@ def _copies_are_dropped() -> AbstractContextManager[Any]:
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def planned(self: Scheduler) -> Any:
             step = old(self)
-            return step and schedule.Step(step.rows)
+            return step and replace(step, copies=())
 
         return planned
 
@@ -87,7 +88,7 @@ def _stop_tokens_count_one_token_early() -> AbstractContextManager[Any]:
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def complete(self: Scheduler, step: Any, samples: Any) -> Any:
             found = old(self, step, samples)
-            for request, token in found:
+            for request, (*_, token), _ in found.each():
                 early = token in request.stop_ids and len(request.output_ids) == request.params.min_tokens
                 if early and request.finish_reason is None:
                     self.finish(request, "stop")

@@ -214,8 +214,8 @@ class Engine:
 
     def _masked(self, step: Step) -> Step:
         constraints = self._constraints
-        rows = enumerate(step.rows)
-        return replace(step, masked=tuple(i for i, row in rows if row.samples and row.request in constraints))
+        rows = enumerate(zip(step.requests, step.samples.tolist()))
+        return replace(step, masked=tuple(i for i, (request, samples) in rows if samples and request in constraints))
 
     def _sample(self) -> None:
         """Sample the step that was launched last. Its masks need the tokens of those before it; the device is busy with it."""
@@ -227,7 +227,7 @@ class Engine:
         failed: list[tuple[Request, str]] = []
 
         def fill(bits: np.ndarray) -> None:
-            requests = [step.rows[i].request for i in step.masked]
+            requests = [step.requests[i] for i in step.masked]
             # One that has ended meanwhile has no constraint; its sample will be dropped.
             failed.extend(self.grammars.fill(requests, [self._constraints.get(request) for request in requests], bits))
 
@@ -276,10 +276,12 @@ class Engine:
 
     def _accept(self, step: Step, result: StepResult) -> None:
         self.failed_steps = 0
-        logprobs: dict[Request, TokenLogprobs] = {}
-        for row, entry in zip(step.rows, result.logprobs):
-            if entry is not None:
-                logprobs[row.request] = entry
+        if result.prompt_logprobs:
+            self._keep_prompt_logprobs(step, result)
+        for request, tokens, logprobs in self.scheduler.complete(step, result).each():
+            self._publish(request, tokens, [entry for entry in logprobs if entry is not None])
+
+    def _keep_prompt_logprobs(self, step: Step, result: StepResult) -> None:
         for row, entries in zip(step.rows, result.prompt_logprobs):
             output = self._outputs.get(row.request)
             if entries is not None and output is not None:
@@ -287,26 +289,31 @@ class Engine:
                 output.prompt_logprobs[row.start :] = entries
                 if any(math.isnan(entry.logprob) for entry in entries):
                     self._fail_request(row.request, NOT_NUMBERS)
-        for request, token in self.scheduler.complete(step, result.tokens):
-            self._publish(request, token, logprobs.get(request))
 
-    def _publish(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _publish(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         output = self._outputs[request]
-        if logprobs is not None and math.isnan(logprobs.logprob):
+        if any(math.isnan(entry.logprob) for entry in logprobs):
             self.scheduler.finish(request, "error")
             request.finish_reason, request.error = "error", NOT_NUMBERS
             self._end(request)
             return
-        text, stop = "", None
-        if output.text is not None and request.finish_reason != "stop":
-            text, stop = output.text.push(token)
+        text, stop, used = "", None, 0
+        if output.text is not None:
+            # The token that ends a text is not in it.
+            readable = tokens[:-1] if request.finish_reason == "stop" else tokens
+            for token in readable:
+                piece, stop = output.text.push(token)
+                text, used = text + piece, used + 1
+                if stop is not None:
+                    break
         if stop is not None:
             # The text may have reached its last token, too: what a reader sees is that it was stopped.
             self.scheduler.finish(request, "stop")
             request.finish_reason, request.stop_reason = "stop", stop
+            tokens, logprobs = tokens[:used], logprobs[:used]
         elif output.text is not None and request.finish_reason is not None:
             text += output.text.finish()
-        self._deltas.append(self._delta(request, output, (token,), text, () if logprobs is None else (logprobs,)))
+        self._deltas.append(self._delta(request, output, tuple(tokens), text, tuple(logprobs)))
         if request.finish_reason is not None:
             del self._outputs[request]
             self._constraints.pop(request, None)

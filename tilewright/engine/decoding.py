@@ -1,0 +1,196 @@
+"""Requests that decode, a token each in every step, as arrays by slot: a step of 512 of them is a few calls of numpy.
+
+While a request is here its `computed` and `pending` live in these arrays, and it reads through to them. Python looks at a
+single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the prefix
+cache wants to know, or ends.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewright.engine.accepting import Accepted
+from tilewright.engine.request import Request
+from tilewright.engine.step import Step
+
+__all__ = ["Decoders", "Turn"]
+
+_STOPS = 8
+"""Stop tokens of a request that are compared in numpy; one with more is looked at in each step."""
+_NEVER = 1 << 62
+
+
+class Turn(NamedTuple):
+    """The rows of a step that decode, with an entry a row."""
+
+    requests: list[Request]
+    slots: np.ndarray
+    starts: np.ndarray
+    fed: np.ndarray
+    drafts: dict[int, tuple[int, ...]]
+
+
+class Decoders:
+    """Arrays by slot of `max_seqs` slots, and the requests that decode, by `Request.order`.
+
+    Attributes, all [max_seqs] int64 where nothing else is said:
+        lease      `Request.lease` of who runs in the slot, whether it decodes or not; -1: nobody
+        computed, pending   as in `Request`
+        known      tokens whose values are known, prompt and output
+        left       samples that may still be asked for
+        cells      tokens that the pages of the block table hold
+        due        `computed` from which on the prefix cache wants to know of a full page
+        prompt     tokens of the prompt
+        stops      [max_seqs, 8]: tokens that end the text, else -1
+        many       bool: there are more of these
+        held       bool: it speculates, and its next row waits for the samples of the last
+    """
+
+    def __init__(self, max_seqs: int, page_size: int, *, registers: bool):
+        self._size, self._registers = page_size, registers
+        self.lease = np.full(max_seqs, -1, np.int64)
+        self.computed, self.pending, self.known, self.left, self.cells, self.due, self.prompt = np.zeros(
+            (7, max_seqs), np.int64
+        )
+        self.stops = np.full((max_seqs, _STOPS), -1, np.int64)
+        self.many, self.held = np.zeros((2, max_seqs), bool)
+        self._requests: list[Request] = []
+        self._slots = self._leases = np.zeros(0, np.int64)
+        self._joining: list[Request] = []
+        self._stale = False
+
+    # Who is here -----------------------------------------------------------------------------------------------------
+
+    def join(self, request: Request) -> None:
+        """A request whose tokens are all computed or booked, but for the last, known or pending."""
+        slot = request.slot
+        assert slot is not None
+        self.computed[slot], self.pending[slot] = request.computed, request.pending
+        self.known[slot], self.prompt[slot] = len(request), len(request.prompt_ids)
+        self.left[slot] = request.max_tokens - len(request.output_ids) - request.pending
+        self.held[slot] = False
+        stops = list(request.stop_ids)
+        self.many[slot] = len(stops) > _STOPS
+        self.stops[slot] = -1
+        self.stops[slot, : len(stops)] = stops[:_STOPS]
+        self.grown(request)
+        self.registered(request)
+        request.decoders = self
+        self._joining.append(request)
+
+    def leave(self, request: Request) -> None:
+        """A request gives up its slot; it may not be here."""
+        self.lease[request.slot] = -1
+        if request.decoders is not None:
+            computed, pending = request.computed, request.pending
+            request.decoders = None
+            request.computed, request.pending = computed, pending
+            self._stale = True
+
+    def grown(self, request: Request) -> None:
+        """A request has more pages than before."""
+        self.cells[request.slot] = len(request.pages) * self._size
+
+    def registered(self, request: Request) -> None:
+        """The prefix cache knows of more pages of a request than before."""
+        self.due[request.slot] = (request.registered + 1) * self._size if self._registers else _NEVER
+
+    def _tidy(self) -> None:
+        if self._stale:
+            stays = self.lease[self._slots] == self._leases
+            self._requests = list(compress(self._requests, stays.tolist()))
+            self._slots, self._leases = self._slots[stays], self._leases[stays]
+            self._stale = False
+        if self._joining:
+            new = [
+                request for request in self._joining if request.decoders is self and self.lease[request.slot] == request.lease
+            ]
+            # Never in place: a step may hold the list. Seldom out of order: a short prompt may overtake a long one.
+            self._requests = sorted(self._requests + new, key=lambda request: request.order)
+            self._slots = np.array([request.slot for request in self._requests], np.int64)
+            self._leases = self.lease[self._slots]
+            self._joining = []
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> tuple[Turn, np.ndarray]:
+        """Who decodes in the next step, and which of the rows, by their indices, need one more page."""
+        if self._stale or self._joining:
+            self._tidy()
+        requests, slots = self._requests, self._slots
+        goes = self.left[slots] > 0
+        goes &= ~(self.held[slots] & (self.pending[slots] > 0))
+        if not goes.all():
+            requests, slots = list(compress(requests, goes.tolist())), slots[goes]
+        starts = self.computed[slots]
+        turn = Turn(requests, slots, starts, self.pending[slots] > 0, {})
+        return turn, np.flatnonzero(starts >= self.cells[slots])
+
+    def book(self, turn: Turn) -> None:
+        """The rows of a turn are launched."""
+        self.computed[turn.slots] += 1
+        self.pending[turn.slots] += 1
+        self.left[turn.slots] -= 1
+
+    def booked(self, requests: list[Request]) -> Turn:
+        """The turn of these requests, launched."""
+        slots = np.array([request.slot for request in requests], np.int64)
+        turn = Turn(requests, slots, self.computed[slots], self.pending[slots] > 0, {})
+        self.book(turn)
+        return turn
+
+    def add_drafts(self, turn: Turn, drafts: Mapping[Request, Sequence[int]], room: int) -> int:
+        """Put drafts into a turn that is booked, as far as `room` goes, and for each request its pages and `max_tokens`;
+        returns how many. Those of a request that has no row, or is fed, are dropped."""
+        rows = {request: i for i, request in enumerate(turn.requests) if request in drafts}
+        before = room
+        for request, i in rows.items():
+            slot = request.slot
+            count = int(min(len(drafts[request]), room, self.left[slot], self.cells[slot] - self.computed[slot]))
+            if count > 0 and not turn.fed[i]:
+                turn.drafts[i] = tuple(drafts[request][:count])
+                room -= count
+        return before - room
+
+    def step(self, turn: Turn) -> Step:
+        """A step of a turn alone."""
+        slots = turn.slots
+        counts = np.ones(slots.size, np.int64)
+        for i, drafts in turn.drafts.items():
+            counts[i] += len(drafts)
+        return Step(
+            turn.requests, slots, turn.starts, counts, counts, turn.fed, self.lease[slots], self.cells[slots] // self._size,
+            turn.drafts,
+        )  # fmt: skip
+
+    def goes(self, request: Request) -> bool:
+        """Whether a request has a row in the next step, as far as it is up to it."""
+        return bool(self.left[request.slot] > 0 and not (self.held[request.slot] and self.pending[request.slot]))
+
+    def take(self, step: Step, counts: np.ndarray) -> np.ndarray:
+        """Which rows of a step brought samples to a request that is still here. These rows are pending no more."""
+        here = (self.lease[step.slots] == step.leases) & (step.samples > 0)
+        slots, more = step.slots[here], counts[here] - 1
+        self.pending[slots] -= 1
+        self.known[slots] += more + 1
+        self.computed[slots] += more
+        self.left[slots] -= more
+        return here
+
+    def eventful(self, accepted: Accepted) -> list[int]:
+        """Indices of the requests at which somebody has to look."""
+        slots = accepted.slots
+        if len(accepted.tokens) == len(slots):
+            found = (self.stops[slots] == np.array(accepted.tokens, np.int64)[:, None]).any(1)
+        else:
+            found = accepted.counts > 1
+            last = np.array(accepted.tokens, np.int64)[np.cumsum(accepted.counts) - 1]
+            found |= (self.stops[slots] == last[:, None]).any(1)
+        found |= self.many[slots]
+        found |= self.known[slots] == self.prompt[slots] + 1
+        found |= (self.left[slots] <= 0) & (self.pending[slots] == 0)
+        found |= self.computed[slots] >= self.due[slots]
+        found |= ~accepted.here  # their slots are others' now
+        return np.flatnonzero(found).tolist()
