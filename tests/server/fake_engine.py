@@ -92,7 +92,7 @@ class LetterRunner:
     def collect(self, ticket: Step) -> StepResult:
         """Letters."""
         time.sleep(self.delay_s)
-        tokens = [[self.token(row.request, row.start + row.count)] * row.samples for row in ticket.rows]
+        tokens = [[self.token(row.request, row.start + row.count)] if row.samples else [] for row in ticket.rows]
         for row, flags in self._flags.pop(ticket, {}).items():
             wanted = tokens[row][0]
             tokens[row] = [next(t % VOCAB for t in range(wanted, wanted + VOCAB) if flags[t % VOCAB])]

@@ -1,4 +1,4 @@
-"""Which of a step's samples count: those that requests still want, up to their stop tokens."""
+"""Which of a step's samples count: those that requests still want."""
 
 from collections.abc import Iterator, Sequence
 from itertools import compress
@@ -9,7 +9,7 @@ import numpy as np
 from tilewright.engine.request import Request, State, TokenLogprobs
 from tilewright.engine.step import Step, StepResult
 
-__all__ = ["Accepted", "accepted", "up_to_stops"]
+__all__ = ["Accepted", "accepted"]
 
 
 class Accepted(NamedTuple):
@@ -55,22 +55,6 @@ class Accepted(NamedTuple):
             list(compress(self.logprobs, lines)),
             self.here[stays],
         )
-
-
-def up_to_stops(step: Step, result: StepResult) -> StepResult:
-    """Without the samples behind a row's first stop token. Only a row with drafts has any."""
-    if not step.drafts:
-        return result
-    ends, counts = np.cumsum(result.counts).tolist(), result.counts.copy()
-    stays = np.ones(result.tokens.size, bool)
-    for i in step.drafts:
-        request, end = step.requests[i], ends[i]
-        first = end - int(counts[i])
-        least = first + max(0, request.params.min_tokens - len(request.output_ids))
-        stop = next((at + 1 for at in range(least, end) if int(result.tokens[at]) in request.stop_ids), end)
-        stays[stop:end] = False
-        counts[i] = stop - first
-    return StepResult(result.tokens[stays], counts, list(compress(result.logprobs, stays)), result.prompt_logprobs)
 
 
 def accepted(step: Step, result: StepResult, here: np.ndarray) -> Accepted:

@@ -19,6 +19,7 @@ from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.speculation import Proposer, Speculator
 from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
 from tilewright.engine.stops import OutputText
 from tilewright.engine.tokenizer import Detokenizer, Tokenizer
@@ -52,6 +53,7 @@ class Engine:
         tokenizer: makes the text, and bounds the token ids that are taken; None: deltas have ids and no text.
         eos_ids: tokens that end a text, unless a request ignores them.
         vocab_size: token ids are below this; the tokenizer's, unless the model has fewer. Needed without a tokenizer.
+        proposer: guesses tokens ahead, `draft_tokens` of a request in a step at most; None: every row brings one token.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Engine:
         scheduler: Scheduler,
         *,
         vocab_size: int | None = None,
+        proposer: Proposer | None = None,
+        draft_tokens: int = 8,
     ):
         self.runner = runner
         self.tokenizer = tokenizer
@@ -78,6 +82,9 @@ class Engine:
         self._grammars_lock = threading.Lock()
         self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
         self._deltas: list[Delta] = []  # not handed out yet
+        self._speculator: Speculator | None = None
+        if proposer is not None:
+            self._speculator = Speculator(proposer, scheduler, longest=draft_tokens, allowed=self._allowed)
         self.failed_steps = 0
         """Steps that failed since one brought a token."""
         self.lost: DeviceLost | None = None
@@ -168,6 +175,8 @@ class Engine:
             waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
             request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
             self._end(request, retry_s)
+        if self._speculator is not None:
+            self._speculator.prepare()
         step = self.scheduler.schedule()
         # A step that is not launched keeps none in flight: who was preempted for it starts again with all its samples known.
         launched = step is not None and self._launch(step)
@@ -212,6 +221,10 @@ class Engine:
                 return True
         return False
 
+    def _allowed(self, request: Request, drafts: Sequence[int]) -> int:
+        constraint = self._constraints.get(request)
+        return len(drafts) if constraint is None else constraint.agrees(request.output_ids, drafts)
+
     def _masked(self, step: Step) -> Step:
         constraints = self._constraints
         rows = enumerate(zip(step.requests, step.samples.tolist()))
@@ -228,8 +241,10 @@ class Engine:
 
         def fill(bits: np.ndarray) -> None:
             requests = [step.requests[i] for i in step.masked]
+            drafts = [step.drafts.get(i, ()) for i in step.masked]
             # One that has ended meanwhile has no constraint; its sample will be dropped.
-            failed.extend(self.grammars.fill(requests, [self._constraints.get(request) for request in requests], bits))
+            constraints = [self._constraints.get(request) for request in requests]
+            failed.extend(self.grammars.fill(requests, constraints, bits, drafts))
 
         try:
             self.runner.sample(ticket, self.grammars.words, fill)

@@ -6,7 +6,7 @@ cache wants to know, or ends.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import compress, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ class Decoders:
         prompt     tokens of the prompt
         stops      [max_seqs, 8]: tokens that end the text, else -1
         many       bool: there are more of these
-        held       bool: it speculates, and its next row waits for the samples of the last
+        held       bool: it speculates: it waits for the samples of its last row before it has another
     """
 
     def __init__(self, max_seqs: int, page_size: int, *, registers: bool):
@@ -56,6 +56,8 @@ class Decoders:
         )
         self.stops = np.full((max_seqs, _STOPS), -1, np.int64)
         self.many, self.held = np.zeros((2, max_seqs), bool)
+        self.together = False
+        """Those that are held wait in the next step, for the samples that some of them have in flight."""
         self._requests: list[Request] = []
         self._slots = self._leases = np.zeros(0, np.int64)
         self._joining: list[Request] = []
@@ -115,13 +117,18 @@ class Decoders:
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def turn(self) -> tuple[Turn, np.ndarray]:
-        """Who decodes in the next step, and which of the rows, by their indices, need one more page."""
+    def members(self) -> tuple[list[Request], np.ndarray]:
+        """(the requests that decode, their slots)"""
         if self._stale or self._joining:
             self._tidy()
-        requests, slots = self._requests, self._slots
+        return self._requests, self._slots
+
+    def turn(self) -> tuple[Turn, np.ndarray]:
+        """Who decodes in the next step, and which of the rows, by their indices, need one more page."""
+        requests, slots = self.members()
         goes = self.left[slots] > 0
-        goes &= ~(self.held[slots] & (self.pending[slots] > 0))
+        if self.together:
+            goes &= ~self.held[slots]
         if not goes.all():
             requests, slots = list(compress(requests, goes.tolist())), slots[goes]
         starts = self.computed[slots]
@@ -143,15 +150,17 @@ class Decoders:
 
     def add_drafts(self, turn: Turn, drafts: Mapping[Request, Sequence[int]], room: int) -> int:
         """Put drafts into a turn that is booked, as far as `room` goes, and for each request its pages and `max_tokens`;
-        returns how many. Those of a request that has no row, or is fed, are dropped."""
+        returns how many. There is none behind a stop token. Those of a request that has no row, or is fed, are dropped."""
         rows = {request: i for i, request in enumerate(turn.requests) if request in drafts}
         before = room
         for request, i in rows.items():
             slot = request.slot
-            count = int(min(len(drafts[request]), room, self.left[slot], self.cells[slot] - self.computed[slot]))
-            if count > 0 and not turn.fed[i]:
-                turn.drafts[i] = tuple(drafts[request][:count])
-                room -= count
+            count = int(min(room, self.left[slot], self.cells[slot] - self.computed[slot]))
+            stops = request.stop_ids
+            found = tuple(takewhile(lambda token, stops=stops: token not in stops, drafts[request][: max(0, count)]))
+            if found and not turn.fed[i]:
+                turn.drafts[i] = found
+                room -= len(found)
         return before - room
 
     def step(self, turn: Turn) -> Step:
@@ -167,7 +176,7 @@ class Decoders:
 
     def goes(self, request: Request) -> bool:
         """Whether a request has a row in the next step, as far as it is up to it."""
-        return bool(self.left[request.slot] > 0 and not (self.held[request.slot] and self.pending[request.slot]))
+        return bool(self.left[request.slot] > 0 and not (self.held[request.slot] and self.together))
 
     def take(self, step: Step, counts: np.ndarray) -> np.ndarray:
         """Which rows of a step brought samples to a request that is still here. These rows are pending no more."""

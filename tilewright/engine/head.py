@@ -74,9 +74,8 @@ class Head:
         for turn in lines:
             slots, at = inputs.sampled_slots[turn], inputs.sampled_at[turn]
             edited = self._edits.edit(masked[turn], slots, at)
-            drawn = ops.sample(
-                edited, inputs.temperature[turn], inputs.top_k[turn], inputs.top_p[turn], inputs.min_p[turn], inputs.seed[turn], at
-            )
+            settings = [part[turn] for part in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed)]
+            drawn = self._draw(edited, settings, at)
             tokens[turn] = drawn
             self._edits.count(torch.where(agrees[slots], slots, padding), drawn)
             agrees[slots] &= drawn == following[turn]
@@ -87,9 +86,13 @@ class Head:
         return self._model.logits(hidden[inputs.batch.logits_rows])
 
     def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
-        tokens = ops.sample(
-            logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.sampled_at
-        )
+        settings = [inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed]
+        tokens = self._draw(logits, settings, inputs.sampled_at)
         # Of several samples in one slot any stays: who has drafts waits for them, and is not fed from here.
         self._last.index_copy_(0, inputs.sampled_slots, tokens)
         return tokens
+
+    @staticmethod
+    def _draw(logits: Tensor, settings: list[Tensor], positions: Tensor) -> Tensor:
+        temperature, top_k, top_p, min_p, seed = settings
+        return ops.sample(logits, temperature, top_k, top_p, min_p, seed, positions)

@@ -101,6 +101,8 @@ class SamplingParams:
     """Likeliest alternatives reported with every generated token (0: only the token's own); None: no logprobs at all."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, from its second on. Such a request does not use the prefix cache."""
+    speculate: bool = True
+    """Whether the engine may guess tokens ahead, where it can. It changes no token, only when they come."""
     n: int = 1
     seed: int | None = None
     priority: int = 0
@@ -119,6 +121,8 @@ class SamplingParams:
             raise ValueError(f"min_tokens is {self.min_tokens}, wanted 0 to {self.max_tokens}, which is max_tokens")
         if self.top_p == 0:
             raise ValueError("top_p is 0, wanted above 0 and at most 1; for the likeliest token set temperature=0")
+        if not isinstance(self.speculate, bool):
+            raise ValueError(f"speculate is {shown(self.speculate)}, wanted True or False")
         self._check_stops()
         self._check_grammar()
         if not isinstance(self.logit_bias, Mapping):
@@ -219,6 +223,7 @@ class Request:
         computed                 tokens whose keys and values are in the cache, or will be once launched steps have run; drafts
                                  do not count before they are accepted
         pending                  rows launched whose samples are not known yet: 0 or 1 between two steps of the engine
+        drafted, accepted        tokens that were guessed for it, and how many of them were right
         cached                   prompt tokens that the prefix cache had, when first started
         slot                     stable row 0..max_seqs-1 while RUNNING, else None
         lease                    number of its stay in that slot: no other stay of any request has it
@@ -230,10 +235,12 @@ class Request:
     __slots__ = (
         "_computed",
         "_pending",
+        "accepted",
         "arrival_s",
         "cached",
         "decoders",
         "digests",
+        "drafted",
         "edits",
         "error",
         "finish_reason",
@@ -293,6 +300,7 @@ class Request:
         self._computed = 0
         self._pending = 0
         self.cached = 0
+        self.drafted = self.accepted = 0
         self.slot: int | None = None
         self.digests: list[bytes] = []
         self.registered = 0

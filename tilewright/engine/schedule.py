@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilewright.engine.accepting import Accepted, accepted, up_to_stops
+from tilewright.engine.accepting import Accepted, accepted
 from tilewright.engine.decoding import Turn
 from tilewright.engine.prefixes import StepPlan
 from tilewright.engine.request import Request, State
@@ -97,10 +97,14 @@ class Scheduler(Tenants):
     def complete(self, step: Step, result: StepResult) -> Accepted:
         """Add the samples that a step brought; returns those that count.
 
-        Samples of requests that ended meanwhile are dropped, and those behind a stop token. Ends requests by their stop tokens
-        and by length.
+        Samples of requests that ended meanwhile are dropped. Ends requests by their stop tokens and by length.
         """
-        result = up_to_stops(step, result)
+        for i, drafts in step.drafts.items():
+            request, right = step.requests[i], int(result.counts[i]) - 1
+            request.drafted += len(drafts)
+            request.accepted += right
+            self.drafted_tokens += len(drafts)
+            self.accepted_tokens += right
         found = accepted(step, result, self.decoders.take(step, result.counts))
         found.append()
         for i in self.decoders.eventful(found):

@@ -20,6 +20,7 @@ __all__ = ["Tenants"]
 
 COUNTERS = ("preemptions", "finished", "aborted", "failed", "expired")
 COUNTERS += ("prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens")
+COUNTERS += ("drafted_tokens", "accepted_tokens")
 
 
 class Tenants:
@@ -67,6 +68,7 @@ class Tenants:
         self._arrivals, self._leases = itertools.count(), itertools.count()
         self.preemptions = self.finished = self.aborted = self.failed = self.expired = 0
         self.prompt_tokens = self.generated_tokens = self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -230,6 +232,16 @@ class Tenants:
         count = min(count, fits)
         self._allocate(request, count)
         return count
+
+    def reserve(self, request: Request, count: int) -> int:
+        """Give a decoding request pages for `count` more tokens, as far as pages are left that nobody will ask for in the next
+        step; returns how many tokens fit."""
+        spare = self.blocks.available - len(self.running)
+        fits = (len(request.pages) + max(0, spare)) * self.blocks.page_size - request.computed
+        count = min(count, fits)
+        if count > 0:
+            self._allocate(request, count)
+        return max(0, count)
 
     def _allocate(self, request: Request, count: int) -> None:
         pages, blocks = request.pages, self.blocks
