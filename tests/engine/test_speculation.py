@@ -56,7 +56,7 @@ def answers(engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]]) -
 def test_no_token_changes_whatever_is_guessed(right: float, asynchronous: bool, free: bool) -> None:
     made = engine(Oracle(right, free=free), asynchronous=asynchronous)
     asked = [
-        ([1 + i, 2, 3], SamplingParams(max_tokens=60, seed=i, speculate=i != 3, logprobs=1 if i == 1 else None)) for i in range(6)
+        ([1 + i, 2, 3], SamplingParams(max_tokens=60, seed=i, speculate=i != 3, logprobs=(None, 1)[i == 1])) for i in range(6)
     ]
     got = answers(made, asked)
     for (prompt, params), tokens in zip(asked, got, strict=True):
@@ -89,6 +89,20 @@ def test_continuations() -> None:
     assert text.continuation(2) == [5, 9]
     text.extend([7, 7, 7, 7])
     assert text.continuation(5) == [7] * 5
+
+
+def test_a_proposer_that_fails_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Oracle):
+        def propose(self, asked: Mapping[Request, int]) -> dict[Request, list[int]]:
+            if self.rng.random() < 0.2:
+                raise RuntimeError("out of memory")
+            return super().propose(asked)
+
+    made = engine(Broken(1.0))
+    asked = [([1 + i, 2, 3], SamplingParams(max_tokens=60, seed=i)) for i in range(6)]
+    for (prompt, params), tokens in zip(asked, answers(made, asked), strict=True):
+        assert tokens == expected(prompt, params, params.seed or 0, vocab_size=VOCAB, eos_ids=EOS)
+    assert "no tokens are guessed ahead any more: RuntimeError: out of memory" in caplog.text
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ error of the runner those of the step. Only a lost device ends them all, and the
 """
 
 import itertools
+import logging
 import math
 import threading
 from collections import deque
@@ -25,6 +26,8 @@ from tilewright.engine.stops import OutputText
 from tilewright.engine.tokenizer import Detokenizer, Tokenizer
 
 __all__ = ["GRAMMAR_FAILED", "Engine"]
+
+logger = logging.getLogger(__name__)
 
 RUNNER_ERRORS = (*HOST_ERRORS, RuntimeError)
 """What a runner may raise: a fault of its own, or of the device (RuntimeError: out of memory, a kernel). Not here: interrupts
@@ -175,8 +178,7 @@ class Engine:
             waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
             request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
             self._end(request, retry_s)
-        if self._speculator is not None:
-            self._speculator.prepare()
+        self._speculate()
         step = self.scheduler.schedule()
         # A step that is not launched keeps none in flight: who was preempted for it starts again with all its samples known.
         launched = step is not None and self._launch(step)
@@ -220,6 +222,18 @@ class Engine:
                     self._sample()
                 return True
         return False
+
+    def _speculate(self) -> None:
+        """Drafts for the next step. Whoever guesses may fail: everything goes on without."""
+        if self._speculator is not None:
+            try:
+                self._speculator.prepare()
+            except DeviceLost as error:
+                self._lose(error)
+            except RUNNER_ERRORS as error:
+                logger.warning("no tokens are guessed ahead any more: %s: %s", type(error).__name__, error)
+                self._speculator.release()
+                self._speculator = None
 
     def _allowed(self, request: Request, drafts: Sequence[int]) -> int:
         constraint = self._constraints.get(request)

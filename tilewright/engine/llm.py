@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
+from tilewright.engine.draft_model import DraftModel
 from tilewright.engine.outputs import Completion, EngineStats, Transcript
 from tilewright.engine.request import Delta, QueueFull, SamplingParams
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.speculation import FromText, Proposer
 from tilewright.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -147,6 +149,15 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
         max_model_len=loaded.plan.max_model_len,
         max_waiting=options.max_waiting,
         prefill_chunk=options.prefill_chunk,
+        max_samples=options.max_samples,
     )
     eos_ids = loaded.config.eos_token_ids if tokenizer is None else tokenizer.eos_ids
-    return Engine(loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size)
+    proposer: Proposer | None = None
+    if options.speculate == "ngram":
+        proposer = FromText(seqs)
+    elif loaded.draft is not None:
+        proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens)
+    return Engine(
+        loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size, proposer=proposer,
+        draft_tokens=options.draft_tokens,
+    )  # fmt: skip

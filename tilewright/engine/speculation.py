@@ -144,7 +144,7 @@ class Speculator:
             self._leases[slot], self._paces[slot] = decoders.lease[slot], None
             self._due[slot] = 0 if requests[i].params.speculate else _NEVER
         if slots.size > self._most_requests:
-            decoders.held[slots] = False
+            self.release()
             return
         for i in np.flatnonzero(decoders.known[slots] >= self._due[slots]).tolist():
             if not decoders.held[slots[i]]:
@@ -153,6 +153,12 @@ class Speculator:
         decoders.together = bool((decoders.pending[slots[held]] > 0).any())
         if held.any() and not decoders.together:
             self._draft([requests[i] for i in np.flatnonzero(held)], alone=bool(held.all()))
+
+    def release(self) -> None:
+        """Nobody speculates any more."""
+        decoders = self._tenants.decoders
+        self._tenants.drafts = {}
+        decoders.held[:], decoders.together = False, False
 
     def _pace(self, request: Request, slot: int) -> _Pace:
         pace = self._paces[slot]

@@ -21,6 +21,8 @@ __all__ = ["Tenants"]
 COUNTERS = ("preemptions", "finished", "aborted", "failed", "expired")
 COUNTERS += ("prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens")
 COUNTERS += ("drafted_tokens", "accepted_tokens")
+_LEASES = itertools.count()
+"""Of all engines in the process: what a runner remembers of one is never taken for another's."""
 
 
 class Tenants:
@@ -65,7 +67,7 @@ class Tenants:
         self.prefill_chunk = prefill_chunk
         self.max_samples = max(max_seqs, max_samples or 0)
         self._clock = clock
-        self._arrivals, self._leases = itertools.count(), itertools.count()
+        self._arrivals = itertools.count()
         self.preemptions = self.finished = self.aborted = self.failed = self.expired = 0
         self.prompt_tokens = self.generated_tokens = self.prefix_query_tokens = self.prefix_hit_tokens = 0
         self.drafted_tokens = self.accepted_tokens = 0
@@ -218,7 +220,7 @@ class Tenants:
             self.running = dict.fromkeys(sorted(self.running, key=lambda r: r.order))
             self._prompts = dict.fromkeys(sorted(self._prompts, key=lambda r: r.order))
         request.state = State.RUNNING
-        request.slot, request.lease = self._slots.pop(), next(self._leases)
+        request.slot, request.lease = self._slots.pop(), next(_LEASES)
         self.decoders.lease[request.slot] = request.lease
 
     def _make_room(self, request: Request, count: int) -> int:
