@@ -26,6 +26,7 @@ ENGINE_OPTIONS = {
     "--memory-fraction",
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk"),
+    *("--speculate", "--draft", "--draft-tokens"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {
@@ -52,6 +53,7 @@ OPTIONS = {
         *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),
         *("--page-size", "--max-tokens-per-step", "--out", "--resume", "--json"),
     },
+    "bench engine-host": {"--running", "--context", "--steps", "--speculate", "--json"},
     "compare": {
         *("--model", "--ours", "--baseline", "--beside", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
         *("--device", "--json", "--counters", "--no-counters"),

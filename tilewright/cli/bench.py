@@ -154,6 +154,26 @@ def bench_engine(
         _print(results.all_rows, as_json)
 
 
+@bench.command("engine-host")
+def bench_engine_host(
+    context: typer.Context,
+    running: Annotated[int, typer.Option(min=1, max=4096, help="Requests that decode.")] = 512,
+    tokens: Annotated[int, typer.Option("--context", min=32, max=1 << 16, help="Tokens of each prompt.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, max=1 << 16, help="Steps to measure.")] = 300,
+    speculate: Annotated[bool, typer.Option("--speculate", help="Look in each text for what comes next.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """What a decode step costs the host: processor microseconds of each part, without a device. Needs no GPU.
+
+    Example: tilewright bench engine-host --running 512
+    """
+    with plain_errors(context):
+        from tilewright.bench.engine_host import host_times
+
+        found = host_times(running=running, context=tokens, steps=steps, speculate=speculate)
+        _print([{"running": running, "context": tokens, **found}], as_json)
+
+
 @bench.command("layers")
 def bench_layers(
     context: typer.Context,
