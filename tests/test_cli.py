@@ -46,7 +46,7 @@ OPTIONS = {
     "warmup": {
         *("--out", "--arch", "--card", "--jobs", "--json"),
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
-        *("--invariant", "--no-invariant"),
+        *("--invariant", "--no-invariant", "--speculate"),
     },
     "train run": TRAIN_OPTIONS,
     "bench engine": {

@@ -1,8 +1,8 @@
 """What a decode step of the engine costs the host: everything but the device, for requests that only decode.
 
 A runner without a device packs each step as a real one does, one copy short, and answers with the same token for everybody.
-Times are medians over steps, in microseconds of the processor, so that other programs do not count. Every 16th token of a request crosses into a new page, and requests are
-staggered, so that a step has its share of that.
+Times are medians over steps, in microseconds of the processor, so that other programs do not count. Every 16th token of a
+request crosses into a new page, and requests are staggered, so that a step has its share of that.
 """
 
 import statistics
@@ -35,15 +35,22 @@ class _Hostly:
     def __init__(self, requests: int, pages: int):
         self._packer = Packer(page_size=_PAGE, max_seqs=requests, max_pages=pages)
         self._buffer = np.zeros(Layout(1 << 14, requests, requests).nbytes, np.uint8)
+        self._arrays: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
         self._table = np.zeros((requests, pages), np.int32)
 
     def launch(self, step: Step) -> Step:
         """Packs a step."""
         width = self._packer.refresh(step)
-        layout = Layout(int(step.counts.sum()), step.slots.size, int(step.samples.sum()))
-        self._packer.fill(layout.host(self._buffer), step)
+        self._packer.fill(self._views(step), step)
         np.take(self._packer.tables[:, :width], step.slots, axis=0, out=self._table[: step.slots.size, :width])
         return step
+
+    def _views(self, step: Step) -> dict[str, np.ndarray]:
+        """As for captured graphs: laid out once for a number of rows."""
+        sizes = (int(step.counts.sum()), step.slots.size, int(step.samples.sum()))
+        if sizes not in self._arrays:
+            self._arrays[sizes] = Layout(*sizes).host(self._buffer)
+        return self._arrays[sizes]
 
     def sample(self, ticket: Step, words: int, fill: FillMasks) -> None:
         """No request has a grammar here."""
@@ -76,6 +83,8 @@ def host_times(*, running: int, context: int, steps: int, speculate: bool) -> di
         engine.submit(prompt, SamplingParams(max_tokens=steps + 20, ignore_eos=True))
     while len(scheduler.running) < running or scheduler.stats().generated_tokens < running:
         engine.step()
+        if scheduler.stats().failed:
+            raise RuntimeError("a step failed: look at the messages of its requests")
     return _timed(engine, steps)
 
 

@@ -20,8 +20,10 @@ class Accepted(NamedTuple):
     """[N] int64: where the requests were when the step was made."""
     counts: np.ndarray
     """[N] int64"""
+    ids: np.ndarray
+    """int64: the tokens of all requests, one behind the other."""
     tokens: list[int]
-    """Those of all requests, one behind the other."""
+    """The same."""
     logprobs: list[TokenLogprobs | None]
     """[], or an entry a token."""
     here: np.ndarray
@@ -46,12 +48,13 @@ class Accepted(NamedTuple):
 
     def only(self, stays: np.ndarray) -> "Accepted":
         """Without the requests where `stays` [N] is False."""
-        lines = np.repeat(stays, self.counts).tolist()
+        lines = np.repeat(stays, self.counts)
         return Accepted(
             list(compress(self.requests, stays.tolist())),
             self.slots[stays],
             self.counts[stays],
-            list(compress(self.tokens, lines)),
+            self.ids[lines],
+            self.ids[lines].tolist(),
             list(compress(self.logprobs, lines)),
             self.here[stays],
         )
@@ -65,7 +68,8 @@ def accepted(step: Step, result: StepResult, here: np.ndarray) -> Accepted:
     rows = np.flatnonzero(result.counts)
     requests = step.requests if rows.size == result.counts.size else [step.requests[i] for i in rows.tolist()]
     here = here[rows]
-    found = Accepted(requests, step.slots[rows], result.counts[rows], result.tokens.tolist(), result.logprobs, here)
+    ids = result.tokens
+    found = Accepted(requests, step.slots[rows], result.counts[rows], ids, ids.tolist(), result.logprobs, here)
     if here.all():
         return found
     stays = here.copy()

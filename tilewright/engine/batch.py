@@ -125,7 +125,18 @@ class Packer:
         """
         slots = step.slots
         moved = self._leases[slots] != step.leases
-        for i in np.flatnonzero(moved | (self._held[slots] != step.pages)).tolist():
+        held = self._held[slots]
+        grown = ~moved & (step.pages == held + 1)
+        if grown.any():  # by one page: what a decoding request asks for
+            rows = np.flatnonzero(grown)
+            last = [step.requests[i].pages[-1] for i in rows.tolist()]
+            try:
+                self.tables[slots[rows], held[rows]] = last
+            except HOST_ERRORS:
+                grown[:] = False  # one by one, to find out whose it is
+            else:
+                self._held[slots[rows]] += 1
+        for i in np.flatnonzero(moved | (~grown & (held != step.pages))).tolist():
             request, slot = step.requests[i], int(slots[i])
             held, pages = 0 if moved[i] else int(self._held[slot]), request.pages
             try:

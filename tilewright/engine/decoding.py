@@ -43,7 +43,7 @@ class Decoders:
         cells      tokens that the pages of the block table hold
         due        `computed` from which on the prefix cache wants to know of a full page
         prompt     tokens of the prompt
-        stops      [max_seqs, 8]: tokens that end the text, else -1
+        stops      [8, max_seqs]: tokens that end the text, else -1
         many       bool: there are more of these
         held       bool: it speculates: it waits for the samples of its last row before it has another
     """
@@ -54,7 +54,8 @@ class Decoders:
         self.computed, self.pending, self.known, self.left, self.cells, self.due, self.prompt = np.zeros(
             (7, max_seqs), np.int64
         )
-        self.stops = np.full((max_seqs, _STOPS), -1, np.int64)
+        self.stops = np.full((_STOPS, max_seqs), -1, np.int64)
+        self._most_stops = 0
         self.many, self.held = np.zeros((2, max_seqs), bool)
         self.together = False
         """Those that are held wait in the next step, for the samples that some of them have in flight."""
@@ -75,8 +76,9 @@ class Decoders:
         self.held[slot] = False
         stops = list(request.stop_ids)
         self.many[slot] = len(stops) > _STOPS
-        self.stops[slot] = -1
-        self.stops[slot, : len(stops)] = stops[:_STOPS]
+        self._most_stops = max(self._most_stops, min(len(stops), _STOPS))
+        self.stops[:, slot] = -1
+        self.stops[: len(stops), slot] = stops[:_STOPS]
         self.grown(request)
         self.registered(request)
         request.decoders = self
@@ -181,25 +183,25 @@ class Decoders:
     def take(self, step: Step, counts: np.ndarray) -> np.ndarray:
         """Which rows of a step brought samples to a request that is still here. These rows are pending no more."""
         here = (self.lease[step.slots] == step.leases) & (step.samples > 0)
-        slots, more = step.slots[here], counts[here] - 1
+        slots, more = (step.slots, counts - 1) if here.all() else (step.slots[here], counts[here] - 1)
         self.pending[slots] -= 1
         self.known[slots] += more + 1
         self.computed[slots] += more
         self.left[slots] -= more
         return here
 
-    def eventful(self, accepted: Accepted) -> list[int]:
-        """Indices of the requests at which somebody has to look."""
+    def eventful(self, accepted: Accepted) -> tuple[list[int], list[int]]:
+        """Indices of the requests at which somebody has to look, and of those that have filled a page and nothing else."""
         slots = accepted.slots
-        if len(accepted.tokens) == len(slots):
-            found = (self.stops[slots] == np.array(accepted.tokens, np.int64)[:, None]).any(1)
-        else:
-            found = accepted.counts > 1
-            last = np.array(accepted.tokens, np.int64)[np.cumsum(accepted.counts) - 1]
-            found |= (self.stops[slots] == last[:, None]).any(1)
+        single = accepted.ids.size == slots.size
+        last = accepted.ids if single else accepted.ids[np.cumsum(accepted.counts) - 1]
+        found = self.known[slots] == self.prompt[slots] + 1
+        if not single:
+            found |= accepted.counts > 1
+        for stops in self.stops[: self._most_stops]:
+            found |= stops[slots] == last
         found |= self.many[slots]
-        found |= self.known[slots] == self.prompt[slots] + 1
         found |= (self.left[slots] <= 0) & (self.pending[slots] == 0)
-        found |= self.computed[slots] >= self.due[slots]
         found |= ~accepted.here  # their slots are others' now
-        return np.flatnonzero(found).tolist()
+        full = (self.computed[slots] >= self.due[slots]) & ~found
+        return np.flatnonzero(found).tolist(), np.flatnonzero(full).tolist()

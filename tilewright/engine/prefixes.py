@@ -79,6 +79,18 @@ class Prefixes:
             digests.append(page_digest(digests[-1] if digests else b"", request.tokens(start, start + size)))
         return digests[index]
 
+    def register_next(self, request: Request) -> None:
+        """Make known the first page of a decoding request that is not known yet, and is full."""
+        index, size = request.registered, self.blocks.page_size
+        if len(request.digests) == index:
+            start = index * size - len(request.prompt_ids)
+            tokens = (
+                request.output_ids[start : start + size] if start >= 0 else request.tokens(index * size, (index + 1) * size)
+            )
+            request.digests.append(page_digest(request.digests[-1] if index else b"", tokens))
+        self.blocks.register(request.pages[index], request.digests[index])
+        request.registered = index + 1
+
     def register(self, request: Request) -> list[int]:
         """Make known to the prefix cache the pages that are full and whose tokens are known; returns them."""
         if not self.blocks.prefix_cache:

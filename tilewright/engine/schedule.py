@@ -63,8 +63,11 @@ class Scheduler(Tenants):
         return pages <= self.blocks.available
 
     def _decode(self, turn: Turn, crossing: np.ndarray, plan: StepPlan) -> None:
-        for i in crossing.tolist():
-            self._allocate(turn.requests[i], 1)
+        if crossing.size:
+            allocate = self.blocks.allocate
+            for i in crossing.tolist():
+                turn.requests[i].pages.append(allocate())
+            self.decoders.cells[turn.slots[crossing]] += self.blocks.page_size
         self.decoders.book(turn)
         plan.budget -= len(turn.requests)
         if self.drafts:
@@ -107,7 +110,11 @@ class Scheduler(Tenants):
             self.accepted_tokens += right
         found = accepted(step, result, self.decoders.take(step, result.counts))
         found.append()
-        for i in self.decoders.eventful(found):
+        looks, full = self.decoders.eventful(found)
+        for i in full:
+            self.prefixes.register_next(found.requests[i])
+        self.decoders.due[found.slots[full]] += self.blocks.page_size
+        for i in looks:
             self._look(found.requests[i])
         self.generated_tokens += len(found.tokens)
         return found
