@@ -51,7 +51,7 @@ OPTIONS = {
     "train run": TRAIN_OPTIONS,
     "bench engine": {
         *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),
-        *("--page-size", "--max-tokens-per-step", "--out", "--resume", "--json"),
+        *("--page-size", "--max-tokens-per-step", "--speculate", "--out", "--resume", "--json"),
     },
     "bench engine-host": {"--running", "--context", "--steps", "--speculate", "--json"},
     "compare": {

@@ -47,8 +47,11 @@ def test_no_token_changes_whatever_is_guessed(right: float, asynchronous: bool, 
         assert params.seed is not None
         assert tokens == expected(prompt, params, params.seed, vocab_size=VOCAB, eos_ids=EOS)
     stats = made.stats()
-    assert (stats.drafted_tokens > 0) == (right > 0 or not free)
-    assert (stats.accepted_tokens > 50) == (right >= 0.95)
+    if right == 0:
+        assert (stats.drafted_tokens > 0) == (not free), "wrong guesses are found out in silence"
+        assert stats.accepted_tokens < 5
+    if right == 1:
+        assert stats.accepted_tokens > 100
 
 
 def test_right_guesses_make_fewer_steps() -> None:

@@ -1,9 +1,13 @@
 """A real model on a CPU, with speculation and without: the same tokens, texts, log-probabilities and ends for any requests."""
 
+import itertools
+import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
 from tilewright.engine.draft_model import DraftModel
 from tilewright.engine.grammar import Grammar
+from tilewright.engine.graphs import layout_of
 from tilewright.engine.loading import load, runner_of
 from tilewright.engine.request import Request, SamplingParams
 from tilewright.engine.schedule import Scheduler
@@ -99,7 +104,8 @@ def any_request(rng: random.Random) -> Asked:
         chosen["grammar"] = Grammar("regex", rng.choice(("[a-c]{2,30}", "(yes|no|perhaps)+[0-9]*", r"[ -~]{0,25}")))
     stem = [7, 8, 9, 10, 11, 12, 13, 14]
     prompt = stem[: rng.randrange(9)] + [rng.randrange(256) for _ in range(rng.randint(1, 9))]
-    return prompt, SamplingParams(**{"max_tokens": rng.choice((8, 20, 40)), "seed": rng.randrange(9)} | chosen)
+    fields: dict[str, Any] = {"max_tokens": rng.choice((8, 20, 40)), "seed": rng.randrange(9)}
+    return prompt, SamplingParams(**fields | chosen)
 
 
 def run(made: Engine, asked: list[Asked], aborts: Mapping[int, int]) -> dict[tuple[str, int], Answer]:
@@ -141,7 +147,44 @@ def test_nothing_changes_but_the_time(seed: int) -> None:
         assert (answer.tokens, answer.text, answer.end) == (want.tokens, want.text, want.end), asked[int(key[0])][1]
         assert answer.tops == want.tops
         assert answer.logprobs == pytest.approx(want.logprobs, abs=1e-4)
-    assert made.stats().drafted_tokens > (0 if free or seed == 0 else 20)
+    if seed == 0 or not free:
+        assert made.stats().drafted_tokens > (0 if seed == 0 else 20)
+
+
+class Uncaptured:
+    """A step laid out for a graph of `rows` rows with room for `each` tokens, but run as it comes."""
+
+    def __init__(self, runner: Any, rows: int, each: int):
+        self.runner, self.rows, self.each = runner, rows, each
+        self.layout = layout_of(rows, each)
+
+    def replay(self, packed: torch.Tensor, block_table: torch.Tensor) -> None:
+        table = torch.zeros(self.rows, 64, dtype=torch.int32)
+        table[: block_table.shape[0], : block_table.shape[1]] = block_table
+        self.inputs = self.layout.device(packed.clone(), table, self.each)
+        self.hidden = self.runner._body(self.inputs)
+
+    def sample(self, more: bool) -> Any:
+        return (self.runner._head.full if more else self.runner._head.plain)(self.inputs, self.hidden)
+
+
+def test_drafts_in_the_layout_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have room for more tokens than they bring, and there are rows of padding."""
+    rng, used = random.Random(4), Counter[str]()
+    asked = [any_request(rng) for _ in range(12)]
+    plain = run(engine(None, asynchronous=False, pages=256), asked, {})
+
+    def uncaptured(each: int, name: str, rows: int) -> Uncaptured:
+        used[name] += 1
+        return Uncaptured(RUNNER, rows + 2, each)
+
+    graphs = SimpleNamespace(for_rows=partial(uncaptured, 1, "plain"), for_drafts=partial(uncaptured, 9, "drafted"))
+    monkeypatch.setattr(RUNNER, "_graphs", graphs)
+    made = engine(Told(plain, 0.9, free=False), asynchronous=True, pages=256)
+    for key, answer in run(made, asked, {}).items():
+        want = plain[key]
+        assert (answer.tokens, answer.text, answer.end) == (want.tokens, want.text, want.end), asked[int(key[0])][1]
+    assert min(used["plain"], used["drafted"]) > 3
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -164,3 +207,43 @@ def test_a_draft_model(asynchronous: bool) -> None:
         shares.append(made.stats().accepted_tokens / made.stats().drafted_tokens)
     assert shares[0] > 0.99
     assert shares[1] < 0.9
+
+
+@pytest.mark.long
+def test_the_distribution_of_sampled_tokens() -> None:
+    """210,000 draws of three tokens each out of four, most of them at drafted positions: chi-square against the softmax."""
+    allowed, temperature, requests = (40, 80, 120, 160), 0.3, 70_000
+    made = engine(Told({}, 0.0, free=False), asynchronous=True, pages=256)
+    guess = random.Random(2)
+    made._speculator.proposer.propose = lambda asked: {r: guess.choices(allowed, k=most) for r, most in asked.items()}  # type: ignore[union-attr]
+    params = [SamplingParams(max_tokens=3, temperature=temperature, allowed_token_ids=allowed, seed=i) for i in range(requests)]
+    counts, waiting = Counter[tuple[int, ...]](), iter(params)
+    tokens: dict[str, list[int]] = defaultdict(list)
+    done = 0
+    while done < requests:
+        while len(made.scheduler.waiting) < 40 and (one := next(waiting, None)) is not None:
+            made.submit([1, 2, 3], one)
+        for delta in made.step():
+            tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                counts[tuple(tokens.pop(delta.request_id))] += 1
+                done += 1
+    assert made.stats().accepted_tokens > requests / 8
+
+    def chances(output: tuple[int, ...]) -> dict[int, float]:
+        """Of each token behind these, from the logits of a step of its own."""
+        seen: list[torch.Tensor] = []
+        head, RUNNER.model.logits = RUNNER.model.logits, lambda hidden: (seen.append(head(hidden)), seen[-1])[1]
+        alone = engine(None, asynchronous=False, pages=256)
+        run(alone, [([1, 2, 3, *output], SamplingParams(max_tokens=1))], {})
+        RUNNER.model.logits = head
+        return dict(zip(allowed, (seen[0][0][list(allowed)] / temperature).double().softmax(0).tolist(), strict=True))
+
+    chances = lru_cache(chances)
+    square = 0.0
+    for text in itertools.product(allowed, repeat=3):
+        want = requests * math.prod(chances(text[:i])[text[i]] for i in range(3))
+        square += (counts[text] - want) ** 2 / want
+    degrees = len(allowed) ** 3 - 1
+    bound = degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3  # Wilson and Hilferty, 1 in 10,000
+    assert square < bound, f"chi-square is {square:.1f}, wanted less than {bound:.1f}"

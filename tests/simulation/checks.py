@@ -155,7 +155,7 @@ class Ledger:
 
     def _queues(self) -> None:
         scheduler = self.engine.scheduler
-        slots = [request.slot for request in scheduler.running]
+        slots = [request.slot for request in scheduler.running if request.slot is not None]
         assert sorted([*slots, *scheduler._slots]) == list(range(scheduler.max_seqs)), "a slot is lost or taken twice"
         for request in scheduler.running:
             assert request.state is State.RUNNING, "a request runs that is not RUNNING"

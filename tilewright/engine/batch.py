@@ -62,9 +62,13 @@ _TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float3
 
 
 class Layout:
-    """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers."""
+    """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers.
 
-    def __init__(self, tokens: int, seqs: int, sampled: int):
+    each: tokens of each sequence, where all have room for as many, whether they bring them or not; None: they lie close.
+    """
+
+    def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None):
+        self.seqs, self.each = seqs, each
         counts = {"T": tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
         self.fields: list[tuple[str, Any, int, int]] = []
         at = 0
@@ -164,8 +168,12 @@ class Packer:
         """Whether any of a step's rows wants log-probabilities of its prompt."""
         return bool(self._explains[step.slots].any())
 
-    def fill(self, out: dict[str, np.ndarray], step: Step) -> None:
-        """Write a step into host arrays, which may be longer than the step: the rest becomes padding rows of one token."""
+    def fill(self, out: dict[str, np.ndarray], step: Step, each: int | None = None) -> None:
+        """Write a step into host arrays, which may be longer than the step: the rest becomes padding rows of one token, or of
+        `each` (see `Layout`), which then also stands behind the tokens of each row."""
+        if each is not None:
+            self._fill_apart(out, step, each)
+            return
         slot, start, count = step.slots, step.starts, step.counts
         ends, seqs = np.cumsum(count), slot.size
         tokens = int(ends[-1])
@@ -186,6 +194,23 @@ class Packer:
         out["slots"][tokens:] = -1
         self._fill_tokens(out, step, ends)
         self._fill_sampled(out, step, ends)
+
+    def _fill_apart(self, out: dict[str, np.ndarray], step: Step, each: int) -> None:
+        """The last tokens of a row may be padding: they are written nowhere, and no other token sees them."""
+        slot, start, count = step.slots, step.starts, step.counts
+        seqs, begins = slot.size, np.arange(slot.size) * each
+        out["cu_q"][:] = np.arange(out["cu_q"].size) * each
+        out["kv_lens"][:seqs] = start + each
+        out["kv_lens"][seqs:] = 0
+        offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        where, position = np.repeat(begins, count) + offset, np.repeat(start, count) + offset
+        page, cell = np.divmod(position, self.page_size)
+        out["positions"].fill(0)
+        out["positions"][where] = position
+        out["slots"].fill(-1)
+        out["slots"][where] = self.tables[np.repeat(slot, count), page].astype(np.int64) * self.page_size + cell
+        self._fill_tokens(out, step, begins + count)
+        self._fill_sampled(out, step, begins + count)
 
     def _fill_tokens(self, out: dict[str, np.ndarray], step: Step, ends: np.ndarray) -> None:
         ids, feed, fed = out["token_ids"], out["feed"], step.fed

@@ -80,6 +80,11 @@ class EngineConfig:
             raise ValueError(f"memory_fraction is {self.memory_fraction}, wanted above 0 and at most 1")
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens that a decoding request may bring in one step: its last, and drafts."""
+        return 1 if self.speculate is None and self.draft is None else 1 + self.draft_tokens
+
+    @property
     def max_samples(self) -> int:
         """Samples that one step may have."""
         return self.max_seqs if self.speculate is None and self.draft is None else max(self.max_seqs, LEAST_SAMPLES)

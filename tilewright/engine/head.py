@@ -67,7 +67,7 @@ class Head:
         if mask is not None:
             masked = logits.clone()
             ops.mask_logits(masked, mask.rows, mask.bits)
-        tokens = torch.empty_like(inputs.sampled_slots)
+        tokens = torch.zeros_like(inputs.sampled_slots)
         padding = self._last.numel() - 1
         agrees = torch.ones_like(self._last, dtype=torch.bool)  # by slot
         lines, following = turns

@@ -125,7 +125,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         if draft is not None:
             report(f"loading the draft model {options.draft}")
             small = load_model(draft[0], device=on, dtype=dtype)
-            guesses = runner_of(small, plan.num_pages, plan.max_model_len, options, page_size=plan.page_size)
+            guesses = runner_of(small, plan.num_pages, plan.max_model_len, options, page_size=plan.page_size, guesses=True)
             guesses.warmup(report)
     compiles.mark_ready()
     return Loaded(runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, draft=guesses)
@@ -188,9 +188,15 @@ def _watched(runner: ModelRunner, *, strict: bool) -> CompileCounter:
 
 
 def runner_of(
-    model: Model, num_pages: int, max_model_len: int, options: EngineConfig, page_size: int | None = None
+    model: Model,
+    num_pages: int,
+    max_model_len: int,
+    options: EngineConfig,
+    page_size: int | None = None,
+    *,
+    guesses: bool = False,
 ) -> ModelRunner:
-    """A runner of a model, by the engine's options."""
+    """A runner of a model, by the engine's options. `guesses`: of a draft model, whose rows have no drafts."""
     return ModelRunner(
         model,
         num_pages=num_pages,
@@ -199,6 +205,7 @@ def runner_of(
         max_model_len=max_model_len,
         max_tokens_per_step=options.max_tokens_per_step,
         max_samples=options.max_samples,
+        row_tokens=1 if guesses else options.row_tokens,
         batch_invariant=options.invariant,
         cache_dtype=cache_dtype(model, options),
     )
@@ -217,7 +224,8 @@ def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> 
     shape["windows"] = sorted({str(window) for window in config.windows})
     shape |= {name: asdict(part) for name, part in (("latent", config.latent), ("experts", config.experts)) if part is not None}
     engine = {
-        name: getattr(options, name) for name in ("max_seqs", "max_samples", "max_tokens_per_step", "invariant", "kv_cache")
+        name: getattr(options, name)
+        for name in ("max_seqs", "max_samples", "row_tokens", "max_tokens_per_step", "invariant", "kv_cache")
     }
     engine["page_size"] = page_size_of(config, options)
     stored = options.quantize or (config.quantization and config.quantization.format)

@@ -74,13 +74,14 @@ class ModelRunner:
 
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
-        max_samples: int | None = None, batch_invariant: bool = False, cache_dtype: torch.dtype | None = None,
+        max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several."""
+        """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
-        self.max_samples = max(max_seqs, max_samples or 0)
+        self.max_samples, self._row_tokens = max(max_seqs, max_samples or 0), row_tokens
         self.max_tokens_per_step = max_tokens_per_step
         self._scope: Callable[[], AbstractContextManager[None]] = invariant if batch_invariant else nullcontext
         self.asynchronous = self.device.type == "cuda"
@@ -144,13 +145,12 @@ class ModelRunner:
 
     def _launch(self, step: Step) -> Ticket:
         width = self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
-        slots, tokens, samples = step.slots, int(step.counts.sum()), int(step.samples.sum())
-        if self._graphs is not None and tokens == samples == slots.size:
-            graph = self._graphs.for_rows(slots.size)
-            layout, longest = graph.layout, 1
+        graph = self._graph(step)
+        if graph is not None:
+            layout, longest = graph.layout, graph.layout.each or 1
         else:
-            graph = None
-            layout, longest = Layout(tokens, slots.size, samples), int(step.counts.max())
+            tokens, samples = int(step.counts.sum()), int(step.samples.sum())
+            layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
         packed, table = self._to_device(step, layout, width)
         self._copy_pages(step)
         inputs = layout.device(packed, table, longest)
@@ -166,6 +166,16 @@ class ModelRunner:
             self._finish(ticket, None)
         self._turn = (self._turn + 1) % 3
         return ticket
+
+    def _graph(self, step: Step) -> DecodeGraph | None:
+        """The captured step that this one fits into: nobody's prompt is computed in it."""
+        if self._graphs is None or not (step.counts == step.samples).all():
+            return None
+        if not step.drafts:
+            return self._graphs.for_rows(step.slots.size)
+        # Where rows have room for more tokens than they bring, these must have places in the block table.
+        room = self._max_pages * self._packer.page_size - int(step.starts.max())
+        return self._graphs.for_drafts(step.slots.size) if room >= self._row_tokens >= step.counts.max() else None
 
     def sample(self, ticket: Ticket, words: int, fill: FillMasks) -> None:
         """The samples of a step with masked rows; see `Runner.sample`. Raises DeviceLost."""
@@ -234,7 +244,7 @@ class ModelRunner:
         staging = self._staging[self._turn]
         seqs = step.slots.size
         table_bytes = 4 * seqs * width
-        self._packer.fill(layout.host(staging.numpy()), step)
+        self._packer.fill(layout.host(staging.numpy()), step, layout.each)
         host_table = staging[layout.nbytes : layout.nbytes + table_bytes].view(torch.int32).view(seqs, width)
         np.take(self._packer.tables[:, :width], step.slots, axis=0, out=host_table.numpy())
         arrived = staging[: layout.nbytes + table_bytes].to(self.device, non_blocking=True)
@@ -295,11 +305,14 @@ class ModelRunner:
             for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
                 self._warm_prefill(tokens, longest)
         if self.device.type == "meta":
-            rehearse(self._body, (self._head.plain, self._head.full), max_seqs=self.max_seqs, max_pages=self._max_pages)
+            rehearse(
+                self._body, (self._head.plain, self._head.full), max_seqs=self.max_seqs, max_pages=self._max_pages,
+                row_tokens=self._row_tokens, max_samples=self.max_samples,
+            )  # fmt: skip
             return
         self._graphs = DecodeGraphs(
             self._body, (self._head.plain, self._head.full), device=self.device, max_seqs=self.max_seqs,
-            max_pages=self._max_pages, progress=progress,
+            max_pages=self._max_pages, row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress,
         )  # fmt: skip
         torch.cuda.synchronize(self.device)
 
