@@ -24,7 +24,7 @@ from tilewright.nn import Linear
 from tilewright.op import on_card
 from tilewright.quant import check_card, convert_layer, quantize
 
-__all__ = ["Loaded", "facts_of", "load", "make_bundle"]
+__all__ = ["Loaded", "facts_of", "load", "make_bundle", "place_of"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -70,6 +70,17 @@ class Loaded:
     """Of the model that guesses ahead, with pages of the same numbers and size."""
 
 
+def place_of(options: EngineConfig) -> tuple[torch.device, torch.dtype | None]:
+    """(the device, the dtype where one is asked for). Raises ValueError where there is none such, or it is not invariant."""
+    on = _device(options.device)
+    if options.invariant and on.type == "cpu":
+        raise ValueError(
+            "invariant is set, but on a CPU the bits of a row depend on the rows beside it (its products are torch's own); "
+            "take a GPU, or leave --invariant out"
+        )
+    return on, _dtype(options.dtype)
+
+
 def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Plan, load and warm up a model.
 
@@ -84,12 +95,8 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype; a format of `quantize` that
             the model or the card cannot have.
     """
-    report, on, wanted = progress or (lambda text: None), _device(options.device), _dtype(options.dtype)
-    if options.invariant and on.type == "cpu":
-        raise ValueError(
-            "invariant is set, but on a CPU the bits of a row depend on the rows beside it (its products are torch's own); "
-            "take a GPU, or leave --invariant out"
-        )
+    report = progress or (lambda text: None)
+    on, wanted = place_of(options)
     folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
@@ -98,11 +105,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     beside = None if draft is None else empty_model(draft[1], device="meta", dtype=dtype)
     plan = plan_memory(shape, options, device=on, dtype=dtype, draft=beside)
     report(str(plan))
-    if draft is not None and draft[1].max_position_embeddings < plan.max_model_len:
-        raise ValueError(
-            f"draft is {options.draft!r}, whose positions end at {draft[1].max_position_embeddings}, and the model's contexts "
-            f"have up to {plan.max_model_len} tokens; set max_model_len to no more than that, or take another draft model"
-        )
+    config = config.limited(plan.max_model_len)
     if options.bundle is not None:
         if on.type != "cuda":
             raise ValueError(f"a bundle holds kernels for a GPU, and the model goes to {on}; leave --bundle out")
@@ -117,16 +120,12 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
                 dtype=dtype,
                 progress=lambda done, total: report(f"loading weights {done:,}/{total:,}"),
                 convert=convert,
+                max_positions=plan.max_model_len,
             )
         runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
-        guesses = None
-        if draft is not None:
-            report(f"loading the draft model {options.draft}")
-            small = load_model(draft[0], device=on, dtype=dtype)
-            guesses = runner_of(small, plan.num_pages, plan.max_model_len, options, page_size=plan.page_size, guesses=True)
-            guesses.warmup(report)
+        guesses = None if draft is None else _draft_runner(draft, options, plan, on, dtype, report)
     compiles.mark_ready()
     return Loaded(runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, draft=guesses)
 
@@ -143,6 +142,28 @@ def _draft_of(name: str, config: ModelConfig, tokenizer: Tokenizer | None) -> tu
     if why is not None:
         raise ValueError(f"draft is {name!r}, which {why}; wanted a model with the same vocabulary, such as one of its family")
     return folder, draft
+
+
+def _draft_runner(
+    draft: tuple[Path, ModelConfig],
+    options: EngineConfig,
+    plan: MemoryPlan,
+    on: torch.device,
+    dtype: torch.dtype,
+    say: Progress,
+) -> ModelRunner:
+    """Load and warm up a draft model. Raises ValueError where its positions end before the model's contexts do."""
+    folder, config = draft
+    if config.max_position_embeddings < plan.max_model_len:
+        raise ValueError(
+            f"draft is {options.draft!r}, whose positions end at {config.max_position_embeddings}, and the model's contexts "
+            f"have up to {plan.max_model_len} tokens; set max_model_len to no more than that, or take another draft model"
+        )
+    say(f"loading the draft model {options.draft}")
+    small = load_model(folder, device=on, dtype=dtype, max_positions=plan.max_model_len)
+    runner = runner_of(small, plan.num_pages, plan.max_model_len, options, page_size=plan.page_size, guesses=True)
+    runner.warmup(say)
+    return runner
 
 
 def _numbers(tokenizer: Tokenizer) -> tuple[Any, Any]:
