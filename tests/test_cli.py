@@ -23,10 +23,8 @@ from tilewright.cli import app
 
 ENGINE_OPTIONS = {
     *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
-    "--memory-fraction",
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
-    *("--max-tokens-per-step", "--prefill-chunk"),
-    *("--speculate", "--draft", "--draft-tokens"),
+    *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {

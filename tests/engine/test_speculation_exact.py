@@ -22,6 +22,7 @@ from tilewright.engine.grammar import Grammar
 from tilewright.engine.graphs import layout_of
 from tilewright.engine.loading import load, runner_of
 from tilewright.engine.request import Request, SamplingParams
+from tilewright.engine.runner import ModelRunner
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import FromText, Proposer
 from tilewright.models import random_model
@@ -210,18 +211,22 @@ def test_a_draft_model(asynchronous: bool) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_the_distribution_of_sampled_tokens() -> None:
     """210,000 draws of three tokens each out of four, most of them at drafted positions: chi-square against the softmax."""
     allowed, temperature, requests = (40, 80, 120, 160), 0.3, 70_000
-    made = engine(Told({}, 0.0, free=False), asynchronous=True, pages=256)
     guess = random.Random(2)
+    sizes: dict[str, Any] = {"max_seqs": 64, "max_tokens_per_step": 512, "max_model_len": 256, "max_samples": 256}
+    runner: Any = Lagging(ModelRunner(RUNNER.model, num_pages=512, page_size=4, **sizes), asynchronous=True)
+    scheduler = Scheduler(blocks=BlockPool(512, 4), max_waiting=100, **sizes)
+    made = Engine(runner, None, (END,), scheduler, vocab_size=VOCAB, proposer=Told({}, 0.0, free=False))
     made._speculator.proposer.propose = lambda asked: {r: guess.choices(allowed, k=most) for r, most in asked.items()}  # type: ignore[union-attr]
     params = [SamplingParams(max_tokens=3, temperature=temperature, allowed_token_ids=allowed, seed=i) for i in range(requests)]
     counts, waiting = Counter[tuple[int, ...]](), iter(params)
     tokens: dict[str, list[int]] = defaultdict(list)
     done = 0
     while done < requests:
-        while len(made.scheduler.waiting) < 40 and (one := next(waiting, None)) is not None:
+        while len(made.scheduler.waiting) < 80 and (one := next(waiting, None)) is not None:
             made.submit([1, 2, 3], one)
         for delta in made.step():
             tokens[delta.request_id] += delta.token_ids

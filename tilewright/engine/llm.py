@@ -237,7 +237,8 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
     proposer: Proposer | None = None
     if options.speculate == "ngram":
         proposer = FromText(seqs)
-    elif loaded.draft is not None:
+    elif options.draft is not None:
+        assert loaded.draft is not None
         proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens)
     return Engine(
         loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size, proposer=proposer,
