@@ -51,9 +51,14 @@ def oracle_gradients(oracle: torch.nn.Module, given: list[np.ndarray]) -> tuple[
     return total.item(), {name: p.grad for name, p in oracle.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+# The families whose checkpoints have a tensor for each projection; tests/models/test_families.py has gradients of all.
+PLAIN = {name: case for name, case in CASES.items() if case[0] in ("llama", "mistral", "qwen2", "qwen3")}
+
+
+@pytest.mark.parametrize("case", PLAIN.values(), ids=list(PLAIN))
 def test_gradients_equal_transformers(case: tuple[str, dict], tmp_path: Path) -> None:
-    oracle = make_oracle(*case)
+    family, changes = case
+    oracle = make_oracle(family, {**changes, "pad_token_id": None})  # a token that pads has no gradient there
     oracle.save_pretrained(tmp_path)
     model = load_model(tmp_path, device="cpu").requires_grad_(True)
     given = documents((9, 1, 23, 2, 14))
