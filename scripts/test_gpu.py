@@ -27,6 +27,7 @@ TESTS = (
     "tests/kernels/test_release_stress.py",
     "tests/kernels/test_attention_sm90.py",
     "tests/kernels/test_scaled_attention_sm90.py",
+    "tests/kernels/test_grouped.py",
     "tests/kernels/test_mixed_sm90.py",
     "tests/models/test_launches.py",
     "tests/test_ops.py",

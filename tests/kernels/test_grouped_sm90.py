@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.kernels import gluon_threads
 from tests.kernels.gluon_threads import Barriers, Buffers, Pointer, Stuck, Whole, language, replayed, together
+from tilewright.hw import env
 from tilewright.hw.device import CARD_OF_ARCH
 from tilewright.kernels.gemm import sm90_kernel, sm90_mainloop
 from tilewright.kernels.gemm.grouped import block_scaled, block_scaled_sm90, sm90
@@ -27,6 +28,7 @@ from tilewright.kernels.gemm.quantized import block_scaled_sm90_kernel as block_
 from tilewright.kernels.hopper import groups, ring
 from tilewright.op import Inputs
 
+pytestmark = pytest.mark.skipif(env.interpreting(), reason="the run without the interpreter has it, and no kernel is needed")
 H100 = CARD_OF_ARCH[90]
 PROGRAMS = 3
 
@@ -198,8 +200,8 @@ def test_every_tile_once(case: str, tile: tuple[int, int, str], monkeypatch: pyt
     assert (y.double() - want).square().mean() <= 4e-3**2 * want.square().mean()
 
 
-@pytest.mark.parametrize("case", ["even", "ragged", "one expert", "tail", "gated", "masked"])
-@pytest.mark.parametrize("tile", [(128, 256), (256, 128), (128, 128), (64, 128)], ids=str)
+@pytest.mark.parametrize("case", ["ragged", "tail", "gated", "masked"])
+@pytest.mark.parametrize("tile", [(128, 256), (128, 128), (64, 128)], ids=str)
 def test_float8_with_scales(case: str, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of `grouped_block_scaled_linear`: the scales of the right rows, and of the right expert's weight."""
     op, dims, config = grouped_block_scaled_linear_op, dict(CASES[case]), {"BLOCK_M": tile[0], "BLOCK_N": tile[1]}

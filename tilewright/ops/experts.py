@@ -1,4 +1,4 @@
-"""A mixture of experts in five operators: route, sort by expert, multiply by each expert's weights, combine.
+"""A mixture of experts by operators: route, sort by expert, multiply by each expert's weights, combine.
 
     weights, experts = route_experts(logits, chosen)
     order = sort_by_expert(experts, count)
