@@ -144,7 +144,10 @@ def _serve(
 
     # A folder is served under its own name, not under its path.
     name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    app = create_app(llm.engine, Served.of(llm.engine, name), config)
+    pooler = llm.pooler
+    pooled = None if pooler is None else pooler.pooled
+    served = Served.of(llm.engine, name, pooled=pooled, generates=llm.generates)
+    app = create_app(llm.engine, served, config, None if pooler is None else pooler.run)
     if host is not None:
         from tilewright.server.v2.app import attach
 
