@@ -56,6 +56,7 @@ WRONG = [
     ({"shape": None}, "a shape that is none: None"),
     ({"datatype": "FP33"}, "has datatype 'FP33', wanted one of BOOL"),
     ({"datatype": None}, "has datatype 'None'"),
+    ({"datatype": ["FP32"]}, "has datatype \"['FP32']\""),
     ({"name": None}, "an input is no object with a name"),
     ({"name": "z"}, "the inputs are 'z', wanted 'x'"),
     ({"data": [1, 2, 3, 4]}, "has data and binary_data_size"),

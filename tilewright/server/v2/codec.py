@@ -128,7 +128,7 @@ def _input(one: Any, whole: memoryview, at: int) -> tuple[str, Wire, int]:
         raise Refused("an input is no object with a name")
     name = one["name"][:200]
     datatype, shape = one.get("datatype"), shape_of(one.get("shape"), name)
-    if datatype not in DATATYPES:
+    if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise Refused(f"input {name!r} has datatype {str(datatype)[:40]!r}, wanted one of {', '.join(DATATYPES)}")
     size = _parameters(one, f"input {name!r}").get("binary_data_size")
     if size is None:

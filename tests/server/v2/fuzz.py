@@ -1,0 +1,166 @@
+"""Random requests to a server of models, beside a client that must not feel them.
+
+`python -m tests.server.v2.fuzz --count 20000 --seed 0`. Requests are right ones that were changed: JSON, bytes, heads,
+what is cut off, and how it is sent. Every answer is HTTP; below 500, but where the model itself raises; errors are one
+sentence. The victim's answers stay right, none of its requests fails, and in the end nothing is left in the queue.
+"""
+
+import argparse
+import json
+import random
+import re
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.server.v2.running import Server, serving
+from tilewright.host.config import ModelConfig
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2, 4, 64, 65, 1 << 31, 1 << 62, 1 << 64, -(1 << 63), 1.5, 1e400, float("nan"), "", "x", "y"),
+    *(
+        [],
+        {},
+        [[]],
+        [1, 4],
+        [2, 4],
+        [-1, 4],
+        [1 << 40, 4],
+        [0, 4],
+        [[1, 2], [3]],
+        "FP32",
+        "FP16",
+        "BYTES",
+        "a" * 5000,
+        {"a": {}},
+    ),
+)
+KEYS = ("name", "datatype", "shape", "data", "parameters", "binary_data_size", "inputs", "outputs", "id", "priority", "timeout")
+HEADS = (
+    *(b"Content-Length: 5", b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Content-Encoding: gzip", b"X: \xff"),
+    *(b"Inference-Header-Content-Length: 7", b"Inference-Header-Content-Length: -7", b"Origin: http://evil.example", b": x"),
+    *(b"Host: evil.example", b"Connection: close", b"Connection: upgrade", b'X-Request-Id: "><', b"nonsense", b" folded"),
+)
+WAITS = (b"Content-Length: 5", b"Transfer-Encoding: chunked", b"Expect: 100-continue")
+"""Heads after which a body may end elsewhere than it does."""
+SAFE = (500, 501)
+"""Of a model that raises, and of a method that nobody knows."""
+
+
+@dataclass
+class Found:
+    """What was wrong, and what was seen."""
+
+    wrong: list[str] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+
+
+def request(rng: random.Random) -> tuple[bytes, bool]:
+    """(a request, changed here and there; whether it is whole, so that it has to be answered)."""
+    one: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": [rng.choice((1, 2)), 4]}
+    array = np.ones(one["shape"], np.float32) * rng.choice((1.0, 1.0, -1.0, np.nan))
+    blob = b""
+    if rng.random() < 0.6:
+        blob = array.tobytes()
+        one["parameters"] = {"binary_data_size": len(blob)}
+    else:
+        one["data"] = array.ravel().tolist()
+    said: Any = {"inputs": [one]}
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        of = rng.choice((said, one))
+        of[rng.choice(KEYS)] = rng.choice(VALUES)
+    head = json.dumps(said).encode()
+    body = head + blob
+    path = rng.choice(
+        ("/v2/models/m/infer",) * 6 + ("/predict/m", "/v2/repository/index", "/v2/models/m/versions/9/infer", "/v2/x")
+    )
+    lines = [f"POST {path} HTTP/1.1".encode(), b"Host: 127.0.0.1", b"Content-Length: %d" % len(body)]
+    if blob or rng.random() < 0.3:
+        lines.append(b"Inference-Header-Content-Length: %d" % len(head))
+    if rng.random() < 0.3:
+        lines.insert(rng.randrange(1, len(lines) + 1), rng.choice(HEADS))
+    raw = bytearray(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+    whole = rng.random() < 0.8
+    if not whole:
+        for _ in range(3):
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+        del raw[rng.randrange(1, len(raw) + 1) :]
+    return bytes(raw), whole and not any(line in lines for line in WAITS)
+
+
+def send(port: int, raw: bytes, whole: bool, rng: random.Random, found: Found) -> None:
+    """Send a request in pieces, and judge the answer."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), 20 if whole else 0.05) as one:
+        cuts = sorted(rng.randrange(len(raw) + 1) for _ in range(rng.choice((0, 0, 1, 3))))
+        try:
+            for a, b in zip((0, *cuts), (*cuts, len(raw)), strict=True):
+                one.sendall(raw[a:b])
+            while not _complete(answer) and (piece := one.recv(1 << 16)):
+                answer += piece
+        except ConnectionError:
+            return  # what is no HTTP may be cut off
+        except TimeoutError:
+            if whole:
+                found.wrong.append(f"no answer to {raw!r}: {answer!r}")
+    for status in map(int, re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)):
+        found.statuses[status] = found.statuses.get(status, 0) + 1
+        if status >= 500 and not (status in SAFE and (b"poisoned" in answer or status == 501)):
+            found.wrong.append(f"{status} to {raw!r}: {answer[-300:]!r}")
+    if answer and not answer.startswith(b"HTTP/1.1 "):
+        found.wrong.append(f"no HTTP to {raw!r}: {answer[:100]!r}")
+
+
+def _complete(answer: bytes) -> bool:
+    """Whether an answer that is no "go on" is there."""
+    head, end, body = answer.removeprefix(b"HTTP/1.1 100 \r\n\r\n").partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+    return bool(end) and length is not None and len(body) >= int(length[1])
+
+
+def victim(server: Server, found: Found, ends: threading.Event) -> int:
+    """Ask for what is known until told to end; how often."""
+    asked = 0
+    while not ends.is_set():
+        value = float(asked % 7)
+        status, said = server.post("/v2/models/m/infer", {
+            "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [value] * 4}]
+        })  # fmt: skip
+        if status != 200 or said["outputs"][0]["data"] != [2 * value] * 4:
+            found.wrong.append(f"the victim got {status}: {str(said)[:200]}")
+        asked += 1
+    return asked
+
+
+def run(count: int, seed: int) -> Found:
+    """Send so many requests."""
+    found, ends, rng = Found(), threading.Event(), random.Random(seed)
+    with serving({"m": ModelConfig(source="a:b")}, max_body_bytes=1 << 16) as server:
+        beside = threading.Thread(target=victim, args=(server, found, ends))
+        beside.start()
+        for _ in range(count):
+            if len(found.wrong) > 10:
+                break
+            send(server.port, *request(rng), rng, found)
+        ends.set()
+        beside.join()
+        end_s = time.monotonic() + 10
+        while server.host.running and time.monotonic() < end_s:
+            time.sleep(0.01)
+        if server.host.running:
+            found.wrong.append(f"{server.host.running} requests are left")
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=20000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    seen = run(asked.count, asked.seed)
+    print(*seen.wrong, dict(sorted(seen.statuses.items())), sep="\n")
+    raise SystemExit(bool(seen.wrong))
