@@ -1,6 +1,7 @@
 """From a config to what a run consists of: the model, its optimizer, learning rates, and what they will take and cost."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,8 +80,8 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
     return model.requires_grad_(True)
 
 
-def build_optimizer(config: TrainConfig, model: Model) -> Optimizer | Muon:
-    """The optimizer, which takes the memory of the model's weights over."""
+def build_optimizer(config: TrainConfig, weights: Mapping[str, torch.Tensor]) -> Optimizer | Muon:
+    """The optimizer, which takes the memory of the weights over."""
     common: dict[str, Any] = {"weight_decay": config.weight_decay, "max_norm": config.max_norm}
     betas = (config.beta1, config.beta2)
     kinds = {
@@ -90,7 +91,7 @@ def build_optimizer(config: TrainConfig, model: Model) -> Optimizer | Muon:
         "muon": partial(Muon, betas=betas, eps=config.eps),
         "sgd": SGD,
     }
-    return kinds[config.optimizer](trainable(model), **common)
+    return kinds[config.optimizer](weights, **common)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -163,7 +164,7 @@ class Costs:
 
     causal: attention to half of the row, what is computed at most; documents shorter than a row need less.
     full: attention to the whole row (Chowdhery et al., "PaLM", 2022, appendix B), as most reports count.
-    peak: operations a second that the device can do by its data sheet or measurement; None for a CPU.
+    peak: operations a second that the devices of a run can do by their data sheet or measurement; None for CPUs.
     """
 
     causal: float
@@ -188,5 +189,5 @@ def costs_of(config: TrainConfig, model: Model, device: torch.device) -> Costs:
     peak = None
     if device.type == "cuda":
         unit = "bf16" if config.dtype == "bfloat16" else "fp32"
-        peak = ceilings(device_of(device.index or 0)).flops[unit]
+        peak = ceilings(device_of(device.index or 0)).flops[unit] * config.parallel.ranks
     return Costs(causal=6 * matrices + attention / 2, full=6 * matrices + attention, peak=peak)

@@ -1,0 +1,107 @@
+"""A run on many ranks: is its plan right for its model, joining the ranks, and what a rank has of the run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from tilewright.hw.env import Launched, launched
+from tilewright.models import Model, ModelConfig
+from tilewright.parallel.mesh import Mesh, join, leave
+from tilewright.parallel.part import make_part
+from tilewright.parallel.plan import Plan, Shape
+from tilewright.parallel.spread import Spread
+from tilewright.parallel.watch import Watch
+from tilewright.train.config import TrainConfig
+
+__all__ = ["check_plan", "joined", "make_spread", "on_this_rank"]
+
+_WHOLE = {"muon": "muon", "adamw-8bit": "adamw-8bit"}
+_LOST_S = 25.0
+
+
+def check_plan(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError, one sentence, where the plan does not fit the model or the run."""
+    plan = config.parallel
+    plan.check(
+        Shape(
+            layers=model.num_hidden_layers, heads=model.num_attention_heads, kv_heads=model.num_key_value_heads,
+            inner=model.intermediate_size, tokens=config.row_tokens * config.micro_rows, micro_batches=config.micro_batches,
+            tree=config.accumulate == "tree", whole=_WHOLE.get(config.optimizer), ragged=config.chat,
+        )
+    )  # fmt: skip
+    cut = plan.alone() != Plan() or plan.pp > 1
+    if config.sample_every and (cut or plan.zero == 3):
+        raise ValueError("parallel: sample_every writes with a whole model, and this plan cuts it; set sample_every to 0")
+    if config.eval_data is not None and plan.pp > 1:
+        raise ValueError("parallel: eval_data is measured by whole models, and pp cuts them; leave eval_data out")
+
+
+def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
+    """The device of this process: with several cards the one of its place on the machine."""
+    place = launched() if config.parallel.ranks > 1 else None
+    if place is None or device.type != "cuda" or (config.device or "").startswith("cuda:"):
+        return device
+    if place.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"parallel: rank {place.rank} has no card, this machine has {torch.cuda.device_count()}; start fewer here"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+@contextmanager
+def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
+    """The ranks of the run, met. When one dies inside, the others end with a message that names it.
+
+    Raises:
+        ConnectionError: another rank is gone.
+        ValueError: not as many ranks were started as the plan takes.
+    """
+    plan = config.parallel
+    if plan.ranks == 1:
+        yield Mesh()
+        return
+    place = launched()
+    if place is None:
+        raise ValueError(
+            f"parallel takes {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, torchrun on many"
+        )
+    if place.world != plan.ranks:
+        raise ValueError(f"parallel takes {plan.ranks} ranks ({plan}), and {place.world} were started")
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    watch = Watch(place.address, place.port, place.rank, place.world)
+    try:
+        yield join(plan, rank=place.rank, device=device, store=store, invariant=config.accumulate == "tree")
+    except (ConnectionError, RuntimeError) as error:
+        raise _explained(error, watch, place) from error
+    except BaseException as error:
+        watch.failed(str(error) or type(error).__name__)
+        raise
+    leave()
+    watch.stop()
+
+
+def _explained(error: Exception, watch: Watch, place: Launched) -> Exception:
+    """What ended a rank: mostly another one that is gone, which this one has noticed in an exchange."""
+    words = watch.verdict(_LOST_S)
+    if words is not None:
+        return ConnectionError(f"rank {place.rank} ends: {words}")
+    watch.failed(str(error))
+    return error
+
+
+def make_spread(config: TrainConfig, model: Model, mesh: Mesh) -> Spread | None:
+    """This rank's share of a run; None for one process that adds up in the order that comes first."""
+    plan, tree = config.parallel, config.accumulate == "tree"
+    if plan == Plan() and not tree:
+        return None
+    order = [name for name, _ in model.named_parameters()]
+    return Spread(plan, mesh, make_part(model, plan, mesh, invariant=tree), order, invariant=tree)
+
+
+def quiet(words: str) -> None:
+    """Say nothing: what a rank other than the first does."""
+
+
+Say = Callable[[str], None]
