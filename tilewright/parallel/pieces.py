@@ -6,7 +6,7 @@ are parameters that share its memory: `uses` of the first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -123,6 +123,7 @@ class Part:
     uses: parameter here -> further parameters that share its memory, in the order of the tree.
     summed: parameters that several ranks along tp use, each with a gradient of its own.
     tied: parameters that the first and the last part of the layers both have, each with a gradient of its own.
+    fetched: modules that hold rows of their weights alone, in the order of their parameters.
     """
 
     model: Any
@@ -130,3 +131,4 @@ class Part:
     uses: dict[str, list[str]]
     summed: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
+    fetched: list[Any] = field(default_factory=list)

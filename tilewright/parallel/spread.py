@@ -6,13 +6,15 @@ uses      where one parameter is used in several places, their sums are added up
 shards    with ZeRO, this replica's rows of them
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.pieces import Part, Piece
+from tilewright.parallel.pipeline import Pipeline
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.reduce import RunningSum, TreeSum, row_squares, tree
@@ -29,17 +31,21 @@ class Spread:
         part: what this rank has of the model.
         order: names of the whole model's parameters, the same on every rank.
         invariant: sums in the order of the tree, else in the order that comes first.
+        pipeline: of this rank's layers, where they are dealt out.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, part: Part, order: Sequence[str], *, invariant: bool):
+    def __init__(self, plan: Plan, mesh: Mesh, part: Part, order: Sequence[str], *, invariant: bool, pipeline: Pipeline | None = None):
+        self.pipeline = pipeline
         self.plan, self.mesh, self.part, self.invariant = plan, mesh, part, invariant
         self.leaves: dict[str, nn.Parameter] = {n: p for n, p in part.model.named_parameters() if p.requires_grad}
         self.shards = RowShards(mesh.dp)
+        rows = {id(row) for fetched in part.fetched for row in fetched.rows}
+        self._whole = [name for name, leaf in self.leaves.items() if id(leaf) not in rows]
         self.pieces = dict(part.pieces)
-        if plan.zero:
-            self.pieces = {
-                name: piece.narrowed(*self.shards.span(self.leaves[name].shape[0])) for name, piece in part.pieces.items()
-            }
+        """What this rank's optimizer has of each parameter."""
+        for name in part.pieces if plan.zero else ():
+            if name in self._whole:
+                self.pieces[name] = part.pieces[name].narrowed(*self.shards.span(self.leaves[name].shape[0]))
         self.held: dict[str, Tensor] = {}
         """What `weights` gave: this rank's pieces, in the memory of the optimizer."""
         self._norm = _Norm(self.pieces, order, self._gathering(), next(iter(self.leaves.values())).device)
@@ -49,15 +55,16 @@ class Spread:
     def weights(self) -> dict[str, Tensor]:
         """What an optimizer is made of; it may take the memory over. Call `share` behind it."""
         own = {name: self.leaves[name] for name in self.part.pieces}
-        if self.plan.zero:
-            own = {name: nn.Parameter(self.shards.own(p.detach()).clone()) for name, p in own.items()}
+        for name in self._whole if self.plan.zero else ():
+            if name in own:
+                own[name] = nn.Parameter(self.shards.own(own[name].detach()).clone())
         self.held = dict(own)
         return dict(own)
 
     @torch.no_grad()
     def share(self) -> None:
         """Give the model the optimizer's weights: of all replicas, and in all places that use them."""
-        names = list(self.part.pieces)
+        names = [name for name in self.part.pieces if name in self._whole]
         if self.plan.zero:
             self.shards.all_gather([self.held[n].detach() for n in names], [self.leaves[n].detach() for n in names])
         for name, uses in self.part.uses.items():
@@ -70,20 +77,35 @@ class Spread:
         """Whether this replica computes a micro-batch of an update."""
         return self.plan.owner(micro_batch, micro_batches) == self.mesh.dp.rank
 
-    def total(self) -> "Total":
-        """An empty sum over the micro-batches of an update."""
-        return Total(self)
+    def gradients(
+        self, batches: Sequence[Any], loss_of: Callable[[Any, Any], Tensor], keys_values: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """(loss, gradient of each of `weights`) of all micro-batches of an update, given this replica's.
 
-    def passed_on(self, part: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What a replica keeps of (loss, gradients of the leaves) of one micro-batch."""
-        return self._over_replicas(part) if self.plan.dealt else part
+        loss_of: (model, micro-batch) -> its share of the loss. keys_values: what it hands to attention layers.
+        """
+        if self.pipeline is not None:
+            loss, found = self.pipeline.sums(batches, loss_of, keys_values, self.invariant)
+            return self._finished([loss, *(found[leaf] for leaf in self.leaves.values())])
+        total = TreeSum() if self.invariant else RunningSum()
+        for batch in batches:
+            loss = loss_of(self.part.model, batch)
+            found = torch.autograd.grad(loss, list(self.leaves.values()), allow_unused=bool(self.part.fetched))
+            total.add(self._over_replicas([loss.detach(), *found]) if self.plan.dealt else [loss.detach(), *found])
+        return self._finished(total.result())
 
-    def _over_replicas(self, part: Sequence[Tensor]) -> list[Tensor]:
-        loss, *grads = (t.float() for t in part)
-        sums = self.shards.reduce_scatter(grads) if self.plan.zero else all_reduced(grads, self.mesh.dp)
-        return [self.mesh.dp.all_reduce(loss), *sums]
+    def _over_replicas(self, part: Sequence[Tensor | None]) -> list[Tensor]:
+        """(loss, gradients of the leaves) of replicas -> their sums: of whole leaves, or of this replica's rows of them."""
+        loss, *grads = part
+        assert loss is not None
+        by_leaf = dict(zip(self.leaves, grads, strict=True))
+        whole = [grad.float() for name in self._whole if (grad := by_leaf[name]) is not None]
+        sums = self.shards.reduce_scatter(whole) if self.plan.zero else all_reduced(whole, self.mesh.dp)
+        found = dict(zip(self._whole, sums, strict=True))
+        fetched = iter([rows for fetched in self.part.fetched for rows in fetched.sums])
+        return [self.mesh.dp.all_reduce(loss.float()), *(found[n] if n in found else next(fetched) for n in self.leaves)]
 
-    def finished(self, sums: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _finished(self, sums: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss, gradient of each of `weights`) from what a replica kept, added up over its micro-batches."""
         loss, *grads = sums if self.plan.dealt else self._over_replicas(sums)
         by_leaf = dict(zip(self.leaves, grads, strict=True))
@@ -105,22 +127,6 @@ class Spread:
         return [
             ranks for ranks in (mesh.dp if self.plan.zero else None, mesh.tp, mesh.pp) if ranks is not None and ranks.size > 1
         ]
-
-
-class Total:
-    """The sum of (loss, gradients of the leaves) over the micro-batches of an update."""
-
-    def __init__(self, spread: Spread):
-        self._spread = spread
-        self._sum = TreeSum() if spread.invariant else RunningSum()
-
-    def add(self, part: Sequence[Tensor]) -> None:
-        """The next micro-batch of this replica."""
-        self._sum.add(self._spread.passed_on(part))
-
-    def result(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, gradient of each of the spread's weights), over all replicas."""
-        return self._spread.finished(self._sum.result())
 
 
 class _Norm:

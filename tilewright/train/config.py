@@ -83,9 +83,7 @@ class TrainConfig:
     sample_every: int = _option(0, "updates between texts that the model writes; 0: none")
     sample_prompt: str = _option("", "what it continues")
     sample_tokens: int = _option(64, "tokens that it writes")
-    parallel: Plan = _option(
-        Plan(), "how the run is spread over devices, such as dp=2,zero=3,tp=2,sp,pp=2; default: one device"
-    )
+    parallel: Plan = _option(Plan(), "spread over devices, such as dp=2,zero=3,tp=2,sp,pp=2; default: one device")  # noqa: RUF009
     tensorboard: bool = _option(False, "also write the log for TensorBoard, to the folder of the run")
 
     def __post_init__(self) -> None:

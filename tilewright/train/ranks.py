@@ -10,6 +10,7 @@ from tilewright.hw.env import Launched, launched
 from tilewright.models import Model, ModelConfig
 from tilewright.parallel.mesh import Mesh, join, leave
 from tilewright.parallel.part import make_part
+from tilewright.parallel.pipeline import Pipeline
 from tilewright.parallel.plan import Plan, Shape
 from tilewright.parallel.spread import Spread
 from tilewright.parallel.watch import Watch
@@ -97,7 +98,13 @@ def make_spread(config: TrainConfig, model: Model, mesh: Mesh) -> Spread | None:
     if plan == Plan() and not tree:
         return None
     order = [name for name, _ in model.named_parameters()]
-    return Spread(plan, mesh, make_part(model, plan, mesh, invariant=tree), order, invariant=tree)
+    first = next(model.parameters())
+    tokens = config.row_tokens * config.micro_rows // (plan.tp if plan.sp else 1) // plan.cp
+    stream = torch.empty(tokens, model.config.hidden_size, dtype=first.dtype, device="meta")
+    part = make_part(model, plan, mesh, invariant=tree)
+    layers = model.config.num_hidden_layers
+    pipeline = Pipeline(part.model, plan, mesh.pp, layers, stream, first.device) if plan.pp > 1 else None
+    return Spread(plan, mesh, part, order, invariant=tree, pipeline=pipeline)
 
 
 def quiet(words: str) -> None:

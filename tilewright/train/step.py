@@ -36,7 +36,9 @@ __all__ = [
 
 
 class Objective(Protocol):
-    """What is minimised."""
+    """What is minimised. `keys_values`: what it hands to the attention layers of the model."""
+
+    keys_values: PackedKeysValues
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
         """The sum of the losses of the batch's targets, a scalar with a gradient."""
@@ -109,11 +111,11 @@ def spread_step(
     spread: Spread, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], n_targets: int, lr: float, objective: Objective
 ) -> StepResult:
     """`train_step` of one of many ranks: `batches` are its own, `n_targets` are those of all."""
-    leaves, total = list(spread.leaves.values()), spread.total()
-    for batch in batches:
-        loss = objective(spread.part.model, batch) / n_targets
-        total.add([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    loss, grads = total.result()
+
+    def loss_of(model: Model, batch: TrainBatch) -> Tensor:
+        return objective(model, batch) / n_targets
+
+    loss, grads = spread.gradients(batches, loss_of, objective.keys_values)
     norm, applied = optimizer.step(grads, lr, squares=spread.squares(grads))
     spread.share()
     return StepResult(loss, norm, applied)
