@@ -80,8 +80,9 @@ def _batches(count: int, step: int) -> list[TrainBatch]:
 def run(cell: Cell, rank: int = 0, store: Any = None) -> dict[str, Tensor]:
     """The losses, norms and all state behind the last step: on the first rank."""
     config = TrainConfig(
-        model="-", dtype="float32", optimizer=cell.optimizer, lr=3e-3, steps=cell.steps, warmup=2, micro_batches=cell.micro_batches,
-        accumulate="tree" if cell.tree else "running", parallel=Plan.read(cell.plan), row_tokens=TOKENS, micro_rows=ROWS,
+        model="-", dtype="float32", optimizer=cell.optimizer, lr=3e-3, steps=cell.steps, warmup=2,
+        micro_batches=cell.micro_batches, accumulate="tree" if cell.tree else "running",
+        parallel=Plan.read(cell.plan), row_tokens=TOKENS, micro_rows=ROWS,
     )  # fmt: skip
     mesh = join(config.parallel, rank=rank, device=torch.device("cpu"), store=store, invariant=cell.tree)
     model = empty_model(_shape(cell.shape), device="cpu", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""How a run is spread does not change what it computes: 20 steps of AdamW by four processes against one process, bit for bit."""
+"""How a run is spread does not change what it computes: AdamW by four processes against one process, bit for bit."""
 
 import json
 import sys

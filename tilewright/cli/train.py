@@ -49,6 +49,9 @@ def run(
         Path | None, typer.Argument(help="TOML file with fields named like the options: row_tokens = 1024")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print how the run ended as JSON")] = False,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="print what to run on each of so many machines, and end")
+    ] = None,
 ) -> None:
     """Train a model, or go on with a stopped run: pretraining on texts, fine-tuning on texts or conversations.
 
@@ -62,6 +65,9 @@ def run(
         from tilewright.train.main import tokenizer_folder
         from tilewright.train.main import train as train_model
 
+        if nodes is not None:
+            print(_on_nodes(resolved, nodes))
+            return
         if resolved.parallel.ranks > 1 and launched() is None:
             _start_ranks(resolved, as_json)
             return
@@ -73,6 +79,22 @@ def run(
         place = launched()
         if as_json and (place is None or place.rank == 0):
             print(json.dumps(dataclasses.asdict(summary)))
+
+
+def _on_nodes(config: TrainConfig, nodes: int) -> str:
+    """What starts the run on several machines, after the plan was checked."""
+    from tilewright.train.ranks import check_plan
+    from tilewright.train.setup import model_config
+
+    check_plan(config, model_config(config))
+    each, rest = divmod(config.parallel.ranks, nodes)
+    if rest:
+        raise ValueError(f"nodes is {nodes}, and does not divide the {config.parallel.ranks} ranks that parallel takes")
+    options = f"--nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST:29400 --rdzv-id run"
+    return (
+        "# on every machine; FIRST is the name of one of them, and out a folder that all of them share\n"
+        f"torchrun {options} -m tilewright.cli train run run.toml\n# run.toml:\n{to_toml(config).rstrip()}"
+    )
 
 
 def _start_ranks(config: TrainConfig, as_json: bool) -> None:

@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """What torchrun, or a launcher like it, tells a process: its rank of how many, which process of its machine it is, and where
+    """What torchrun, or a launcher like it, tells a process: its rank of how many, which process of its machine it is, where
     the ranks meet."""
 
     rank: int
@@ -79,7 +79,7 @@ def launched() -> Launched | None:
 
 
 def variables_of_rank(place: Launched) -> dict[str, str]:
-    """The environment of a process that is started as a rank, on this machine: what torchrun would set, and its share of cores."""
+    """The environment of a process that is started as a rank of this machine: what torchrun sets, and its share of cores."""
     threads = str(max(1, (os.cpu_count() or 1) // place.world))
     return {
         "OMP_NUM_THREADS": threads, **os.environ, "RANK": str(place.rank), "WORLD_SIZE": str(place.world),

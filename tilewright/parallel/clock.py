@@ -23,6 +23,7 @@ Pass = tuple[int, str, int]
 """(part of the layers, F forward, B backward, I backward for inputs or W for weights, micro-batch)."""
 
 _TORCH: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+_LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _TAKES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
@@ -44,8 +45,8 @@ def order(plan: Plan, micro_batches: int) -> list[list[Pass]]:
             for turn in range(plan.virtual)
         ]  # fmt: skip
         made = _TORCH[plan.schedule](stages, micro_batches, loss_fn=lambda a, b: a, scale_grads=False)
-        listed = (made.pipeline_order[rank] for rank in range(plan.pp))
-        return [[(a.stage_index, str(a.computation_type), a.microbatch_index) for a in row if a is not None] for row in listed]
+        listed = ([a for a in made.pipeline_order[rank] if a is not None] for rank in range(plan.pp))
+        return [[(a.stage_index, _LETTERS[a.computation_type.name], a.microbatch_index) for a in row] for row in listed]
     found: list[list[Pass]] = []
     for rank in range(plan.pp):
         ahead = micro_batches if plan.schedule == "gpipe" else min(micro_batches, plan.pp - rank)
@@ -59,7 +60,7 @@ def order(plan: Plan, micro_batches: int) -> list[list[Pass]]:
 
 @dataclass(frozen=True)
 class Clock:
-    """What the clock says: the idle share of all ranks, and of each rank the most passes of a part whose activations it holds."""
+    """What the clock says: the idle share of all ranks; of each rank, the most passes of a part whose activations it holds."""
 
     bubble: float
     held: tuple[int, ...]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tilewright.parallel.replicate import RowShards
+from tilewright.parallel.ranks import Ranks
+from tilewright.parallel.replicate import RowShards, all_reduced
 
 __all__ = ["Fetched"]
 
@@ -24,14 +25,15 @@ class Fetched(nn.Module):
     Args:
         module: with whole weights, which are dropped.
         shards: who has which rows.
+        chunks: ranks that have other tokens of the same micro-batches.
     """
 
-    def __init__(self, module: nn.Module, shards: RowShards):
+    def __init__(self, module: nn.Module, shards: RowShards, chunks: Ranks):
         super().__init__()
         self.names = [name for name, _ in module.named_parameters()]
         self.rows = nn.ParameterList([shards.own(p.detach()).clone() for p in module.parameters()])
         self._shapes = [p.shape for p in module.parameters()]
-        self._shards, self._again, self.sums = shards, None, []
+        self._shards, self._chunks, self._again, self.sums = shards, chunks, None, []
         for parameter in module.parameters():
             parameter.data = parameter.data.new_empty(0)
         self._module = (module,)  # out of the sight of `parameters`
@@ -74,7 +76,7 @@ class Fetched(nn.Module):
     def received(self, grads: tuple[Tensor, ...]) -> None:
         """Keep this replica's rows of the gradients, and drop the weights."""
         self._again = None
-        self._sums = self._shards.reduce_scatter([grad.float() for grad in grads])
+        self._sums = self._shards.reduce_scatter(all_reduced([grad.float() for grad in grads], self._chunks))
 
     def _gathered(self) -> Tensor:
         size = sum(-(-shape.numel() // _ALIGN) * _ALIGN for shape in self._shapes)

@@ -5,7 +5,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tilewright.hw.env import Launched, variables_of_rank
 
@@ -20,7 +20,7 @@ def run_ranks(command: Sequence[str], ranks: int, say: Callable[[str], None]) ->
     Raises:
         ChildProcessError: a rank ended badly, and the others were ended; the message names it.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = [Launched(rank=r, world=ranks, local_rank=r, address="127.0.0.1", port=store.port) for r in range(ranks)]
     started: list[subprocess.Popen[bytes]] = []
     try:

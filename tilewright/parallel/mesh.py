@@ -1,4 +1,4 @@
-"""The ranks of a run: joining them, and the groups of each dimension of a plan (torch.distributed, gloo on CPUs, NCCL on cards)."""
+"""The ranks of a run: joining them, and the groups of each dimension of a plan. Over gloo on CPUs, NCCL on cards."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import Store
 
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import ALONE, Ranks
@@ -28,7 +29,7 @@ class Mesh:
     pair: Ranks = ALONE
 
 
-def join(plan: Plan, *, rank: int, device: torch.device, store: dist.Store, invariant: bool) -> Mesh:
+def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant: bool) -> Mesh:
     """Meet the other ranks at `store` and form the groups. Ends with `leave`."""
     if plan.ranks == 1:
         return Mesh()

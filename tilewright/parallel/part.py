@@ -1,17 +1,20 @@
 """From a whole model to what a rank has of it: some of its layers, some slices of these, rows of what is left."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from tilewright.nn import RMSNorm
+from tilewright.nn import Attention, RMSNorm
 from tilewright.nn.shard import SHARDS, Replicate, Row
+from tilewright.parallel.context import Across, Chunked, InSlices
 from tilewright.parallel.fetch import Fetched
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.pieces import Part, whole_pieces
 from tilewright.parallel.pipeline import keep_layers
 from tilewright.parallel.plan import Plan
+from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.replicate import RowShards
 from tilewright.parallel.tensor import Sliced, SlicedNorm, narrow, own_tokens, shallow
 
@@ -27,26 +30,68 @@ def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
         part.uses["embed.weight"] = ["head.weight"]
     if plan.slices > 1:
         _cut_layers(part, plan, mesh, invariant)
+    if plan.chunks > 1:
+        _chunk(part, plan, mesh)
     if plan.pp > 1:
         _keep(part, plan, mesh)
     if plan.zero == 3:
-        _fetch(part, RowShards(mesh.dp))
+        _fetch(part, mesh)
     return part
 
 
-def _fetch(part: Part, shards: RowShards) -> None:
+def _fetch(part: Part, mesh: Mesh) -> None:
     """Leave each block only this replica's rows."""
+    shards = RowShards(mesh.dp)
     renamed: dict[str, str] = {}
     for index, block in enumerate(part.model.blocks):
-        fetched = part.model.blocks[index] = Fetched(block, shards)
+        fetched = part.model.blocks[index] = Fetched(block, shards, mesh.cp)
         renamed |= {f"blocks.{index}.{name}": f"blocks.{index}.rows.{place}" for place, name in enumerate(fetched.names)}
         part.fetched.append(fetched)
     spans = {name: shards.span(piece.size[0]) for name, piece in part.pieces.items()}
     part.pieces = {
-        renamed.get(name, name): piece.narrowed(*spans[name]) if name in renamed else piece for name, piece in part.pieces.items()
+        renamed.get(name, name): piece.narrowed(*spans[name]) if name in renamed else piece
+        for name, piece in part.pieces.items()
     }
     part.uses = {renamed.get(name, name): [renamed.get(use, use) for use in uses] for name, uses in part.uses.items()}
     part.summed = frozenset(renamed.get(name, name) for name in part.summed)
+
+
+def _chunk(part: Part, plan: Plan, mesh: Mesh) -> None:
+    """Attend across chunks, and compute them one by one where they are all here."""
+    model = part.model
+    for layer in (module for module in model.modules() if isinstance(module, Attention)):
+        layer.register_forward_pre_hook(partial(_attends, plan.chunks, mesh.cp))
+    if plan.cp > 1:
+        return
+    for index, block in enumerate(model.blocks):
+        if getattr(block.attn, "biases", ()):
+            raise ValueError(
+                "parallel: chunks and slices together do not go with a bias behind attention; leave one of them out"
+            )
+        for name in ("attn_norm", "ffn_norm", "ffn"):
+            _by_chunks(part, f"blocks.{index}.{name}", block, name, plan.chunks)
+        for home, layer in list(block.attn.named_modules(prefix=f"blocks.{index}.attn")):
+            for name in ("qkv", "out") if isinstance(layer, Attention) else ():
+                _by_chunks(part, f"{home}.{name}", layer, name, plan.chunks)
+    for name in ("embed", "norm"):
+        _by_chunks(part, name, model, name, plan.chunks)
+
+
+def _attends(chunks: int, ranks: Ranks, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, batch, keys_values = given
+    return x, batch, InSlices(keys_values, chunks) if ranks.size == 1 else Across(keys_values, ranks)
+
+
+def _by_chunks(part: Part, home: str, owner: Any, name: str, chunks: int) -> None:
+    """Put a module that goes through chunks in the place of one, whose parameters get another name."""
+    setattr(owner, name, Chunked(getattr(owner, name), chunks))
+
+    def new(old: str) -> str:
+        return f"{home}.module.{old.removeprefix(f'{home}.')}" if old.startswith(f"{home}.") else old
+
+    part.pieces = {new(old): piece for old, piece in part.pieces.items()}
+    part.uses = {new(old): [new(use) for use in uses] for old, uses in part.uses.items()}
+    part.summed = frozenset(map(new, part.summed))
 
 
 def _keep(part: Part, plan: Plan, mesh: Mesh) -> None:

@@ -22,7 +22,9 @@ Span = tuple[int, int]
 class Piece:
     """A part of the parameter `of`.
 
-    shape: of the whole parameter. rows: spans of its rows, in the order in which they lie here. columns: the span of its columns.
+    shape: of the whole parameter.
+    rows: spans of its rows, in the order in which they lie here.
+    columns: the span of its columns.
     """
 
     of: str

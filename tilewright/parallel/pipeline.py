@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.reduce import RunningSum, TreeSum, tree_sum
+from tilewright.parallel.replicate import all_reduced
 
 __all__ = ["Batch", "Pipeline", "keep_layers"]
 
@@ -61,7 +62,8 @@ class _Layers(nn.Module):
     def forward(self, *stream: Tensor, index: Tensor) -> tuple[Tensor, ...] | Tensor:
         batch = self.batches[int(index)]
         if self.loss_of is not None and self.head is not None:
-            return self.loss_of(_End(self, stream), batch).view(1)
+            end = _End(self, stream)
+            return end.kept(self.loss_of(end, batch)).view(1)
         return self.through(stream, batch.token_ids, batch.packed, self.keys_values)
 
     def through(self, stream: tuple[Tensor, ...], token_ids: Tensor, packed: Any, keys_values: Any) -> tuple[Tensor, Tensor]:
@@ -69,18 +71,47 @@ class _Layers(nn.Module):
         for index, block in zip(self.layers, self.blocks):
             h, residual = block(h, residual, packed, keys_values.layer(index))
         assert residual is not None
-        return h, residual
+        # A schedule that splits the backward pass detaches what is passed on in place, which a view does not allow.
+        return h.clone() if h._is_view() else h, residual.clone() if residual._is_view() else residual
 
 
 class _End:
-    """What an objective is handed as the model by the last part: called like it, with its head."""
+    """What an objective is handed as the model by the last part: called like it, with its head.
+
+    The gradients of a loss with respect to `ends` and the head are made in the forward pass, and kept: a schedule that
+    splits the backward pass asks for them twice, and losses that are made together with their gradients give them once.
+    """
 
     def __init__(self, layers: _Layers, stream: tuple[Tensor, ...]):
         self._layers, self._stream, self.head = layers, stream, layers.head
+        self._ends: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, token_ids: Tensor, packed: Any, keys_values: Any) -> Tensor:
         norm: Any = self._layers.norm
-        return norm.add(*self._layers.through(self._stream, token_ids, packed, keys_values))[0]
+        hidden = norm.add(*self._layers.through(self._stream, token_ids, packed, keys_values))[0]
+        leaf = hidden.detach().requires_grad_(True)
+        self._ends.append((hidden, leaf))
+        return leaf
+
+    def kept(self, loss: Tensor) -> Tensor:
+        """The loss, whose gradients are there."""
+        head: Any = self.head
+        inputs = [*(hidden for hidden, _ in self._ends), *head.parameters()]
+        grads = torch.autograd.grad(loss, [*(leaf for _, leaf in self._ends), *head.parameters()])
+        return _Kept.apply(loss.detach(), grads, *inputs)  # pyright: ignore[reportReturnType]
+
+
+class _Kept(torch.autograd.Function):
+    """A loss with gradients that were made before."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, grads: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+        ctx.grads = grads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        return (None, None, *(kept * grad_outputs[0] for kept in ctx.grads))
 
 
 class _Stage(PipelineStage):
@@ -91,23 +122,17 @@ class _Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:  # fmt: skip
-        """As torch's, and the gradients are taken where those of weights are made, too."""
+        """As torch's; where it makes the gradients of weights, too, they are taken."""
         found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if full_backward or self.dw_builder is not None:
+        if full_backward:
             self.taken()
         return found
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
         """As torch's, and the gradients are taken."""
         found = super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if self.dw_builder is None:
-            self.taken()
+        self.taken()
         return found
-
-
-def _nothing_left() -> Callable[..., None]:
-    """What the last part does for its weights' gradients alone: its loss is used up by one backward pass, so both are made at once."""
-    return lambda: None
 
 
 class Pipeline:
@@ -130,8 +155,8 @@ class Pipeline:
             between = (stream.detach().requires_grad_(True), stream.detach().requires_grad_(True))
             stage = _Stage(
                 module, part, plan.parts, device, input_args=() if part == 0 else between,
-                output_args=(torch.empty(1, device="meta", requires_grad=True),) if part == last else between, group=ranks.group,
-                dw_builder=_nothing_left if part == last else None,
+                output_args=(torch.empty(1, device="meta", requires_grad=True),) if part == last else between,
+                group=ranks.group,
             )  # fmt: skip
             self._parts.append(module)
             self._stages.append(stage)
@@ -139,7 +164,7 @@ class Pipeline:
         self._schedules: dict[int, Any] = {}
 
     def sums(
-        self, batches: Sequence[Batch], loss_of: Callable[[Any, Any], Tensor], keys_values: Any, invariant: bool
+        self, batches: Sequence[Batch], loss_of: Callable[[Any, Any], Tensor], keys_values: Any, invariant: bool, chunks: Ranks
     ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:  # fmt: skip
         """Forward and backward of all micro-batches of this replica -> (loss, gradients) of this rank's parts, added up.
 
@@ -147,11 +172,12 @@ class Pipeline:
             loss_of: (the model as the last part sees it, batch) -> the loss.
             keys_values: what attention layers are handed.
             invariant: in the order of the tree, else in the order that comes first.
+        chunks: ranks that have other tokens of the same micro-batches.
         """
         sums = [TreeSum() if invariant else RunningSum() for _ in self._parts]
         for stage, part, total in zip(self._stages, self._parts, sums):
             part.batches, part.loss_of, part.keys_values = batches, loss_of, keys_values
-            stage.taken = partial(_take, list(part.parameters()), total)
+            stage.taken = partial(_take, list(part.parameters()), total, chunks)
         losses: list[Tensor] = []
         index = torch.arange(len(batches))
         ends = any(part.head is not None for part in self._parts)
@@ -159,7 +185,9 @@ class Pipeline:
         found: dict[nn.Parameter, Tensor] = {}
         for part, total in zip(self._parts, sums):
             found |= dict(zip(part.parameters(), total.result(), strict=True))
-        return tree_sum([loss.detach().view(())] for loss in losses)[0] if losses else torch.zeros((), device=self._device), found
+        return tree_sum([chunks.all_reduce(loss.detach().view(()))] for loss in losses)[0] if losses else torch.zeros(
+            (), device=self._device
+        ), found
 
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:
@@ -168,9 +196,9 @@ class Pipeline:
         return self._schedules[count]
 
 
-def _take(parameters: Sequence[nn.Parameter], total: TreeSum | RunningSum) -> None:
+def _take(parameters: Sequence[nn.Parameter], total: TreeSum | RunningSum, chunks: Ranks) -> None:
     """Move the gradients of a micro-batch to the sum."""
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    total.add([grad for grad in grads if grad is not None])
+    total.add(all_reduced([grad for grad in grads if grad is not None], chunks))

@@ -7,9 +7,9 @@
     pp    parts that the layers are cut into; `schedule` is the order of passes, `virtual` the parts of a rank
     cp    parts that the tokens of a micro-batch are cut into; attention is cut by heads instead
 
-Ranks = pp * dp * cp * tp, tp innermost. `slices` and `chunks` are part of what is computed, and not of where: into how many parts
-layers and micro-batches are cut for their sums. They are tp and cp where they are not given. Runs with the same slices and chunks
-have the same bits under every plan, with sums in the order of the tree.
+Ranks = pp * dp * cp * tp, tp innermost. `slices` and `chunks` are part of what is computed, and not of where: into how many
+parts layers and micro-batches are cut for their sums. They are tp and cp where they are not given. Runs with the same slices
+and chunks have the same bits under every plan, with sums in the order of the tree.
 """
 
 import difflib
@@ -119,14 +119,13 @@ class Plan:
         for name, what, count in (
             ("slices", "heads", shape.heads), ("slices", "key and value heads", shape.kv_heads),
             ("slices", "feed-forward width", shape.inner), ("chunks", "tokens of a micro-batch", shape.tokens),
-            ("chunks", "key and value heads of a slice", shape.kv_heads // self.slices), ("dp", "micro_batches", shape.micro_batches),
+            ("chunks", "key and value heads of a slice", shape.kv_heads // self.slices),
+            ("dp", "micro_batches", shape.micro_batches),
         ):  # fmt: skip
             if (by := getattr(self, name)) and count % by:
                 raise ValueError(f"parallel: {name} {by} does not divide the {what}, {count}")
-        if self.sp and shape.tokens % (self.slices * self.chunks):
-            raise ValueError(
-                f"parallel: sp cuts {shape.tokens} tokens into {self.slices * self.chunks} parts, which do not divide"
-            )
+        if shape.tokens % (parts := self.slices * self.chunks):
+            raise ValueError(f"parallel: slices and chunks cut {shape.tokens} tokens into {parts} parts, which do not divide")
         if self.parts > shape.layers:
             raise ValueError(f"parallel: pp {self.pp} times virtual {self.virtual} is more than the {shape.layers} layers")
         own = shape.micro_batches // self.dp
@@ -137,6 +136,8 @@ class Plan:
             raise ValueError(
                 f"parallel: {self.schedule} wants micro-batches of a replica in multiples of pp {self.pp}, got {own}"
             )
+        if self.chunks > self.cp and (self.cp > 1 or self.pp > 1 or (self.sp and self.tp > 1)):
+            raise ValueError(f"parallel: chunks is {self.chunks}; wanted cp {self.cp}, or one rank along cp, pp and sp")
         if self.pp > 1 and self.zero > 1:
             raise ValueError(f"parallel: zero {self.zero} does not go with pp; take zero 1")
         if shape.whole and (self.zero or self.slices > 1):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewright.parallel.context import chunk_of, loss_by_chunks
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.pieces import Part, Piece
 from tilewright.parallel.pipeline import Pipeline
@@ -34,7 +35,9 @@ class Spread:
         pipeline: of this rank's layers, where they are dealt out.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, part: Part, order: Sequence[str], *, invariant: bool, pipeline: Pipeline | None = None):
+    def __init__(
+        self, plan: Plan, mesh: Mesh, part: Part, order: Sequence[str], *, invariant: bool, pipeline: Pipeline | None = None
+    ):
         self.pipeline = pipeline
         self.plan, self.mesh, self.part, self.invariant = plan, mesh, part, invariant
         self.leaves: dict[str, nn.Parameter] = {n: p for n, p in part.model.named_parameters() if p.requires_grad}
@@ -84,15 +87,27 @@ class Spread:
 
         loss_of: (model, micro-batch) -> its share of the loss. keys_values: what it hands to attention layers.
         """
+        chunks = self.mesh.cp
+        if chunks.size > 1:
+            batches = [chunk_of(batch, chunks.rank, chunks.size) for batch in batches]
         if self.pipeline is not None:
-            loss, found = self.pipeline.sums(batches, loss_of, keys_values, self.invariant)
+            loss, found = self.pipeline.sums(batches, loss_of, keys_values, self.invariant, chunks)
             return self._finished([loss, *(found[leaf] for leaf in self.leaves.values())])
         total = TreeSum() if self.invariant else RunningSum()
         for batch in batches:
-            loss = loss_of(self.part.model, batch)
+            loss = self._loss(batch, loss_of)
             found = torch.autograd.grad(loss, list(self.leaves.values()), allow_unused=bool(self.part.fetched))
-            total.add(self._over_replicas([loss.detach(), *found]) if self.plan.dealt else [loss.detach(), *found])
+            grads = [loss.detach(), *found]
+            if chunks.size > 1:
+                sums = iter(all_reduced([grad for grad in grads if grad is not None], chunks))
+                grads = [None if grad is None else next(sums) for grad in grads]
+            total.add(self._over_replicas(grads) if self.plan.dealt else grads)
         return self._finished(total.result())
+
+    def _loss(self, batch: Any, loss_of: Callable[[Any, Any], Tensor]) -> Tensor:
+        if self.plan.chunks > self.plan.cp:
+            return loss_by_chunks(self.part.model, batch, loss_of, self.plan.chunks)
+        return loss_of(self.part.model, batch)
 
     def _over_replicas(self, part: Sequence[Tensor | None]) -> list[Tensor]:
         """(loss, gradients of the leaves) of replicas -> their sums: of whole leaves, or of this replica's rows of them."""
@@ -118,7 +133,7 @@ class Spread:
         return self.mesh.pp.all_reduce(loss), found
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """The sums of squares of the rows of all gradients of the whole model, in one order, float32: for the optimizer's norm."""
+        """The sums of squares of the rows of all gradients of the whole model, in one order: for the optimizer's norm."""
         return self._norm(grads)
 
     def _gathering(self) -> list[Ranks]:

@@ -4,8 +4,8 @@ Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Re
 
     y = sum over slices s of layer_s(x)          slices dealt out to ranks in runs, added up in the order of the tree
 
-Every slice is a product of its own with shapes of its own, so a product has the same bits wherever it is made. With `cut`, tokens
-are cut between layers: ranks gather them in front of a layer, and each gets its tokens of the sum behind it.
+Every slice is a product of its own with shapes of its own, so a product has the same bits wherever it is made. With `cut`,
+tokens are cut between layers: ranks gather them in front of a layer, and each gets its tokens of the sum behind it.
 """
 
 import copy
@@ -21,7 +21,7 @@ from tilewright.parallel.pieces import Piece, merged_rows
 from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.reduce import tree
 
-__all__ = ["Sliced", "SlicedNorm", "gather_tokens", "narrow", "own_tokens"]
+__all__ = ["Sliced", "SlicedNorm", "gather_tokens", "narrow", "own_tokens", "shallow"]
 
 
 class _Fan(torch.autograd.Function):
@@ -47,7 +47,8 @@ class _Join(torch.autograd.Function):
         return _sum(terms, ranks, cut)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        grad = grad_outputs[0]
         whole = ctx.ranks.all_gather(grad) if ctx.cut else grad
         return (None, None, *([whole] * ctx.copies))
 
@@ -66,8 +67,8 @@ class _Gather(torch.autograd.Function):
         return ranks.all_gather(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.own(grad).contiguous(), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.own(grad_outputs[0]).contiguous(), None
 
 
 class _Own(torch.autograd.Function):
@@ -79,8 +80,8 @@ class _Own(torch.autograd.Function):
         return ranks.own(x).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.all_gather(grad), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_gather(grad_outputs[0]), None
 
 
 def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:
@@ -123,7 +124,7 @@ class Sliced(nn.Module):
 
 
 class SlicedNorm(nn.Module):
-    """A norm over tokens in as many parts as there are slices, each with a weight of its own that shares the memory of the first.
+    """A norm over tokens in parts, each of which has a weight of its own that shares the memory of the first's.
 
     Args:
         norms: one for each part that is here.
@@ -154,6 +155,7 @@ def shallow(module: Any) -> Any:
     """The same module with the same parameters, whose parameters and parts can be replaced."""
     new = copy.copy(module)
     new._parameters, new._modules = dict(module._parameters), dict(module._modules)
+    new._forward_hooks, new._forward_pre_hooks = module._forward_hooks.copy(), module._forward_pre_hooks.copy()
     return new
 
 

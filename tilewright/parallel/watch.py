@@ -1,7 +1,8 @@
 """Ranks that look after each other: when one dies, the others end within seconds, and say which.
 
 A thread of each rank leaves a count at the store every other second and reads those of the others. One that does not grow any
-more, or a rank that says why it fails, is the verdict. A store that cannot be reached says that the launcher, or rank 0, is gone.
+more, or a rank that says why it fails, is the verdict. A store that is not there any more says that the launcher, or rank 0, is
+gone.
 """
 
 import os
@@ -10,7 +11,7 @@ import threading
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 __all__ = ["Watch"]
 
@@ -27,7 +28,7 @@ class Watch:
     """
 
     def __init__(self, address: str, port: int, rank: int, world: int, grace_s: float = 5.0):
-        self._store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+        self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
         self._rank, self._world, self._grace_s = rank, world, grace_s
         self._over, self._known = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # a store's client is one connection

@@ -15,10 +15,11 @@ from tilewright.extras import needed
 from tilewright.models import SHAPES, Model, ModelError, empty_model, load_config, resolve
 from tilewright.models.files import read_json
 from tilewright.parallel.mesh import Mesh
+from tilewright.parallel.plan import Plan
 from tilewright.train.config import TrainConfig, to_toml
 from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts, conversation_shards, text_shards
 from tilewright.train.loop import Held, Run, Summary, resume, save_whole
-from tilewright.train.ranks import check_plan, joined, make_spread, on_this_rank, quiet
+from tilewright.train.ranks import check_plan, joined, make_spread, on_this_rank, plan_lines, quiet
 from tilewright.train.setup import build_model, build_optimizer, costs_of, device_for, model_config, plan_memory
 from tilewright.train.step import NextToken, trainable
 
@@ -106,7 +107,9 @@ def train(
     with joined(config, device) as mesh:
         say = say if mesh.rank == 0 else quiet
         say(to_toml(config).rstrip())
-        say(str(plan_memory(config, empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True), device)))
+        empty = empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True)
+        lines = [str(plan_memory(config, empty, device))] if config.parallel == Plan() else plan_lines(config, empty, device)
+        say("\n".join(lines))
         # The first rank makes the shards, which the others find.
         data, held = mesh.world.first(lambda: _data(config, shape.vocab_size, render, say))
         run = _run(config, mesh, device, data, held, sampler, say)

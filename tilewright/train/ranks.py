@@ -1,22 +1,26 @@
 """A run on many ranks: is its plan right for its model, joining the ranks, and what a rank has of the run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from tilewright.hw.device import memory_bytes
 from tilewright.hw.env import Launched, launched
 from tilewright.models import Model, ModelConfig
+from tilewright.parallel.clock import bubble
 from tilewright.parallel.mesh import Mesh, join, leave
 from tilewright.parallel.part import make_part
 from tilewright.parallel.pipeline import Pipeline
 from tilewright.parallel.plan import Plan, Shape
+from tilewright.parallel.predict import predicted, sizes_of
 from tilewright.parallel.spread import Spread
 from tilewright.parallel.watch import Watch
 from tilewright.train.config import TrainConfig
+from tilewright.train.setup import STATE_BYTES, dtype_of
 
-__all__ = ["check_plan", "joined", "make_spread", "on_this_rank"]
+__all__ = ["check_plan", "joined", "make_spread", "on_this_rank", "plan_lines", "quiet"]
 
 _WHOLE = {"muon": "muon", "adamw-8bit": "adamw-8bit"}
 _LOST_S = 25.0
@@ -35,8 +39,8 @@ def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     cut = plan.alone() != Plan() or plan.pp > 1
     if config.sample_every and (cut or plan.zero == 3):
         raise ValueError("parallel: sample_every writes with a whole model, and this plan cuts it; set sample_every to 0")
-    if config.eval_data is not None and plan.pp > 1:
-        raise ValueError("parallel: eval_data is measured by whole models, and pp cuts them; leave eval_data out")
+    if config.eval_data is not None and (plan.pp > 1 or plan.sp or plan.chunks > 1):
+        raise ValueError("parallel: eval_data is not measured where pp, sp or cp cut layers or tokens; leave eval_data out")
 
 
 def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
@@ -66,11 +70,12 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
     place = launched()
     if place is None:
         raise ValueError(
-            f"parallel takes {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, torchrun on many"
+            f"parallel takes {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, "
+            "torchrun on several"
         )
     if place.world != plan.ranks:
         raise ValueError(f"parallel takes {plan.ranks} ranks ({plan}), and {place.world} were started")
-    store, _, _ = next(iter(dist.rendezvous("env://")))
+    store, _, _ = next(iter(rendezvous("env://")))
     watch = Watch(place.address, place.port, place.rank, place.world)
     try:
         yield join(plan, rank=place.rank, device=device, store=store, invariant=config.accumulate == "tree")
@@ -107,8 +112,33 @@ def make_spread(config: TrainConfig, model: Model, mesh: Mesh) -> Spread | None:
     return Spread(plan, mesh, part, order, invariant=tree, pipeline=pipeline)
 
 
+def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[str]:
+    """What the plan takes, for people: bytes of the ranks at each place along pp, and idle time. `model` may be on "meta".
+
+    Raises:
+        ValueError: a rank needs more than its card has.
+    """
+    plan, shape = config.parallel, model.config
+    product = " x ".join(f"{name} {getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp") if getattr(plan, name) > 1)
+    found = [f"parallel: {plan.ranks} ranks = {product or 'one'}"]
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    for stage in range(plan.pp):
+        need = predicted(
+            plan, sizes_of(model), stage, item=dtype_of(config).itemsize, moments=STATE_BYTES[config.optimizer],
+            micro_batches=config.micro_batches, tree=config.accumulate == "tree", tokens=config.row_tokens * config.micro_rows,
+            cut_width=2 * (q + 2 * kv) + q + 3 * shape.intermediate_size, whole_width=6 * shape.hidden_size + q,
+        )  # fmt: skip
+        where = f"a rank at place {stage} of pp" if plan.pp > 1 else "a rank"
+        found.append(f"memory of {where}: {need}")
+        if device.type == "cuda" and need.total > (there := memory_bytes(device)):
+            raise ValueError(f"{found[-1]}: more than the {there / 2**30:.1f} GiB of {device}; raise tp, pp or zero")
+    if plan.pp > 1:
+        own = config.micro_batches // plan.dp
+        found.append(f"pipeline: {bubble(plan, own):.1%} of an update idle, by the formula for {plan.schedule}")
+    if config.accumulate != "tree" and plan.ranks > 1:
+        found.append("sums: in the library's order; other plans differ in rounding. accumulate = tree gives them the same bits")
+    return found
+
+
 def quiet(words: str) -> None:
     """Say nothing: what a rank other than the first does."""
-
-
-Say = Callable[[str], None]

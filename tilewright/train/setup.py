@@ -18,19 +18,21 @@ from tilewright.train.schedules import SCHEDULES
 from tilewright.train.step import trainable
 
 __all__ = [
+    "STATE_BYTES",
     "Costs",
     "MemoryPlan",
     "build_model",
     "build_optimizer",
     "costs_of",
     "device_for",
+    "dtype_of",
     "learning_rate",
     "model_config",
     "plan_memory",
 ]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muon": 4.0, "sgd": 0.0}
+STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muon": 4.0, "sgd": 0.0}
 """Of the moments, for each parameter. Muon's embedding and head have AdamW's."""
 
 
@@ -66,6 +68,11 @@ def model_config(config: TrainConfig) -> ModelConfig:
         most = found.max_position_embeddings
         raise ValueError(f"row_tokens is {config.row_tokens}, and {config.model} has {most} positions: at most {most}")
     return found
+
+
+def dtype_of(config: TrainConfig) -> torch.dtype:
+    """Of weights and products."""
+    return _DTYPES[config.dtype]
 
 
 def build_model(config: TrainConfig, device: torch.device) -> Model:
@@ -148,7 +155,7 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
     plan = MemoryPlan(
         weights=count * item,
         gradients=count * (item + accumulated),
-        optimizer=int(count * (_STATE_BYTES[config.optimizer] + (4 if item == 2 else 0))),
+        optimizer=int(count * (STATE_BYTES[config.optimizer] + (4 if item == 2 else 0))),
         activations=tokens * item * (layer * shape.num_hidden_layers + 4 * shape.hidden_size),
         logits=chunk * shape.vocab_size * item + 4 * shape.vocab_size * shape.hidden_size,
         available=memory_bytes(device) if device.type == "cuda" else None,
