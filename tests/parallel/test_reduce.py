@@ -48,7 +48,9 @@ def test_a_sum_of_nothing_is_refused(kind: type) -> None:
 def test_sums_of_squares_of_rows_do_not_depend_on_the_other_rows(shape: tuple[int, ...]) -> None:
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     whole = row_squares(grad)
-    torch.testing.assert_close(whole.double(), grad.double().square().flatten(1).sum(1) if grad.dim() > 1 else grad.double() ** 2)
+    torch.testing.assert_close(
+        whole.double(), grad.double().square().flatten(1).sum(1) if grad.dim() > 1 else grad.double() ** 2
+    )
     for row in range(shape[0]):
         assert torch.equal(row_squares(grad[row : row + 1]), whole[row : row + 1])
 

@@ -1,7 +1,7 @@
 """The tokens of a micro-batch cut into chunks (context parallelism, by all-to-all).
 
-Jacobs et al., "DeepSpeed Ulysses", 2023: every rank has a chunk of the tokens for all that looks at tokens one by one, and all
-tokens of some heads for attention. Documents may begin and end anywhere. Gradients are sums over chunks, in the order of the tree.
+XX
+all tokens of some heads for attention. Documents may begin and end anywhere. Gradients are sums over chunks, in the order of the tree.
 
 One process that has all chunks computes them one after the other, with shapes and sums like those of as many ranks: `Chunked`.
 """

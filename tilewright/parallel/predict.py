@@ -4,7 +4,8 @@
     N = L (P_c / tp + P_w) + E
 
     weights    bytes of the dtype * N;                    zero 3: blocks / dp
-    optimizer  (moments + 4 for master weights) * N;      zero 1 to 3: / dp; master weights in float32 are the weights, if whole
+    optimizer  (moments + 4 for master weights) * N;      zero 1 to 3: / dp, and the updated rows of what all hold whole
+                                                          float32: no master weights beside weights of which it updates all
     gradients  (bytes of the dtype + 4 sums) * N;         sums: 1, or one for each level of the tree; zero 2 and 3: sums / dp
     activations  bytes of the dtype * tokens / cp * layers * passes in flight * (what tp cuts / tp + the rest, / tp with sp)
 
@@ -99,7 +100,9 @@ def predicted(
     used = ends + (sizes.embed if first and last and not sizes.head else 0)
     share = plan.dp if plan.zero else 1
     third = plan.dp if plan.zero == 3 else 1
-    apart = (blocks if plan.zero in (1, 2) else 0) + (ends if plan.zero else 0) if item == 4 else blocks + ends
+    # What is updated apart from the weights in use: rows of whole weights. Master weights in float32 are else the weights.
+    copied = (blocks if plan.zero in (1, 2) else 0) + (ends if plan.zero else 0)
+    masters = copied if item == 4 else blocks + ends
     own = micro_batches // plan.dp
     levels = 1 + math.ceil(math.log2(own)) if tree else 1
     sums = (blocks + used) / (plan.dp if plan.dealt else 1)
@@ -107,6 +110,6 @@ def predicted(
     width = cut_width / plan.tp + whole_width / (plan.tp if plan.sp else 1)
     return RankBytes(
         weights=int(item * (blocks / third + ends)), gradients=int(item * (blocks + used) + 4 * levels * sums),
-        optimizer=int((moments * (blocks + ends) + 4 * apart) / share),
+        optimizer=int((moments * (blocks + ends) + 4 * masters + (item * copied if item < 4 else 0)) / share),
         activations=int(item * tokens / plan.cp * layers * held * width),
     )  # fmt: skip

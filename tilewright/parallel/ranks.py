@@ -1,7 +1,7 @@
 """Ranks that work on parts of one thing, and how they exchange: in the order of the tree, or in the library's.
 
 In the order of the tree each rank receives from every other its part of the terms, adds them up itself, and sends the sum
-round: the bytes of a ring's all-reduce, in two rounds. The library's order depends on the number of ranks and on what it chooses.
+round: the bytes of a ring's all-reduce, in two rounds. The library's order depends on the number of ranks, and on the library.
 """
 
 from collections.abc import Callable, Sequence

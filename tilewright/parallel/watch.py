@@ -15,8 +15,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 __all__ = ["Watch"]
 
-_EVERY_S, _SILENT_S = 2.0, 16.0
-
 
 class Watch:
     """Watches the other ranks until `stop`.
@@ -25,11 +23,16 @@ class Watch:
         address, port: of the store.
         rank, world: this rank, of how many.
         grace_s: how long the main thread may take to end by itself once there is a verdict.
+        every_s, silent_s: how often ranks are looked at, and after how long without a word one is gone.
     """
 
-    def __init__(self, address: str, port: int, rank: int, world: int, grace_s: float = 5.0):
+    def __init__(
+        self, address: str, port: int, rank: int, world: int, *, grace_s: float = 5.0, every_s: float = 2.0,
+        silent_s: float = 16.0,
+    ):  # fmt: skip
         self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
-        self._rank, self._world, self._grace_s = rank, world, grace_s
+        self._rank, self._world = rank, world
+        self._grace_s, self._every_s, self._silent_s = grace_s, every_s, silent_s
         self._over, self._known = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # a store's client is one connection
         self._words = ""
@@ -60,7 +63,7 @@ class Watch:
     def _run(self) -> None:
         counts: dict[int, tuple[str, float]] = {}
         beat = 0
-        while not self._over.wait(_EVERY_S):
+        while not self._over.wait(self._every_s):
             beat += 1
             try:
                 with self._lock:
@@ -89,6 +92,6 @@ class Watch:
             count = self._store.get(key).decode()
             if counts.get(other, ("", 0.0))[0] != count:
                 counts[other] = (count, now)
-            elif count != "done" and now - counts[other][1] > _SILENT_S:
-                return f"rank {other} is gone: nothing was heard of it for {_SILENT_S:.0f} seconds"
+            elif count != "done" and now - counts[other][1] > self._silent_s:
+                return f"rank {other} is gone: nothing was heard of it for {self._silent_s:.0f} seconds"
         return ""
