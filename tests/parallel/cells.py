@@ -89,7 +89,7 @@ def run(cell: Cell, rank: int = 0, store: Any = None) -> dict[str, Tensor]:
     initialise(model, std=0.3)
     spread = make_spread(config, model.requires_grad_(True), mesh)
     assert spread is not None
-    optimizer = build_optimizer(config, spread.weights())
+    optimizer = build_optimizer(config, model, spread.weights())
     spread.share()
     if cell.fault == "tied":
         spread.part.tied, spread.part.uses["embed.weight"] = frozenset(), []

@@ -140,7 +140,7 @@ def test_bytes_of_a_rank_are_as_predicted(given: str, dtype: str, tied: bool) ->
         )  # fmt: skip
         mesh = Mesh(dp=Unmet(None, 1 % plan.dp, plan.dp), tp=Unmet(None, 1 % plan.tp, plan.tp), pp=Unmet(None, stage, plan.pp))
         spread = Spread(plan, mesh, make_part(model, plan, mesh, invariant=True), order, invariant=True)
-        optimizer = build_optimizer(config, spread.weights())
+        optimizer = build_optimizer(config, model, spread.weights())
         spread.share()
         seen = [*spread.leaves.values(), *spread.held.values(), *optimizer.state_dict().values()]
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}

@@ -1,7 +1,7 @@
 """The tokens of a micro-batch cut into chunks (context parallelism, by all-to-all).
 
-XX
-all tokens of some heads for attention. Documents may begin and end anywhere. Gradients are sums over chunks, in the order of the tree.
+Jacobs et al., "DeepSpeed Ulysses", 2023: a rank has a chunk of the tokens for all that looks at tokens one by one, and all
+tokens of some heads for attention. Documents may begin and end anywhere. Gradients are sums over chunks, as the tree has them.
 
 One process that has all chunks computes them one after the other, with shapes and sums like those of as many ranks: `Chunked`.
 """
@@ -66,15 +66,15 @@ class InSlices(NamedTuple):
     """The same by one process: heads in as many slices as there are chunks."""
 
     inner: Any
-    count: int
+    slices: int
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, heads: Heads) -> Tensor:
         """As `KeysValues.attend`."""
         found = []
-        norms = [_fan(norm, self.count) for norm in (heads.q_norm, heads.k_norm)]
-        sinks = [None] * self.count if heads.sinks is None else heads.sinks.chunk(self.count)
-        for index in range(self.count):
-            some = (x.chunk(self.count, 1)[index].contiguous() for x in (q, k, v))
+        norms = [_fan(norm, self.slices) for norm in (heads.q_norm, heads.k_norm)]
+        sinks = [None] * self.slices if heads.sinks is None else heads.sinks.chunk(self.slices)
+        for index in range(self.slices):
+            some = (x.chunk(self.slices, 1)[index].contiguous() for x in (q, k, v))
             own = heads._replace(q_norm=norms[0][index], k_norm=norms[1][index], sinks=sinks[index])
             found.append(self.inner.attend(*some, batch, own))
         return torch.cat(found, 1)

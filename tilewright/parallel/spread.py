@@ -101,7 +101,8 @@ class Spread:
             if chunks.size > 1:
                 sums = iter(all_reduced([grad for grad in grads if grad is not None], chunks))
                 grads = [None if grad is None else next(sums) for grad in grads]
-            total.add(self._over_replicas(grads) if self.plan.dealt else grads)
+            # Only what is fetched has no gradient here, and then micro-batches are dealt out.
+            total.add(self._over_replicas(grads) if self.plan.dealt else [grad for grad in grads if grad is not None])
         return self._finished(total.result())
 
     def _loss(self, batch: Any, loss_of: Callable[[Any, Any], Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts,
 from tilewright.train.loop import Held, Run, Summary, resume, save_whole
 from tilewright.train.ranks import check_plan, joined, make_spread, on_this_rank, plan_lines, quiet
 from tilewright.train.setup import build_model, build_optimizer, costs_of, device_for, model_config, plan_memory
-from tilewright.train.step import NextToken, trainable
+from tilewright.train.step import NextToken
 
 __all__ = ["Encoder", "tokenizer_folder", "train"]
 
@@ -130,7 +130,7 @@ def _run(
 ) -> Run:  # fmt: skip
     model = build_model(config, device)
     costs, spread = costs_of(config, model, device), make_spread(config, model, mesh)
-    optimizer = build_optimizer(config, trainable(model) if spread is None else spread.weights())
+    optimizer = build_optimizer(config, model, None if spread is None else spread.weights())
     if spread is not None:
         spread.share()
         model = spread.part.model

@@ -135,7 +135,13 @@ def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[
     if plan.pp > 1:
         own = config.micro_batches // plan.dp
         found.append(f"pipeline: {bubble(plan, own):.1%} of an update idle, by the formula for {plan.schedule}")
-    if config.accumulate != "tree" and plan.ranks > 1:
+    if plan.ranks > 1 and config.accumulate == "tree":
+        wide = 4 // dtype_of(config).itemsize
+        more = f", and between slices of layers {wide} times its bytes" if plan.tp > 1 and wide > 1 else ""
+        found.append(
+            f"sums: in the order of the tree, in two rounds where the library takes one{more}; running is the library's"
+        )
+    elif plan.ranks > 1:
         found.append("sums: in the library's order; other plans differ in rounding. accumulate = tree gives them the same bits")
     return found
 

@@ -93,8 +93,8 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
     return model.requires_grad_(True)
 
 
-def build_optimizer(config: TrainConfig, weights: Mapping[str, torch.Tensor]) -> Optimizer | Muon:
-    """The optimizer, which takes the memory of the weights over."""
+def build_optimizer(config: TrainConfig, model: Model, weights: Mapping[str, torch.Tensor] | None = None) -> Optimizer | Muon:
+    """The optimizer, which takes the memory of the weights over: the model's, or those that are given in their place."""
     common: dict[str, Any] = {"weight_decay": config.weight_decay, "max_norm": config.max_norm}
     if config.mup_base is not None:
         rules = _mup(config, model.config)
@@ -107,7 +107,7 @@ def build_optimizer(config: TrainConfig, weights: Mapping[str, torch.Tensor]) ->
         "muon": partial(Muon, betas=betas, eps=config.eps),
         "sgd": SGD,
     }
-    return kinds[config.optimizer](weights, **common)
+    return kinds[config.optimizer](trainable(model) if weights is None else weights, **common)
 
 
 def _mup(config: TrainConfig, shape: ModelConfig) -> MuP:
