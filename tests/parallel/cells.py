@@ -14,7 +14,7 @@ from tilewright.parallel.plan import Plan
 from tilewright.parallel.saved import gathered
 from tilewright.train.batch import TrainBatch, pack
 from tilewright.train.config import TrainConfig
-from tilewright.train.ranks import make_spread
+from tilewright.train.ranks import check_plan, make_spread
 from tilewright.train.setup import build_optimizer, learning_rate
 from tilewright.train.step import NextToken, spread_step
 
@@ -84,6 +84,7 @@ def run(cell: Cell, rank: int = 0, store: Any = None) -> dict[str, Tensor]:
         micro_batches=cell.micro_batches, accumulate="tree" if cell.tree else "running",
         parallel=Plan.read(cell.plan), row_tokens=TOKENS, micro_rows=ROWS,
     )  # fmt: skip
+    check_plan(config, _shape(cell.shape))
     mesh = join(config.parallel, rank=rank, device=torch.device("cpu"), store=store, invariant=cell.tree)
     model = empty_model(_shape(cell.shape), device="cpu", dtype=torch.float32)
     initialise(model, std=0.3)

@@ -124,6 +124,22 @@ def _here(config: Path) -> tuple[Summary, list[str]]:
     return train(merged(read_toml(config), {}), say=said.append), said
 
 
+def test_a_run_in_slices_and_chunks_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    wanted, _ = _here(config_of(tmp_path, "one", parallel="slices=2,chunks=1"))
+    config = config_of(tmp_path, "two", parallel="slices=2")
+    assert _here(config)[0] == wanted
+    for name in ("step-00000004", "model"):
+        (tmp_path / "two" / name).rename(tmp_path / f"old-{name}")
+    _, said = _here(config)
+    assert "going on behind step 2" in said
+    assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert models[0] == models[1]
+    with pytest.raises(ValueError, match="parallel was slices=2, is no cuts"):
+        _here(config_of(tmp_path, "two"))
+
+
+@pytest.mark.long
 def test_a_run_goes_on_under_another_plan_with_the_same_bits(tmp_path: Path) -> None:
     wanted, _ = _here(config_of(tmp_path, "one", parallel="slices=2"))
     found = _train(config_of(tmp_path, "two", parallel="tp=2,sp"))
