@@ -105,7 +105,10 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
 
     # A folder is served under its own name, not under its path.
     name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    return run_server(create_app(llm.engine, Served.of(llm.engine, name), config), listener, log)
+    pooler = llm.pooler
+    pooled = None if pooler is None else pooler.pooled
+    served = Served.of(llm.engine, name, pooled=pooled, generates=llm.generates)
+    return run_server(create_app(llm.engine, served, config, None if pooler is None else pooler.run), listener, log)
 
 
 SAMPLING = "Sampling"
