@@ -10,7 +10,7 @@ import torch
 from tilewright.models import SHAPES, empty_model
 from tilewright.parallel.clock import bubble, simulated
 from tilewright.parallel.mesh import Mesh
-from tilewright.parallel.part import make_part
+from tilewright.parallel.part import make_part, refusal
 from tilewright.parallel.plan import SCHEDULES, Plan, Shape
 from tilewright.parallel.predict import predicted, sizes_of
 from tilewright.parallel.ranks import Ranks
@@ -159,3 +159,12 @@ class Unmet(Ranks):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.repeat(self.size, *[1] * (x.dim() - 1))
+
+
+def test_layers_of_other_kinds_are_cut_by_rows_alone() -> None:
+    shape = replace(SHAPES["qwen3-0.6b"], architecture="Olmo2ForCausalLM")
+    model = empty_model(shape, device="meta", dtype=torch.float32)
+    for given in ("tp=2", "pp=2", "cp=2"):
+        assert "block 0 is no norm, attention" in (refusal(model, Plan.read(given)) or "")
+    assert refusal(model, Plan.read("dp=2,zero=3")) is None
+    assert refusal(empty_model(SHAPES["qwen3-0.6b"], device="meta", dtype=torch.float32), Plan.read("tp=2,pp=2")) is None

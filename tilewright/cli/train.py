@@ -99,11 +99,14 @@ def _on_nodes(config: TrainConfig, nodes: int) -> str:
 
 def _start_ranks(config: TrainConfig, as_json: bool) -> None:
     """Start the ranks of a run on this machine, and wait for them."""
+    from tilewright.models import empty_model
     from tilewright.parallel.launch import run_ranks
-    from tilewright.train.ranks import check_plan
-    from tilewright.train.setup import model_config
+    from tilewright.train.ranks import check_plan, plan_lines
+    from tilewright.train.setup import device_for, dtype_of, model_config
 
-    check_plan(config, model_config(config))
+    shape = model_config(config)
+    check_plan(config, shape)
+    plan_lines(config, empty_model(shape, device="meta", dtype=dtype_of(config)), device_for(config))
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config), encoding="utf-8")

@@ -18,11 +18,13 @@ from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.replicate import RowShards
 from tilewright.parallel.tensor import Sliced, SlicedNorm, narrow, own_tokens, shallow
 
-__all__ = ["make_part"]
+__all__ = ["make_part", "refusal"]
 
 
 def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
     """Cut a decoder (`embed`, `blocks`, `norm`, `head`) as the plan says. It is taken over, and not to be used any more."""
+    if (why := refusal(model, plan)) is not None:
+        raise ValueError(why)
     part = Part(model=model, pieces=whole_pieces(model), uses={})
     if model.head.weight is model.embed.weight:
         # Two places of use, two sums: so it does not matter whether one rank has both.
@@ -56,6 +58,25 @@ def _fetch(part: Part, mesh: Mesh) -> None:
     part.summed = frozenset(renamed.get(name, name) for name in part.summed)
 
 
+def refusal(model: Any, plan: Plan) -> str | None:
+    """Why a plan cannot cut a decoder, which may be on "meta"; None where it can. Replicas and rows can be had of any."""
+    if plan.slices == plan.chunks == plan.pp == 1:
+        return None
+    names = {"attn_norm", "attn", "ffn_norm", "ffn"}
+    for index, block in enumerate(model.blocks):
+        plain = (
+            {name for name, _ in block.named_children()} == names and type(block.attn) in SHARDS and type(block.ffn) in SHARDS
+        )
+        if not plain or getattr(block.attn, "wide_norm_eps", None) is not None:
+            return (
+                f"parallel: block {index} is no norm, attention, norm and gated feed-forward layer alone, which tp, cp and pp can "
+                "cut; take dp and zero"
+            )
+        if plan.chunks > plan.cp and plan.slices > 1 and block.attn.out.bias is not None:
+            return "parallel: chunks and slices together do not go with a bias behind attention; leave one of them out"
+    return None
+
+
 def _chunk(part: Part, plan: Plan, mesh: Mesh) -> None:
     """Attend across chunks, and compute them one by one where they are all here."""
     model = part.model
@@ -64,10 +85,6 @@ def _chunk(part: Part, plan: Plan, mesh: Mesh) -> None:
     if plan.cp > 1:
         return
     for index, block in enumerate(model.blocks):
-        if getattr(block.attn, "biases", ()):
-            raise ValueError(
-                "parallel: chunks and slices together do not go with a bias behind attention; leave one of them out"
-            )
         for name in ("attn_norm", "ffn_norm", "ffn"):
             _by_chunks(part, f"blocks.{index}.{name}", block, name, plan.chunks)
         for home, layer in list(block.attn.named_modules(prefix=f"blocks.{index}.attn")):

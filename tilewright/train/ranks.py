@@ -11,7 +11,7 @@ from tilewright.hw.env import Launched, launched
 from tilewright.models import Model, ModelConfig
 from tilewright.parallel.clock import bubble
 from tilewright.parallel.mesh import Mesh, join, leave
-from tilewright.parallel.part import make_part
+from tilewright.parallel.part import make_part, refusal
 from tilewright.parallel.pipeline import Pipeline
 from tilewright.parallel.plan import Plan, Shape
 from tilewright.parallel.predict import predicted, sizes_of
@@ -116,9 +116,11 @@ def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[
     """What the plan takes, for people: bytes of the ranks at each place along pp, and idle time. `model` may be on "meta".
 
     Raises:
-        ValueError: a rank needs more than its card has.
+        ValueError: the plan cannot cut this model, or a rank needs more than its card has.
     """
     plan, shape = config.parallel, model.config
+    if (why := refusal(model, plan)) is not None:
+        raise ValueError(why)
     product = " x ".join(f"{name} {getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp") if getattr(plan, name) > 1)
     found = [f"parallel: {plan.ranks} ranks = {product or 'one'}"]
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
