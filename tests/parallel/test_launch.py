@@ -140,6 +140,7 @@ def test_a_run_in_slices_and_chunks_goes_on_with_the_same_bits(tmp_path: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_run_goes_on_under_another_plan_with_the_same_bits(tmp_path: Path) -> None:
     wanted, _ = _here(config_of(tmp_path, "one", parallel="slices=2"))
     found = _train(config_of(tmp_path, "two", parallel="tp=2,sp"))
@@ -161,6 +162,7 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("plan", ["pp=2,dp=2", "dp=4,zero=3"])
 def test_a_run_goes_on_by_four_ranks_with_the_same_bits(tmp_path: Path, plan: str) -> None:
     for name in ("one", "two"):
@@ -173,6 +175,7 @@ def test_a_run_goes_on_by_four_ranks_with_the_same_bits(tmp_path: Path, plan: st
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_killed_rank_ends_a_run_within_half_a_minute_and_is_named(tmp_path: Path) -> None:
     """Without our launcher, as on several machines: each rank has to notice by itself."""
     config = config_of(tmp_path, "run", parallel="dp=4", steps=100000, save_every=100000)

@@ -87,6 +87,7 @@ MATRIX = (
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_the_whole_matrix_has_the_bits_of_one_process(tmp_path: Path) -> None:
     shapes = ("llama", "qwen3", "qwen2")
     cells = [Cell(plan=plan, micro_batches=4 + 4 * (i % 2), shape=shapes[i % 3]) for i, plan in enumerate(MATRIX)]
@@ -96,6 +97,7 @@ def test_the_whole_matrix_has_the_bits_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_three_dimensions_on_eight_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     cells = [Cell(plan="pp=2,dp=2,tp=2,sp"), Cell(plan="dp=2,cp=2,tp=2,sp,zero=3", shape="qwen3")]
     found = by_ranks(tmp_path, cells, ranks=8)
@@ -103,6 +105,7 @@ def test_three_dimensions_on_eight_ranks_have_the_bits_of_one_process(tmp_path: 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_optimizers_that_want_whole_parameters_run_on_replicas_and_layers(tmp_path: Path) -> None:
     kinds = ("muon", "adamw-8bit", "momentum", "sgd")
     cells = [Cell(plan=plan, optimizer=kind, **SHORT) for kind in kinds for plan in ("dp=4", "pp=2,dp=2")]

@@ -151,8 +151,8 @@ class Chunked(nn.Module):
 class _Chunk:
     """What an objective is handed as the model for one chunk."""
 
-    def __init__(self, hidden: Callable[[Any, Any], Tensor], head: Any, index: int, count: int):
-        self.head, self._hidden, self._index, self._count = head, hidden, index, count
+    def __init__(self, model: Any, hidden: Callable[[Any, Any], Tensor], head: Any, index: int, count: int):
+        self.config, self.head, self._hidden, self._index, self._count = model.config, head, hidden, index, count
 
     def __call__(self, token_ids: Tensor, packed: Any, keys_values: Any) -> Tensor:
         return self._hidden(packed, keys_values).tensor_split(self._count)[self._index]
@@ -168,4 +168,4 @@ def loss_by_chunks(model: Any, batch: Any, loss_of: Callable[[Any, Any], Tensor]
         return made[0]
 
     heads = Chunked(model.head, count).each()
-    return tree([loss_of(_Chunk(hidden, heads[i], i, count), chunk_of(batch, i, count)) for i in range(count)])
+    return tree([loss_of(_Chunk(model, hidden, heads[i], i, count), chunk_of(batch, i, count)) for i in range(count)])

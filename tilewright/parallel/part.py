@@ -64,13 +64,12 @@ def refusal(model: Any, plan: Plan) -> str | None:
         return None
     names = {"attn_norm", "attn", "ffn_norm", "ffn"}
     for index, block in enumerate(model.blocks):
-        plain = (
-            {name for name, _ in block.named_children()} == names and type(block.attn) in SHARDS and type(block.ffn) in SHARDS
-        )
+        plain = {name for name, _ in block.named_children()} == names
+        plain = plain and type(block.attn) in SHARDS and type(block.ffn) in SHARDS
         if not plain or getattr(block.attn, "wide_norm_eps", None) is not None:
             return (
-                f"parallel: block {index} is no norm, attention, norm and gated feed-forward layer alone, which tp, cp and pp can "
-                "cut; take dp and zero"
+                f"parallel: block {index} is no norm, attention, norm and gated feed-forward layer alone, which tp, cp and pp "
+                "can cut; take dp and zero"
             )
         if plan.chunks > plan.cp and plan.slices > 1 and block.attn.out.bias is not None:
             return "parallel: chunks and slices together do not go with a bias behind attention; leave one of them out"

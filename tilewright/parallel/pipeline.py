@@ -55,6 +55,7 @@ class _Layers(nn.Module):
         self.blocks = nn.ModuleList([model.blocks[str(index)] for index in layers])
         self.layers, self.embed = layers, model.embed if first else None
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
+        self.config = model.config
         self.batches: Sequence[Any] = ()
         self.loss_of: Callable[[Any, Any], Tensor] | None = None
         self.keys_values: Any = None
@@ -83,7 +84,7 @@ class _End:
     """
 
     def __init__(self, layers: _Layers, stream: tuple[Tensor, ...]):
-        self._layers, self._stream, self.head = layers, stream, layers.head
+        self._layers, self._stream, self.head, self.config = layers, stream, layers.head, layers.config
         self._ends: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, token_ids: Tensor, packed: Any, keys_values: Any) -> Tensor:
