@@ -114,7 +114,9 @@ def train_step(
 def spread_step(
     spread: Spread, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], n_targets: int, lr: float, objective: Objective
 ) -> StepResult:
-    """`train_step` of one of many ranks: `batches` are its own, `n_targets` are those of all."""
+    """`train_step` of one of many ranks: `batches` are its own, `n_targets` are those of all. Raises ValueError for none."""
+    if not n_targets:
+        raise ValueError("spread_step: no position of this step's batches has a target; check what the data masks")
 
     def loss_of(model: Model, batch: TrainBatch) -> Tensor:
         return objective(model, batch) / n_targets
