@@ -19,4 +19,5 @@ TRAIN_OPTIONS = {
     *("--z-loss", "--label-smoothing", "--deterministic", "--no-deterministic", "--max-skipped", "--log-every"),
     *("--save-every", "--save-async", "--no-save-async", "--keep", "--eval-data", "--eval-every", "--eval-rows"),
     *("--sample-every", "--sample-prompt", "--sample-tokens", "--tensorboard", "--no-tensorboard"),
+    *("--parallel", "--nodes"),
 }

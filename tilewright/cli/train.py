@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +14,8 @@ import typer
 from tilewright.cli.options import options
 from tilewright.cli.root import ends_on_sigterm, plain_errors, say
 from tilewright.cli.train_group import train
-from tilewright.train.config import TrainConfig, merged, read_toml
+from tilewright.hw.env import launched
+from tilewright.train.config import TrainConfig, merged, read_toml, to_toml
 
 __all__ = ["run"]
 
@@ -21,7 +24,7 @@ def _given() -> type:
     """The fields of `TrainConfig`, each unset unless it is given, so that the file's value stands."""
     made = []
     for one in dataclasses.fields(TrainConfig):
-        listed = {"data": list[str] | None, "weights": list[float] | None}
+        listed = {"data": list[str] | None, "weights": list[float] | None, "parallel": str | None}
         default = "" if one.default in (None, (), "") else f"; default: {one.default}"
         help = one.metadata["help"] + (default if "default" not in one.metadata["help"] else "")
         own: Any = one.type
@@ -46,6 +49,9 @@ def run(
         Path | None, typer.Argument(help="TOML file with fields named like the options: row_tokens = 1024")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print how the run ended as JSON")] = False,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="print what to run on each of so many machines, and end")
+    ] = None,
 ) -> None:
     """Train a model, or go on with a stopped run: pretraining on texts, fine-tuning on texts or conversations.
 
@@ -59,13 +65,53 @@ def run(
         from tilewright.train.main import tokenizer_folder
         from tilewright.train.main import train as train_model
 
+        if nodes is not None:
+            print(_on_nodes(resolved, nodes))
+            return
+        if resolved.parallel.ranks > 1 and launched() is None:
+            _start_ranks(resolved, as_json)
+            return
         folder = tokenizer_folder(resolved)
         try:
             summary = train_model(resolved, render=_render(folder, resolved), sampler=_sampler(folder, resolved), say=say)
         except FloatingPointError as error:
             raise ValueError(str(error)) from error
-        if as_json:
+        place = launched()
+        if as_json and (place is None or place.rank == 0):
             print(json.dumps(dataclasses.asdict(summary)))
+
+
+def _on_nodes(config: TrainConfig, nodes: int) -> str:
+    """What starts the run on several machines, after the plan was checked."""
+    from tilewright.train.ranks import check_plan
+    from tilewright.train.setup import model_config
+
+    check_plan(config, model_config(config))
+    each, rest = divmod(config.parallel.ranks, nodes)
+    if rest:
+        raise ValueError(f"nodes is {nodes}, and does not divide the {config.parallel.ranks} ranks that parallel takes")
+    options = f"--nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST:29400 --rdzv-id run"
+    return (
+        "# on every machine; FIRST is the name of one of them, and out a folder that all of them share\n"
+        f"torchrun {options} -m tilewright.cli train run run.toml\n# run.toml:\n{to_toml(config).rstrip()}"
+    )
+
+
+def _start_ranks(config: TrainConfig, as_json: bool) -> None:
+    """Start the ranks of a run on this machine, and wait for them."""
+    from tilewright.models import empty_model
+    from tilewright.parallel.launch import run_ranks
+    from tilewright.train.ranks import check_plan, plan_lines
+    from tilewright.train.setup import device_for, dtype_of, model_config
+
+    shape = model_config(config)
+    check_plan(config, shape)
+    plan_lines(config, empty_model(shape, device="meta", dtype=dtype_of(config)), device_for(config))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "tilewright.cli", "train", "run", str(path), *(["--json"] if as_json else [])]
+        run_ranks(command, config.parallel.ranks, say)
 
 
 def _sampler(folder: Path | None, config: TrainConfig) -> Callable[[Any], Callable[[], str]] | None:

@@ -5,9 +5,31 @@ the Triton interpreter, the cache folder, and which commit a copy of the code is
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["cache_dir", "commit", "interpreting", "library_path", "ray_address"]
+__all__ = [
+    "Launched",
+    "cache_dir",
+    "commit",
+    "interpreting",
+    "launched",
+    "library_path",
+    "ray_address",
+    "variables_of_rank",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """What torchrun, or a launcher like it, tells a process: its rank of how many, which process of its machine it is, where
+    the ranks meet."""
+
+    rank: int
+    world: int
+    local_rank: int
+    address: str
+    port: int
 
 
 def interpreting() -> bool:
@@ -37,6 +59,33 @@ def library_path() -> list[str]:
 def ray_address() -> str | None:
     """The Ray cluster of this machine, if there is one: `RAY_ADDRESS`, as Ray itself reads it."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def launched() -> Launched | None:
+    """This process's place among others, if a launcher gave it one: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+
+    Raises:
+        ValueError: they are not all there, or no numbers.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    try:
+        rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return Launched(rank=rank, world=world, local_rank=local, address=os.environ["MASTER_ADDR"], port=port)
+    except (KeyError, ValueError) as error:
+        wanted = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        raise ValueError(f"the environment has RANK, and not all of {wanted} as torchrun sets them: {error}") from error
+
+
+def variables_of_rank(place: Launched) -> dict[str, str]:
+    """The environment of a process that is started as a rank of this machine: what torchrun sets, and its share of cores."""
+    threads = str(max(1, (os.cpu_count() or 1) // place.world))
+    return {
+        "OMP_NUM_THREADS": threads, **os.environ, "RANK": str(place.rank), "WORLD_SIZE": str(place.world),
+        "LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": str(place.world), "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
 
 
 # Triton reads the variable when a kernel is decorated, so a later change could not be honoured.

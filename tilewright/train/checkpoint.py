@@ -23,6 +23,9 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from tilewright.parallel.pieces import Piece
+from tilewright.parallel.saved import read_pieces
+
 __all__ = ["Checkpoints", "load"]
 
 _PREFIX, _PARTIAL = "step-", ".partial"
@@ -110,8 +113,12 @@ class Checkpoints:
         return sorted(path for path in found if path.suffix != _PARTIAL and (path / "state.json").is_file())
 
 
-def load(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load(
+    folder: Path, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(the saved tensors under the names of `tensors`, on the CPU; state.json) of a checkpoint.
+
+    pieces: what a rank has of each parameter, where it does not have all.
 
     Raises:
         ValueError: it is damaged, or of another model or optimizer.
@@ -120,6 +127,8 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         _expect_one_process()
+        if pieces is not None:
+            return read_pieces(folder, tensors, pieces), state
         state_dict_loader.load(held, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]

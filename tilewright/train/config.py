@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from tilewright.parallel.plan import Plan
+
 __all__ = ["FREE", "OPTIMIZERS", "TrainConfig", "differences", "merged", "read_toml", "to_toml"]
 
 OPTIMIZERS = ("adamw", "adamw-8bit", "momentum", "muon", "sgd")
@@ -84,12 +86,14 @@ class TrainConfig:
     sample_every: int = _option(0, "updates between texts that the model writes; 0: none")
     sample_prompt: str = _option("", "what it continues")
     sample_tokens: int = _option(64, "tokens that it writes")
+    parallel: Plan = _option(Plan(), "spread over devices, such as dp=2,zero=3,tp=2,sp,pp=2; default: one device")  # noqa: RUF009
     tensorboard: bool = _option(False, "also write the log for TensorBoard, to the folder of the run")
 
     def __post_init__(self) -> None:
         for name in ("data", "weights"):
             value = getattr(self, name)
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        object.__setattr__(self, "parallel", Plan.read(self.parallel))
         for one in fields(self):
             _check_type(one.name, one.type, getattr(self, one.name))
         for name, choices in _CHOICES.items():
@@ -143,7 +147,15 @@ def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             raise ValueError(f"the config has {name!r}, which is no field" + (f"; is {close[0]!r} meant?" if close else ""))
-    return TrainConfig(**{**values, **over})
+    both = {**values, **over}
+    table = both.get("parallel")
+    if isinstance(table, Mapping) and "micro_batches" in table:
+        inside = {name: value for name, value in table.items() if name != "micro_batches"}
+        if both.get("micro_batches", table["micro_batches"]) != table["micro_batches"]:
+            given = f"{table['micro_batches']!r} in parallel and {both['micro_batches']!r} beside it"
+            raise ValueError(f"micro_batches is {given}; they are those of an update, of all ranks together: give one number")
+        both |= {"parallel": inside, "micro_batches": table["micro_batches"]}
+    return TrainConfig(**both)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -156,7 +168,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def to_toml(config: TrainConfig) -> str:
     """Every field that has a value, as `read_toml` reads it."""
-    lines = [f"{name} = {_literal(value)}" for name, value in asdict(config).items() if value is not None]
+    values = {**asdict(config), "parallel": str(config.parallel) or None}
+    lines = [f"{name} = {_literal(value)}" for name, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -173,6 +186,12 @@ def _literal(value: Any) -> str:
 
 def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
     """Sentences about fields that a resumed run must not change, and that differ."""
-    same = replace(now, **{name: getattr(saved, name) for name in FREE})
-    pairs = ((one.name, getattr(saved, one.name), getattr(same, one.name)) for one in fields(TrainConfig))
-    return [f"{name} was {was!r}, is {is_now!r}" for name, was, is_now in pairs if was != is_now]
+    # Another plan computes the same; what is cut into sums may be no other.
+    alone = replace(saved, parallel=saved.parallel.alone())
+    same = replace(now, **{name: getattr(saved, name) for name in FREE}, parallel=now.parallel.alone())
+    pairs = ((one.name, getattr(alone, one.name), getattr(same, one.name)) for one in fields(TrainConfig))
+    return [f"{name} was {_said(was)}, is {_said(is_now)}" for name, was, is_now in pairs if was != is_now]
+
+
+def _said(value: Any) -> str:
+    return str(value) or "no cuts" if isinstance(value, Plan) else repr(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewright.extras import require
 
-__all__ = ["Log"]
+__all__ = ["Log", "Silent"]
 
 
 class Log:
@@ -46,6 +46,16 @@ class Log:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+class Silent:
+    """The log of a rank that writes none."""
+
+    def __call__(self, entry: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def _lines(path: Path) -> list[str]:

@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 
-from tilewright.models import Model
+from tilewright.models import Model, empty_model, save_model
+from tilewright.parallel.saved import gathered
+from tilewright.parallel.spread import Spread
 from tilewright.train.batch import TrainBatch, pack
 from tilewright.train.checkpoint import Checkpoints, load
 from tilewright.train.config import TrainConfig, differences, merged, read_toml, to_toml
 from tilewright.train.data import Mixture, Texts
-from tilewright.train.log import Log
+from tilewright.train.log import Log, Silent
 from tilewright.train.optim import Muon, Optimizer
 from tilewright.train.setup import Costs, learning_rate
-from tilewright.train.step import NextToken, Objective, StepResult, running_sum, train_step, tree_sum
+from tilewright.train.step import NextToken, Objective, StepResult, running_sum, spread_step, train_step
 
-__all__ = ["Held", "Run", "Summary", "bits_per_byte", "resume"]
+__all__ = ["Held", "Run", "Summary", "bits_per_byte", "resume", "save_whole"]
 
 Say = Callable[[str], None]
 
@@ -58,6 +60,7 @@ class Run:
     objective: what is minimised.
     held, sample: what is measured, and what writes a text with the weights as they are; None for neither.
     say: told in words how it goes, a line at a time.
+    spread: this rank's share, where there are several or sums follow the tree.
     """
 
     config: TrainConfig
@@ -70,6 +73,7 @@ class Run:
     say: Say
     held: Held | None = None
     sample: Callable[[], str] | None = None
+    spread: Spread | None = None
     step: int = 0
     tokens: int = 0
     _skipped: int = 0
@@ -87,16 +91,13 @@ class Run:
         """
         config, folder = self.config, Path(self.config.out)
         checkpoints = Checkpoints(folder, config.keep, config.save_async)
-        log = Log(folder, self.step, config.tensorboard)
-        sum_of = tree_sum if config.accumulate == "tree" else running_sum
+        log = Log(folder, self.step, config.tensorboard) if self.is_first else Silent()
         self._since, self._counted, last = time.perf_counter(), self.tokens, {"loss": None}
         try:
             while self.step < config.steps:
                 lr = learning_rate(config, self.step)
-                batches = [self._batch() for _ in range(config.micro_batches)]
-                result = train_step(self.model, self.optimizer, batches, lr, self.objective, sum_of)
+                result = self._update([self._batch() for _ in range(config.micro_batches)], lr)
                 self.step += 1
-                self.tokens += sum(batch.token_ids.numel() for batch in batches)
                 self._waiting.append(({"step": self.step, "lr": lr, "tokens": self.tokens}, result))
                 measures = self.held is not None and self._due(config.eval_every)
                 samples = self.sample is not None and config.sample_every > 0 and self.step % config.sample_every == 0
@@ -112,7 +113,7 @@ class Run:
                     self._save(checkpoints)
                 self._warn(checkpoints.poll())
             self._warn(checkpoints.finish())
-            if not checkpoints.has(self.step):
+            if self.is_first and not checkpoints.has(self.step):
                 raise OSError(f"the last checkpoint, of step {self.step}, could not be written: the warning above says why")
         finally:
             checkpoints.finish()
@@ -130,9 +131,24 @@ class Run:
                 f"the data have token {highest}, and the model's vocabulary has {self.model.config.vocab_size}: they were made "
                 "with another tokenizer; make the shards with the model's"
             )
-        return pack(pieces, pin=self.device.type == "cuda").to(self.device)
+        return pack(pieces, pin=self.device.type == "cuda")
 
-    def _write(self, log: Log) -> dict[str, Any]:
+    def _update(self, batches: list[TrainBatch], lr: float) -> StepResult:
+        """Make an update from the micro-batches of all ranks, of which this one computes its own."""
+        self.tokens += sum(batch.token_ids.numel() for batch in batches)
+        if self.spread is None:
+            there = [batch.to(self.device) for batch in batches]
+            return train_step(self.model, self.optimizer, there, lr, self.objective, running_sum)
+        n_targets = sum(batch.n_targets for batch in batches)
+        own = [batch.to(self.device) for i, batch in enumerate(batches) if self.spread.owns(i, len(batches))]
+        return spread_step(self.spread, self.optimizer, own, n_targets, lr, self.objective)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.spread is None or self.spread.mesh.rank == 0
+
+    def _write(self, log: Log | Silent) -> dict[str, Any]:
         """Read what the steps since the last time say of themselves, which waits for the device, and write it down."""
         last: dict[str, Any] = {}
         numbers = [(entry, result.loss.item(), result.norm.item(), result.applied.item()) for entry, result in self._waiting]
@@ -169,7 +185,7 @@ class Run:
         words += [f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"]
         return ", ".join(words)
 
-    def _measure(self, log: Log) -> None:
+    def _measure(self, log: Log | Silent) -> None:
         if self.held is None:
             return
         self._measured = bits_per_byte(self.model, self.held, self.config, self.device)
@@ -186,7 +202,11 @@ class Run:
 
     def _save(self, checkpoints: Checkpoints) -> None:
         state = {"step": self.step, "tokens": self.tokens, "skipped": self._skipped, "data": self.data.state()}
-        self._warn(checkpoints.save(self.step, self._tensors(), state, to_toml(self.config)))
+        tensors = self._tensors()
+        if self.spread is not None:
+            tensors = gathered(tensors, self.spread.pieces, self.spread.mesh.world)
+        if self.is_first:
+            self._warn(checkpoints.save(self.step, tensors, state, to_toml(self.config)))
 
     def _warn(self, failure: str | None) -> None:
         if failure is not None:
@@ -204,15 +224,32 @@ def resume(run: Run) -> bool:
         return False
     if changed := differences(merged(read_toml(found / "config.toml"), {}), run.config):
         raise ValueError(f"{found} is of another run: {'; '.join(changed)}. Give the same values, or another folder with out")
-    tensors, state = load(found, run._tensors())
+    tensors, state = load(found, run._tensors(), None if run.spread is None else run.spread.pieces)
     random = {name: tensors.pop(name) for name in list(tensors) if name.startswith("random.")}
     run.data.load_state(state["data"])
     run.optimizer.load_state_dict(tensors)
     torch.set_rng_state(random["random.cpu"])
     if "random.cuda" in random:
         torch.cuda.set_rng_state(random["random.cuda"], run.device)
+    if run.spread is not None:
+        run.spread.share()
     run.step, run.tokens, run._skipped = state["step"], state["tokens"], state["skipped"]
     return True
+
+
+def save_whole(run: Run, folder: Path, tokenizer: Path | None) -> None:
+    """Save the model of all ranks as a Hugging Face folder."""
+    spread = run.spread
+    if spread is None:
+        save_model(run.model, folder, tokenizer)
+        return
+    weights = gathered({f"weights.{n}": t for n, t in spread.held.items()}, spread.pieces, spread.mesh.world)
+    if run.is_first:
+        whole = empty_model(run.model.config, device="cpu", dtype=next(iter(weights.values())).dtype)
+        for name, parameter in whole.named_parameters():
+            parameter.data.copy_(weights[f"weights.{name}"])
+        save_model(whole, folder, tokenizer)
+    spread.mesh.world.first(lambda: None)
 
 
 @torch.no_grad()

@@ -12,11 +12,14 @@ from tilewright.data.compressed import Limits
 from tilewright.data.read import documents, format_of
 from tilewright.data.shards import TokenShards
 from tilewright.extras import needed
-from tilewright.models import SHAPES, Model, ModelError, empty_model, load_config, resolve, save_model
+from tilewright.models import SHAPES, Model, ModelError, empty_model, load_config, resolve
 from tilewright.models.files import read_json
+from tilewright.parallel.mesh import Mesh
+from tilewright.parallel.plan import Plan
 from tilewright.train.config import TrainConfig, to_toml
 from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts, conversation_shards, text_shards
-from tilewright.train.loop import Held, Run, Summary, resume
+from tilewright.train.loop import Held, Run, Summary, resume, save_whole
+from tilewright.train.ranks import check_plan, joined, make_spread, on_this_rank, plan_lines, quiet
 from tilewright.train.setup import build_model, build_optimizer, costs_of, device_for, model_config, plan_memory
 from tilewright.train.step import NextToken
 
@@ -98,28 +101,47 @@ def train(
         OSError: files cannot be read or written.
         ValueError: the config contradicts the model, the data, the device, or the checkpoint.
     """
-    device, folder = device_for(config), Path(config.out)
     shape = model_config(config)
-    say(to_toml(config).rstrip())
-    say(str(plan_memory(config, empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True), device)))
-    data, held = _data(config, shape.vocab_size, render, say)
+    check_plan(config, shape)
+    device = on_this_rank(config, device_for(config))
+    with joined(config, device) as mesh:
+        say = say if mesh.rank == 0 else quiet
+        say(to_toml(config).rstrip())
+        empty = empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True)
+        lines = [str(plan_memory(config, empty, device))] if config.parallel == Plan() else plan_lines(config, empty, device)
+        say("\n".join(lines))
+        # The first rank makes the shards, which the others find.
+        data, held = mesh.world.first(lambda: _data(config, shape.vocab_size, render, say))
+        run = _run(config, mesh, device, data, held, sampler, say)
+        if resume(run):
+            say(f"going on behind step {run.step}")
+        # Not earlier: where the config is refused, the file stays that of the run in the folder.
+        if mesh.rank == 0:
+            (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        summary = run.train()
+        save_whole(run, Path(config.out) / "model", tokenizer_folder(config))
+        say(f"saved {Path(config.out) / 'model'}")
+    return summary
+
+
+def _run(
+    config: TrainConfig, mesh: Mesh, device: torch.device, data: Mixture, held: Held | None,
+    sampler: Callable[[Model], Callable[[], str]] | None, say: Callable[[str], None],
+) -> Run:  # fmt: skip
     model = build_model(config, device)
-    run = Run(
-        config=config, model=model, optimizer=build_optimizer(config, model), data=data,
-        costs=costs_of(config, model, device), device=device, say=say, held=held,
+    costs, spread = costs_of(config, model, device), make_spread(config, model, mesh)
+    optimizer = build_optimizer(config, model, None if spread is None else spread.weights())
+    if spread is not None:
+        spread.share()
+        model = spread.part.model
+    return Run(
+        config=config, model=model, optimizer=optimizer, data=data, costs=costs, device=device, say=say, held=held,
+        spread=spread,
         objective=NextToken(
             z_loss=config.z_loss, label_smoothing=config.label_smoothing, deterministic=config.deterministic
         ),
-        sample=None if sampler is None or not config.sample_every else sampler(model),
+        sample=None if sampler is None or not config.sample_every or mesh.rank else sampler(model),
     )  # fmt: skip
-    if resume(run):
-        say(f"going on behind step {run.step}")
-    # Not earlier: where the config is refused, the file stays that of the run in the folder.
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    summary = run.train()
-    save_model(model, folder / "model", tokenizer_folder(config))
-    say(f"saved {folder / 'model'}")
-    return summary
 
 
 def _data(

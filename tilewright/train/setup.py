@@ -1,6 +1,7 @@
 """From a config to what a run consists of: the model, its optimizer, learning rates, and what they will take and cost."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from tilewright.train.schedules import SCHEDULES
 from tilewright.train.step import trainable
 
 __all__ = [
+    "STATE_BYTES",
     "Costs",
     "MemoryPlan",
     "build_model",
@@ -25,13 +27,14 @@ __all__ = [
     "chosen_device",
     "costs_of",
     "device_for",
+    "dtype_of",
     "learning_rate",
     "model_config",
     "plan_memory",
 ]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muon": 4.0, "sgd": 0.0}
+STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muon": 4.0, "sgd": 0.0}
 """Of the moments, for each parameter. Muon's embedding and head have AdamW's."""
 
 
@@ -72,6 +75,11 @@ def model_config(config: TrainConfig) -> ModelConfig:
     return found
 
 
+def dtype_of(config: TrainConfig) -> torch.dtype:
+    """Of weights and products."""
+    return _DTYPES[config.dtype]
+
+
 def build_model(config: TrainConfig, device: torch.device) -> Model:
     """The model with weights that ask for gradients. Errors as those of `model_config`."""
     shape, dtype = model_config(config), _DTYPES[config.dtype]
@@ -85,8 +93,8 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
     return model.requires_grad_(True)
 
 
-def build_optimizer(config: TrainConfig, model: Model) -> Optimizer | Muon:
-    """The optimizer, which takes the memory of the model's weights over."""
+def build_optimizer(config: TrainConfig, model: Model, weights: Mapping[str, torch.Tensor] | None = None) -> Optimizer | Muon:
+    """The optimizer, which takes the memory of the weights over: the model's, or those that are given in their place."""
     common: dict[str, Any] = {"weight_decay": config.weight_decay, "max_norm": config.max_norm}
     if config.mup_base is not None:
         rules = _mup(config, model.config)
@@ -99,7 +107,7 @@ def build_optimizer(config: TrainConfig, model: Model) -> Optimizer | Muon:
         "muon": partial(Muon, betas=betas, eps=config.eps),
         "sgd": SGD,
     }
-    return kinds[config.optimizer](trainable(model), **common)
+    return kinds[config.optimizer](trainable(model) if weights is None else weights, **common)
 
 
 def _mup(config: TrainConfig, shape: ModelConfig) -> MuP:
@@ -161,7 +169,7 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
     plan = MemoryPlan(
         weights=count * item,
         gradients=count * (item + accumulated),
-        optimizer=int(count * (_STATE_BYTES[config.optimizer] + (4 if item == 2 else 0))),
+        optimizer=int(count * (STATE_BYTES[config.optimizer] + (4 if item == 2 else 0))),
         activations=tokens * item * (layer * shape.num_hidden_layers + 4 * shape.hidden_size),
         logits=chunk * shape.vocab_size * item + 4 * shape.vocab_size * shape.hidden_size,
         available=memory_bytes(device) if device.type == "cuda" else None,
@@ -177,7 +185,7 @@ class Costs:
 
     causal: attention to half of the row, what is computed at most; documents shorter than a row need less.
     full: attention to the whole row (Chowdhery et al., "PaLM", 2022, appendix B), as most reports count.
-    peak: operations a second that the device can do by its data sheet or measurement; None for a CPU.
+    peak: operations a second that the devices of a run can do by their data sheet or measurement; None for CPUs.
     """
 
     causal: float
@@ -202,5 +210,5 @@ def costs_of(config: TrainConfig, model: Model, device: torch.device) -> Costs:
     peak = None
     if device.type == "cuda":
         unit = "bf16" if config.dtype == "bfloat16" else "fp32"
-        peak = ceilings(device_of(device.index or 0)).flops[unit]
+        peak = ceilings(device_of(device.index or 0)).flops[unit] * config.parallel.ranks
     return Costs(causal=6 * matrices + attention / 2, full=6 * matrices + attention, peak=peak)

@@ -17,14 +17,28 @@ from torch import Tensor, nn
 from tilewright import ops
 from tilewright.models import Model
 from tilewright.nn import PackedKeysValues
+from tilewright.parallel.reduce import running_sum, tree_sum
+from tilewright.parallel.spread import Spread
 from tilewright.train.batch import IGNORED, TrainBatch
 from tilewright.train.optim import Muon, Optimizer
 
-__all__ = ["NextToken", "Objective", "StepResult", "SumOf", "running_sum", "train_step", "trainable", "tree_sum"]
+__all__ = [
+    "NextToken",
+    "Objective",
+    "StepResult",
+    "SumOf",
+    "running_sum",
+    "spread_step",
+    "train_step",
+    "trainable",
+    "tree_sum",
+]
 
 
 class Objective(Protocol):
-    """What is minimised."""
+    """What is minimised. `keys_values`: what it hands to the attention layers of the model."""
+
+    keys_values: PackedKeysValues
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
         """The sum of the losses of the batch's targets, a scalar with a gradient."""
@@ -97,38 +111,17 @@ def train_step(
     return StepResult(loss, norm, applied)
 
 
-def running_sum(parts: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Add micro-batches one after the other, in float32 and in place: memory for one set of sums."""
-    total: list[Tensor] | None = None
-    for part in parts:
-        if total is None:
-            total = part
-        elif total[1:] and total[1].dtype != torch.float32:
-            total = [a.float() + b for a, b in zip(total, part, strict=True)]
-        else:
-            for a, b in zip(total, part, strict=True):
-                a += b
-    if total is None:
-        raise ValueError("running_sum: no micro-batches")
-    return total
+def spread_step(
+    spread: Spread, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], n_targets: int, lr: float, objective: Objective
+) -> StepResult:
+    """`train_step` of one of many ranks: `batches` are its own, `n_targets` are those of all. Raises ValueError for none."""
+    if not n_targets:
+        raise ValueError("spread_step: no position of this step's batches has a target; check what the data masks")
 
+    def loss_of(model: Model, batch: TrainBatch) -> Tensor:
+        return objective(model, batch) / n_targets
 
-def tree_sum(parts: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Add micro-batches in a fixed binary tree over their index, in float32.
-
-    Sums of 2^k neighbours that begin at a multiple of 2^k are formed first, so ranks that hold such runs form parts of the same
-    tree. Holds one set of sums for each power of two up to the number of micro-batches.
-    """
-    held: list[tuple[int, list[Tensor]]] = []  # (how many micro-batches, their sum), larger runs first
-    for part in parts:
-        size, total = 1, [tensor.float() for tensor in part]
-        while held and held[-1][0] == size:
-            total = [a + b for a, b in zip(held.pop()[1], total, strict=True)]
-            size *= 2
-        held.append((size, total))
-    if not held:
-        raise ValueError("tree_sum: no micro-batches")
-    total = held.pop()[1]
-    while held:
-        total = [a + b for a, b in zip(held.pop()[1], total, strict=True)]
-    return total
+    loss, grads = spread.gradients(batches, loss_of, objective.keys_values)
+    norm, applied = optimizer.step(grads, lr, squares=spread.squares(grads))
+    spread.share()
+    return StepResult(loss, norm, applied)

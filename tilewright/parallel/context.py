@@ -1,0 +1,171 @@
+"""The tokens of a micro-batch cut into chunks (context parallelism, by all-to-all).
+
+Jacobs et al., "DeepSpeed Ulysses", 2023: a rank has a chunk of the tokens for all that looks at tokens one by one, and all
+tokens of some heads for attention. Documents may begin and end anywhere. Gradients are sums over chunks, as the tree has them.
+
+One process that has all chunks computes them one after the other, with shapes and sums like those of as many ranks: `Chunked`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.nn.keys_values import Heads
+from tilewright.parallel.ranks import Ranks
+from tilewright.parallel.reduce import tree
+from tilewright.parallel.tensor import shallow
+
+__all__ = ["Across", "Chunked", "InSlices", "chunk_of", "loss_by_chunks"]
+
+# T tokens, C chunks, H heads, D head dim
+
+
+def chunk_of(batch: Any, index: int, count: int) -> Any:
+    """A chunk of a micro-batch: its token ids and targets. Documents stay those of all tokens, which attention needs."""
+    cut = {name: getattr(batch, name).tensor_split(count)[index] for name in ("token_ids", "targets")}
+    return replace(batch, **cut)
+
+
+class _Exchange(torch.autograd.Function):
+    """[T / C, H, D] of a rank's tokens -> [T, H / C, D] of its heads, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, to_heads: bool) -> Tensor:
+        ctx.ranks, ctx.to_heads = ranks, to_heads
+        return _exchanged(x, ranks, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _exchanged(grad_outputs[0], ctx.ranks, not ctx.to_heads), None, None
+
+
+def _exchanged(x: Tensor, ranks: Ranks, to_heads: bool) -> Tensor:
+    if to_heads:
+        return ranks.all_to_all(x.unflatten(1, (ranks.size, -1)).transpose(0, 1)).flatten(0, 1)
+    return ranks.all_to_all(x.unflatten(0, (ranks.size, -1))).transpose(0, 1).flatten(1, 2)
+
+
+class Across(NamedTuple):
+    """Keys and values of all ranks' chunks, attended to by heads."""
+
+    inner: Any
+    ranks: Ranks
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, heads: Heads) -> Tensor:
+        """As `KeysValues.attend`, of this rank's tokens."""
+        q, k, v = (_Exchange.apply(x, self.ranks, True) for x in (q, k, v))  # pyright: ignore[reportAssignmentType]
+        sinks = None if heads.sinks is None else heads.sinks.chunk(self.ranks.size)[self.ranks.rank]
+        out = self.inner.attend(q, k, v, batch, heads._replace(sinks=sinks))
+        return _Exchange.apply(out, self.ranks, False)  # pyright: ignore[reportReturnType]
+
+
+class InSlices(NamedTuple):
+    """The same by one process: heads in as many slices as there are chunks."""
+
+    inner: Any
+    slices: int
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, heads: Heads) -> Tensor:
+        """As `KeysValues.attend`."""
+        found = []
+        norms = [_fan(norm, self.slices) for norm in (heads.q_norm, heads.k_norm)]
+        sinks = [None] * self.slices if heads.sinks is None else heads.sinks.chunk(self.slices)
+        for index in range(self.slices):
+            some = (x.chunk(self.slices, 1)[index].contiguous() for x in (q, k, v))
+            own = heads._replace(q_norm=norms[0][index], k_norm=norms[1][index], sinks=sinks[index])
+            found.append(self.inner.attend(*some, batch, own))
+        return torch.cat(found, 1)
+
+
+# ---- all chunks in one process
+
+
+class _Fan(torch.autograd.Function):
+    """A weight for each chunk; its gradient is the sum over chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, count: int) -> tuple[Tensor, ...]:
+        return tuple(weight.detach() for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return tree(grad_outputs).to(grad_outputs[0].dtype), None
+
+
+def _fan(weight: Tensor | None, count: int) -> Sequence[Any]:
+    return [None] * count if weight is None else _Fan.apply(weight, count)  # pyright: ignore[reportReturnType]
+
+
+def _bound(module: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The module with other tensors as its parameters."""
+    new = shallow(module)
+    inner: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            inner.setdefault(first, {})[rest] = tensor
+        else:
+            new._parameters[first] = tensor
+    for name, some in inner.items():
+        new._modules[name] = _bound(module._modules[name], some)
+    return new
+
+
+class Chunked(nn.Module):
+    """A module that looks at tokens one by one, for each chunk of them with a weight of its own that shares memory."""
+
+    def __init__(self, module: nn.Module, count: int):
+        super().__init__()
+        self.module, self.count = module, count
+
+    def each(self) -> list[Any]:
+        """The module as each chunk sees it."""
+        fans = {name: _fan(parameter, self.count) for name, parameter in self.module.named_parameters()}
+        return [_bound(self.module, {name: fan[index] for name, fan in fans.items()}) for index in range(self.count)]
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        """As the module."""
+        return torch.cat([module(part, *more) for module, part in zip(self.each(), x.tensor_split(self.count))])
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As a norm's."""
+        residuals = [None] * self.count if residual is None else residual.tensor_split(self.count)
+        pairs = [m.add(part, r) for m, part, r in zip(self.each(), x.tensor_split(self.count), residuals)]
+        normed, total = (torch.cat(both) for both in zip(*pairs))
+        return normed, total
+
+    def add_for(self, reader: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As a norm's; nothing that is trained is quantised."""
+        return self.add(x, residual)
+
+    @property
+    def reader(self) -> Any:
+        """As that of the module."""
+        inner: Any = self.module
+        return inner.reader
+
+
+class _Chunk:
+    """What an objective is handed as the model for one chunk."""
+
+    def __init__(self, model: Any, hidden: Callable[[Any, Any], Tensor], head: Any, index: int, count: int):
+        self.config, self.head, self._hidden, self._index, self._count = model.config, head, hidden, index, count
+
+    def __call__(self, token_ids: Tensor, packed: Any, keys_values: Any) -> Tensor:
+        return self._hidden(packed, keys_values).tensor_split(self._count)[self._index]
+
+
+def loss_by_chunks(model: Any, batch: Any, loss_of: Callable[[Any, Any], Tensor], count: int) -> Tensor:
+    """The loss of a micro-batch as the sum of those of its chunks."""
+    made: list[Tensor] = []
+
+    def hidden(packed: Any, keys_values: Any) -> Tensor:
+        if not made:
+            made.append(model(batch.token_ids, packed, keys_values))
+        return made[0]
+
+    heads = Chunked(model.head, count).each()
+    return tree([loss_of(_Chunk(model, hidden, heads[i], i, count), chunk_of(batch, i, count)) for i in range(count)])

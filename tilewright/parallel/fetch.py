@@ -1,0 +1,104 @@
+"""Layers of which each replica holds only rows, fetched for as long as they are needed (ZeRO-3).
+
+In the forward pass a layer's weights are gathered, used and dropped; what autograd saves of them is replaced by a note of where
+it lay, and gathered again in the backward pass. Gradients leave as rows of the sum over replicas, in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tilewright.parallel.ranks import Ranks
+from tilewright.parallel.replicate import RowShards, all_reduced
+
+__all__ = ["Fetched"]
+
+_ALIGN = 16
+"""Elements: where a tensor begins in the gathered memory, so that products read it as they read one of its own."""
+
+
+class Fetched(nn.Module):
+    """A module whose parameters are this replica's rows: `rows`, in the order of the module's names.
+
+    Args:
+        module: with whole weights, which are dropped.
+        shards: who has which rows.
+        chunks: ranks that have other tokens of the same micro-batches.
+    """
+
+    def __init__(self, module: nn.Module, shards: RowShards, chunks: Ranks):
+        super().__init__()
+        self.names = [name for name, _ in module.named_parameters()]
+        self.rows = nn.ParameterList([shards.own(p.detach()).clone() for p in module.parameters()])
+        self._shapes = [p.shape for p in module.parameters()]
+        self._shards, self._chunks, self._again, self.sums = shards, chunks, None, []
+        for parameter in module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        self._module = (module,)  # out of the sight of `parameters`
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """Rows of the gradients of the last backward pass, summed over replicas; taken once."""
+        found, self._sums = self._sums, []
+        return found
+
+    @sums.setter
+    def sums(self, value: list[Tensor]) -> None:
+        self._sums = value
+
+    def forward(self, *given: Any) -> Any:
+        """As the module."""
+        flat = self._gathered()
+        place = flat.untyped_storage().data_ptr()
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.untyped_storage().data_ptr() != place:
+                return tensor
+            return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(saved: Any) -> Tensor:
+            return saved if isinstance(saved, Tensor) else torch.as_strided(self._once_more(), *saved)
+
+        wholes: Any = _Fetch.apply(self, flat, *self.rows)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return functional_call(self._module[0], dict(zip(self.names, wholes)), given)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter in the gathered memory."""
+        found, at = [], 0
+        for shape in self._shapes:
+            found.append(flat[at : at + shape.numel()].view(shape))
+            at += -(-shape.numel() // _ALIGN) * _ALIGN
+        return found
+
+    def received(self, grads: tuple[Tensor, ...]) -> None:
+        """Keep this replica's rows of the gradients, and drop the weights."""
+        self._again = None
+        self._sums = self._shards.reduce_scatter(all_reduced([grad.float() for grad in grads], self._chunks))
+
+    def _gathered(self) -> Tensor:
+        size = sum(-(-shape.numel() // _ALIGN) * _ALIGN for shape in self._shapes)
+        flat = torch.empty(size, dtype=self.rows[0].dtype, device=self.rows[0].device)
+        self._shards.all_gather([row.detach() for row in self.rows], self.views(flat))
+        return flat
+
+    def _once_more(self) -> Tensor:
+        if self._again is None:
+            self._again = self._gathered()
+        return self._again
+
+
+class _Fetch(torch.autograd.Function):
+    """The whole weights; their gradients go to `Fetched.received`, because they are float32 whatever the weights are."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Fetched, flat: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        return tuple(layer.views(flat))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.layer.received(grads)
+        return (None, None, *([None] * len(grads)))

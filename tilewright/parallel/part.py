@@ -1,0 +1,191 @@
+"""From a whole model to what a rank has of it: some of its layers, some slices of these, rows of what is left."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tilewright.nn import Attention, RMSNorm
+from tilewright.nn.shard import SHARDS, Replicate, Row
+from tilewright.parallel.context import Across, Chunked, InSlices
+from tilewright.parallel.fetch import Fetched
+from tilewright.parallel.mesh import Mesh
+from tilewright.parallel.pieces import Part, whole_pieces
+from tilewright.parallel.pipeline import keep_layers
+from tilewright.parallel.plan import Plan
+from tilewright.parallel.ranks import Ranks
+from tilewright.parallel.replicate import RowShards
+from tilewright.parallel.tensor import Sliced, SlicedNorm, narrow, own_tokens, shallow
+
+__all__ = ["make_part", "refusal"]
+
+
+def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
+    """Cut a decoder (`embed`, `blocks`, `norm`, `head`) as the plan says. It is taken over, and not to be used any more."""
+    if (why := refusal(model, plan)) is not None:
+        raise ValueError(why)
+    part = Part(model=model, pieces=whole_pieces(model), uses={})
+    if model.head.weight is model.embed.weight:
+        # Two places of use, two sums: so it does not matter whether one rank has both.
+        model.head.weight = nn.Parameter(model.embed.weight.data)
+        part.uses["embed.weight"] = ["head.weight"]
+    if plan.slices > 1:
+        _cut_layers(part, plan, mesh, invariant)
+    if plan.chunks > 1:
+        _chunk(part, plan, mesh)
+    if plan.pp > 1:
+        _keep(part, plan, mesh)
+    if plan.zero == 3:
+        _fetch(part, mesh)
+    return part
+
+
+def _fetch(part: Part, mesh: Mesh) -> None:
+    """Leave each block only this replica's rows."""
+    shards = RowShards(mesh.dp)
+    renamed: dict[str, str] = {}
+    for index, block in enumerate(part.model.blocks):
+        fetched = part.model.blocks[index] = Fetched(block, shards, mesh.cp)
+        renamed |= {f"blocks.{index}.{name}": f"blocks.{index}.rows.{place}" for place, name in enumerate(fetched.names)}
+        part.fetched.append(fetched)
+    spans = {name: shards.span(piece.size[0]) for name, piece in part.pieces.items()}
+    part.pieces = {
+        renamed.get(name, name): piece.narrowed(*spans[name]) if name in renamed else piece
+        for name, piece in part.pieces.items()
+    }
+    part.uses = {renamed.get(name, name): [renamed.get(use, use) for use in uses] for name, uses in part.uses.items()}
+    part.summed = frozenset(renamed.get(name, name) for name in part.summed)
+
+
+def refusal(model: Any, plan: Plan) -> str | None:
+    """Why a plan cannot cut a decoder, which may be on "meta"; None where it can. Replicas and rows can be had of any."""
+    if plan.slices == plan.chunks == plan.pp == 1:
+        return None
+    names = {"attn_norm", "attn", "ffn_norm", "ffn"}
+    for index, block in enumerate(model.blocks):
+        plain = {name for name, _ in block.named_children()} == names
+        plain = plain and type(block.attn) in SHARDS and type(block.ffn) in SHARDS
+        if not plain or getattr(block.attn, "wide_norm_eps", None) is not None:
+            return (
+                f"parallel: block {index} is no norm, attention, norm and gated feed-forward layer alone, which tp, cp and pp "
+                "can cut; take dp and zero"
+            )
+        if plan.chunks > plan.cp and plan.slices > 1 and block.attn.out.bias is not None:
+            return "parallel: chunks and slices together do not go with a bias behind attention; leave one of them out"
+    return None
+
+
+def _chunk(part: Part, plan: Plan, mesh: Mesh) -> None:
+    """Attend across chunks, and compute them one by one where they are all here."""
+    model = part.model
+    for layer in (module for module in model.modules() if isinstance(module, Attention)):
+        layer.register_forward_pre_hook(partial(_attends, plan.chunks, mesh.cp))
+    if plan.cp > 1:
+        return
+    for index, block in enumerate(model.blocks):
+        for name in ("attn_norm", "ffn_norm", "ffn"):
+            _by_chunks(part, f"blocks.{index}.{name}", block, name, plan.chunks)
+        for home, layer in list(block.attn.named_modules(prefix=f"blocks.{index}.attn")):
+            for name in ("qkv", "out") if isinstance(layer, Attention) else ():
+                _by_chunks(part, f"{home}.{name}", layer, name, plan.chunks)
+    for name in ("embed", "norm"):
+        _by_chunks(part, name, model, name, plan.chunks)
+
+
+def _attends(chunks: int, ranks: Ranks, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, batch, keys_values = given
+    return x, batch, InSlices(keys_values, chunks) if ranks.size == 1 else Across(keys_values, ranks)
+
+
+def _by_chunks(part: Part, home: str, owner: Any, name: str, chunks: int) -> None:
+    """Put a module that goes through chunks in the place of one, whose parameters get another name."""
+    setattr(owner, name, Chunked(getattr(owner, name), chunks))
+
+    def new(old: str) -> str:
+        return f"{home}.module.{old.removeprefix(f'{home}.')}" if old.startswith(f"{home}.") else old
+
+    part.pieces = {new(old): piece for old, piece in part.pieces.items()}
+    part.uses = {new(old): [new(use) for use in uses] for old, uses in part.uses.items()}
+    part.summed = frozenset(map(new, part.summed))
+
+
+def _keep(part: Part, plan: Plan, mesh: Mesh) -> None:
+    """Leave only what this rank's layers need."""
+    model = part.model
+    keep_layers(model, plan, mesh.pp.rank)
+    left = {name for name, _ in model.named_parameters()}
+    if "embed.weight" in part.uses:
+        ends = {0, plan.pp - 1}
+        part.tied = frozenset({"embed.weight", "head.weight"} & left) if mesh.pp.rank in ends else frozenset()
+        if "embed.weight" not in left:
+            part.pieces["head.weight"] = part.pieces["embed.weight"]
+        if not {"embed.weight", "head.weight"} <= left:
+            part.uses.pop("embed.weight")
+    part.pieces = {name: piece for name, piece in part.pieces.items() if name in left}
+    part.uses = {name: uses for name, uses in part.uses.items() if name in left}
+    part.summed &= left
+
+
+def _cut_layers(part: Part, plan: Plan, mesh: Mesh, invariant: bool) -> None:
+    model, here = part.model, plan.slices // plan.tp
+    summed: set[str] = set()
+    cut = plan.sp and plan.tp > 1
+    parts = here if cut else plan.slices if invariant else 1
+    for index, block in enumerate(model.blocks):
+        for name in ("attn", "ffn"):
+            setattr(block, name, _sliced(part, f"blocks.{index}.{name}", getattr(block, name), plan, mesh, parts, summed))
+    for index, block in enumerate(model.blocks):
+        for name in ("attn_norm", "ffn_norm"):
+            setattr(block, name, _norm(part, f"blocks.{index}.{name}", getattr(block, name), parts))
+    model.norm = _norm(part, "norm", model.norm, parts)
+    if cut:
+        summed |= {name for name, piece in part.pieces.items() if "norms.0" in name or "biases.0" in name}
+        model.norm.whole = mesh.tp
+        model.embed.register_forward_hook(lambda module, given, out: own_tokens(out, mesh.tp))
+    part.summed = frozenset(summed)
+
+
+def _sliced(part: Part, home: str, layer: Any, plan: Plan, mesh: Mesh, parts: int, summed: set[str]) -> Sliced:
+    """The slices of a layer that this rank has. Its pieces are written into the part."""
+    here = plan.slices // plan.tp
+    old = {name: part.pieces.pop(f"{home}.{name}") for name, _ in layer.named_parameters()}
+    made = []
+    for place in range(here):
+        slice_, pieces = narrow(layer, mesh.tp.rank * here + place, plan.slices)
+        made.append(slice_)
+        for name, piece in pieces.items():
+            first, own = f"{home}.layers.0.{name}", f"{home}.layers.{place}.{name}"
+            if not isinstance(SHARDS[type(layer)][name.partition(".")[0]], Replicate):
+                part.pieces[own] = replace(piece, of=f"{home}.{name}")
+                continue
+            if place == 0:
+                part.pieces[own] = replace(piece, of=f"{home}.{name}")
+                if mesh.tp.size > 1:
+                    summed.add(own)
+            else:
+                part.uses.setdefault(first, []).append(own)
+    behind = next(name for name, shard in SHARDS[type(layer)].items() if isinstance(shard, Row))
+    bias, biases = getattr(layer, behind).bias, []
+    if bias is not None:
+        part.pieces[f"{home}.biases.0"] = old[f"{behind}.bias"]
+        biases = [bias, *_again(part, bias, f"{home}.biases.{{}}", parts)]
+    return Sliced(made, biases, mesh.tp, plan.sp)
+
+
+def _again(part: Part, parameter: nn.Parameter, name: str, parts: int) -> list[nn.Parameter]:
+    """Further parameters in the memory of the first of `parts`, which are written down as uses of it."""
+    for place in range(1, parts):
+        part.uses.setdefault(name.format(0), []).append(name.format(place))
+    return [nn.Parameter(parameter.data) for _ in range(1, parts)]
+
+
+def _norm(part: Part, home: str, norm: RMSNorm, parts: int) -> SlicedNorm:
+    """A norm over tokens in parts. Its pieces are written into the part."""
+    made = [norm]
+    weight: Any = norm.weight
+    for again in _again(part, weight, f"{home}.norms.{{}}.weight", parts):
+        made.append(shallow(norm))
+        made[-1]._parameters["weight"] = again
+    part.pieces[f"{home}.norms.0.weight"] = part.pieces.pop(f"{home}.weight")
+    return SlicedNorm(made)

@@ -1,0 +1,205 @@
+"""Layers dealt out to ranks, which pass activations and gradients on (pipeline parallelism), by torch.distributed.pipelining.
+
+Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021 (1F1B and
+interleaved); Qi et al., "Zero Bubble Pipeline Parallelism", 2024. Who computes what when is torch's; here is what a part of the
+layers computes, and that the gradients of each micro-batch are taken out as they come instead of being added up in that order.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+from tilewright.parallel.plan import Plan
+from tilewright.parallel.ranks import Ranks
+from tilewright.parallel.reduce import RunningSum, TreeSum, tree_sum
+from tilewright.parallel.replicate import all_reduced
+
+__all__ = ["Batch", "Pipeline", "keep_layers"]
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}  # fmt: skip
+_ONE_PART = (ScheduleGPipe, Schedule1F1B)
+
+
+class Batch(Protocol):
+    """A micro-batch: token ids, and where documents begin."""
+
+    token_ids: Tensor
+    packed: Any
+
+
+def keep_layers(model: Any, plan: Plan, rank: int) -> None:
+    """Leave a decoder only what the parts of this rank need, under the same names."""
+    count = len(model.blocks)
+    parts = [rank + turn * plan.pp for turn in range(plan.virtual)]
+    kept = {str(index): model.blocks[index] for part in parts for index in plan.layers_of(part, count)}
+    model.blocks = nn.ModuleDict(kept)
+    if 0 not in parts:
+        model.embed = None
+    if plan.parts - 1 not in parts:
+        model.norm = model.head = None
+
+
+class _Layers(nn.Module):
+    """A part of the layers: micro-batch -> stream, stream -> stream, or stream -> loss."""
+
+    def __init__(self, model: Any, layers: range, first: bool, last: bool):
+        super().__init__()
+        self.blocks = nn.ModuleList([model.blocks[str(index)] for index in layers])
+        self.layers, self.embed = layers, model.embed if first else None
+        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+        self.config = model.config
+        self.batches: Sequence[Any] = ()
+        self.loss_of: Callable[[Any, Any], Tensor] | None = None
+        self.keys_values: Any = None
+
+    def forward(self, *stream: Tensor, index: Tensor) -> tuple[Tensor, ...] | Tensor:
+        batch = self.batches[int(index)]
+        if self.loss_of is not None and self.head is not None:
+            end = _End(self, stream)
+            return end.kept(self.loss_of(end, batch)).view(1)
+        return self.through(stream, batch.token_ids, batch.packed, self.keys_values)
+
+    def through(self, stream: tuple[Tensor, ...], token_ids: Tensor, packed: Any, keys_values: Any) -> tuple[Tensor, Tensor]:
+        h, residual = (self.embed(token_ids), None) if self.embed is not None else stream
+        for index, block in zip(self.layers, self.blocks):
+            h, residual = block(h, residual, packed, keys_values.layer(index))
+        assert residual is not None
+        # A schedule that splits the backward pass detaches what is passed on in place, which a view does not allow.
+        return h.clone() if h._is_view() else h, residual.clone() if residual._is_view() else residual
+
+
+class _End:
+    """What an objective is handed as the model by the last part: called like it, with its head.
+
+    The gradients of a loss with respect to `ends` and the head are made in the forward pass, and kept: a schedule that
+    splits the backward pass asks for them twice, and losses that are made together with their gradients give them once.
+    """
+
+    def __init__(self, layers: _Layers, stream: tuple[Tensor, ...]):
+        self._layers, self._stream, self.head, self.config = layers, stream, layers.head, layers.config
+        self._ends: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, token_ids: Tensor, packed: Any, keys_values: Any) -> Tensor:
+        norm: Any = self._layers.norm
+        hidden = norm.add(*self._layers.through(self._stream, token_ids, packed, keys_values))[0]
+        leaf = hidden.detach().requires_grad_(True)
+        self._ends.append((hidden, leaf))
+        return leaf
+
+    def kept(self, loss: Tensor) -> Tensor:
+        """The loss, whose gradients are there."""
+        head: Any = self.head
+        inputs = [*(hidden for hidden, _ in self._ends), *head.parameters()]
+        grads = torch.autograd.grad(loss, [*(leaf for _, leaf in self._ends), *head.parameters()])
+        return _Kept.apply(loss.detach(), grads, *inputs)  # pyright: ignore[reportReturnType]
+
+
+class _Kept(torch.autograd.Function):
+    """A loss with gradients that were made before."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, grads: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+        ctx.grads = grads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        return (None, None, *(kept * grad_outputs[0] for kept in ctx.grads))
+
+
+class _Stage(PipelineStage):
+    """A part of the layers whose gradients are handed over behind each micro-batch."""
+
+    taken: Callable[[], None]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:  # fmt: skip
+        """As torch's; where it makes the gradients of weights, too, they are taken."""
+        found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self.taken()
+        return found
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        """As torch's, and the gradients are taken."""
+        found = super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.taken()
+        return found
+
+
+class Pipeline:
+    """This rank's parts of the layers.
+
+    Args:
+        model: what `keep_layers` left of a decoder.
+        plan, ranks: how the layers are dealt out, and to whom.
+        layers: of the whole model.
+        stream: shape and dtype of what is passed on: an example of h, on "meta".
+        device: where it is computed.
+    """
+
+    def __init__(self, model: Any, plan: Plan, ranks: Ranks, layers: int, stream: Tensor, device: torch.device):
+        last, self._device = plan.parts - 1, device
+        self._parts: list[_Layers] = []
+        self._stages: list[_Stage] = []
+        for part in (ranks.rank + turn * plan.pp for turn in range(plan.virtual)):
+            module = _Layers(model, plan.layers_of(part, layers), part == 0, part == last)
+            between = (stream.detach().requires_grad_(True), stream.detach().requires_grad_(True))
+            stage = _Stage(
+                module, part, plan.parts, device, input_args=() if part == 0 else between,
+                output_args=(torch.empty(1, device="meta", requires_grad=True),) if part == last else between,
+                group=ranks.group,
+            )  # fmt: skip
+            self._parts.append(module)
+            self._stages.append(stage)
+        self._kind = _SCHEDULES[plan.schedule]
+        self._schedules: dict[int, Any] = {}
+
+    def sums(
+        self, batches: Sequence[Batch], loss_of: Callable[[Any, Any], Tensor], keys_values: Any, invariant: bool, chunks: Ranks
+    ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:  # fmt: skip
+        """Forward and backward of all micro-batches of this replica -> (loss, gradients) of this rank's parts, added up.
+
+        Args:
+            loss_of: (the model as the last part sees it, batch) -> the loss.
+            keys_values: what attention layers are handed.
+            invariant: in the order of the tree, else in the order that comes first.
+        chunks: ranks that have other tokens of the same micro-batches.
+        """
+        sums = [TreeSum() if invariant else RunningSum() for _ in self._parts]
+        for stage, part, total in zip(self._stages, self._parts, sums):
+            part.batches, part.loss_of, part.keys_values = batches, loss_of, keys_values
+            stage.taken = partial(_take, list(part.parameters()), total, chunks)
+        losses: list[Tensor] = []
+        index = torch.arange(len(batches))
+        ends = any(part.head is not None for part in self._parts)
+        self._schedule(len(batches)).step(index=index, target=index if ends else None, losses=losses if ends else None)
+        found: dict[nn.Parameter, Tensor] = {}
+        for part, total in zip(self._parts, sums):
+            found |= dict(zip(part.parameters(), total.result(), strict=True))
+        return tree_sum([chunks.all_reduce(loss.detach().view(()))] for loss in losses)[0] if losses else torch.zeros(
+            (), device=self._device
+        ), found
+
+    def _schedule(self, count: int) -> Any:
+        if count not in self._schedules:
+            stages: Any = self._stages[0] if self._kind in _ONE_PART else self._stages
+            self._schedules[count] = self._kind(stages, count, loss_fn=lambda loss, target: loss.sum(), scale_grads=False)
+        return self._schedules[count]
+
+
+def _take(parameters: Sequence[nn.Parameter], total: TreeSum | RunningSum, chunks: Ranks) -> None:
+    """Move the gradients of a micro-batch to the sum."""
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    total.add(all_reduced([grad for grad in grads if grad is not None], chunks))

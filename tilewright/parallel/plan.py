@@ -1,0 +1,190 @@
+"""How a run is spread over ranks, as data. Imports no torch.
+
+    dp    replicas: micro-batches of an update are dealt out to them
+    zero  what replicas do not all hold: 1 optimizer state, 2 and the sums of gradients, 3 and the weights
+    tp    parts that the heads and the feed-forward width of a layer are cut into
+    sp    tokens are cut, too, where tp leaves layers whole (the norms)
+    pp    parts that the layers are cut into; `schedule` is the order of passes, `virtual` the parts of a rank
+    cp    parts that the tokens of a micro-batch are cut into; attention is cut by heads instead
+
+Ranks = pp * dp * cp * tp, tp innermost. `slices` and `chunks` are part of what is computed, and not of where: into how many
+parts layers and micro-batches are cut for their sums. They are tp and cp where they are not given. Runs with the same slices
+and chunks have the same bits under every plan, with sums in the order of the tree.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+__all__ = ["SCHEDULES", "Plan", "Shape"]
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+_ONE_PART = ("1f1b", "gpipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a plan has to divide.
+
+    heads, kv_heads, inner: of a layer. tokens: of a micro-batch. micro_batches: of an update.
+    tree: whether sums follow the tree. whole: name of an optimizer that wants whole parameters, else None.
+    ragged: whether micro-batches may have fewer tokens than `tokens`.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    tokens: int
+    micro_batches: int
+    tree: bool
+    whole: str | None = None
+    ragged: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A way to spread a run. Raises ValueError for what no model can make right."""
+
+    dp: int = 1
+    zero: int = 0
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    cp: int = 1
+    slices: int = 0
+    chunks: int = 0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, kind = getattr(self, one.name), one.type
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):  # pyright: ignore[reportArgumentType]
+                raise ValueError(f"parallel: {one.name} is {value!r}, wanted {getattr(kind, '__name__', kind)}")
+        for name in ("dp", "tp", "pp", "virtual", "cp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel: {name} is {getattr(self, name)}, wanted 1 or more")
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"parallel: zero is {self.zero}, wanted 0, 1, 2 or 3")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"parallel: schedule is {self.schedule!r}, wanted one of {', '.join(SCHEDULES)}")
+        if self.virtual > 1 and self.schedule in _ONE_PART:
+            raise ValueError(f"parallel: {self.schedule} has one part a rank, virtual is {self.virtual}; take interleaved")
+        object.__setattr__(self, "slices", self.slices or self.tp)
+        object.__setattr__(self, "chunks", self.chunks or self.cp)
+        for whole, part in (("slices", "tp"), ("chunks", "cp")):
+            ratio, rest = divmod(getattr(self, whole), getattr(self, part))
+            if rest or not (_is_power(ratio) or getattr(self, part) == 1):
+                raise ValueError(
+                    f"parallel: {whole} is {getattr(self, whole)} and {part} is {getattr(self, part)}; wanted {part} times a "
+                    "power of two, so that ranks hold whole branches of the tree"
+                )
+
+    @property
+    def ranks(self) -> int:
+        """Processes that it takes."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def parts(self) -> int:
+        """Parts that the layers are cut into."""
+        return self.pp * self.virtual
+
+    @property
+    def dealt(self) -> bool:
+        """Whether micro-batches are dealt out one by one, as gradients that leave a rank after each need; else in runs."""
+        return self.zero >= 2
+
+    def owner(self, micro_batch: int, micro_batches: int) -> int:
+        """The replica that computes a micro-batch of an update."""
+        return micro_batch % self.dp if self.dealt else micro_batch * self.dp // micro_batches
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Where a rank stands in each dimension."""
+        rest, found = rank, {}
+        for name in ("tp", "cp", "dp", "pp"):
+            rest, found[name] = divmod(rest, getattr(self, name))
+        return found
+
+    def layers_of(self, part: int, layers: int) -> range:
+        """The layers of a part; earlier parts have one more where they do not divide."""
+        least, more = divmod(layers, self.parts)
+        start = part * least + min(part, more)
+        return range(start, start + least + (part < more))
+
+    def check(self, shape: Shape) -> None:
+        """Raise ValueError, one sentence, for a plan that does not fit."""
+        for name, what, count in (
+            ("slices", "heads", shape.heads), ("slices", "key and value heads", shape.kv_heads),
+            ("slices", "feed-forward width", shape.inner), ("chunks", "tokens of a micro-batch", shape.tokens),
+            ("chunks", "key and value heads of a slice", shape.kv_heads // self.slices),
+            ("dp", "micro_batches", shape.micro_batches),
+        ):  # fmt: skip
+            if (by := getattr(self, name)) and count % by:
+                raise ValueError(f"parallel: {name} {by} does not divide the {what}, {count}")
+        if shape.tokens % (parts := self.slices * self.chunks):
+            raise ValueError(f"parallel: slices and chunks cut {shape.tokens} tokens into {parts} parts, which do not divide")
+        if self.parts > shape.layers:
+            raise ValueError(f"parallel: pp {self.pp} times virtual {self.virtual} is more than the {shape.layers} layers")
+        own = shape.micro_batches // self.dp
+        if shape.tree and self.dp > 1 and not _is_power(self.dp if self.dealt else own):
+            counted = f"dp is {self.dp}" if self.dealt else f"a replica has {own} micro-batches of an update"
+            raise ValueError(f"parallel: {counted}, wanted a power of two, so that ranks hold whole branches of the tree")
+        if self.schedule in ("interleaved", "zero-bubble") and self.pp > 1 and own % self.pp:
+            raise ValueError(
+                f"parallel: {self.schedule} wants micro-batches of a replica in multiples of pp {self.pp}, got {own}"
+            )
+        if self.chunks > self.cp and (self.cp > 1 or self.pp > 1 or (self.sp and self.tp > 1)):
+            raise ValueError(f"parallel: chunks is {self.chunks}; wanted cp {self.cp}, or one rank along cp, pp and sp")
+        if self.pp > 1 and self.zero > 1:
+            raise ValueError(f"parallel: zero {self.zero} does not go with pp; take zero 1")
+        if shape.whole and (self.zero or self.slices > 1):
+            raise ValueError(f"parallel: {shape.whole} wants whole parameters, which zero and tp cut; take adamw")
+        if shape.ragged and (self.sp or self.chunks > 1 or self.slices > 1 or self.pp > 1):
+            raise ValueError(
+                "parallel: conversations fill rows to different lengths, which sp, tp, cp and pp cannot cut; take dp"
+            )
+
+    def __str__(self) -> str:
+        given = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        for whole, part in (("slices", "tp"), ("chunks", "cp")):
+            if given.get(whole) == getattr(self, part):
+                del given[whole]
+        return ",".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items())
+
+    @classmethod
+    def read(cls, given: "Plan | Mapping[str, Any] | str") -> "Plan":
+        """A plan from a table of a TOML file, or from "dp=2,zero=3"; a name alone stands for true."""
+        if isinstance(given, Plan):
+            return given
+        table = dict(_entries(given)) if isinstance(given, str) else dict(given)
+        known = [one.name for one in fields(cls)]
+        for name in table:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                meant = f"is {close[0]!r} meant?" if close else f"there are {', '.join(known)}"
+                raise ValueError(f"parallel has {name!r}, which it does not know; {meant}")
+        return cls(**table)
+
+    def alone(self) -> "Plan":
+        """The plan of one process that computes the same bits."""
+        return replace(Plan(), slices=self.slices, chunks=self.chunks)
+
+    def table(self) -> dict[str, Any]:
+        """All fields, for JSON."""
+        return asdict(self)
+
+
+def _is_power(number: int) -> bool:
+    return number > 0 and not number & (number - 1)
+
+
+def _entries(text: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in entry.partition("="))
+        words = {"true": True, "false": False, "": True}
+        found.append((name, int(value) if value.isdecimal() else words.get(value, value) if equals or not value else value))
+    return found

@@ -1,0 +1,115 @@
+"""Bytes of a rank, by formula, before anything is allocated.
+
+    P_c, P_w   elements of a block that tp cuts, and that it does not; L layers of the rank; E elements of its ends
+    N = L (P_c / tp + P_w) + E
+
+    weights    bytes of the dtype * N;                    zero 3: blocks / dp
+    optimizer  (moments + 4 for master weights) * N;      zero 1 to 3: / dp, and the updated rows of what all hold whole
+                                                          float32: no master weights beside weights of which it updates all
+    gradients  (bytes of the dtype + 4 sums) * N;         sums: 1, or one for each level of the tree; zero 2 and 3: sums / dp
+    activations  bytes of the dtype * tokens / cp * layers * passes in flight * (what tp cuts / tp + the rest, / tp with sp)
+
+What an update needs for a moment (a gathered block, a bucket of an exchange, logits) comes on top.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.nn.shard import SHARDS, Replicate, Row
+from tilewright.parallel.clock import simulated
+from tilewright.parallel.plan import Plan
+
+__all__ = ["RankBytes", "Sizes", "predicted", "sizes_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Elements of a model.
+
+    cut, whole: of a block, what tp cuts and what it does not.
+    embed, norm, head: of the ends; head is 0 where it is the embedding.
+    """
+
+    layers: int
+    cut: int
+    whole: int
+    embed: int
+    norm: int
+    head: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBytes:
+    """What a rank holds."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Of all."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    def __str__(self) -> str:
+        names = ("weights", "gradients", "optimizer", "activations")
+        return f"{self.total / 2**30:.2f} GiB ({', '.join(f'{name} {getattr(self, name) / 2**30:.2f}' for name in names)})"
+
+
+def sizes_of(model: Any) -> Sizes:
+    """Of a decoder, which may be on "meta"."""
+    block, cut = model.blocks[0], 0
+    for layer in (block.attn, block.ffn):
+        for name, shard in SHARDS.get(type(layer), {}).items():
+            part = getattr(layer, name)
+            if part is None or isinstance(shard, Replicate):
+                continue
+            tensors = list(part.parameters()) if hasattr(part, "parameters") else [part]
+            cut += sum(t.numel() for t in tensors if not (isinstance(shard, Row) and t.dim() == 1))
+    tied = model.head.weight is model.embed.weight
+    return Sizes(
+        layers=len(model.blocks), cut=cut, whole=sum(p.numel() for p in block.parameters()) - cut,
+        embed=model.embed.weight.numel(), norm=sum(p.numel() for p in model.norm.parameters()),
+        head=0 if tied else sum(p.numel() for p in model.head.parameters()),
+    )  # fmt: skip
+
+
+def predicted(
+    plan: Plan, sizes: Sizes, stage: int, *, item: int, moments: float, micro_batches: int, tree: bool, tokens: int,
+    cut_width: int, whole_width: int,
+) -> RankBytes:  # fmt: skip
+    """Bytes of a rank at place `stage` along pp.
+
+    Args:
+        item: bytes of an element of weights.
+        moments: bytes of the optimizer for each element, without master weights.
+        micro_batches: of an update, of all replicas.
+        tree: whether sums follow the tree.
+        tokens: of a micro-batch.
+        cut_width, whole_width: elements that a layer keeps for the backward pass for each token, cut by tp or not.
+    """
+    parts = [stage + turn * plan.pp for turn in range(plan.virtual)]
+    layers = sum(len(plan.layers_of(part, sizes.layers)) for part in parts)
+    blocks = layers * (sizes.cut // plan.tp + sizes.whole)
+    first, last = 0 in parts, plan.parts - 1 in parts
+    own_head = sizes.head or (0 if first else sizes.embed)
+    ends = (sizes.embed if first else 0) + (sizes.norm + own_head if last else 0)
+    # A tied head is used in two places, and has a gradient in each.
+    used = ends + (sizes.embed if first and last and not sizes.head else 0)
+    share = plan.dp if plan.zero else 1
+    third = plan.dp if plan.zero == 3 else 1
+    # What is updated apart from the weights in use: rows of whole weights. Master weights in float32 are else the weights.
+    copied = (blocks if plan.zero in (1, 2) else 0) + (ends if plan.zero else 0)
+    masters = copied if item == 4 else blocks + ends
+    own = micro_batches // plan.dp
+    levels = 1 + math.ceil(math.log2(own)) if tree else 1
+    sums = (blocks + used) / (plan.dp if plan.dealt else 1)
+    held = simulated(plan, own).held[stage] / plan.virtual if plan.pp > 1 else 1
+    width = cut_width / plan.tp + whole_width / (plan.tp if plan.sp else 1)
+    return RankBytes(
+        weights=int(item * (blocks / third + ends)), gradients=int(item * (blocks + used) + 4 * levels * sums),
+        optimizer=int((moments * (blocks + ends) + 4 * masters + (item * copied if item < 4 else 0)) / share),
+        activations=int(item * tokens / plan.cp * layers * held * width),
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Ranks that work on parts of one thing, and how they exchange: in the order of the tree, or in the library's.
+
+In the order of the tree each rank receives from every other its part of the terms, adds them up itself, and sends the sum
+round: the bytes of a ring's all-reduce, in two rounds. The library's order depends on the number of ranks, and on the library.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewright.parallel.reduce import tree
+
+__all__ = ["ALONE", "Ranks"]
+
+T = TypeVar("T")
+
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where there is one
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_SMALL = 8192
+"""Elements up to which a sum is formed on every rank from all terms: one round instead of two."""
+
+
+class Ranks:
+    """One dimension of the mesh, seen by one of its ranks.
+
+    Args:
+        group: of torch.distributed; None for a rank that is alone.
+        rank: this one's place in it.
+        size: how many there are.
+        invariant: sums in the order of the tree, else in the library's.
+    """
+
+    def __init__(self, group: Any = None, rank: int = 0, size: int = 1, invariant: bool = True):
+        self.group, self.rank, self.size, self.invariant = group, rank, size, invariant
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors of one shape: a new tensor, or `x` where the rank is alone. Float32 by the tree."""
+        if self.size == 1:
+            return x
+        if not self.invariant:
+            total = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=self.group)
+            return total
+        flat = x.float().reshape(-1)
+        if flat.numel() <= _SMALL:
+            return tree(self._gathered(flat).unbind()).view(x.shape)
+        part = -(-flat.numel() // self.size)
+        padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
+        total = self._gathered(self._sum_of_parts(padded.view(self.size, part)))
+        return total.view(-1)[: flat.numel()].view(x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part, along the first dimension, of the sum of all ranks' tensors. The size divides that dimension."""
+        if self.size == 1:
+            return x
+        parts = x.contiguous().unflatten(0, (self.size, -1))
+        if self.invariant:
+            return self._sum_of_parts(parts.float())
+        total = torch.empty_like(parts[0])
+        _scatter(total, parts.flatten(0, 1), group=self.group)
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' tensors of one shape, along the first dimension."""
+        return x if self.size == 1 else self._gathered(x.contiguous()).flatten(0, 1)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x [size, ...]: part i goes to rank i -> [size, ...], part i came from rank i."""
+        if self.size == 1:
+            return x
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=self.group)
+        return received
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part of a tensor that all have, along the first dimension."""
+        return x if self.size == 1 else x.unflatten(0, (self.size, -1))[self.rank]
+
+    def texts(self, text: str) -> Sequence[str]:
+        """The text of each rank."""
+        if self.size == 1:
+            return [text]
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_cards() else torch.device("cpu")
+        sizes = self._gathered(torch.tensor([raw.numel()], device=device)).view(-1).tolist()
+        padded = torch.nn.functional.pad(raw, (0, max(sizes) - raw.numel())).to(device)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(self._gathered(padded).cpu(), sizes)]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do the work on the first rank, and when it is done there, on the others."""
+        if self.size == 1:
+            return work()
+        found = work() if self.rank == 0 else None
+        dist.barrier(group=self.group)
+        return work() if found is None else found
+
+    def _on_cards(self) -> bool:
+        return dist.get_backend(self.group) == "nccl"
+
+    def _sum_of_parts(self, parts: Tensor) -> Tensor:
+        return tree(self.all_to_all(parts).unbind())
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        _gather(out.view(-1), x.reshape(-1), group=self.group)
+        return out
+
+
+ALONE = Ranks()
+"""A rank without others."""

@@ -1,0 +1,191 @@
+"""Layers cut into slices (tensor parallelism), and what lies between them cut into tokens (sequence parallelism).
+
+Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+
+    y = sum over slices s of layer_s(x)          slices dealt out to ranks in runs, added up in the order of the tree
+
+Every slice is a product of its own with shapes of its own, so a product has the same bits wherever it is made. With `cut`,
+tokens are cut between layers: ranks gather them in front of a layer, and each gets its tokens of the sum behind it.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.nn import Attention, Linear, RMSNorm
+from tilewright.nn.shard import SHARDS, Column, Replicate
+from tilewright.parallel.pieces import Piece, merged_rows
+from tilewright.parallel.ranks import Ranks
+from tilewright.parallel.reduce import tree
+
+__all__ = ["Sliced", "SlicedNorm", "gather_tokens", "narrow", "own_tokens", "shallow"]
+
+
+class _Fan(torch.autograd.Function):
+    """x for each slice here, of all tokens; the gradient is the sum over all slices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, cut: bool, copies: int) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.cut = ranks, cut
+        whole = ranks.all_gather(x) if cut else x
+        return tuple(whole.detach() for _ in range(copies))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sum(grads, ctx.ranks, ctx.cut), None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """The sum over all slices, of this rank's tokens if they are cut; the gradient is that of the sum for each slice."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, cut: bool, *terms: Tensor) -> Tensor:
+        ctx.ranks, ctx.cut, ctx.copies = ranks, cut, len(terms)
+        return _sum(terms, ranks, cut)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        grad = grad_outputs[0]
+        whole = ctx.ranks.all_gather(grad) if ctx.cut else grad
+        return (None, None, *([whole] * ctx.copies))
+
+
+def _sum(terms: Sequence[Tensor], ranks: Ranks, cut: bool) -> Tensor:
+    total = tree(terms) if ranks.invariant else terms[0]
+    return (ranks.reduce_scatter(total) if cut else ranks.all_reduce(total)).to(terms[0].dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """All tokens from each rank's; all ranks have the same gradient, of which each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.own(grad_outputs[0]).contiguous(), None
+
+
+class _Own(torch.autograd.Function):
+    """This rank's tokens of all; the gradient is of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.own(x).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_gather(grad_outputs[0]), None
+
+
+def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:
+    """The tokens of all ranks, for what every rank computes alike."""
+    return x if ranks.size == 1 else _Gather.apply(x, ranks)  # pyright: ignore[reportReturnType]
+
+
+def own_tokens(x: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's tokens of what every rank has computed alike."""
+    return x if ranks.size == 1 else _Own.apply(x, ranks)  # pyright: ignore[reportReturnType]
+
+
+class Sliced(nn.Module):
+    """A layer as the sum of slices, some of which are here.
+
+    Args:
+        layers: the slices of this rank.
+        biases: what the layer adds behind the sum, for each part of the tokens that are here; or nothing.
+        ranks: that have the slices.
+        cut: whether tokens are cut between layers.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], biases: Sequence[nn.Parameter], ranks: Ranks, cut: bool):
+        super().__init__()
+        self.layers, self.biases = nn.ModuleList(layers), nn.ParameterList(biases)
+        self.ranks, self.cut = ranks, cut and ranks.size > 1
+
+    @property
+    def reader(self) -> Linear:
+        """A layer that reads the input."""
+        first: Any = self.layers[0]
+        return first.reader
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        """As the layer."""
+        copies: Any = _Fan.apply(x, self.ranks, self.cut, len(self.layers))
+        total: Any = _Join.apply(self.ranks, self.cut, *(layer(x, *more) for layer, x in zip(self.layers, copies)))
+        parts = len(self.biases)
+        return torch.cat([x + bias for x, bias in zip(total.tensor_split(parts), self.biases)]) if parts else total
+
+
+class SlicedNorm(nn.Module):
+    """A norm over tokens in parts, each of which has a weight of its own that shares the memory of the first's.
+
+    Args:
+        norms: one for each part that is here.
+        whole: the ranks whose tokens the result has, where it shall have those of all.
+    """
+
+    def __init__(self, norms: Sequence[RMSNorm], whole: Ranks | None = None):
+        super().__init__()
+        self.norms, self.whole = nn.ModuleList(norms), whole
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.add`."""
+        parts = len(self.norms)
+        residuals = [None] * parts if residual is None else residual.tensor_split(parts)
+        pairs = [norm.add(part, r) for norm, part, r in zip(self.norms, x.tensor_split(parts), residuals)]  # pyright: ignore
+        normed, total = (torch.cat(both) for both in zip(*pairs))
+        return normed if self.whole is None else gather_tokens(normed, self.whole), total
+
+    def add_for(self, reader: Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`add`: nothing that is trained is quantised."""
+        return self.add(x, residual)
+
+
+# ---- cutting
+
+
+def shallow(module: Any) -> Any:
+    """The same module with the same parameters, whose parameters and parts can be replaced."""
+    new = copy.copy(module)
+    new._parameters, new._modules = dict(module._parameters), dict(module._modules)
+    new._forward_hooks, new._forward_pre_hooks = module._forward_hooks.copy(), module._forward_pre_hooks.copy()
+    return new
+
+
+def narrow(layer: nn.Module, index: int, count: int) -> tuple[nn.Module, dict[str, Piece]]:
+    """Slice `index` of `count` of a layer, and what its parameters are pieces of, by their names in the layer. What the layer
+    adds behind the sum is left out."""
+    made, pieces = shallow(layer), {}
+    for name, shard in SHARDS[type(layer)].items():
+        part = getattr(layer, name)
+        if part is None:
+            continue
+        if isinstance(part, nn.Parameter):
+            rows = ((0, part.shape[0]),) if isinstance(shard, Replicate) else merged_rows((part.shape[0],), index, count)
+            pieces[name] = Piece(of=name, shape=tuple(part.shape), rows=rows, columns=(0, 1))
+            made._parameters[name] = nn.Parameter(pieces[name].cut(part.data))
+            continue
+        linear = made._modules[name] = shallow(part)
+        for own, parameter in part.named_parameters():
+            shape, wide = tuple(parameter.shape), parameter.dim() > 1
+            if isinstance(shard, Column):
+                rows, columns = merged_rows(part.parts, index, count), (0, shape[1] if wide else 1)
+                linear.parts = tuple(p // count for p in part.parts)
+            elif not wide:
+                linear._parameters[own] = None
+                continue
+            else:
+                rows, columns = ((0, shape[0]),), (shape[1] * index // count, shape[1] * (index + 1) // count)
+            piece = pieces[f"{name}.{own}"] = Piece(of=f"{name}.{own}", shape=shape, rows=rows, columns=columns)
+            linear._parameters[own] = nn.Parameter(piece.cut(parameter.data).contiguous())
+    if isinstance(made, Attention):
+        made.head_counts = tuple(heads // count for heads in made.head_counts)  # pyright: ignore[reportAttributeAccessIssue]
+        made.qkv_shape = (-1, sum(made.head_counts), made.head_dim)
+    return made, pieces

@@ -1,0 +1,97 @@
+"""Ranks that look after each other: when one dies, the others end within seconds, and say which.
+
+A thread of each rank leaves a count at the store every other second and reads those of the others. One that does not grow any
+more, or a rank that says why it fails, is the verdict. A store that is not there any more says that the launcher, or rank 0, is
+gone.
+"""
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Watches the other ranks until `stop`.
+
+    Args:
+        address, port: of the store.
+        rank, world: this rank, of how many.
+        grace_s: how long the main thread may take to end by itself once there is a verdict.
+        every_s, silent_s: how often ranks are looked at, and after how long without a word one is gone.
+    """
+
+    def __init__(
+        self, address: str, port: int, rank: int, world: int, *, grace_s: float = 5.0, every_s: float = 2.0,
+        silent_s: float = 16.0,
+    ):  # fmt: skip
+        self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+        self._rank, self._world = rank, world
+        self._grace_s, self._every_s, self._silent_s = grace_s, every_s, silent_s
+        self._over, self._known = threading.Event(), threading.Event()
+        self._lock = threading.Lock()  # a store's client is one connection
+        self._words = ""
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def verdict(self, timeout_s: float) -> str | None:
+        """Which rank is gone, once it is known; None where all others were alive for so long."""
+        return self._words if self._known.wait(timeout_s) else None
+
+    def failed(self, why: str) -> None:
+        """Tell the others that this rank ends with an error."""
+        try:
+            with self._lock:
+                self._store.set("failed", f"rank {self._rank} failed: {why}")
+        except (RuntimeError, ValueError):  # the store is gone as well: they know
+            return
+
+    def stop(self) -> None:
+        """The run is over: the others may go."""
+        self._over.set()
+        self._thread.join()
+        try:
+            self._store.set(f"alive/{self._rank}", "done")
+        except (RuntimeError, ValueError):
+            return
+
+    def _run(self) -> None:
+        counts: dict[int, tuple[str, float]] = {}
+        beat = 0
+        while not self._over.wait(self._every_s):
+            beat += 1
+            try:
+                with self._lock:
+                    words = self._look(beat, counts)
+            except (RuntimeError, ValueError):
+                words = "the process that the ranks meet at is gone: the launcher, or rank 0"
+            if words:
+                self._words = words
+                self._known.set()
+                # A rank that waits for a dead one in the library cannot be woken up.
+                if not self._over.wait(self._grace_s):
+                    print(f"error: rank {self._rank} ends: {words}", file=sys.stderr, flush=True)
+                    os._exit(1)
+                return
+
+    def _look(self, beat: int, counts: dict[int, tuple[str, float]]) -> str:
+        """What is wrong, or nothing."""
+        self._store.set(f"alive/{self._rank}", str(beat))
+        if self._store.check(["failed"]):
+            return self._store.get("failed").decode(errors="replace")
+        now = time.monotonic()
+        for other in range(self._world):
+            key = f"alive/{other}"
+            if other == self._rank or not self._store.check([key]):
+                continue
+            count = self._store.get(key).decode()
+            if counts.get(other, ("", 0.0))[0] != count:
+                counts[other] = (count, now)
+            elif count != "done" and now - counts[other][1] > self._silent_s:
+                return f"rank {other} is gone: nothing was heard of it for {self._silent_s:.0f} seconds"
+        return ""

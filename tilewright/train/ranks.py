@@ -1,0 +1,152 @@
+"""A run on many ranks: is its plan right for its model, joining the ranks, and what a rank has of the run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from tilewright.hw.device import memory_bytes
+from tilewright.hw.env import Launched, launched
+from tilewright.models import Model, ModelConfig
+from tilewright.parallel.clock import bubble
+from tilewright.parallel.mesh import Mesh, join, leave
+from tilewright.parallel.part import make_part, refusal
+from tilewright.parallel.pipeline import Pipeline
+from tilewright.parallel.plan import Plan, Shape
+from tilewright.parallel.predict import predicted, sizes_of
+from tilewright.parallel.spread import Spread
+from tilewright.parallel.watch import Watch
+from tilewright.train.config import TrainConfig
+from tilewright.train.setup import STATE_BYTES, dtype_of
+
+__all__ = ["check_plan", "joined", "make_spread", "on_this_rank", "plan_lines", "quiet"]
+
+_WHOLE = {"muon": "muon", "adamw-8bit": "adamw-8bit"}
+_LOST_S = 25.0
+
+
+def check_plan(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError, one sentence, where the plan does not fit the model or the run."""
+    plan = config.parallel
+    plan.check(
+        Shape(
+            layers=model.num_hidden_layers, heads=model.num_attention_heads, kv_heads=model.num_key_value_heads,
+            inner=model.intermediate_size, tokens=config.row_tokens * config.micro_rows, micro_batches=config.micro_batches,
+            tree=config.accumulate == "tree", whole=_WHOLE.get(config.optimizer), ragged=config.chat,
+        )
+    )  # fmt: skip
+    cut = plan.alone() != Plan() or plan.pp > 1
+    if config.sample_every and (cut or plan.zero == 3):
+        raise ValueError("parallel: sample_every writes with a whole model, and this plan cuts it; set sample_every to 0")
+    if config.eval_data is not None and (plan.pp > 1 or plan.sp or plan.chunks > 1):
+        raise ValueError("parallel: eval_data is not measured where pp, sp or cp cut layers or tokens; leave eval_data out")
+
+
+def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
+    """The device of this process: with several cards the one of its place on the machine."""
+    place = launched() if config.parallel.ranks > 1 else None
+    if place is None or device.type != "cuda" or (config.device or "").startswith("cuda:"):
+        return device
+    if place.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"parallel: rank {place.rank} has no card, this machine has {torch.cuda.device_count()}; start fewer here"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+@contextmanager
+def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
+    """The ranks of the run, met. When one dies inside, the others end with a message that names it.
+
+    Raises:
+        ConnectionError: another rank is gone.
+        ValueError: not as many ranks were started as the plan takes.
+    """
+    plan = config.parallel
+    if plan.ranks == 1:
+        yield Mesh()
+        return
+    place = launched()
+    if place is None:
+        raise ValueError(
+            f"parallel takes {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, "
+            "torchrun on several"
+        )
+    if place.world != plan.ranks:
+        raise ValueError(f"parallel takes {plan.ranks} ranks ({plan}), and {place.world} were started")
+    store, _, _ = next(iter(rendezvous("env://")))
+    watch = Watch(place.address, place.port, place.rank, place.world)
+    try:
+        yield join(plan, rank=place.rank, device=device, store=store, invariant=config.accumulate == "tree")
+    except (ConnectionError, RuntimeError) as error:
+        raise _explained(error, watch, place) from error
+    except BaseException as error:
+        watch.failed(str(error) or type(error).__name__)
+        raise
+    leave()
+    watch.stop()
+
+
+def _explained(error: Exception, watch: Watch, place: Launched) -> Exception:
+    """What ended a rank: mostly another one that is gone, which this one has noticed in an exchange."""
+    words = watch.verdict(_LOST_S)
+    if words is not None:
+        return ConnectionError(f"rank {place.rank} ends: {words}")
+    watch.failed(str(error))
+    return error
+
+
+def make_spread(config: TrainConfig, model: Model, mesh: Mesh) -> Spread | None:
+    """This rank's share of a run; None for one process that adds up in the order that comes first."""
+    plan, tree = config.parallel, config.accumulate == "tree"
+    if plan == Plan() and not tree:
+        return None
+    order = [name for name, _ in model.named_parameters()]
+    first = next(model.parameters())
+    tokens = config.row_tokens * config.micro_rows // (plan.tp if plan.sp else 1) // plan.cp
+    stream = torch.empty(tokens, model.config.hidden_size, dtype=first.dtype, device="meta")
+    part = make_part(model, plan, mesh, invariant=tree)
+    layers = model.config.num_hidden_layers
+    pipeline = Pipeline(part.model, plan, mesh.pp, layers, stream, first.device) if plan.pp > 1 else None
+    return Spread(plan, mesh, part, order, invariant=tree, pipeline=pipeline)
+
+
+def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[str]:
+    """What the plan takes, for people: bytes of the ranks at each place along pp, and idle time. `model` may be on "meta".
+
+    Raises:
+        ValueError: the plan cannot cut this model, or a rank needs more than its card has.
+    """
+    plan, shape = config.parallel, model.config
+    if (why := refusal(model, plan)) is not None:
+        raise ValueError(why)
+    product = " x ".join(f"{name} {getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp") if getattr(plan, name) > 1)
+    found = [f"parallel: {plan.ranks} ranks = {product or 'one'}"]
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    for stage in range(plan.pp):
+        need = predicted(
+            plan, sizes_of(model), stage, item=dtype_of(config).itemsize, moments=STATE_BYTES[config.optimizer],
+            micro_batches=config.micro_batches, tree=config.accumulate == "tree", tokens=config.row_tokens * config.micro_rows,
+            cut_width=2 * (q + 2 * kv) + q + 3 * shape.intermediate_size, whole_width=6 * shape.hidden_size + q,
+        )  # fmt: skip
+        where = f"a rank at place {stage} of pp" if plan.pp > 1 else "a rank"
+        found.append(f"memory of {where}: {need}")
+        if device.type == "cuda" and need.total > (there := memory_bytes(device)):
+            raise ValueError(f"{found[-1]}: more than the {there / 2**30:.1f} GiB of {device}; raise tp, pp or zero")
+    if plan.pp > 1:
+        own = config.micro_batches // plan.dp
+        found.append(f"pipeline: {bubble(plan, own):.1%} of an update idle, by the formula for {plan.schedule}")
+    if plan.ranks > 1 and config.accumulate == "tree":
+        wide = 4 // dtype_of(config).itemsize
+        more = f", and between slices of layers {wide} times its bytes" if plan.tp > 1 and wide > 1 else ""
+        found.append(
+            f"sums: in the order of the tree, in two rounds where the library takes one{more}; running is the library's"
+        )
+    elif plan.ranks > 1:
+        found.append("sums: in the library's order; other plans differ in rounding. accumulate = tree gives them the same bits")
+    return found
+
+
+def quiet(words: str) -> None:
+    """Say nothing: what a rank other than the first does."""
