@@ -1,0 +1,8 @@
+"""The frozen options of `tilewright load`."""
+
+LOAD_OPTIONS = {
+    *("--report", "--out", "--self-check", "--json", "--endpoint", "--model", "--concurrency", "--rate", "--arrivals"),
+    *("--trace", "--speed", "--length-scale", "--limit", "--prompt-tokens", "--output-tokens", "--shared-prefix"),
+    *("--batch", "--duration", "--warmup", "--until-stable", "--slo", "--ignore-eos", "--no-ignore-eos", "--timeout"),
+    *("--max-in-flight", "--api-key", "--seed"),
+}
