@@ -35,7 +35,7 @@ OPTIONS = {
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
         "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
-        *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
+        *("--config", "--replicas", "--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         "--tool-format",
     },
     "run": {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewright.cli.options import Model, options
+from tilewright.cli.options import ConfigFile, Model, options
 from tilewright.cli.root import Progress, app, ends_at_once, ends_on_sigterm, plain_errors, say
 from tilewright.engine.config import EngineConfig
 from tilewright.extras import require
@@ -53,6 +53,7 @@ def serve(
     server: dict[str, Any],
     engine: dict[str, Any],
     model: Model = "bookworm",
+    config: ConfigFile = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="the same from a file, which does not show in the process list")
     ] = None,
@@ -67,9 +68,9 @@ def serve(
             if server["api_key"] is not None:
                 raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
             server["api_key"] = _key_of(api_key_file)
-        config = ServerConfig(**server)
-        with Log(config.log_level, config.log_format) as log:
-            code = _serve(model, served_name, engine, config, log)
+        settings = ServerConfig(**server)
+        with Log(settings.log_level, settings.log_format) as log:
+            code = _serve(model, served_name, engine, settings, log)
     raise typer.Exit(code)
 
 
@@ -93,6 +94,14 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
             f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
             "set one with --api-key-file, or listen on 127.0.0.1"
         )
+    # A folder is served under its own name, not under its path.
+    name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    if config.replicas > 1:
+        require("tilewright serve --replicas", "aiohttp")
+        from tilewright.server.forward import serve_replicas
+
+        EngineConfig(model=model, **engine)  # what is wrong with the options is said before anything is started
+        return serve_replicas({"model": model, "name": name, "engine": engine}, config, listener, log)
     llm = _load(model, engine, log.say)
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
@@ -103,8 +112,6 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
 
-    # A folder is served under its own name, not under its path.
-    name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
     return run_server(create_app(llm.engine, Served.of(llm.engine, name), config), listener, log)
 
 

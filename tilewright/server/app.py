@@ -24,17 +24,17 @@ from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
 from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.server import errors
-from tilewright.server.access import Access, tokens_of
+from tilewright.server.access import tokens_of
+from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.errors import ApiError, unavailable
-from tilewright.server.gate import Gate
+from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.live import LiveView
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Server:
+class Server(Bodies):
     """The endpoints and what they share. Its worker exists between startup and shutdown of the app."""
 
     worker: EngineWorker
@@ -82,6 +82,7 @@ class Server:
     watchdog: Watchdog
 
     def __init__(self, engine: Engine, served: Served, config: ServerConfig):
+        super().__init__()
         self.engine = engine
         self.served = served
         self.config = config
@@ -95,7 +96,6 @@ class Server:
         """What stopped the engine."""
         self.hung = False
         """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
-        self._body_bytes = 0  # of all requests whose body is being read
         self.live = LiveView(engine)
         self._created_s = int(time.time())
 
@@ -155,36 +155,6 @@ class Server:
         tokens = tokens_of(request.scope)
         tokens.prompt, tokens.completion = sum(map(len, job.prompts)), lambda: answer.completion_tokens
         return answer
-
-    async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
-        """`read(body)`, off the event loop where that is worth it."""
-        raw = await self._body(request)
-        return await self.intake.run(raw, read, inline=request.url.path != "/v1/chat/completions")
-
-    async def _body(self, request: Request) -> bytes:
-        """The request's JSON body, as bytes. Raises `ApiError` 415, 413, 408 or 503."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            wanted = "wanted application/json (curl: -H 'content-type: application/json')"
-            raise ApiError(415, f"content-type is {kind[:80]!r}, {wanted}")
-        config, body = self.config, bytearray()
-        too_large = ApiError(413, f"the body is larger than {config.max_body_bytes} bytes, the most this server takes")
-        if int(request.headers.get("content-length", 0)) > config.max_body_bytes:
-            raise too_large
-        try:
-            async with asyncio.timeout(config.body_timeout_s):
-                async for chunk in request.stream():
-                    body += chunk
-                    self._body_bytes += len(chunk)
-                    if len(body) > config.max_body_bytes:
-                        raise too_large
-                    if self._body_bytes > config.max_bodies * config.max_body_bytes:
-                        raise unavailable("too many large bodies are arriving at once; come again later", code="bodies")
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
-        finally:
-            self._body_bytes -= len(body)
-        return bytes(body)
 
     # Text and tokens -------------------------------------------------------------------------------------------------
 
@@ -298,17 +268,7 @@ def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
     # Generated docs would load scripts from elsewhere; the description is made of the bodies' own models (openapi.py).
     app = FastAPI(title="tilewright", lifespan=server.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
-    app.add_middleware(Gate, config=config, counts=counts)
-    if config.cors_origins:
-        exposed = ["x-request-id", "x-tilewright-ignored", "retry-after"]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=exposed,
-        )
-    app.add_middleware(Access, counts=counts)
+    install_gates(app, config, counts)
     errors.install(app)
     posts = {
         "/v1/completions": server.completions,
