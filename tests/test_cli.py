@@ -16,7 +16,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tests.bench.load.options import LOAD_OPTIONS
+from tests.bench.load.options import CONFIGURE_OPTIONS, LOAD_OPTIONS
 from tests.server.tiny_model import write_tiny_model
 from tests.train.options import TRAIN_OPTIONS
 from tilewright import __version__
@@ -94,6 +94,7 @@ OPTIONS = {
         *("--out", "--svg", "--json"),
     },
     "load": LOAD_OPTIONS,
+    "configure": CONFIGURE_OPTIONS,
     "train plan": {"--tokens", "--length", "--card", "--budget", "--json"},
     "scaling run": {"--out"},
     "hw": {"--measure", "--json"},

@@ -11,6 +11,7 @@ try:
     import tilewright.cli.bench
     import tilewright.cli.bench_all
     import tilewright.cli.compare
+    import tilewright.cli.configure
     import tilewright.cli.data
     import tilewright.cli.doctor
     import tilewright.cli.explain
