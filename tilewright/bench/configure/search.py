@@ -6,8 +6,8 @@ the true machine times an unknown factor that changes smoothly along each axis. 
 axes (Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapter 2): an RBF kernel over the ranks of the
 values of ordered axes, and for unordered ones a constant for "another value".
 
-After the first measurements, which are the best prediction and a few spread over the good part of the space, the next is where
-a measurement improves the choice at the end most (the knowledge gradient: Frazier, Powell, Dayanik, SIAM J. Control Optim.
+First the best prediction is measured, then where a measurement improves the choice at the end most: the expected improvement of
+a point that was not measured, and of one that was the knowledge gradient (Frazier, Powell, Dayanik, SIAM J. Control Optim.
 47(5), 2008). One may be repeated: noise is part of the model, and the answer is the best of what was measured by the corrected
 model, not by its luck.
 """
@@ -24,13 +24,11 @@ __all__ = ["Found", "Measured", "search"]
 
 FLOOR = 0.02
 """Of the best predicted goodput: less counts as this, since a logarithm of nothing is none."""
-SIGNAL, COMMON, LENGTH, NOISE = 0.3, 0.5, 0.7, 0.02
+SIGNAL, COMMON, LENGTH, NOISE = 0.3, 0.5, 0.7, 0.025
 """Standard deviation of the unknown factor's logarithm from point to point and for all together; the distance over which it
 changes, as a share of an axis; a measurement's own."""
-OTHER = 0.4
+OTHER = 0.3
 """Correlation between two values of an axis without order."""
-FIRST = 2
-"""Measurements before the model of the factor decides."""
 LEAST = 1e-4
 """Improvement, as a share, that is worth a measurement."""
 
@@ -78,23 +76,26 @@ def search(
     chosen: list[int] = []
     values: list[float] = []
     measured: list[Measured] = []
-    for number in range(min(budget, max(1, budget))):
+    for _ in range(budget):
         mean, deviation = _posterior(prior, kernel, chosen, values)
-        if number < FIRST:
-            index, why = _spread(mean, kernel, chosen)
-        else:
-            index, why = _improve(mean, deviation, chosen)
-            if index is None:
-                break
+        index, why = _improve(mean, deviation, chosen) if chosen else (int(np.argmax(mean)), "the best prediction")
+        if index is None:
+            break
         goodput = measure(points[index])
         chosen.append(index)
         values.append(math.log(max(goodput, FLOOR * top)))
         measured.append(Measured(points[index], float(predicted[0, index]), goodput, why))
         say(measured[-1])
     mean, _ = _posterior(prior, kernel, chosen, values)
-    best = max(set(chosen), key=lambda index: mean[index])
+
+    def served(index: int) -> float:
+        """What can be expected of a measured point; where nothing worked, the floor of the model says nothing."""
+        seen = float(np.mean([one.goodput for one, at in zip(measured, chosen) if at == index]))
+        return math.exp(mean[index]) if seen > FLOOR * top else seen
+
+    best = max(set(chosen), key=served)
     others = sorted((i for i in range(len(points)) if i != best), key=lambda i: -mean[i])[:3]
-    return Found(points[best], math.exp(mean[best]), measured, [(points[i], math.exp(mean[i])) for i in others])
+    return Found(points[best], served(best), measured, [(points[i], math.exp(mean[i])) for i in others])
 
 
 def _kernel(points: Sequence[Point]) -> np.ndarray:
@@ -131,25 +132,15 @@ def _posterior(prior: np.ndarray, kernel: np.ndarray, chosen: list[int], values:
     return mean, np.sqrt(np.maximum(variance, 1e-12))
 
 
-def _spread(mean: np.ndarray, kernel: np.ndarray, chosen: list[int]) -> tuple[int, str]:
-    """The best prediction first; then, among the best quarter, what is least like those before."""
-    if not chosen:
-        return int(np.argmax(mean)), "the best prediction"
-    good = np.argsort(-mean, kind="stable")[: max(len(chosen) + 1, len(mean) // 4)]
-    unlike = [(float(max(kernel[index, chosen])), -mean[index], int(index)) for index in good if index not in chosen]
-    if not unlike:
-        return chosen[0], "once more: there is no other"
-    return min(unlike)[2], "good by prediction, and unlike those before"
-
-
 def _improve(mean: np.ndarray, deviation: np.ndarray, chosen: list[int]) -> tuple[int | None, str]:
-    """Where a measurement is worth most to the choice at the end: the knowledge gradient."""
+    """Where a measurement is worth most to the choice at the end."""
     best = max(chosen, key=lambda index: mean[index])
     second = max((mean[index] for index in set(chosen) - {best}), default=mean[best] - 1)
     rival = np.full(len(mean), mean[best])
     rival[best] = second
     learned = np.maximum(deviation**2 / np.sqrt(deviation**2 + NOISE**2), 1e-9)
-    z = -np.abs(mean - rival) / learned
+    z = (mean - rival) / learned
+    z[chosen] = -np.abs(z[chosen])  # one of these is chosen already: what counts is that the choice may change
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
     below = 0.5 * (1 + np.array([math.erf(value / math.sqrt(2)) for value in z]))
     worth = learned * (z * below + density)
