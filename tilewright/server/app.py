@@ -1,6 +1,7 @@
 """The HTTP server: OpenAI's endpoints, their checks before the engine is touched, health, metrics and the page.
 
     POST /v1/completions  /v1/chat/completions     generation, whole or streamed (stream.py)
+    POST /v1/embeddings  /v1/score  /v1/rerank     numbers of whole texts (embeddings.py)
     GET  /v1/models  /v1/models/{name}             the one model that is served
     POST /tokenize  /detokenize                    text <-> token ids
     GET  /health  /ready  /version  /metrics       alive; taking requests; which build; Prometheus
@@ -22,26 +23,30 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tilewright import __version__
 from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
+from tilewright.engine.pooling import Pass
 from tilewright.server import errors
-from tilewright.server.access import tokens_of
+from tilewright.server.access import CLIENT_GONE, tokens_of
 from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
+from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, score_job
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.live import LiveView
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
 from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
+from tilewright.server.pool import Pool
 from tilewright.server.prompts import Served, encode
 from tilewright.server.protocol import Job, chat_job, completion_job, parse
-from tilewright.server.stream import Answer
+from tilewright.server.stream import Answer, unless_gone
 from tilewright.server.structured import GrammarGate
 from tilewright.server.watchdog import Watchdog
 from tilewright.server.worker import EngineStopped, EngineWorker
@@ -81,9 +86,12 @@ class Server(Bodies):
     grammars: GrammarGate
     watchdog: Watchdog
 
-    def __init__(self, engine: Engine, served: Served, config: ServerConfig):
+    pool: Pool | None
+
+    def __init__(self, engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None):
         super().__init__()
         self.engine = engine
+        self._run_pass = run_pass
         self.served = served
         self.config = config
         self.compiles = CompileCounter()
@@ -105,6 +113,7 @@ class Server(Bodies):
         self.intake = Intake()
         self.grammars = GrammarGate(self.engine)
         self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed, max_wait_s=self.config.max_wait_s)
+        self.pool = self._make_pool()
         self.watchdog = Watchdog(self.worker, self.config.step_timeout_s)
         watching = asyncio.ensure_future(self.watchdog.run())
         self.compiles.start().mark_ready()
@@ -112,6 +121,8 @@ class Server(Bodies):
             yield
         finally:
             watching.cancel()
+            if self.pool is not None:
+                self.pool.close()
             await self._close()
             self.intake.close()
             self.grammars.close()
@@ -142,11 +153,15 @@ class Server(Bodies):
         """POST /v1/chat/completions."""
         return await self._answer(request, chat_job)
 
-    async def _answer(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
+    def _check_open(self) -> None:
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
         if self.watchdog.hangs:
             raise unavailable("the engine is in a step that does not end; the server needs a restart", code="hanging")
+
+    async def _answer(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
+        self._check_open()
+        self.served.check_generates()
         job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
         grammar = job.params[0].grammar
         if grammar is not None:
@@ -155,6 +170,41 @@ class Server(Bodies):
         tokens = tokens_of(request.scope)
         tokens.prompt, tokens.completion = sum(map(len, job.prompts)), lambda: answer.completion_tokens
         return answer
+
+    # Numbers of texts ------------------------------------------------------------------------------------------------
+
+    def _make_pool(self) -> Pool | None:
+        pooled, run_pass = self.served.pooled, self._run_pass
+        if pooled is None or run_pass is None:
+            return None
+        return Pool(pooled, lambda work: self.worker.call(lambda: run_pass(work)))
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        return await self._numbers(request, embeddings_job)
+
+    async def score(self, request: Request) -> Response:
+        """POST /v1/score."""
+        return await self._numbers(request, score_job)
+
+    async def rerank(self, request: Request) -> Response:
+        """POST /v1/rerank."""
+        return await self._numbers(request, rerank_job)
+
+    async def _numbers(self, request: Request, read: Callable[[bytes, Served, ServerConfig], PoolJob]) -> Response:
+        self._check_open()
+        job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
+        assert self.pool is not None, "a job was made, so the model has numbers"
+        tokens_of(request.scope).prompt = job.tokens
+        try:
+            asking = self.pool.ask(job.texts, labels=job.labels, dimensions=job.dimensions)
+            rows = await unless_gone(request.receive, asking)
+        except EngineStopped as error:
+            raise unavailable(str(error)) from None
+        if rows is None:
+            return Response(status_code=CLIENT_GONE)
+        body = await asyncio.get_running_loop().run_in_executor(None, job.answer, rows)
+        return Response(body, media_type="application/json")
 
     # Text and tokens -------------------------------------------------------------------------------------------------
 
@@ -261,9 +311,14 @@ class Server(Bodies):
         return Response(path.read_bytes(), media_type=PAGE_TYPES[path.suffix], headers=PAGE_HEADERS)
 
 
-def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
-    """The ASGI app that serves `engine`; its `Server` is at `app.state.server`."""
-    server = Server(engine, served, config)
+def create_app(
+    engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None = None
+) -> FastAPI:
+    """The ASGI app that serves `engine`; its `Server` is at `app.state.server`.
+
+    `run_pass` answers for whole texts where `served.pooled` says that the model can; it is called in the engine's thread.
+    """
+    server = Server(engine, served, config, run_pass)
     counts = server.metrics.http
     # Generated docs would load scripts from elsewhere; the description is made of the bodies' own models (openapi.py).
     app = FastAPI(title="tilewright", lifespan=server.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -273,6 +328,9 @@ def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
     posts = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
+        "/v1/embeddings": server.embeddings,
+        "/v1/score": server.score,
+        "/v1/rerank": server.rerank,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }

@@ -14,6 +14,9 @@ __all__ = ["Bodies"]
 
 T = TypeVar("T")
 
+INLINE = ("/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+"""Paths whose short bodies take no time to read: neither a chat template nor pairs of texts."""
+
 
 class Bodies:
     """What servers share that take JSON in. Theirs are `config`, and `intake` while they run."""
@@ -27,7 +30,7 @@ class Bodies:
     async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
         """`read(body)`, off the event loop where that is worth it."""
         raw = await self._body(request)
-        return await self.intake.run(raw, read, inline=request.url.path != "/v1/chat/completions")
+        return await self.intake.run(raw, read, inline=request.url.path in INLINE)
 
     async def _body(self, request: Request) -> bytes:
         """The request's JSON body, as bytes. Raises `ApiError` 415, 413, 408 or 503."""

@@ -345,9 +345,8 @@ def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:
     posts = {
         "/v1/completions": front.completions,
         "/v1/chat/completions": front.chat_completions,
-        "/tokenize": front.anything,
-        "/detokenize": front.anything,
     }
+    posts |= dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings", "/v1/score", "/v1/rerank"), front.anything)
     gets = {"/health": front.health, "/ready": front.ready, "/metrics": front.metrics}
     gets |= dict.fromkeys(("/", "/page/{name}", "/live", "/openapi.json", "/version", "/v1/models"), front.anything)
     gets["/v1/models/{name:path}"] = front.anything

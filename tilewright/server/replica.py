@@ -45,10 +45,12 @@ def main(listener: socket.socket, control: socket.socket, spec: dict[str, Any]) 
             log.say(f"error: replica {spec['index']}: {str(error).strip() or type(error).__name__}")
             return 1
         blocks = llm.engine.scheduler.blocks
-        served = Served.of(llm.engine, spec["name"])
+        pooler = llm.pooler
+        pooled, run_pass = (None, None) if pooler is None else (pooler.pooled, pooler.run)
+        served = Served.of(llm.engine, spec["name"], pooled=pooled, generates=llm.generates)
         publisher.hello({"served": served.description(), "page_tokens": blocks.page_size})
         blocks.listener = publisher
-        return run_server(create_app(llm.engine, served, config), listener, log)
+        return run_server(create_app(llm.engine, served, config, run_pass), listener, log)
 
 
 if __name__ == "__main__":
