@@ -56,6 +56,8 @@ __all__ = ["Server", "create_app"]
 MAX_FAILURES = 10
 """Failed steps without a token in between, after which the device, not the requests, is to blame."""
 
+INLINE = ("/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+"""Paths whose short bodies take no time to read: neither a chat template nor pairs of texts."""
 LOOK_TIMEOUT_S = 10.0
 """How long /metrics and /live wait for the end of a step."""
 CLOSE_TIMEOUT_S = 5.0
@@ -78,7 +80,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Server(Bodies):
+class Server:
     """The endpoints and what they share. Its worker exists between startup and shutdown of the app."""
 
     worker: EngineWorker
@@ -89,7 +91,6 @@ class Server(Bodies):
     pool: Pool | None
 
     def __init__(self, engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None):
-        super().__init__()
         self.engine = engine
         self._run_pass = run_pass
         self.served = served
@@ -104,6 +105,7 @@ class Server(Bodies):
         """What stopped the engine."""
         self.hung = False
         """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
+        self._bodies = Bodies(config)
         self.live = LiveView(engine)
         self._created_s = int(time.time())
 
@@ -205,6 +207,19 @@ class Server(Bodies):
             return Response(status_code=CLIENT_GONE)
         body = await asyncio.get_running_loop().run_in_executor(None, job.answer, rows)
         return Response(body, media_type="application/json")
+
+    async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
+        """`read(body)`, off the event loop where that is worth it."""
+        raw = await self._body(request)
+        return await self.intake.run(raw, read, inline=request.url.path in INLINE)
+
+    async def _body(self, request: Request) -> bytes:
+        """The request's JSON body, as bytes. Raises `ApiError` 415, 413, 408 or 503."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            wanted = "wanted application/json (curl: -H 'content-type: application/json')"
+            raise ApiError(415, f"content-type is {kind[:80]!r}, {wanted}")
+        return await self._bodies.read(request)
 
     # Text and tokens -------------------------------------------------------------------------------------------------
 

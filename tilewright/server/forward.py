@@ -83,12 +83,12 @@ class _Running:
             task.cancel()
 
 
-class Front(Bodies):
+class Front:
     """The endpoints; what `run_server` asks a server for is here too."""
 
     def __init__(self, fleet: Fleet, served: Served, config: ServerConfig):
-        super().__init__()
         self.fleet, self.served, self.config = fleet, served, config
+        self._bodies = Bodies(config)
         self.connections = Connections(config)
         self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
         self.worker = _Running()
@@ -96,6 +96,9 @@ class Front(Bodies):
         self.failure: BaseException | None = None
         self.retries: Counter[str] = Counter()
         """Why a request was passed to another replica -> times."""
+
+    intake: Intake
+    session: aiohttp.ClientSession
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -136,7 +139,7 @@ class Front(Bodies):
             job = read(raw, self.served, self.config)
             return raw, job, digests_of(job.prompts[0], page_tokens)
 
-        raw, job, digests = await self._prepared(request, work)
+        raw, job, digests = await self.intake.run(await self._bodies.read(request), work, inline=False)
         tokens_of(request.scope).prompt = sum(map(len, job.prompts))
         return _Forwarded(self, request, raw, job, digests)
 
@@ -144,7 +147,7 @@ class Front(Bodies):
 
     async def anything(self, request: Request) -> Response:
         """Passed to a replica that is ready, the least loaded first."""
-        raw = b"" if request.method in ("GET", "HEAD") else await self._body(request)
+        raw = b"" if request.method in ("GET", "HEAD") else await self._bodies.read(request)
         router = self.fleet.router
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         for index in sorted(self.fleet.ready, key=router.load_of):
