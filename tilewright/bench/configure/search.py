@@ -24,9 +24,11 @@ __all__ = ["Found", "Measured", "search"]
 
 FLOOR = 0.02
 """Of the best predicted goodput: less counts as this, since a logarithm of nothing is none."""
-SIGNAL, COMMON, LENGTH, NOISE = 0.3, 0.5, 0.7, 0.025
+SIGNAL, COMMON, LENGTH, NOISE = 0.3, 0.5, 0.7, 0.02
 """Standard deviation of the unknown factor's logarithm from point to point and for all together; the distance over which it
 changes, as a share of an axis; a measurement's own."""
+OWN = 0.05
+"""Standard deviation of what is a point's alone."""
 OTHER = 0.3
 """Correlation between two values of an axis without order."""
 LEAST = 1e-4
@@ -111,7 +113,7 @@ def _kernel(points: Sequence[Point]) -> np.ndarray:
         else:
             same = np.array([[a == b for b in column] for a in column])
             correlation *= np.where(same, 1.0, OTHER)
-    return COMMON**2 + SIGNAL**2 * correlation
+    return COMMON**2 + SIGNAL**2 * correlation + OWN**2 * np.eye(len(points))
 
 
 def _posterior(prior: np.ndarray, kernel: np.ndarray, chosen: list[int], values: list[float]) -> tuple[np.ndarray, np.ndarray]:
