@@ -52,6 +52,7 @@ def capacity(requests: list[Planned], policy: Policy, ttft_p99: float) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_the_whole_trace() -> None:
     requests = trace("mooncake-conversation.jsonl.xz")
     for load in ({"speed": 1.4}, {"users": 64}):
