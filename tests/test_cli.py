@@ -16,6 +16,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from tests.bench.load.options import CONFIGURE_OPTIONS, LOAD_OPTIONS
 from tests.server.tiny_model import write_tiny_model
 from tests.train.options import TRAIN_OPTIONS
 from tilewright import __version__
@@ -33,7 +34,7 @@ OPTIONS = {
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
         "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
-        *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
+        *("--config", "--replicas", "--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),
     },
     "run": {
@@ -59,16 +60,7 @@ OPTIONS = {
     "bench attention-8bit": {"--shapes", "--settle", "--out", "--resume", "--json"},
     "bench layers": {"--shapes", "--rows", "--activation", "--invariant", "--settle", "--out", "--resume", "--json"},
     "bench op": {
-        "--shapes",
-        "--set",
-        "--against",
-        "--prefer",
-        "--aligned",
-        "--counters",
-        "--settle",
-        "--out",
-        "--resume",
-        "--json",
+        *("--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--settle", "--out", "--resume", "--json"),
     },
     "bench all": {"--out", "--budget", "--only", "--dry-run"},
     "bench ops": {"--out", "--resume", "--json"},
@@ -97,6 +89,8 @@ OPTIONS = {
         *("--norm", "--layers", "--width", "--batch", "--length", "--steps", "--lr", "--warmup", "--seed"),
         *("--out", "--svg", "--json"),
     },
+    "load": LOAD_OPTIONS,
+    "configure": CONFIGURE_OPTIONS,
     "train plan": {"--tokens", "--length", "--card", "--budget", "--json"},
     "scaling run": {"--out"},
     "hw": {"--measure", "--json"},

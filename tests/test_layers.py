@@ -18,7 +18,7 @@ ROWS = (
     ("bench",),
     ("server", "rl", "scaling"),
     ("engine", "train", "host"),
-    ("quant", "models", "parallel", "data"),
+    ("quant", "models", "parallel", "data", "placement"),
     ("nn", "fuse"),
     ("ops",),
     ("kernels",),

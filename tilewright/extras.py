@@ -28,6 +28,7 @@ EXTRAS = {
     "scaling": ("scipy", "vl_convert"),
     "rl": ("math_verify", "reasoning_gym"),
     "lab": ("vl_convert",),
+    "load": ("aiohttp", "vl_convert"),
 }
 """Extra -> the names under which its libraries are imported."""
 

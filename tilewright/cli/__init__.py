@@ -11,12 +11,14 @@ try:
     import tilewright.cli.bench
     import tilewright.cli.bench_all
     import tilewright.cli.compare
+    import tilewright.cli.configure
     import tilewright.cli.data
     import tilewright.cli.doctor
     import tilewright.cli.explain
     import tilewright.cli.export
     import tilewright.cli.hw
     import tilewright.cli.lab
+    import tilewright.cli.load
     import tilewright.cli.ops
     import tilewright.cli.optimize
     import tilewright.cli.quantize

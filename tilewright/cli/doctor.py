@@ -30,6 +30,7 @@ FOR = {
     "scaling": "`tilewright scaling`",
     "rl": "rewards and tasks of reinforcement learning",
     "lab": "the pictures of `tilewright lab`",
+    "load": "`tilewright load`, and `tilewright serve --replicas`",
 }
 """Extra -> what it is for."""
 

@@ -1,15 +1,18 @@
 """Options of verbs, made from the fields of config dataclasses: a field with a help text is an option."""
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
+import tomllib
 from collections.abc import Callable, Set
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-__all__ = ["Model", "options"]
+__all__ = ["ConfigFile", "Model", "options"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -61,5 +64,34 @@ def _option(field: dataclasses.Field[Any], panel: str | None) -> tuple[inspect.P
     annotation = Annotated[kind, typer.Option(help=words, rich_help_panel=panel)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation), unit
 
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make what a file says the defaults of a verb's parameters; what is given on the command line goes before."""
+    if path is None or context.resilient_parsing:
+        return path
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"{path} is no TOML: {error}") from None
+    known = {parameter.name for parameter in context.command.params} - {"config"}
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, [one for one in known if one], 1)
+            hint = f"did you mean {close[0]}?" if close else "wanted names of this command's options, with _ for -"
+            raise typer.BadParameter(f"{path} has {name!r}, which is none of this command's options; {hint}")
+        if isinstance(value, dict):
+            raise typer.BadParameter(f"{path} has a table [{name}], wanted plain values")
+    context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        is_eager=True, callback=_read_config, help="TOML file with values of these options; those of the command line win"
+    ),
+]
 
 Model = Annotated[str, typer.Argument(help="the embedded model's name, a model folder, or a name on the Hugging Face hub")]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from click.core import ParameterSource
 
-from tilewright.cli.options import Model, options
+from tilewright.cli.options import ConfigFile, Model, options
 from tilewright.cli.root import Progress, app, ends_at_once, ends_on_sigterm, plain_errors, say
 from tilewright.cli.serve_models import host_of
 from tilewright.engine.config import EngineConfig
@@ -64,6 +64,7 @@ def serve(
     ordinary: dict[str, Any],
     engine: dict[str, Any],
     model: Model = "bookworm",
+    config: ConfigFile = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="the same from a file, which does not show in the process list")
     ] = None,
@@ -90,13 +91,15 @@ def serve(
             if server["api_key"] is not None:
                 raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
             server["api_key"] = _key_of(api_key_file)
-        config = ServerConfig(**server)
-        named = context.get_parameter_source("model") == ParameterSource.COMMANDLINE
+        settings = ServerConfig(**server)
+        named = context.get_parameter_source("model") in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
         language, host = host_of(model, beside or (), HostConfig(**ordinary), named=named, name=served_name)
-        if host is None and config.grpc_port is not None:
+        if host is None and settings.grpc_port is not None:
             raise typer.BadParameter("--grpc-port is for ordinary models; give one with --model or --repository")
-        with Log(config.log_level, config.log_format) as log:
-            code = _serve(language, served_name, engine, config, log, host)
+        if host is not None and settings.replicas > 1:
+            raise typer.BadParameter("--replicas is for a language model alone; serve ordinary models by a server of their own")
+        with Log(settings.log_level, settings.log_format) as log:
+            code = _serve(language, served_name, engine, settings, log, host)
     raise typer.Exit(code)
 
 
@@ -132,6 +135,14 @@ def _serve(
 
         assert host is not None
         return run_server(create_models_app(host, config), listener, log)
+    # A folder is served under its own name, not under its path.
+    name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    if config.replicas > 1:
+        require("tilewright serve --replicas", "aiohttp")
+        from tilewright.server.forward import serve_replicas
+
+        EngineConfig(model=model, **engine)  # what is wrong with the options is said before anything is started
+        return serve_replicas({"model": model, "name": name, "engine": engine}, config, listener, log)
     llm = _load(model, engine, log.say)
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
@@ -142,8 +153,6 @@ def _serve(
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
 
-    # A folder is served under its own name, not under its path.
-    name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
     pooler = llm.pooler
     pooled = None if pooler is None else pooler.pooled
     served = Served.of(llm.engine, name, pooled=pooled, generates=llm.generates)

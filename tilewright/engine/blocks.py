@@ -12,7 +12,7 @@ another.) What a page may be used for is the scheduler's to know; nothing here r
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 
 __all__ = ["BlockPool", "page_digest"]
@@ -25,6 +25,9 @@ def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 class BlockPool:
     """`num_pages` pages of `page_size` tokens with reference counts. Without `prefix_cache` no page is ever shared."""
+
+    listener: Callable[[bytes, bool], None] | None = None
+    """Told of each digest that can be found from now on (True) or no longer (False); b"" stands for all. Must not raise."""
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True):
         if num_pages < 1 or page_size < 1:
@@ -41,6 +44,7 @@ class BlockPool:
         self._page: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack, so that hot pages are used again
+        self._tell(b"", known=False)
 
     def forget(self, pages: Iterable[int]) -> None:
         """These pages do not hold what their digests say: owned ones stay with their owners, cached ones become free."""
@@ -112,6 +116,7 @@ class BlockPool:
         if self.prefix_cache and digest not in self._page:
             self._page[digest] = page
             self._digest[page] = digest
+            self._tell(digest, known=True)
 
     def page_map(self, tables: Iterable[tuple[int | None, Sequence[int]]], per_cell: int = 1) -> list[tuple[str | int, int]]:
         """The pool as cells of `per_cell` pages: (state, owners) of the page with most owners in each.
@@ -143,3 +148,8 @@ class BlockPool:
         if digest is not None:
             del self._page[digest]
             self._digest[page] = None
+            self._tell(digest, known=False)
+
+    def _tell(self, digest: bytes, *, known: bool) -> None:
+        if self.listener is not None:
+            self.listener(digest, known)

@@ -26,20 +26,19 @@ from typing import TypeVar
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
 from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
 from tilewright.server import errors
-from tilewright.server.access import CLIENT_GONE, Access, tokens_of
+from tilewright.server.access import CLIENT_GONE, tokens_of
 from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, score_job
 from tilewright.server.errors import ApiError, unavailable
-from tilewright.server.gate import Gate
+from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.live import LiveView
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
@@ -339,17 +338,7 @@ def create_app(
     # Generated docs would load scripts from elsewhere; the description is made of the bodies' own models (openapi.py).
     app = FastAPI(title="tilewright", lifespan=server.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
-    app.add_middleware(Gate, config=config, counts=counts)
-    if config.cors_origins:
-        exposed = ["x-request-id", "x-tilewright-ignored", "retry-after"]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=exposed,
-        )
-    app.add_middleware(Access, counts=counts)
+    install_gates(app, config, counts)
     errors.install(app)
     posts = {
         "/v1/completions": server.completions,

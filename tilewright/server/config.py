@@ -11,6 +11,7 @@ __all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerConfig"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TOOL_FORMATS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
+MAX_REPLICAS = 64
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 
 
@@ -30,6 +31,7 @@ class ServerConfig:
     )
     max_body_bytes: int = option(16 << 20, "largest request body, in MiB")
     max_connections: int = option(4096, "connections open at once; idle ones are closed for new ones")
+    replicas: int = option(1, "servers of the model on this machine, behind one router; each takes a GPU of its own if it can")
     drain_timeout_s: float = option(60.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C")
     cors_origins: tuple[str, ...] | None = option(
         None, "origin of a web page that may use this server, such as https://chat.example; may be given several times"
@@ -87,6 +89,8 @@ class ServerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, wanted one of {', '.join(known)}")
         if self.max_connections < 1:
             raise ValueError(f"max_connections is {self.max_connections}, wanted 1 or more")
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ValueError(f"replicas is {self.replicas}, wanted 1 to {MAX_REPLICAS}")
         if not 0 <= self.drain_timeout_s <= 86400:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, wanted 0 to 86400 seconds")
         if self.max_body_bytes < 1:

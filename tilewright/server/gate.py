@@ -11,14 +11,17 @@
 import hmac
 import re
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tilewright.server.access import Access
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError
 from tilewright.server.metrics import HttpCounts
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "install_gates"]
 
 OPEN_PATHS = {"/", "/health", "/ready", "/version"}
 """Paths that need no key, as those under /page/."""
@@ -76,6 +79,21 @@ class Gate:
             f"Incorrect API key: got {got}, wanted 'Authorization: Bearer <key>' with the key this server was started with"
         )
         return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def install_gates(app: Starlette, config: ServerConfig, counts: HttpCounts) -> None:
+    """Put what every request passes around an app: the access log, the rules for pages of other origins, and `Gate`."""
+    app.add_middleware(Gate, config=config, counts=counts)
+    if config.cors_origins:
+        exposed = ["x-request-id", "x-tilewright-ignored", "retry-after"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
+    app.add_middleware(Access, counts=counts)
 
 
 def _two_lengths(headers: Headers) -> ApiError | None:

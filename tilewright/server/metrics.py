@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tilewright.engine.outputs import EngineStats
+from tilewright.server.aliases import aliases
 
 __all__ = ["CONTENT_TYPE", "HttpCounts", "Latencies", "Metrics"]
 
@@ -135,6 +136,7 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"tilewright_{name}", words, value=getattr(self._stats, field))
         for name, (words, field) in COUNTERS.items():
             yield CounterMetricFamily(f"tilewright_{name}", words, value=getattr(self._stats, field))
+        yield from aliases(self._stats)
         words = "Kernels compiled after the server was ready"
         yield CounterMetricFamily("tilewright_jit_compiles_after_ready", words, value=self._compiles())
         yield from self.http.collect()

@@ -1,0 +1,4 @@
+{{- define "tilewright.labels" -}}
+app.kubernetes.io/name: tilewright
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}

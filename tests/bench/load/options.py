@@ -1,0 +1,12 @@
+"""The frozen options of `tilewright load` and `tilewright configure`."""
+
+LOAD_OPTIONS = {
+    *("--report", "--out", "--self-check", "--json", "--endpoint", "--model", "--concurrency", "--rate", "--arrivals"),
+    *("--trace", "--speed", "--length-scale", "--limit", "--prompt-tokens", "--output-tokens", "--shared-prefix"),
+    *("--batch", "--duration", "--warmup", "--until-stable", "--slo", "--ignore-eos", "--no-ignore-eos", "--timeout"),
+    *("--max-in-flight", "--api-key", "--seed"),
+}
+CONFIGURE_OPTIONS = {
+    *("--slo", "--prompt-tokens", "--output-tokens", "--replicas", "--quantize", "--kv-cache", "--points", "--seconds"),
+    *("--device", "--out", "--json"),
+}

@@ -1,0 +1,142 @@
+"""What a configuration would serve, from bytes and FLOPs alone: a steady state of continuous batching.
+
+With B answers in the batch, prompts of P and answers of O tokens, each step computes B tokens of answers and, on average,
+B P / O tokens of prompts, since each answer that ends lets the next prompt in. A step reads the weights and the keys and values
+of the batch once. From its time follow the inter-token latency (a step), the time to the first token (the steps of a prompt,
+and waiting for a place in a step) and the rate (B / (O steps)). The largest B that keeps the objectives is what a configuration
+can hold; its rate counts.
+"""
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+from tilewright.bench.load.slo import Slo
+
+__all__ = ["Facts", "Machine", "Point", "Prediction", "Workload", "machines_around", "predict"]
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Point:
+    """A configuration. None: the engine's own choice, in the model's dtype."""
+
+    replicas: int = 1
+    max_seqs: int = 64
+    max_tokens_per_step: int = 2048
+    quantize: str | None = None
+    kv_cache: str | None = None
+
+    def __str__(self) -> str:
+        said = f"{self.replicas} x {self.max_seqs} sequences, {self.max_tokens_per_step} tokens a step"
+        return said + f", weights {self.quantize or 'as they are'}, cache {self.kv_cache or 'as the model'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Of a model."""
+
+    parameters: int
+    dtype_bytes: int
+    kv_elements: int
+    """Numbers that a token leaves in the cache, all layers together."""
+    max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What it has; rates as they are reached, not as a data sheet has them."""
+
+    devices: int
+    flops_per_s: float
+    """In the model's dtype, a device."""
+    bytes_per_s: float
+    memory_bytes: int
+    """A device's, for weights and cache."""
+    step_s: float
+    """What a step costs that computes nothing: launches, scheduling, sampling."""
+    fast_formats: tuple[str, ...] = ()
+    """Formats whose products run at twice the rate."""
+    most_seqs: int = 512
+    """The engine takes no more on it; the same for the tokens of a step."""
+    most_tokens: int = 8192
+
+
+def machines_around(machine: Machine, count: int, seed: int = 0) -> list[Machine]:
+    """The machine itself, and others that it may turn out to be: rates from 0.4 to 1.2 of its own, steps from half to five
+    times as long."""
+    rng = random.Random(seed)
+
+    def other() -> Machine:
+        flops, copies = (math.exp(rng.uniform(math.log(0.4), math.log(1.2))) for _ in range(2))
+        step = math.exp(rng.uniform(math.log(0.5), math.log(5)))
+        return replace(
+            machine,
+            flops_per_s=machine.flops_per_s * flops,
+            bytes_per_s=machine.bytes_per_s * copies,
+            step_s=machine.step_s * step,
+        )
+
+    return [machine, *(other() for _ in range(count - 1))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Mean tokens."""
+
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """`goodput`: requests a second within the objectives. `limit`: what keeps it from being more."""
+
+    goodput: float
+    batch: int
+    ttft_s: float
+    itl_s: float
+    limit: str
+
+
+_WEIGHT_BYTES = {"int8": 1.0, "int8-weight": 1.0, "fp8": 1.0, "fp8-block": 1.0, "mxfp8": 1.03, "int4": 0.56}
+
+
+def predict(point: Point, facts: Facts, machine: Machine, workload: Workload, slo: Slo) -> Prediction:
+    """The steady state of a configuration."""
+    per_weight = _WEIGHT_BYTES.get(point.quantize or "", float(facts.dtype_bytes))
+    weights = facts.parameters * per_weight
+    kv_token = facts.kv_elements * (1 if point.kv_cache else facts.dtype_bytes)
+    sharing = max(1.0, point.replicas / machine.devices)
+    room = machine.memory_bytes / sharing - weights
+    context = workload.prompt + workload.output / 2
+    fits = int(room / (kv_token * (workload.prompt + workload.output)))
+    if fits < 1:
+        return Prediction(goodput=0.0, batch=0, ttft_s=math.inf, itl_s=math.inf, limit="memory")
+    flops = machine.flops_per_s * (2 if point.quantize in machine.fast_formats else 1) / sharing
+    bandwidth = machine.bytes_per_s / sharing
+    most = min(point.max_seqs, fits)
+    limit = "memory" if fits < point.max_seqs else "max_seqs"
+    low, high, best = 1, most, None
+    while low <= high:  # latencies grow with the batch: the largest that keeps the objectives, by halves
+        batch = (low + high) // 2
+        prompts = min(batch * workload.prompt / workload.output, max(1.0, point.max_tokens_per_step - batch))
+        seconds = machine.step_s + max(
+            (weights + batch * context * kv_token) / bandwidth, 2 * facts.parameters * (batch + prompts) / flops
+        )
+        # Fewer prompt tokens fit than would keep the batch full: answers wait for prompts.
+        slowed = max(1.0, batch * workload.prompt / workload.output / prompts)
+        chunk = max(1, min(workload.prompt, point.max_tokens_per_step - batch))
+        worst_s = machine.step_s + max(weights / bandwidth, 2 * facts.parameters * (batch + chunk) / flops)
+        ttft_s = slowed * (math.ceil(workload.prompt / chunk) + 0.5) * max(seconds, worst_s)
+        rate = batch / (workload.output * seconds * slowed)
+        latencies = {"ttft": ttft_s, "itl": max(seconds, worst_s), "tpot": seconds, "e2e": ttft_s + workload.output * seconds}
+        if slo.kept_by(latencies):
+            best, low = (batch, ttft_s, seconds, rate), batch + 1
+        else:
+            high, limit = batch - 1, "objective"
+    if best is None:
+        return Prediction(goodput=0.0, batch=0, ttft_s=math.inf, itl_s=math.inf, limit="objective")
+    batch, ttft_s, seconds, rate = best
+    # Users fill the batch as far as max_seqs lets them: beyond what keeps the objectives nobody is served well.
+    share = 1.0 if batch == most else (batch / most) ** 2
+    return Prediction(goodput=rate * point.replicas * share, batch=batch, ttft_s=ttft_s, itl_s=seconds, limit=limit)

@@ -1,0 +1,91 @@
+"""What a load test is told: one frozen dataclass, from which the options of `tilewright load` are made."""
+
+from dataclasses import dataclass
+
+from tilewright.bench.load.schedule import span
+from tilewright.bench.load.slo import Slo
+from tilewright.engine.config import option
+
+__all__ = ["ENDPOINTS", "LoadConfig"]
+
+ENDPOINTS = ("completions", "chat", "v2")
+ARRIVALS = ("poisson", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """A load test. Raises ValueError for values that make none."""
+
+    endpoint: str = option("completions", f"what is asked: {', '.join(ENDPOINTS)} (the Open Inference Protocol)")
+    model: str | None = option(None, "the model's name; default: the first that the service lists")
+    concurrency: str | None = option(
+        None, "users that each wait for their answer, such as 1,2,4,8: a stage for each (closed loop)"
+    )
+    rate: str | None = option(None, "requests a second whatever becomes of them, such as 2,4,8: a stage for each (open loop)")
+    arrivals: str = option("poisson", f"distances of an open loop: {' or '.join(ARRIVALS)}")
+    trace: str | None = option(None, "recorded requests instead: CSV or JSON lines, .xz and .gz too (docs/load.md)")
+    speed: float = option(1.0, "send a trace so many times as fast as it was recorded")
+    length_scale: float = option(1.0, "factor of a trace's lengths")
+    limit: int | None = option(None, "most requests of a stage")
+    prompt_tokens: str = option("128", "tokens of a prompt, or a range such as 64-256")
+    output_tokens: str = option("64", "tokens of an answer, or a range")
+    shared_prefix: int = option(0, "tokens with which every prompt begins")
+    batch: int = option(1, "size of the dimensions that a v2 model leaves open")
+    duration: float = option(30.0, "seconds of a stage in which requests are sent; a trace is sent to its end")
+    warmup: float = option(5.0, "seconds at the beginning of a stage that are not counted")
+    until_stable: float | None = option(None, "end a stage early, once three windows of so many seconds agree within 10 %")
+    slo: str | None = option(None, "what a good answer keeps, such as ttft=200ms,itl=20ms (also tpot, e2e)")
+    ignore_eos: bool = option(True, "ask for answers of exactly the given length, an extension that many servers have")
+    timeout: float = option(600.0, "seconds that an answer may take")
+    max_in_flight: int = option(4096, "requests that are open at once at most")
+    api_key: str | None = option(None, "sent as `Authorization: Bearer <key>`")
+    seed: int = option(0, "of prompts, lengths and arrivals")
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in ENDPOINTS:
+            raise ValueError(f"endpoint is {self.endpoint!r}, wanted one of {', '.join(ENDPOINTS)}")
+        if self.arrivals not in ARRIVALS:
+            raise ValueError(f"arrivals is {self.arrivals!r}, wanted {' or '.join(ARRIVALS)}")
+        given = [name for name in ("concurrency", "rate", "trace") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given, wanted one of them")
+        for name in ("speed", "length_scale", "duration", "timeout"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted above 0 and below a million")
+        if not 0 <= self.warmup < self.duration and self.trace is None:
+            raise ValueError(f"warmup is {self.warmup} s, wanted less than the duration, {self.duration} s")
+        if self.until_stable is not None and not 0 < self.until_stable <= self.duration / 3:
+            raise ValueError(f"until_stable is {self.until_stable} s, wanted at most a third of the duration")
+        for name, least in {"limit": 1, "shared_prefix": 0, "batch": 1, "max_in_flight": 1}.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= 1 << 24:
+                raise ValueError(f"{name} is {value}, wanted {least} or more")
+        if self.endpoint == "v2" and self.model is None:
+            raise ValueError("endpoint v2 needs --model, the name under which the service has it")
+        if self.endpoint == "v2" and set(self.objective.bounds) - {"e2e"}:
+            raise ValueError("a v2 service does not stream: wanted an objective of e2e alone")
+        _ = self.lengths, self.objective, self.loads
+
+    @property
+    def objective(self) -> Slo:
+        """The bounds that count."""
+        return Slo.parse(self.slo or "")
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Ranges of tokens of prompts and answers."""
+        return span(self.prompt_tokens), span(self.output_tokens)
+
+    @property
+    def loads(self) -> list[float]:
+        """Numbers of users, or rates, of the stages."""
+        text = self.rate or self.concurrency or "8"
+        try:
+            found = [float(part) for part in text.split(",")]
+        except ValueError:
+            found = []
+        whole = self.rate is not None or all(value == int(value) for value in found)
+        if not found or not whole or not all(0 < value <= 1e5 for value in found):
+            name = "rate" if self.rate is not None else "concurrency"
+            raise ValueError(f"{name} is {text!r}, wanted numbers above 0 with commas between them, such as 1,2,4")
+        return found

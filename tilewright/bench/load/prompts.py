@@ -1,0 +1,59 @@
+"""Prompts of a given length, and with the shared beginnings that a trace records.
+
+As token ids a prompt has exactly the length that is asked for. Ids are taken from the first few hundred, which every
+vocabulary has. As text (chat) it is short words; the service says in its usage how many tokens they were.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tilewright.bench.load.schedule import BLOCK_TOKENS
+
+__all__ = ["Prompts"]
+
+_FIRST_ID, _LAST_ID = 100, 250
+_WORDS = (
+    *("a", "all", "and", "are", "as", "at", "be", "but", "by", "can", "do", "for", "from", "had", "has", "he", "her", "his"),
+    *("how", "if", "in", "is", "it", "may", "me", "new", "no", "not", "now", "of", "on", "one", "or", "out", "put", "say"),
+    *("see", "set", "she", "sky", "so", "sun", "ten", "the", "they", "this", "to", "top", "two", "up", "us", "was", "we"),
+)
+
+
+@lru_cache(maxsize=4096)
+def _ids(name: str, count: int) -> tuple[int, ...]:
+    """Token ids that only depend on the name."""
+    return tuple(random.Random(name).choices(range(_FIRST_ID, _LAST_ID), k=count))
+
+
+class Prompts:
+    """Makes prompts: those of two runs with one seed are equal.
+
+    Args:
+        seed: of everything drawn.
+        shared: tokens with which every prompt begins, as a system prompt would.
+        block_tokens: length of a block that a trace names.
+    """
+
+    def __init__(self, seed: int, shared: int = 0, block_tokens: int = BLOCK_TOKENS):
+        self._seed, self._shared, self._block_tokens = seed, shared, max(1, block_tokens)
+        self._made = 0
+
+    def ids(self, tokens: int, blocks: Sequence[int] = ()) -> list[int]:
+        """Token ids: the shared beginning or the blocks, then what no other prompt has."""
+        self._made += 1
+        found: list[int] = []
+        if blocks:
+            for block in blocks:
+                if len(found) >= tokens:
+                    break
+                found += _ids(f"{self._seed} block {block}", self._block_tokens)
+        elif self._shared:
+            found += _ids(f"{self._seed} shared", self._shared)
+        del found[tokens:]
+        own = random.Random(f"{self._seed} own {self._made}")
+        return found + own.choices(range(_FIRST_ID, _LAST_ID), k=tokens - len(found))
+
+    def text(self, tokens: int, blocks: Sequence[int] = ()) -> str:
+        """As many short words."""
+        return " ".join(_WORDS[token % len(_WORDS)] for token in self.ids(tokens, blocks))

@@ -1,0 +1,159 @@
+"""A load test as a whole: from a config to stages, to their summaries."""
+
+import functools
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tilewright import __version__
+from tilewright.bench.load.config import LoadConfig
+from tilewright.bench.load.drive import Drive, drive
+from tilewright.bench.load.prompts import Prompts
+from tilewright.bench.load.sample import Sample
+from tilewright.bench.load.schedule import BLOCK_TOKENS, Planned, Stage, arrivals, read_trace
+from tilewright.bench.load.summary import WINDOWS, Summary, spread, summarise
+from tilewright.bench.load.target import V2, OpenAI, Target, open_session
+
+__all__ = ["Outcome", "line", "load", "stages"]
+
+AGREE = 0.1
+"""Windows agree where throughput and latency differ by at most this share."""
+
+Look = Callable[[str, Drive], None]
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a load test found."""
+
+    url: str
+    model: str
+    config: LoadConfig
+    summaries: list[Summary] = field(default_factory=list)
+    samples: list[list[Sample]] = field(default_factory=list)
+    """By stage."""
+    began_at: float = 0.0
+    """Seconds since 1970."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but single requests."""
+        config = asdict(self.config) | {"api_key": None if self.config.api_key is None else "given"}
+        head = {"tilewright": __version__, "url": self.url, "model": self.model, "began_at": self.began_at}
+        return {**head, "config": config, "stages": [summary.to_json() for summary in self.summaries]}
+
+
+def stages(config: LoadConfig) -> list[Stage]:
+    """What a config asks for. Raises OSError or ValueError for a trace that cannot be read."""
+    if config.trace is not None:
+        planned = read_trace(Path(config.trace), speed=config.speed, length_scale=config.length_scale, limit=config.limit)
+        return [Stage(label=Path(config.trace).name, planned=planned)]
+    found = []
+    for number, load in enumerate(config.loads):
+        seed = config.seed * 1_000_003 + number
+        if config.rate is not None:
+            times = arrivals(load, config.arrivals, seed)
+            label, concurrency = f"{load:g} requests/s", None
+        else:
+            times, concurrency = itertools.repeat(0.0), int(load)
+            label = f"{concurrency} user{'s' if concurrency > 1 else ''}"
+        planned = _with_lengths(times, config, seed)
+        found.append(
+            Stage(
+                label=label,
+                planned=itertools.islice(planned, config.limit),
+                concurrency=concurrency,
+                duration_s=config.duration,
+            )
+        )
+    return found
+
+
+def _with_lengths(times: Iterator[float], config: LoadConfig, seed: int) -> Iterator[Planned]:
+    rng, (prompt, answer) = random.Random(seed), config.lengths
+    for at_s in times:
+        yield Planned(at_s, rng.randint(*prompt), rng.randint(*answer))
+
+
+async def load(
+    url: str, config: LoadConfig, *, look: Look = lambda label, state: None, say: Callable[[str], None] = lambda line: None
+) -> Outcome:
+    """Run all stages against a service, one after the other.
+
+    Args:
+        look: called a few times a second with the running stage.
+        say: told a line when a stage has ended.
+
+    Raises:
+        OSError: the service cannot be reached, or a trace cannot be read.
+        ValueError: the service is not what the config says.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the URL is {url!r}, wanted one such as http://127.0.0.1:8000")
+    planned = stages(config)
+    async with open_session(config.timeout, config.api_key) as session:
+        model, target = await _target(session, url, config)
+        outcome = Outcome(url=url, model=model, config=config, began_at=time.time())
+        for stage in planned:
+            state = await drive(
+                stage, target, most_in_flight=config.max_in_flight, look=functools.partial(_look, stage, config, look)
+            )
+            summary = _summary(stage, state, config)
+            outcome.summaries.append(summary)
+            outcome.samples.append(state.samples)
+            say(line(summary))
+    return outcome
+
+
+async def _target(session: aiohttp.ClientSession, url: str, config: LoadConfig) -> tuple[str, Target]:
+    if config.endpoint == "v2":
+        assert config.model is not None
+        inputs = await V2.inputs_of(session, url, config.model, config.batch)
+        return config.model, V2(session, url, config.model, inputs, config.seed)
+    model = config.model or await OpenAI.model_of(session, url)
+    prompts = Prompts(config.seed, config.shared_prefix, round(BLOCK_TOKENS * config.length_scale))
+    chat = config.endpoint == "chat"
+    return model, OpenAI(session, url, model, prompts, chat=chat, ignore_eos=config.ignore_eos)
+
+
+def _look(stage: Stage, config: LoadConfig, look: Look, state: Drive) -> None:
+    window_s = config.until_stable
+    if window_s is not None and not state.stopped:
+        begin_s = state.elapsed_s - WINDOWS * window_s
+        if begin_s >= config.warmup:
+            differ = spread(state.samples, begin_s, state.elapsed_s)
+            state.stopped = differ is not None and differ <= AGREE
+            if state.stopped:
+                state.stable_until_s = state.elapsed_s
+    look(stage.label, state)
+
+
+def _summary(stage: Stage, state: Drive, config: LoadConfig) -> Summary:
+    begin_s, end_s = config.warmup, stage.duration_s
+    if state.stable_until_s is not None and config.until_stable is not None:
+        end_s = state.stable_until_s
+        begin_s = end_s - WINDOWS * config.until_stable
+    elif end_s is None or config.limit is not None:
+        # A stage that ends with its last request: what was sent, and until the last answer.
+        end_s = max((sample.end_s for sample in state.samples), default=0.0) + 1e-9
+        begin_s = begin_s if begin_s < end_s / 2 else 0.0
+    return summarise(stage.label, state.samples, config.objective, begin_s=begin_s, end_s=end_s, concurrency=stage.concurrency)
+
+
+def line(summary: Summary) -> str:
+    """A stage in a line."""
+    parts = [f"{summary.label}: {summary.request_rate:.2f} requests/s"]
+    if summary.token_rate:
+        parts.append(f"{summary.token_rate:.0f} tokens/s")
+    for name, found in summary.latencies.items():
+        if name in ("ttft", "tpot") or "ttft" not in summary.latencies:
+            parts.append(f"{name.upper()} {found['p50'] * 1000:.1f} / {found['p99'] * 1000:.1f} ms (p50 / p99)")
+    if summary.rejected or summary.failed:
+        parts.append(f"{summary.rejected} rejected, {summary.failed} failed")
+    return ", ".join(parts)

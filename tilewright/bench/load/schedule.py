@@ -1,0 +1,147 @@
+"""What is asked and when: rates, steps of concurrency, and recorded traces, as values that a run follows.
+
+A trace is a CSV or JSON-lines file, compressed with xz or gzip or not. Known names of its fields:
+
+| what                        | names                                                                |
+|-----------------------------|----------------------------------------------------------------------|
+| arrival                     | `TIMESTAMP` (a date and time), `timestamp` (milliseconds), `arrival_s` |
+| prompt, in tokens           | `ContextTokens`, `input_length`, `prompt_tokens`                     |
+| answer, in tokens           | `GeneratedTokens`, `output_length`, `output_tokens`                  |
+| shared prefix (JSON lines)  | `hash_ids`: a number for each block of 512 tokens; equal numbers are equal blocks |
+"""
+
+import csv
+import gzip
+import itertools
+import json
+import lzma
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, cast
+
+__all__ = ["BLOCK_TOKENS", "Planned", "Stage", "arrivals", "read_trace", "span"]
+
+BLOCK_TOKENS = 512
+"""Tokens of a block that a trace names by a hash id."""
+_PROMPT = ("ContextTokens", "input_length", "prompt_tokens")
+_ANSWER = ("GeneratedTokens", "output_length", "output_tokens")
+MAX_TOKENS = 1 << 24
+"""Longest prompt or answer that a trace may name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request as it is meant to be sent."""
+
+    at_s: float
+    """Intended time, from the beginning of its stage."""
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Hash ids of the prompt's blocks; () is a prompt that shares nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of a run under one load.
+
+    Open loop: `planned` says when each request is sent, whatever became of those before. Closed loop: `concurrency` users each
+    send their next request when the last has been answered.
+    """
+
+    label: str
+    planned: Iterable[Planned] = ()
+    concurrency: int | None = None
+    duration_s: float | None = None
+    """When the stage ends; None: with its last request."""
+
+
+def arrivals(rate: float, kind: str, seed: int) -> Iterator[float]:
+    """Times of arrivals for ever, `rate` a second: "poisson" (independent users) or "constant"."""
+    rng = random.Random(seed)
+    at_s = 0.0
+    for count in itertools.count(1):
+        yield at_s
+        at_s = at_s + rng.expovariate(rate) if kind == "poisson" else count / rate
+
+
+def span(text: str) -> tuple[int, int]:
+    """A number of tokens, or a range "64-256" from which each request draws. Raises ValueError."""
+    low, dash, high = text.partition("-")
+    try:
+        found = (int(low), int(high) if dash else int(low))
+    except ValueError:
+        found = (0, 0)
+    if not 1 <= found[0] <= found[1] <= MAX_TOKENS:
+        raise ValueError(f"a number of tokens is {text!r}, wanted one such as 128, or a range such as 64-256")
+    return found
+
+
+def read_trace(path: Path, *, speed: float = 1.0, length_scale: float = 1.0, limit: int | None = None) -> list[Planned]:
+    """The requests of a trace in the order of their arrival, the first at 0.
+
+    Args:
+        speed: 2 sends in half of the recorded time.
+        length_scale: factor of all lengths, blocks included, for models that take less than was recorded.
+        limit: the first so many requests only.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a line is not understood; the message names it.
+    """
+    found: list[Planned] = []
+    with _opened(path) as file:
+        for number, row in enumerate(itertools.islice(_rows(file, path), limit), start=1):
+            try:
+                arrival = _arrival_s(row) / speed
+                prompt, answer = (_tokens(row, names, length_scale) for names in (_PROMPT, _ANSWER))
+                blocks = tuple(map(int, row.get("hash_ids") or ()))
+            except (KeyError, ValueError, TypeError) as error:
+                wanted = "wanted arrival, prompt tokens and answer tokens under the names that docs/load.md lists"
+                raise ValueError(f"request {number} of {path} is not understood ({error}); {wanted}") from None
+            found.append(Planned(arrival, prompt, answer, blocks))
+    if not found:
+        raise ValueError(f"the trace {path} has no requests, wanted at least one")
+    found.sort(key=lambda one: one.at_s)
+    first_s = found[0].at_s
+    return [Planned(one.at_s - first_s, one.prompt_tokens, one.output_tokens, one.blocks) for one in found]
+
+
+def _opened(path: Path) -> IO[str]:
+    openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
+    return cast(IO[str], openers.get(path.suffix, open)(path, "rt", encoding="utf-8"))
+
+
+def _rows(file: IO[str], path: Path) -> Iterator[dict[str, Any]]:
+    if ".csv" in path.suffixes:
+        yield from csv.DictReader(file)
+        return
+    for number, line in enumerate(file, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} of {path} is no JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} of {path} is no JSON object")
+        yield row
+
+
+def _arrival_s(row: dict[str, Any]) -> float:
+    if "arrival_s" in row:
+        return float(row["arrival_s"])
+    if "timestamp" in row:
+        return float(row["timestamp"]) / 1000
+    # More than six digits of a second are more than Python's dates hold.
+    date, dot, digits = row["TIMESTAMP"].partition(".")
+    return datetime.fromisoformat(date).timestamp() + (float(f"0.{digits}") if dot else 0.0)
+
+
+def _tokens(row: dict[str, Any], names: tuple[str, ...], scale: float) -> int:
+    name = next((name for name in names if name in row), names[-1])
+    tokens = max(1, round(int(row[name]) * scale))
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"{name} is {tokens}, wanted at most {MAX_TOKENS}")
+    return tokens

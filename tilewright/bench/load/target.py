@@ -1,0 +1,224 @@
+"""Services that can be asked: OpenAI's completions and chat, as streams, and the Open Inference Protocol v2.
+
+A target prepares a body before its time has come, so that making a long prompt does not hold up the schedule, and then sends
+it. What it writes down is when the pieces of the answer arrived; a service that answers 429 or 503 has rejected the request.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import aiohttp
+
+from tilewright.bench.load.prompts import Prompts
+from tilewright.bench.load.sample import FAILED, OK, REJECTED, Sample
+from tilewright.bench.load.schedule import Planned
+
+__all__ = ["V2", "OpenAI", "Target", "open_session"]
+
+Clock = Callable[[], float]
+MAX_EVENT_BYTES = 4 << 20
+"""Longest event of a stream, and longest error, that is read."""
+_NUMBERS = {
+    **{f"INT{bits}": "int" for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": "int" for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": "float" for bits in (16, 32, 64)},
+    "BOOL": "bool",
+    "BYTES": "text",
+}
+
+
+class Target(Protocol):
+    """A service."""
+
+    def prepare(self, planned: Planned) -> bytes:
+        """The body of a request."""
+        ...
+
+    async def send(self, body: bytes, sample: Sample, clock: Clock) -> None:
+        """Ask, and write into `sample` what came, with the times of `clock`. Raises nothing that the service could cause."""
+        ...
+
+
+def open_session(timeout_s: float, api_key: str | None = None) -> aiohttp.ClientSession:
+    """A session without a cap on connections. A request as a whole may take `timeout_s`."""
+    headers = {"content-type": "application/json"}
+    if api_key is not None:
+        headers["authorization"] = f"Bearer {api_key}"
+    timeout = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=30)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 18)
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> Any:
+    """The JSON that a service answers. Raises OSError or ValueError with a sentence."""
+    try:
+        async with session.get(url) as response:
+            if response.status != 200:
+                raise ValueError(f"{url} answers {response.status}, wanted 200; is this the service's base URL?")
+            return json.loads(await response.read())
+    except aiohttp.ClientError as error:
+        raise OSError(f"{url} cannot be reached: {error}") from None
+    except TimeoutError:
+        raise OSError(f"{url} does not answer in time") from None
+
+
+class _Http:
+    """What both protocols do."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str):
+        self._session, self._url = session, url
+
+    async def send(self, body: bytes, sample: Sample, clock: Clock) -> None:
+        """See `Target`."""
+        sample.sent_s = clock()
+        try:
+            async with self._session.post(self._url, data=body) as response:
+                if response.status == 200:
+                    await self._read(response, sample, clock)
+                else:
+                    sample.status = REJECTED if response.status in (429, 503) else FAILED
+                    text = (await response.content.read(2048)).decode(errors="replace")
+                    sample.detail = f"{response.status} {_message(text)}"
+        except TimeoutError:
+            sample.status, sample.detail = FAILED, "no answer within the timeout"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            sample.status, sample.detail = FAILED, f"{type(error).__name__}: {error}"[:200]
+        sample.end_s = clock()
+
+    async def _read(self, response: aiohttp.ClientResponse, sample: Sample, clock: Clock) -> None:
+        raise NotImplementedError
+
+
+class OpenAI(_Http):
+    """`/v1/completions` with prompts of token ids, or `/v1/chat/completions` with text; both streamed."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, model: str, prompts: Prompts, *, chat: bool, ignore_eos: bool = True
+    ):
+        super().__init__(session, url + ("/v1/chat/completions" if chat else "/v1/completions"))
+        self._prompts, self._chat = prompts, chat
+        self._fields: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        self._fields |= {"temperature": 0.0}
+        if ignore_eos:
+            self._fields["ignore_eos"] = True
+
+    @classmethod
+    async def model_of(cls, session: aiohttp.ClientSession, url: str) -> str:
+        """The first model that a service lists."""
+        listed = await _get(session, f"{url}/v1/models")
+        models = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
+            raise ValueError(f"{url}/v1/models lists no model; name one with --model")
+        return str(models[0]["id"])
+
+    def prepare(self, planned: Planned) -> bytes:
+        """See `Target`."""
+        fields = {**self._fields, "max_tokens": planned.output_tokens}
+        if self._chat:
+            text = self._prompts.text(planned.prompt_tokens, planned.blocks)
+            fields["messages"] = [{"role": "user", "content": text}]
+        else:
+            fields["prompt"] = self._prompts.ids(planned.prompt_tokens, planned.blocks)
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    async def _read(self, response: aiohttp.ClientResponse, sample: Sample, clock: Clock) -> None:
+        if "text/event-stream" not in response.headers.get("content-type", ""):
+            raise ValueError(f"the answer is {response.headers.get('content-type')!r}, wanted a stream of events")
+        rest, done = b"", False
+        async for chunk in response.content.iter_any():
+            now_s = clock()
+            *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+            if len(rest) > MAX_EVENT_BYTES:
+                raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+            for event in events:
+                done |= self._event(event, sample, now_s)
+        if not done:
+            raise ValueError(sample.detail or "the stream ended before its end was said")
+        sample.status = OK
+        sample.output_tokens = sample.output_tokens or len(sample.pieces_s)
+
+    def _event(self, event: bytes, sample: Sample, now_s: float) -> bool:
+        """Whether it was the last one."""
+        data = b"".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+        if data == b"[DONE]":
+            return True
+        if not data:
+            return False
+        said = json.loads(data)
+        if not isinstance(said, dict) or "error" in said:
+            sample.detail = _message(data.decode(errors="replace"))
+            raise ValueError(sample.detail)
+        if usage := said.get("usage"):
+            sample.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+            sample.output_tokens = int(usage.get("completion_tokens") or 0)
+            sample.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        if any(map(_has_text, said.get("choices") or ())):
+            sample.pieces_s.append(now_s)
+        return False
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta") or {}
+    return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+def _message(text: str) -> str:
+    """What an error says, in a line."""
+    try:
+        found = json.loads(text)
+        error = found.get("error", found) if isinstance(found, dict) else found
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except ValueError:
+        pass
+    return " ".join(text.split())[:200]
+
+
+class V2(_Http):
+    """`/v2/models/NAME/infer` with random tensors of the shapes that the model's metadata gives."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, inputs: list[dict[str, Any]], seed: int):
+        super().__init__(session, f"{url}/v2/models/{model}/infer")
+        self._inputs, self._rng = inputs, random.Random(seed)
+
+    @classmethod
+    async def inputs_of(cls, session: aiohttp.ClientSession, url: str, model: str, batch: int) -> list[dict[str, Any]]:
+        """Name, datatype and shape of each input; dimensions that may vary are `batch`."""
+        metadata = await _get(session, f"{url}/v2/models/{model}")
+        try:
+            inputs = [
+                {"name": one["name"], "datatype": one["datatype"], "shape": [n if n > 0 else batch for n in one["shape"]]}
+                for one in metadata["inputs"]
+            ]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the metadata of {model!r} is not that of the v2 protocol ({error})") from None
+        unknown = [one["datatype"] for one in inputs if one["datatype"] not in _NUMBERS]
+        if unknown:
+            raise ValueError(f"an input of {model!r} has the datatype {unknown[0]!r}, wanted one of {', '.join(_NUMBERS)}")
+        return inputs
+
+    def prepare(self, planned: Planned) -> bytes:
+        """See `Target`."""
+        inputs = [{**one, "data": self._data(one)} for one in self._inputs]
+        return json.dumps({"inputs": inputs}, separators=(",", ":")).encode()
+
+    def _data(self, one: dict[str, Any]) -> list[Any]:
+        count, kind = 1, _NUMBERS[one["datatype"]]
+        for dim in one["shape"]:
+            count *= dim
+        draw: dict[str, Callable[[], Any]] = {
+            "int": lambda: self._rng.randrange(100),
+            "float": lambda: round(self._rng.random(), 4),
+            "bool": lambda: self._rng.random() < 0.5,
+            "text": lambda: "text",
+        }
+        return [draw[kind]() for _ in range(count)]
+
+    async def _read(self, response: aiohttp.ClientResponse, sample: Sample, clock: Clock) -> None:
+        answer = json.loads(await response.read())
+        if not isinstance(answer, dict) or not isinstance(answer.get("outputs"), list):
+            raise ValueError("the answer has no outputs")
+        sample.status = OK

@@ -1,0 +1,43 @@
+"""The device for a piece of work: small batches to the processor, large ones to the card, and from where on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tilewright.placement.cost import DeviceCost, Work
+
+__all__ = ["Choice", "choose", "crossovers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A device and why. `seconds` has its transfers."""
+
+    index: int
+    name: str
+    seconds: float
+    why: str
+
+
+def choose(devices: Sequence[DeviceCost], work: Work, *, bytes_in: float = 0.0, bytes_out: float = 0.0) -> Choice:
+    """Where work that starts and ends in the host's memory is done first. Raises ValueError without devices."""
+    if not devices:
+        raise ValueError("there is no device to choose")
+    totals = [one.seconds(work) + one.transfer_s(bytes_in) + one.transfer_s(bytes_out) for one in devices]
+    index = min(range(len(devices)), key=totals.__getitem__)
+    lines = [
+        f"{one.explain(work)}, transfers {(total - one.seconds(work)) * 1e6:.1f} us" for one, total in zip(devices, totals)
+    ]
+    return Choice(index=index, name=devices[index].name, seconds=totals[index], why="; ".join(lines))
+
+
+def crossovers(
+    devices: Sequence[DeviceCost], work_of: Callable[[int], tuple[Work, float, float]], most: int
+) -> list[tuple[int, str]]:
+    """(first batch, device) of each span of batch sizes, up to `most`. `work_of`: batch -> work, bytes in, bytes out."""
+    found: list[tuple[int, str]] = []
+    for batch in range(1, most + 1):
+        work, bytes_in, bytes_out = work_of(batch)
+        name = choose(devices, work, bytes_in=bytes_in, bytes_out=bytes_out).name
+        if not found or found[-1][1] != name:
+            found.append((batch, name))
+    return found

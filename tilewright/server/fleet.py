@@ -1,0 +1,249 @@
+"""The replicas of one model on this machine: started, watched, started again.
+
+| what happens                        | what is done                                                                    |
+|-------------------------------------|---------------------------------------------------------------------------------|
+| a replica ends                      | it gets no requests; it is started again after a pause that grows               |
+| it says on /health that it is stuck | three times in a row: it is killed, and started again                           |
+| it says on /ready that it drains    | it gets no requests until it is ready again                                     |
+| the first one does not start        | nor does the server                                                             |
+| this process ends, however          | replicas see the end of their control socket, drain and end                     |
+"""
+
+import asyncio
+import json
+import logging
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from tilewright.server.config import ServerConfig
+from tilewright.server.digests import Frames, split
+from tilewright.server.router import Router
+from tilewright.server.serve import bind, url_of
+
+__all__ = ["Fleet", "Replica"]
+
+PAUSE_LEAST_S, PAUSE_MOST_S = 1.0, 60.0
+"""Before a replica that has ended is started again."""
+STEADY_S = 60.0
+"""A replica that lived for so long begins again with the shortest pause."""
+LOOK_S = 0.5
+LOOK_TIMEOUT_S = 5.0
+MAX_STUCK = 3
+"""Times that /health may ask for a restart before there is one."""
+END_S = 10.0
+"""Beyond the drain timeout, before a replica that does not end is killed."""
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """One process."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.url = ""
+        self.ready = False
+        """Whether it takes requests."""
+        self.restarts = -1
+        self.process: subprocess.Popen[bytes] | None = None
+        self.control: socket.socket | None = None
+        self.frames = Frames()
+        self.started_s = 0.0
+        self.pause_s = PAUSE_LEAST_S / 2
+        self.stuck = 0
+
+    def close(self) -> None:
+        """Let go of a process that has ended, or shall."""
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+        self.ready = False
+
+
+class Fleet:
+    """Replicas, and the router that knows them.
+
+    Args:
+        spec: model, name and the engine's options, for `replica.py`.
+        config: of the server as a whole; replicas listen on this machine only, without a key.
+        say: told what a reader of the log has to know.
+        command: what starts a replica; for tests.
+    """
+
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        config: ServerConfig,
+        say: Callable[[str], None],
+        command: tuple[str, ...] = (sys.executable, "-m", "tilewright.server.replica"),
+    ):
+        server = {
+            name: getattr(config, name)
+            for name in ("max_body_bytes", "max_connections", "drain_timeout_s", "log_format", "tool_format", "max_wait_s")
+        }
+        count = config.replicas
+        self._spec = {**spec, "count": count, "server": {**server, "port": 0, "log_level": "warning"}}
+        self._config, self._say, self._command = config, say, command
+        self.replicas = [Replica(index) for index in range(count)]
+        self.hello: dict[str, Any] = {}
+        self.router = Router(count, 1)  # until the first replica has said how large a page is
+        self.ending = False
+
+    @property
+    def ready(self) -> list[int]:
+        """Replicas that take requests."""
+        return [replica.index for replica in self.replicas if replica.ready]
+
+    def start(self, replica: Replica) -> None:
+        """Start a process."""
+        listener = bind(ServerConfig(port=0))
+        ours, theirs = socket.socketpair()
+        replica.url = url_of(listener)
+        with listener, theirs:
+            spec = json.dumps({**self._spec, "index": replica.index})
+            words = [*self._command, str(listener.fileno()), str(theirs.fileno()), spec]
+            replica.process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(listener.fileno(), theirs.fileno()),
+                start_new_session=True,  # Ctrl-C is for this process, which says what it means
+            )
+        ours.setblocking(False)
+        replica.control, replica.frames, replica.stuck = ours, Frames(), 0
+        replica.started_s = time.monotonic()
+        replica.restarts += 1
+
+    def start_all(self) -> None:
+        """Start all, and wait until one has loaded the model. Raises ValueError where one ends before."""
+        for replica in self.replicas:
+            self.start(replica)
+        with selectors.DefaultSelector() as selector:
+            for replica in self.replicas:
+                assert replica.control is not None
+                selector.register(replica.control, selectors.EVENT_READ, replica)
+            while not self.hello:
+                for key, _ in selector.select():
+                    replica = key.data
+                    if not self._read(replica):
+                        code = replica.process.wait()
+                        self.end()
+                        raise ValueError(f"replica {replica.index} ended with exit code {code} while it loaded the model")
+
+    def end(self) -> None:
+        """Tell all to drain, and wait until they have; then kill what is left."""
+        self.ending = True
+        for replica in self.replicas:
+            replica.close()
+        end_s = time.monotonic() + self._config.drain_timeout_s + END_S
+        for replica in self.replicas:
+            if replica.process is not None:
+                try:
+                    replica.process.wait(max(0.1, end_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    replica.process.kill()
+                    replica.process.wait()
+
+    # What replicas say -----------------------------------------------------------------------------------------------
+
+    def _read(self, replica: Replica) -> bool:
+        """Take in what a replica has said; False where it has ended."""
+        assert replica.control is not None
+        while True:
+            try:
+                data = replica.control.recv(1 << 16)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            for kind, body in replica.frames.feed(data):
+                self._heard(replica, kind, body)
+
+    def _heard(self, replica: Replica, kind: bytes, body: bytes) -> None:
+        if kind == b"h":
+            hello = json.loads(body)
+            if not self.hello:
+                self.hello = hello
+                self.router = Router(len(self.replicas), int(hello["page_tokens"]))
+        elif kind == b"+":
+            self.router.known(replica.index, split(body))
+        elif kind == b"-":
+            self.router.forgotten(replica.index, split(body))
+        else:
+            self.router.emptied(replica.index)
+
+    # Watching, on the event loop -------------------------------------------------------------------------------------
+
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Watch all, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for replica in self.replicas:
+                group.create_task(self._watch(replica, session))
+
+    async def _watch(self, replica: Replica, session: aiohttp.ClientSession) -> None:
+        while True:
+            await self._life(replica, session)
+            if self.ending:
+                return
+            self.router.lost(replica.index)
+            assert replica.process is not None
+            replica.process.kill()
+            code = await asyncio.to_thread(replica.process.wait)
+            replica.close()
+            lived_s = time.monotonic() - replica.started_s
+            replica.pause_s = PAUSE_LEAST_S if lived_s > STEADY_S else min(PAUSE_MOST_S, 2 * replica.pause_s)
+            logger.error("replica %d ended with exit code %d; starting it again in %g s", replica.index, code, replica.pause_s)
+            await asyncio.sleep(replica.pause_s)
+            self.start(replica)
+
+    async def _life(self, replica: Replica, session: aiohttp.ClientSession) -> None:
+        """Return when the process has ended, or is stuck."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        control = replica.control
+        if control is None:
+            return
+
+        def readable() -> None:
+            if not self._read(replica):
+                loop.remove_reader(control)
+                replica.ready = False
+                ended.set()
+
+        loop.add_reader(control, readable)
+        try:
+            while not ended.is_set() and replica.stuck < MAX_STUCK:
+                await self._look(replica, session)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), LOOK_S)
+        finally:
+            if control.fileno() >= 0:
+                loop.remove_reader(control)
+
+    async def _look(self, replica: Replica, session: aiohttp.ClientSession) -> None:
+        before = replica.ready
+        answers = {}
+        for path in ("ready", "health"):
+            try:
+                timeout = aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)
+                async with session.get(f"{replica.url}/{path}", timeout=timeout) as response:
+                    answers[path] = response.status
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                answers[path] = 0  # it has not begun to listen, or is too busy to answer
+        replica.ready = answers["ready"] == 200 and not self.ending
+        replica.stuck = replica.stuck + 1 if answers["health"] == 503 else 0
+        if replica.ready and not before:
+            again = f" again, restart {replica.restarts}" if replica.restarts else ""
+            self._say(f"Replica {replica.index} is ready at {replica.url}{again}")
+
+    def suspect(self, index: int) -> None:
+        """A replica did not answer: it gets nothing until it says that it is ready."""
+        self.replicas[index].ready = False

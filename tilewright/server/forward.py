@@ -1,0 +1,376 @@
+"""The front of several replicas: takes requests in as a server of one process does, and passes each to one of them.
+
+A request is parsed and checked here, since its token ids say which replica has its beginning in the cache (router.py). What
+goes to the replica is the body as it came. An answer is passed on as it comes.
+
+A replica that cannot be reached, ends, drains or is full is no failure of the request: another is asked, as long as nothing of
+the answer has been sent. A stream of which a part has been sent ends with an error event, as a server's own does.
+
+`/metrics` has the numbers of all replicas, each with its label `replica`, and the router's own. Everything else (models,
+tokenize, the page) is answered by any replica that is ready.
+"""
+
+import asyncio
+import json
+import logging
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Receive, Scope, Send
+
+from tilewright.engine.blocks import page_digest
+from tilewright.server import errors
+from tilewright.server.access import request_id_of, tokens_of
+from tilewright.server.bodies import Bodies
+from tilewright.server.config import ServerConfig
+from tilewright.server.connections import Connections
+from tilewright.server.errors import ApiError, unavailable
+from tilewright.server.fleet import Fleet
+from tilewright.server.gate import install_gates
+from tilewright.server.intake import Intake
+from tilewright.server.logs import Log
+from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
+from tilewright.server.prompts import Served
+from tilewright.server.protocol import Job, chat_job, completion_job
+from tilewright.server.router import DIGEST_BYTES, Decision
+from tilewright.server.serve import run_server
+from tilewright.server.stream import unless_gone
+
+__all__ = ["Front", "digests_of", "front_of", "serve_replicas"]
+
+PASSED_ON = ("content-type", "retry-after", "cache-control", "x-accel-buffering", "x-tilewright-ignored")
+"""Headers of a replica's answer that its client gets; others are about the connection between the two."""
+MAX_PAGES = 1 << 14
+"""Pages of a prompt that are looked up."""
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5)
+BUSY = (429, 503)
+
+logger = logging.getLogger(__name__)
+
+
+def digests_of(prompt: list[int], page_tokens: int) -> list[bytes]:
+    """Of the whole pages of a prompt, as the engine names them, cut to what the router keeps."""
+    found, digest = [], b""
+    for start in range(0, min(len(prompt) - page_tokens + 1, MAX_PAGES * page_tokens), page_tokens):
+        digest = page_digest(digest, prompt[start : start + page_tokens])
+        found.append(digest[:DIGEST_BYTES])
+    return found
+
+
+class _Running:
+    """The requests on their way, for the end of the server."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        self.stopped: str | None = None
+
+    @property
+    def open_channels(self) -> int:
+        """How many."""
+        return len(self.tasks)
+
+    def stop_all(self, reason: str) -> None:
+        """End them with an error."""
+        self.stopped = reason
+        for task in self.tasks:
+            task.cancel()
+
+
+class Front:
+    """The endpoints; what `run_server` asks a server for is here too."""
+
+    def __init__(self, fleet: Fleet, served: Served, config: ServerConfig):
+        self.fleet, self.served, self.config = fleet, served, config
+        self._bodies = Bodies(config)
+        self.connections = Connections(config)
+        self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
+        self.worker = _Running()
+        self.draining = self.hung = False
+        self.failure: BaseException | None = None
+        self.retries: Counter[str] = Counter()
+        """Why a request was passed to another replica -> times."""
+
+    intake: Intake
+    session: aiohttp.ClientSession
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Watch the replicas while the app runs."""
+        self.intake = Intake()
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, auto_decompress=False) as self.session:
+            watching = asyncio.ensure_future(self.fleet.watch(self.session))
+            watching.add_done_callback(self._watched)
+            try:
+                yield
+            finally:
+                self.fleet.ending = True
+                watching.cancel()
+                self.intake.close()
+
+    def _watched(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = error
+            logger.error("watching the replicas failed", exc_info=error)
+
+    # Generation ------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._generate(request, completion_job)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, chat_job)
+
+    async def _generate(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
+        if self.draining:
+            raise unavailable("the server is shutting down and takes no new requests", code="draining")
+        page_tokens = self.fleet.router.page_tokens
+
+        def work(raw: bytes) -> tuple[bytes, Job, list[bytes]]:
+            job = read(raw, self.served, self.config)
+            return raw, job, digests_of(job.prompts[0], page_tokens)
+
+        raw, job, digests = await self.intake.run(await self._bodies.read(request), work, inline=False)
+        tokens_of(request.scope).prompt = sum(map(len, job.prompts))
+        return _Forwarded(self, request, raw, job, digests)
+
+    # Everything else -------------------------------------------------------------------------------------------------
+
+    async def anything(self, request: Request) -> Response:
+        """Passed to a replica that is ready, the least loaded first."""
+        raw = b"" if request.method in ("GET", "HEAD") else await self._bodies.read(request)
+        router = self.fleet.router
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        for index in sorted(self.fleet.ready, key=router.load_of):
+            try:
+                url = self.fleet.replicas[index].url + target
+                async with self.session.request(request.method, url, data=raw or None, headers=self.headers(request)) as found:
+                    return Response(await found.read(), found.status, headers=passed_on(found))
+            except (aiohttp.ClientError, OSError):
+                self.fleet.suspect(index)
+        raise nobody()
+
+    def headers(self, request: Request) -> dict[str, str]:
+        """What a replica is told of a request."""
+        found = {"x-request-id": request_id_of(request.scope)}
+        if kind := request.headers.get("content-type"):
+            found["content-type"] = kind
+        return found
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 503 only where watching has failed. A replica that is down is started again; nobody has to do that."""
+        return self._state(self.failure is None)
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: 200 while a replica takes requests."""
+        return self._state(self.failure is None and not self.draining and bool(self.fleet.ready))
+
+    def _state(self, healthy: bool) -> Response:
+        status = "stopped" if self.failure else "draining" if self.draining else "ready" if self.fleet.ready else "starting"
+        replicas = [{"ready": one.ready, "restarts": one.restarts} for one in self.fleet.replicas]
+        return JSONResponse({"status": status, "replicas": replicas}, 200 if healthy else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+
+        async def text_of(index: int) -> str:
+            try:
+                async with self.session.get(f"{self.fleet.replicas[index].url}/metrics") as found:
+                    return await found.text() if found.status == 200 else ""
+            except (aiohttp.ClientError, OSError):
+                return ""
+
+        ready = self.fleet.ready
+        texts = await asyncio.gather(*map(text_of, ready))
+        return Response("\n".join([*self._own_metrics(), *labelled(zip(ready, texts)), ""]), media_type=CONTENT_TYPE)
+
+    def _own_metrics(self) -> list[str]:
+        router = self.fleet.router
+        lines = ["# TYPE tilewright_router_replicas_ready gauge", f"tilewright_router_replicas_ready {len(self.fleet.ready)}"]
+        lines.append("# TYPE tilewright_router_requests_total counter")
+        for (index, reason), count in sorted(router.decisions.items()):
+            lines.append(f'tilewright_router_requests_total{{replica="{index}",reason="{reason}"}} {count}')
+        lines.append("# TYPE tilewright_router_retries_total counter")
+        lines += [f'tilewright_router_retries_total{{reason="{why}"}} {count}' for why, count in sorted(self.retries.items())]
+        lines.append("# TYPE tilewright_router_restarts_total counter")
+        lines += [f'tilewright_router_restarts_total{{replica="{r.index}"}} {r.restarts}' for r in self.fleet.replicas]
+        lines.append("# TYPE tilewright_router_pages_known gauge")
+        for replica in self.fleet.replicas:
+            lines.append(f'tilewright_router_pages_known{{replica="{replica.index}"}} {router.pages_known(replica.index)}')
+        return lines
+
+
+def nobody() -> ApiError:
+    """No replica takes requests."""
+    return unavailable("no replica is ready; they are starting or being started again; come again soon", code="no_replica")
+
+
+def passed_on(found: aiohttp.ClientResponse) -> dict[str, str]:
+    """Headers for the client."""
+    return {name: found.headers[name] for name in PASSED_ON if name in found.headers}
+
+
+def labelled(texts: Iterable[tuple[int, str]]) -> list[str]:
+    """Expositions of several replicas as one, each sample with the label `replica`."""
+    kinds: dict[str, str] = {}
+    lines: dict[str, list[str]] = {}
+    for index, text in texts:
+        for family in text_string_to_metric_families(text):
+            kinds.setdefault(family.name, family.type)
+            for sample in family.samples:
+                labels = ",".join(
+                    f"{name}={json.dumps(value)}" for name, value in {**sample.labels, "replica": str(index)}.items()
+                )
+                lines.setdefault(family.name, []).append(f"{sample.name}{{{labels}}} {sample.value}")
+    total = {name: f"{name}_total" if kind == "counter" else name for name, kind in kinds.items()}
+    return [line for name, found in lines.items() for line in (f"# TYPE {total[name]} {kinds[name]}", *found)]
+
+
+class _Forwarded(Response):
+    """The answer of a replica, made while it is sent."""
+
+    def __init__(self, front: Front, request: Request, raw: bytes, job: Job, digests: list[bytes]):
+        super().__init__()
+        self._front, self._request, self._raw, self._job, self._digests = front, request, raw, job, digests
+        self._tokens = sum(map(len, job.prompts))
+        self._chosen = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises `ApiError` as long as nothing has been sent."""
+        running = self._front.worker
+        task = asyncio.ensure_future(self._run(send))
+        running.tasks[task] = None
+        try:
+            await unless_gone(receive, _awaited(task))
+        except asyncio.CancelledError:
+            if running.stopped is None:
+                raise
+            raise unavailable(running.stopped) from None
+        finally:
+            task.cancel()
+            del running.tasks[task]
+
+    async def _run(self, send: Send) -> None:
+        front, tried, last = self._front, set[int](), None
+        while True:
+            if not tried:
+                await self._somebody()
+            left = [index for index in front.fleet.ready if index not in tried]
+            if not left:
+                break
+            decision = front.fleet.router.choose(self._digests, self._tokens, left)
+            tried.add(decision.replica)
+            last, why = await self._ask(decision, send, last)
+            if why is None:
+                return
+            front.retries[why] += 1
+        if last is None:
+            raise nobody()
+        status, headers, body = last
+        await Response(body, status, headers=headers)(self._request.scope, self._request.receive, send)
+
+    async def _somebody(self) -> None:
+        """Wait as long as a request may wait for its start, where all replicas are being started again."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._front.config.max_wait_s
+        while not self._front.fleet.ready and loop.time() < end_s:
+            await asyncio.sleep(0.05)
+
+    async def _ask(
+        self, decision: Decision, send: Send, last: tuple[int, dict[str, str], bytes] | None
+    ) -> tuple[tuple[int, dict[str, str], bytes] | None, str | None]:
+        """(the refusal to pass on if nobody else answers, why another has to be asked; None: the client has its answer)."""
+        front, fleet = self._front, self._front.fleet
+        self._chosen += 1
+        name = f"{request_id_of(self._request.scope)} {id(self)} {self._chosen}"
+        fleet.router.started(name, decision, self._digests)
+        path = "/v1/chat/completions" if self._job.chat else "/v1/completions"
+        url = fleet.replicas[decision.replica].url + path
+        sent = False
+        try:
+            async with front.session.post(url, data=self._raw, headers=front.headers(self._request)) as found:
+                if found.status in BUSY:
+                    body = await found.read()
+                    return (found.status, passed_on(found), body), "full" if found.status == 429 else "unavailable"
+                if "text/event-stream" not in found.headers.get("content-type", ""):
+                    body = await found.read()
+                    await Response(body, found.status, headers=passed_on(found))(
+                        self._request.scope, self._request.receive, send
+                    )
+                    return None, None
+                chunks = found.content.iter_any()
+                first = await anext(chunks, b"")
+                if not first:
+                    raise aiohttp.ClientPayloadError("the stream is empty")
+                fleet.router.first_token(name)
+                raw_headers = [(key.encode(), value.encode()) for key, value in passed_on(found).items()]
+                await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
+                sent = True
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                async for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+                return None, None
+        except (aiohttp.ClientError, OSError) as error:
+            fleet.suspect(decision.replica)
+            if not sent:
+                return last, "lost"
+            logger.error("replica %d was lost in an answer: %s", decision.replica, error)
+            lost = ApiError(
+                500, "the replica that wrote this answer was lost; ask again", type="server_error", code="replica_lost"
+            )
+            await send({"type": "http.response.body", "body": b"data: " + json.dumps(lost.body).encode() + b"\n\n"})
+            return None, None
+        finally:
+            fleet.router.finished(name)
+
+
+async def _awaited(task: "asyncio.Task[None]") -> None:
+    await task
+
+
+def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:
+    """The ASGI app in front of replicas; its `Front` is at `app.state.server`."""
+    front = Front(fleet, served, config)
+    app = FastAPI(title="tilewright", lifespan=front.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = front
+    install_gates(app, config, front.counts)
+    errors.install(app)
+    posts = {
+        "/v1/completions": front.completions,
+        "/v1/chat/completions": front.chat_completions,
+    }
+    posts |= dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings", "/v1/score", "/v1/rerank"), front.anything)
+    gets = {"/health": front.health, "/ready": front.ready, "/metrics": front.metrics}
+    gets |= dict.fromkeys(("/", "/page/{name}", "/live", "/openapi.json", "/version", "/v1/models"), front.anything)
+    gets["/v1/models/{name:path}"] = front.anything
+    for paths, method in ((posts, "POST"), (gets, "GET")):
+        for path, endpoint in paths.items():
+            app.add_route(path, endpoint, methods=[method])
+    front.counts.paths = frozenset({*posts, *gets})
+    return app
+
+
+def serve_replicas(spec: dict[str, Any], config: ServerConfig, listener: socket.socket, log: Log) -> int:
+    """Start replicas and serve them on a bound socket until a signal; the exit code. `spec` is that of `Fleet`.
+
+    Raises:
+        ValueError: a replica does not start.
+    """
+    fleet = Fleet(spec, config, log.say)
+    log.say(f"Starting {config.replicas} replicas of {spec['name']} ...")
+    try:
+        fleet.start_all()
+        served = Served.described(fleet.hello["served"])
+        return run_server(front_of(fleet, served, config), listener, log)
+    finally:
+        fleet.end()
