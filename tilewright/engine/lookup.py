@@ -17,7 +17,7 @@ LONGEST = 32
 
 
 class Lookup:
-    """An index of the text that `extend` makes longer, from token `first` on: some 8 MB at most."""
+    """An index of the text that `extend` makes longer, from token `first` on: 6 MB at most."""
 
     def __init__(self, first: int = 0) -> None:
         self.seen = first
