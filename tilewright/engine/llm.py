@@ -10,6 +10,7 @@ nor for one `generate` or `stream` inside another: each takes all deltas of the 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ waits for such a step."""
 
 class LLM:
     """A loaded model. Attributes: `engine`, `tokenizer`, `config` (the model's), `plan` (what the loader decided; of an encoder
-    None), `pooler` (embeddings and scores; None where the model has none)."""
+    None)."""
 
     plan: Any
 
@@ -58,15 +59,21 @@ class LLM:
         self.generates = encoder is None
         """False for an encoder, which has embeddings and scores alone."""
         if encoder is not None:
-            self.config, self.plan, self.pooler = encoder.model.config, None, encoder.pooler
+            self.config, self.plan = encoder.model.config, None
             self.tokenizer, self.engine = encoder.tokenizer, encoder.engine
+            self._make_pooler: Callable[[], Pooler | None] = lambda: encoder.pooler
             return
         loaded = _load(options_of, progress)
         self.config, self.plan = loaded.config, loaded.plan
         assert loaded.tokenizer_path is not None, "a model by name has a folder"
         self.tokenizer = loaded.tokenizer or Tokenizer.load(loaded.tokenizer_path)
         self.engine = _engine(options_of, loaded, self.tokenizer)
-        self.pooler = _pooler(options_of, loaded)
+        self._make_pooler = lambda: _pooler(options_of, loaded)
+
+    @cached_property
+    def pooler(self) -> "Pooler | None":
+        """Embeddings and scores; None where the model has none. Raises ModelError where its folder pools in another way."""
+        return self._make_pooler()
 
     def generate(
         self,

@@ -236,7 +236,8 @@ def runner_of(
 
 
 _SHAPE_FIELDS = ("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-_SHAPE_FIELDS += ("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings")
+_SHAPE_FIELDS += ("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "partial_rotary_factor")
+_SHAPE_FIELDS += ("attention_softcap", "logit_softcap")
 
 
 def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> dict[str, Any]:
