@@ -11,17 +11,17 @@ __all__ = ["CANDIDATES", "GRAM", "WINDOW", "Lookup"]
 
 GRAM = 3
 CANDIDATES = 8
-WINDOW = 1 << 16
+WINDOW = 1 << 14
 LONGEST = 32
 """Agreement beyond so many tokens makes no place better."""
 
 
 class Lookup:
-    """An index of the text that `extend` makes longer."""
+    """An index of the text that `extend` makes longer, from token `first` on: 6 MB at most."""
 
-    def __init__(self) -> None:
-        self.seen = 0
-        """Tokens that were added, also those that have left the window."""
+    def __init__(self, first: int = 0) -> None:
+        self.seen = first
+        """Tokens of the text that were added, have left the window, or come before `first`."""
         self._tokens: list[int] = []
         self._latest: dict[tuple[int, ...], int] = {}
         self._before: list[int] = []

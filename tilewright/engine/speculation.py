@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tilewright.engine.lookup import Lookup
+from tilewright.engine.lookup import WINDOW, Lookup
 from tilewright.engine.request import Request
 from tilewright.engine.tenants import Tenants
 
@@ -71,7 +71,7 @@ class FromText:
         assert slot is not None
         known = self._known[slot]
         if known is None or known[0] != request.lease:
-            self._known[slot] = known = (request.lease, Lookup())
+            self._known[slot] = known = (request.lease, Lookup(max(0, len(request) - WINDOW)))
         text = known[1]
         text.extend(request.tokens(text.seen, min(len(request), text.seen + CAUGHT_UP)))
         return text if text.seen == len(request) else _EMPTY
@@ -200,7 +200,7 @@ class Speculator:
             found = found[: self._allowed(request, found)] if found else found
             if found:
                 kept[request] = found
-            elif self.proposer.free:
+            elif self.proposer.free or not asked[request]:  # else a grammar has cut them: the next may do
                 slot = request.slot
-                decoders.held[slot], self._due[slot] = False, len(request)
+                decoders.held[slot], self._due[slot] = False, len(request) + (0 if self.proposer.free else REST)
         self._tenants.drafts = kept
