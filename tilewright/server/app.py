@@ -99,6 +99,8 @@ class Server:
         self.connections = Connections(config)
         counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
         self.metrics = Metrics(lambda: self.compiles.after_ready, counts)
+        self.api = "v1"
+        """Below which path clients find it."""
         self.draining = False
         """Set once: no new generation is taken, running ones finish."""
         self.failure: BaseException | None = None

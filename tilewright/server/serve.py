@@ -149,7 +149,7 @@ class _Draining(HttpServer):
         await super().startup(sockets)
         if self.started:
             url = url_of(self._listener)
-            self._announce(f"Serving {self._server.served.name} at {url}  (API: {url}/v1, Ctrl-C ends)")
+            self._announce(f"Serving {self._server.served.name} at {url}  (API: {url}/{self._server.api}, Ctrl-C ends)")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note the signal; `on_tick` acts on it, on the event loop. The third one does not wait for that."""

@@ -1,8 +1,10 @@
 """A language model and ordinary ones in one server; and the whole command, from an exported folder to the last signal."""
 
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,9 +22,10 @@ from tilewright.host.export import export
 from tilewright.host.host import Host, Source
 from tilewright.server.app import create_app
 from tilewright.server.config import ServerConfig
+from tilewright.server.logs import Log
 from tilewright.server.prompts import Served
-from tilewright.server.serve import HttpServer, bind
-from tilewright.server.v2.app import attach
+from tilewright.server.serve import HttpServer, bind, run_server
+from tilewright.server.v2.app import attach, create_models_app
 
 INFER = "/v2/models/m/infer"
 ASKED = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
@@ -83,6 +86,16 @@ def test_the_command_serves_an_exported_folder_until_it_is_told_to_end(tmp_path:
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     assert "Traceback" not in process.stderr.read()
+
+
+def test_a_grpc_port_in_use_ends_the_server_with_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ServerConfig(port=0, grpc_port=taken.getsockname()[1])
+        host = Host(sources={"m": Source(ModelConfig(source="a:b"), None)}, start=Makes(double))
+        app = create_models_app(host, config)
+        with Log("error", "text", os.open(os.devnull, os.O_WRONLY)) as log:
+            assert run_server(app, bind(config), log) == 1
+    assert "for gRPC: it is in use" in str(app.state.server.failure)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
+from tilewright.extras import MissingExtra
 from tilewright.host.host import Host
 from tilewright.server import errors
 from tilewright.server.access import Access
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
     """Serve `host` from an app whose server is at `app.state.server`."""
     server = app.state.server
+    server.rpc = None
     inference = Inference(host, config)
     inference.draining = lambda: server.draining
     counts: HttpCounts = server.counts if isinstance(server, ModelServer) else server.metrics.http
@@ -60,7 +62,11 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
             missing = next((host.failed[name] for name in host.sources if name in host.failed), None)
             if missing is not None:
                 server.failure = ValueError(missing)
-            server.rpc = await _rpc(host, config, inference)
+            try:
+                server.rpc = await _rpc(host, config, inference)
+            except (OSError, MissingExtra) as error:
+                logger.error("%s", error)
+                server.failure = error
             try:
                 yield
             finally:
@@ -109,6 +115,7 @@ class ModelServer:
         self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
         self.draining = False
         self.rpc: Rpc | None = None
+        self.api = "v2"
         self.failure: BaseException | None = None
         self.hung = False
         self.worker = _Requests(host)
