@@ -1,11 +1,12 @@
-"""A replica around the engine that says the alphabet: `python -m tests.server.fake_replica LISTENER CONTROL SPEC`.
+"""A replica around the engine that says the alphabet: `python -m tests.server.fake_replica LISTENER CONTROL`.
 
 Its model is the seconds of a step, or "broken".
 """
 
-import json
 import socket
 import sys
+
+from tilewright.server.digests import take_spec
 
 
 def main(listener: socket.socket, control: socket.socket, spec: dict) -> int:
@@ -28,8 +29,9 @@ def main(listener: socket.socket, control: socket.socket, spec: dict) -> int:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[3])
+    control = socket.socket(fileno=int(sys.argv[2]))
+    given = take_spec(control)
     if given["model"] == "broken":
         sys.exit(3)
     tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=int(sys.argv[1]))
-    sys.exit(main(tcp, socket.socket(fileno=int(sys.argv[2])), given))
+    sys.exit(main(tcp, control, given))

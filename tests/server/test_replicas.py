@@ -113,6 +113,13 @@ def test_bad_input_and_other_paths(two: tuple[str, Fleet, Front]) -> None:
     assert len(chat.json()["choices"][0]["message"]["content"]) == 3
 
 
+def test_nobody_gets_around_the_front(two: tuple[str, Fleet, Front]) -> None:
+    _, fleet, _ = two
+    assert ask(fleet.replicas[0].url, "x").status_code == 401
+    assert fleet.replicas[0].process is not None
+    assert fleet.key not in " ".join(map(str, fleet.replicas[0].process.args))
+
+
 def test_metrics_are_of_all(two: tuple[str, Fleet, Front]) -> None:
     url, _, _ = two
     text = httpx.get(f"{url}/metrics").text

@@ -2,6 +2,7 @@
 
 Events go through a socket that the replica inherits. A message is its length (4 bytes, little-endian), a kind, and a body:
 
+    s   what the replica is, as JSON; from the router, once, before it starts
     h   hello: what is served, and how large a page is, as JSON; once, when the model is loaded
     +   pages that can be found from now on: the first `DIGEST_BYTES` of each digest, one behind the other
     -   pages that can no longer be found
@@ -24,7 +25,7 @@ from typing import Any
 
 from tilewright.server.router import DIGEST_BYTES
 
-__all__ = ["Frames", "Publisher", "split"]
+__all__ = ["Frames", "Publisher", "send_spec", "split", "take_spec"]
 
 GATHER_S = 0.02
 MAX_FRAME_BYTES = 64 << 20
@@ -100,6 +101,20 @@ class Frames:
             message = bytes(self._rest[4 : 4 + size])
             del self._rest[: 4 + size]
             yield message[:1], message[1:]
+
+
+def send_spec(control: socket.socket, spec: dict[str, Any]) -> None:
+    """Tell a replica that is about to start what it is; not by its command line, which everybody can read."""
+    control.sendall(_frame(b"s", json.dumps(spec).encode()))
+
+
+def take_spec(control: socket.socket) -> dict[str, Any]:
+    """The same, in the replica. Raises ValueError where the other side has gone."""
+    frames = Frames()
+    while data := control.recv(1 << 16):
+        for _, body in frames.feed(data):
+            return json.loads(body)
+    raise ValueError("the router has gone before it said what to serve")
 
 
 def split(body: bytes) -> list[bytes]:

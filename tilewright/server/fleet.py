@@ -12,6 +12,7 @@
 import asyncio
 import json
 import logging
+import secrets
 import selectors
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from tilewright.server.config import ServerConfig
-from tilewright.server.digests import Frames, split
+from tilewright.server.digests import Frames, send_spec, split
 from tilewright.server.router import Router
 from tilewright.server.serve import bind, url_of
 
@@ -90,7 +91,10 @@ class Fleet:
             for name in ("max_body_bytes", "max_connections", "drain_timeout_s", "log_format", "tool_format", "max_wait_s")
         }
         count = config.replicas
-        self._spec = {**spec, "count": count, "server": {**server, "port": 0, "log_level": "warning"}}
+        self.key = secrets.token_urlsafe(32)
+        """What replicas ask for: other users of this machine must not get around the front's key."""
+        server |= {"port": 0, "log_level": "warning", "api_key": self.key}
+        self._spec = {**spec, "count": count, "server": server}
         self._config, self._say, self._command = config, say, command
         self.replicas = [Replica(index) for index in range(count)]
         self.hello: dict[str, Any] = {}
@@ -108,8 +112,8 @@ class Fleet:
         ours, theirs = socket.socketpair()
         replica.url = url_of(listener)
         with listener, theirs:
-            spec = json.dumps({**self._spec, "index": replica.index})
-            words = [*self._command, str(listener.fileno()), str(theirs.fileno()), spec]
+            send_spec(ours, {**self._spec, "index": replica.index})
+            words = [*self._command, str(listener.fileno()), str(theirs.fileno())]
             replica.process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,

@@ -105,7 +105,10 @@ class Front:
         """Watch the replicas while the app runs."""
         self.intake = Intake()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-        async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, auto_decompress=False) as self.session:
+        key = {"authorization": f"Bearer {self.fleet.key}"}
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=TIMEOUT, auto_decompress=False, headers=key
+        ) as self.session:
             watching = asyncio.ensure_future(self.fleet.watch(self.session))
             watching.add_done_callback(self._watched)
             try:

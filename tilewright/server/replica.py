@@ -1,15 +1,15 @@
 """A replica: a whole server in a process of its own, for the router in front of it. Started by fleet.py, and by nobody else.
 
-`python -m tilewright.server.replica LISTENER CONTROL SPEC` where LISTENER and CONTROL are inherited sockets and SPEC is JSON:
+`python -m tilewright.server.replica LISTENER CONTROL`: inherited sockets. What it is comes through the second, as JSON:
 {"model", "name", "engine": options of the engine, "server": options of the server, "index", "count"}.
 """
 
-import json
 import socket
 import sys
 from typing import Any
 
 from tilewright.server.config import ServerConfig
+from tilewright.server.digests import Publisher, take_spec
 from tilewright.server.logs import Log
 
 __all__ = ["main"]
@@ -32,7 +32,6 @@ def main(listener: socket.socket, control: socket.socket, spec: dict[str, Any]) 
     """Load, say hello, serve; the exit code."""
     from tilewright.engine.llm import LLM
     from tilewright.server.app import create_app
-    from tilewright.server.digests import Publisher
     from tilewright.server.prompts import Served
     from tilewright.server.serve import run_server
 
@@ -57,4 +56,4 @@ if __name__ == "__main__":
     inherited = [socket.socket(fileno=int(word)) for word in sys.argv[1:3]]
     # asyncio wants to see that the protocol is TCP, to set TCP_NODELAY on what it accepts; see `bind`.
     first = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=inherited[0].detach())
-    sys.exit(main(first, inherited[1], json.loads(sys.argv[3])))
+    sys.exit(main(first, inherited[1], take_spec(inherited[1])))
