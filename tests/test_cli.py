@@ -23,9 +23,8 @@ from tilewright.cli import app
 
 ENGINE_OPTIONS = {
     *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
-    "--memory-fraction",
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
-    *("--max-tokens-per-step", "--prefill-chunk"),
+    *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {
@@ -35,7 +34,7 @@ OPTIONS = {
         "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
-        "--tool-format",
+        *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),
     },
     "run": {
         *ENGINE_OPTIONS,
@@ -45,13 +44,14 @@ OPTIONS = {
     "warmup": {
         *("--out", "--arch", "--card", "--jobs", "--json"),
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
-        *("--invariant", "--no-invariant"),
+        *("--invariant", "--no-invariant", "--speculate"),
     },
     "train run": TRAIN_OPTIONS,
     "bench engine": {
         *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),
-        *("--page-size", "--max-tokens-per-step", "--out", "--resume", "--json"),
+        *("--page-size", "--max-tokens-per-step", "--speculate", "--out", "--resume", "--json"),
     },
+    "bench engine-host": {"--running", "--context", "--steps", "--speculate", "--json"},
     "compare": {
         *("--model", "--ours", "--baseline", "--beside", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
         *("--device", "--json", "--counters", "--no-counters"),
@@ -75,6 +75,7 @@ OPTIONS = {
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
+    "export": {"--out", "--precision", "--max-batch", "--sizes", "--card", "--jobs"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
     "rl run": {"--out", "--log", "--updates", "--seed", "--every", "--samples", "--json"},
     "rl tasks": {"--out", "--count", "--layers", "--hidden", "--seed", "--json"},

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
+from tilewright.engine.draft_model import DraftModel
 from tilewright.engine.outputs import Completion, EngineStats, Transcript
 from tilewright.engine.pooling import Text
 from tilewright.engine.request import Delta, QueueFull, SamplingParams
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.speculation import FromText, Proposer
 from tilewright.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -236,6 +238,16 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
         max_model_len=loaded.plan.max_model_len,
         max_waiting=options.max_waiting,
         prefill_chunk=options.prefill_chunk,
+        max_samples=options.max_samples,
     )
     eos_ids = loaded.config.eos_token_ids if tokenizer is None else tokenizer.eos_ids
-    return Engine(loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size)
+    proposer: Proposer | None = None
+    if options.speculate == "ngram":
+        proposer = FromText(seqs)
+    elif options.draft is not None:
+        assert loaded.draft is not None
+        proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens)
+    return Engine(
+        loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size, proposer=proposer,
+        draft_tokens=options.draft_tokens,
+    )  # fmt: skip
