@@ -8,7 +8,7 @@ __all__ = ["FAMILIES", "SIZES", "make_oracle"]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "eos_token_id": None, "bos_token_id": None,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, str]] = {
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),

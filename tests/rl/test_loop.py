@@ -52,13 +52,14 @@ def test_logprobs_are_those_of_transformers_one_sequence_at_a_time() -> None:
             rms_norm_eps=shape.rms_norm_eps,
         )
     ).double()
-    from tilewright.models.fill import part_names
+    from tilewright.models.fill import part_names, parts_of
 
     theirs = dict(oracle.named_parameters())
     copied = 0
     for path, parameter in model.named_parameters():
-        rows = list(getattr(model.get_submodule(path.rpartition(".")[0]), "parts", parameter.shape[:1]))
-        for name, piece in zip(part_names(model, path, rows).names, parameter.detach().split(rows), strict=True):
+        parts = parts_of(model.get_submodule(path.rpartition(".")[0]), parameter)
+        names, form = part_names(model, path, parts)
+        for name, piece in zip(names, form.views(parameter.detach(), parts), strict=True):
             theirs[name].data.copy_(piece)
             copied += 1
     assert copied == len(theirs)
