@@ -107,7 +107,7 @@ def _aborts_are_forgotten() -> AbstractContextManager[Any]:
 
 
 def _the_engine_stops_before_its_work_is_done() -> AbstractContextManager[Any]:
-    return patch.object(Engine, "has_work", property(lambda self: len(self._outputs) > 1 or bool(self._deltas)))
+    return patch.object(Engine, "has_work", property(lambda self: len(self._outputs) > 1 or bool(self._rows)))
 
 
 def _last_deltas_are_lost() -> AbstractContextManager[Any]:
