@@ -5,13 +5,16 @@ The token at position p is the letter p mod 26 when greedy; with a temperature i
 """
 
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import tokenizers
+from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers
 
 from tilewright.engine.blocks import BlockPool
@@ -22,6 +25,8 @@ from tilewright.engine.step import FillMasks, Step, StepResult
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.server.app import Server, create_app
 from tilewright.server.config import ServerConfig
+from tilewright.server.engine_process import EngineProcess, address_of
+from tilewright.server.front import front_app
 from tilewright.server.prompts import Served
 from tilewright.server.serve import HttpServer, bind, url_of
 
@@ -164,11 +169,40 @@ class Running:
 
 
 @contextmanager
-def running(engine: Engine | None = None, **config: object) -> Iterator[Running]:
+def behind_a_socket(engine: Engine, served: Served) -> Iterator[str]:
+    """Serve an engine to front processes, in a thread; the address."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = EngineProcess(engine, served.description(), Path(folder))
+        thread = threading.Thread(target=process.run, daemon=True)
+        thread.start()
+        try:
+            yield address_of(Path(folder))
+        finally:
+            process.stop()
+            thread.join(10)
+            assert not thread.is_alive(), "the engine's process did not end"
+
+
+SHAPES = ("thread", "process")
+"""Where the engine runs: in a thread of the server, or behind the socket of a process of its own."""
+
+
+@contextmanager
+def running(engine: Engine | None = None, *, shape: str = "thread", **config: object) -> Iterator[Running]:
     """Serve an engine on a free port, in a thread."""
     engine = engine or fake_engine()
     settings = ServerConfig(port=0, **config)  # type: ignore[arg-type]
-    app = create_app(engine, Served.of(engine, "letters"), settings)
+    served = Served.of(engine, "letters")
+    with ExitStack() as stack:
+        if shape == "process":
+            address = stack.enter_context(behind_a_socket(engine, served))
+            app = front_app(address, settings, served)
+        else:
+            app = create_app(engine, served, settings)
+        yield from _listening(app, settings, engine)
+
+
+def _listening(app: FastAPI, settings: ServerConfig, engine: Engine) -> Iterator[Running]:
     listener = bind(settings)
     server = HttpServer(app, listener)
     server.config.timeout_graceful_shutdown = 2

@@ -232,7 +232,7 @@ def test_bad_grammars_are_refused_and_hurt_nobody(server: Server) -> None:
 
 def test_a_grammar_that_takes_its_child_down_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chat(server, "1", regex="[1-3]")["message"]["content"] == "1"
-    trial = server[0].server.grammars._trial
+    trial = server[0].server.worker._grammars._trial
     assert trial is not None
     assert trial._child is not None
     trial._child.send_signal(signal.SIGSTOP)  # it will never answer

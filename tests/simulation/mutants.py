@@ -13,7 +13,8 @@ from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.waiting import WaitingQueue
-from tilewright.server.worker import Channel, EngineWorker
+from tilewright.server.link import Channel
+from tilewright.server.worker import EngineWorker
 
 __all__ = ["MUTANTS"]
 

@@ -126,8 +126,8 @@ class Engine:
             wait as long as it takes. None: so does the first.
 
         Raises:
-            ValueError: a token id is not the model's, the id or a stream is in use, (GrammarError) the grammar cannot be followed, or
-                (RequestTooLong) prompt and max_tokens do not fit.
+            ValueError: a token id is not the model's, the id or a stream is in use, (GrammarError) the grammar cannot be
+                followed, or (RequestTooLong) prompt and max_tokens do not fit.
             QueueFull: too many requests wait, or it would wait for longer than `max_wait_s`.
             DeviceLost: the engine has ended.
         """

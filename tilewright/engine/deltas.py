@@ -51,8 +51,8 @@ class StepDeltas:
         """The rows with these indices, which rise; notes are renumbered."""
         keep = np.zeros(len(self), bool)
         keep[rows] = True
-        at = {int(row): new for new, row in enumerate(rows)}
-        notes = tuple(note._replace(row=at[note.row]) for note in self.notes if note.row in at)
+        new = np.cumsum(keep) - 1
+        notes = tuple(note._replace(row=int(new[note.row])) for note in self.notes if keep[note.row])
         return StepDeltas(self.streams[rows], self.counts[rows], self.tokens[np.repeat(keep, self.counts)], notes)
 
 

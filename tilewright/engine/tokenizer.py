@@ -61,7 +61,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        special = dict(special_tokens or {})
+        self.special_tokens = special = dict(special_tokens or {})
         self.bos_id: int | None = self._special_id(special, "bos_token")
         eos_id = self._special_id(special, "eos_token")
         self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *(() if eos_id is None else (eos_id,))}))

@@ -1,8 +1,11 @@
 """Prompts as clients write them -> token ids: text, lists of text, token ids, lists of those, and chat messages."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import tokenizers
 
 from tilewright.engine.chat import ChatTemplateError
 from tilewright.engine.core import Engine
@@ -59,6 +62,36 @@ class Served:
             has_chat=has_chat,
             spellings=Spellings(tokenizer),
         )
+
+    def description(self) -> dict[str, Any]:
+        """The same as plain values, for another process."""
+        tokenizer = self.tokenizer
+        return {
+            "name": self.name,
+            "vocab_size": self.vocab_size,
+            "max_model_len": self.max_model_len,
+            "max_samples": self.max_samples,
+            "has_chat": self.has_chat,
+            "tokenizer": tokenizer.to_json(),
+            "eos_ids": list(tokenizer.eos_ids),
+            "special_tokens": tokenizer.special_tokens,
+            "chat_template": tokenizer.chat_template,
+        }
+
+    @classmethod
+    def described(cls, values: Mapping[str, Any]) -> "Served":
+        """What a `description` says. Raises ValueError where it is none."""
+        fields = dict(values)
+        try:
+            tokenizer = Tokenizer(
+                tokenizers.Tokenizer.from_str(fields.pop("tokenizer")),
+                eos_ids=fields.pop("eos_ids"),
+                special_tokens=fields.pop("special_tokens"),
+                chat_template=fields.pop("chat_template"),
+            )
+            return cls(tokenizer=tokenizer, spellings=Spellings(tokenizer), **fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"what the engine says of itself is not understood: {error}") from None
 
     def check_name(self, name: str | None) -> None:
         """Raise a 404 unless `name` is the served model; no name means that model."""

@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 from tilewright.engine.core import GRAMMAR_FAILED
 from tilewright.engine.request import Delta, QueueFull
 from tilewright.server.errors import ApiError, bad_request, overloaded, unavailable
+from tilewright.server.link import Channel, EngineLink, EngineStopped
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job
 from tilewright.server.reply import Reply
-from tilewright.server.worker import Channel, EngineStopped, EngineWorker
 
 __all__ = ["Answer", "unless_gone"]
 
@@ -65,7 +65,7 @@ def _together(chunks: Iterator[bytes]) -> Iterator[bytes]:
 class Answer(Response):
     """The response to a job, made while it is sent."""
 
-    def __init__(self, job: Job, served: Served, worker: EngineWorker):
+    def __init__(self, job: Job, served: Served, worker: EngineLink):
         super().__init__()
         self._job = job
         self._worker = worker
