@@ -25,10 +25,11 @@ from tilewright.engine.step import FillMasks, Step, StepResult
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.server.app import Server, create_app
 from tilewright.server.config import ServerConfig
-from tilewright.server.engine_process import EngineProcess, address_of
+from tilewright.server.engine_process import EngineProcess
 from tilewright.server.front import front_app
 from tilewright.server.prompts import Served
 from tilewright.server.serve import HttpServer, bind, url_of
+from tilewright.server.wire import address_of
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' and not loop.first and messages[loop.index0 - 1].role == "

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -93,6 +94,10 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
             f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
             "set one with --api-key-file, or listen on 127.0.0.1"
         )
+    # A folder is served under its own name, not under its path.
+    name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    if config.fronts:
+        return _serve_in_processes(model, name, engine, config, listener, log)
     llm = _load(model, engine, log.say)
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
@@ -103,9 +108,21 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
 
-    # A folder is served under its own name, not under its path.
-    name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
     return run_server(create_app(llm.engine, Served.of(llm.engine, name), config), listener, log)
+
+
+def _serve_in_processes(
+    model: str, name: str, engine: dict[str, Any], config: ServerConfig, listener: socket.socket, log: Log
+) -> int:
+    """An engine process and its fronts; the exit code. This process loads nothing."""
+    require("tilewright serve --fronts", "zmq", "msgpack")
+    from tilewright.server.supervisor import ENGINE, Supervisor, private_folder
+
+    EngineConfig(model=model, **engine)  # what is wrong with the options is said before anything is started
+    with private_folder() as folder:
+        spec = {"model": model, "name": name, "options": engine}
+        (folder / "engine.json").write_text(json.dumps(spec))
+        return Supervisor(config, ENGINE, folder, listener, log).run(name)
 
 
 SAMPLING = "Sampling"

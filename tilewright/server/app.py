@@ -101,6 +101,7 @@ class Server:
         """Start what serves the engine, and end it with the app."""
         self.intake = Intake()
         self.worker = self._connect(self.metrics, self._failed)
+        await self.worker.begin()
         self.grammars = GrammarGate(self.worker)
         self.watchdog = Watchdog(self.worker, self.config.step_timeout_s)
         watching = asyncio.ensure_future(self.watchdog.run())

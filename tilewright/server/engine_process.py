@@ -26,11 +26,11 @@ from tilewright.server import wire
 from tilewright.server.grammars import GrammarCompiler
 from tilewright.server.live import LiveView
 from tilewright.server.metrics import added_gauges, process_numbers
-from tilewright.server.wire import FRONT_BITS, WIRE_VERSION, WireError
+from tilewright.server.wire import FRONT_BITS, WIRE_VERSION, WireError, address_of
 
 zmq: Any = needed("zmq", "serve")
 
-__all__ = ["EngineProcess", "address_of"]
+__all__ = ["EngineProcess"]
 
 SEND_QUEUE = 512
 """Messages, mostly steps, that may wait for a front that does not read."""
@@ -42,11 +42,6 @@ MOST_AT_ONCE = 256
 """Messages that are taken between two steps."""
 
 logger = logging.getLogger(__name__)
-
-
-def address_of(folder: Path) -> str:
-    """Where the engine of a server listens; `folder` is private to the user (mode 0700)."""
-    return f"ipc://{folder}/engine"
 
 
 class _Front:

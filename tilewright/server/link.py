@@ -83,6 +83,9 @@ class EngineLink(ABC):
         """HTTP requests that wait for the engine."""
         return len(set(map(id, self._channels.values())))
 
+    async def begin(self) -> None:  # noqa: B027 (most links have their engine)
+        """Wait a moment for an engine that is not there yet."""
+
     @asynccontextmanager
     async def open(self, name: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> AsyncIterator[Channel]:
         """Submit prompts, all or none, as requests `name` (one prompt) or `name-0`, `name-1` ...; abort them on leaving early.

@@ -34,6 +34,7 @@ RECEIVE_QUEUE = 4096
 RECONNECT_MS = 50
 COUNTS_S = 0.5
 """How often the engine is told what this process has counted."""
+BEGIN_S = 2.0
 NO_ENGINE = "the engine process has ended and is being started again; come back in a few seconds"
 SENT_AWAY = "the engine gave up on this part of the server, which did not keep up; the request can be sent again"
 
@@ -126,6 +127,12 @@ class RemoteEngine(EngineLink):
         if not task.cancelled() and (error := task.exception()) is not None and not self._ended:
             self.stop_all(f"the link to the engine failed: {error}")
             self._on_failure(error)
+
+    async def begin(self) -> None:
+        """Wait for the engine's hello, but not for an engine that is being started again."""
+        end_s = time.monotonic() + BEGIN_S
+        while self.stopped is not None and time.monotonic() < end_s:
+            await asyncio.sleep(0.005)
 
     # Up and down -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ A stream's number begins with that of its front (`FRONT_BITS`): the engine split
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ __all__ = [
     "WIRE_VERSION",
     "Submit",
     "WireError",
+    "address_of",
     "check",
     "pack",
     "pack_step",
@@ -80,6 +82,11 @@ class Submit(NamedTuple):
     streams: list[list[int]]
     """Of each prompt, one a sample; without the number of the front."""
     max_wait_s: float | None
+
+
+def address_of(folder: Path) -> str:
+    """Where the engine of a server listens; `folder` is private to the user (mode 0700)."""
+    return f"ipc://{folder}/engine"
 
 
 def pack(*message: Any) -> bytes:
