@@ -27,6 +27,7 @@ from tilewright.server.app import Server, create_app
 from tilewright.server.config import ServerConfig
 from tilewright.server.engine_process import EngineProcess
 from tilewright.server.front import front_app
+from tilewright.server.grammars import GrammarCompiler
 from tilewright.server.prompts import Served
 from tilewright.server.serve import HttpServer, bind, url_of
 from tilewright.server.wire import address_of
@@ -151,10 +152,14 @@ def fake_engine(
 class Running:
     """A server that listens; `url` without a slash."""
 
-    def __init__(self, url: str, engine: Engine, server: Server):
+    def __init__(self, url: str, engine: Engine, server: Server, process: EngineProcess | None):
         self.url = url
         self.engine = engine
         self.server = server
+        self.process = process
+        self.address = ""
+        """Of the engine, where it is behind a socket."""
+        self.compiler: GrammarCompiler = (process or server.worker)._grammars  # type: ignore[union-attr]
 
     @property
     def port(self) -> int:
@@ -170,14 +175,14 @@ class Running:
 
 
 @contextmanager
-def behind_a_socket(engine: Engine, served: Served) -> Iterator[str]:
-    """Serve an engine to front processes, in a thread; the address."""
+def behind_a_socket(engine: Engine, served: Served) -> Iterator[tuple[EngineProcess, str]]:
+    """Serve an engine to front processes, in a thread; with the address."""
     with tempfile.TemporaryDirectory() as folder:
         process = EngineProcess(engine, served.description(), Path(folder))
         thread = threading.Thread(target=process.run, daemon=True)
         thread.start()
         try:
-            yield address_of(Path(folder))
+            yield process, address_of(Path(folder))
         finally:
             process.stop()
             thread.join(10)
@@ -186,24 +191,28 @@ def behind_a_socket(engine: Engine, served: Served) -> Iterator[str]:
 
 SHAPES = ("thread", "process")
 """Where the engine runs: in a thread of the server, or behind the socket of a process of its own."""
+shape_now = "thread"
+"""That of `running`; the fixture `shape` sets it."""
 
 
 @contextmanager
-def running(engine: Engine | None = None, *, shape: str = "thread", **config: object) -> Iterator[Running]:
+def running(engine: Engine | None = None, **config: object) -> Iterator[Running]:
     """Serve an engine on a free port, in a thread."""
     engine = engine or fake_engine()
     settings = ServerConfig(port=0, **config)  # type: ignore[arg-type]
     served = Served.of(engine, "letters")
     with ExitStack() as stack:
-        if shape == "process":
-            address = stack.enter_context(behind_a_socket(engine, served))
+        if shape_now == "process":
+            process, address = stack.enter_context(behind_a_socket(engine, served))
             app = front_app(address, settings, served)
         else:
-            app = create_app(engine, served, settings)
-        yield from _listening(app, settings, engine)
+            process, app = None, create_app(engine, served, settings)
+        for server in _listening(app, settings, engine, process):
+            server.address = "" if process is None else address
+            yield server
 
 
-def _listening(app: FastAPI, settings: ServerConfig, engine: Engine) -> Iterator[Running]:
+def _listening(app: FastAPI, settings: ServerConfig, engine: Engine, process: EngineProcess | None) -> Iterator[Running]:
     listener = bind(settings)
     server = HttpServer(app, listener)
     server.config.timeout_graceful_shutdown = 2
@@ -213,7 +222,7 @@ def _listening(app: FastAPI, settings: ServerConfig, engine: Engine) -> Iterator
         assert thread.is_alive(), "the server ended while starting"
         time.sleep(0.005)
     try:
-        yield Running(url_of(listener), engine, app.state.server)
+        yield Running(url_of(listener), engine, app.state.server, process)
     finally:
         server.should_exit = True
         thread.join(10)

@@ -27,7 +27,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
+def server(long_shape: str) -> Iterator[ServerProcess]:
     with server_process("tests.server.fake_server", "0.005", *OPTIONS) as server:
         yield server
 

@@ -21,6 +21,7 @@ from tilewright.engine.core import Engine
 from tilewright.engine.deltas import StepDeltas
 from tilewright.engine.grammar_masks import GrammarError
 from tilewright.engine.request import QueueFull
+from tilewright.engine.step import HOST_ERRORS
 from tilewright.extras import needed
 from tilewright.server import wire
 from tilewright.server.grammars import GrammarCompiler
@@ -35,6 +36,7 @@ __all__ = ["EngineProcess"]
 SEND_QUEUE = 512
 """Messages, mostly steps, that may wait for a front that does not read."""
 RECEIVE_QUEUE = 4096
+LAST_WORDS_MS = 500
 TICK_S = 0.5
 IDLE_MS = 250
 COMPILING_MS = 5
@@ -80,6 +82,7 @@ class EngineProcess:
         self._compiles = CompileCounter()
         self._stopping = False
         self._next_tick_s = 0.0
+        self._failed = 0  # steps, as fronts know it
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         options = {
@@ -105,20 +108,23 @@ class EngineProcess:
         """Serve; the exit code of the process: 0 if it was told to end, 1 if the engine can do no more."""
         self._compiles.start().mark_ready()
         try:
-            while not self._stopping:
-                if not self._take_messages():
-                    return 0
+            while not self._stopping and self._take_messages():
                 if self.engine.has_work:
                     self._step()
                 if self.engine.lost is not None:
-                    logger.error("the engine process ends: %s", self.engine.lost)
-                    return 1
+                    raise self.engine.lost
                 self._tick()
             return 0
+        except (*HOST_ERRORS, RuntimeError) as error:
+            # Its state can no longer be trusted. Another process begins anew.
+            logger.error("the engine process ends", exc_info=error)
+            for front in list(self._fronts.values()):
+                self._send(front, wire.pack("ended", f"{type(error).__name__}: {error}"))
+            return 1
         finally:
             self._compiles.stop()
             self._grammars.close()
-            self._socket.close()
+            self._socket.close(linger=LAST_WORDS_MS)
             self._context.term()
 
     def _step(self) -> None:
@@ -248,7 +254,7 @@ class EngineProcess:
 
     def _look(self, front: _Front, number: int, what: str) -> None:
         if what == "ping":
-            value: Any = self.engine.failed_steps
+            value: Any = None
         elif what == "live":
             value = self._live.snapshot()
         elif what == "scrape":
@@ -293,10 +299,11 @@ class EngineProcess:
 
     def _tick(self) -> None:
         now_s = time.monotonic()
-        if now_s < self._next_tick_s:
+        failed = self.engine.failed_steps
+        if now_s < self._next_tick_s and failed == self._failed:
             return
-        self._next_tick_s = now_s + TICK_S
+        self._next_tick_s, self._failed = now_s + TICK_S, failed
         live: Callable[[str], Any] = self.engine.scheduler.live
         for front in list(self._fronts.values()):
             front.requests = {request_id for request_id in front.requests if live(request_id)}
-            self._send(front, wire.pack("tick", front.steps))
+            self._send(front, wire.pack("tick", front.steps, failed))

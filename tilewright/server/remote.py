@@ -79,8 +79,9 @@ def ask_for_served(address: str, timeout_s: float) -> Served:
 
 def _welcomed(message: list[Any]) -> tuple[int, int, Served]:
     """(this front's number, the engine's own, what is served). Raises ValueError."""
-    if message[1:2] != [WIRE_VERSION]:
-        versions = f"the engine process speaks version {message[1:2]} of the wire, this process {WIRE_VERSION}"
+    spoken = message[1] if len(message) > 1 else None
+    if spoken != WIRE_VERSION:
+        versions = f"the engine process speaks version {spoken!r:.20} of the wire, this process {WIRE_VERSION}"
         raise WireError(f"{versions}; wanted both from one installation, restart the server")
     _, number, engine, description = wire.check(message, int, int, int, dict)
     return number, engine, Served.described(description)
@@ -143,7 +144,7 @@ class RemoteEngine(EngineLink):
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._send(wire.pack("hello", WIRE_VERSION))
             elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self._lose(NO_ENGINE)
+                self._lose(self.stopped or NO_ENGINE)
 
     def _lose(self, reason: str) -> None:
         """There is no engine, or none that knows this front."""
@@ -209,9 +210,11 @@ class RemoteEngine(EngineLink):
                 self._send(wire.pack("stop", self._reader.stopped))
                 self._reader.stopped.clear()
         elif kind == "tick":
-            (number,) = wire.check(message, int)
+            number, self.failures = wire.check(message, int, int)
             self._steps -= 1
             self._next_step(number)
+        elif kind == "ended":
+            self._lose(f"the engine failed: {wire.check(message, str)[0]}")
         elif kind == "lost":
             logger.error("the engine process gave up on this front: %s", *wire.check(message, str))
             self._lose(SENT_AWAY)
@@ -285,7 +288,7 @@ class RemoteEngine(EngineLink):
 
     async def ping(self) -> None:
         """Return between two steps of the engine. Raises EngineStopped."""
-        self.failures = await self._ask(lambda number: wire.pack("look", number, "ping"))
+        await self._ask(lambda number: wire.pack("look", number, "ping"))
 
     async def live(self) -> bytes:
         """The engine's state for the page, as JSON. Raises EngineStopped."""
