@@ -1,7 +1,7 @@
 """A server process around the engine that says the alphabet, for tests of signals, exit codes and the log.
 
-`python -m tests.server.fake_server <seconds a step> [broken] [hangs] [many] [field=value of ServerConfig ...]`; with `fronts=2` it is
-four processes: this one, the engine's (`... engine FOLDER CONTROL` behind the same words), and the fronts'.
+`python -m tests.server.fake_server <seconds a step> [broken] [hangs] [many] [missing] [field=value ...]`; with
+`fronts=2` it is four processes: this one, the engine's (`... engine FOLDER CONTROL` behind the same words), and the fronts'.
 """
 
 import ast
@@ -24,9 +24,10 @@ from tilewright.server.supervisor import Supervisor, private_folder
 def made(words: list[str]) -> Engine:
     """The engine that the words of the command ask for."""
     seqs, waiting = (512, 4096) if "many" in words else (64, 1024)
-    engine = fake_engine(
-        delay_s=float(words[1]), max_model_len=4096, pages=4096 if seqs == 64 else 1 << 16, max_seqs=seqs, max_waiting=waiting
-    )
+    if "missing" in words:
+        raise ValueError("there is no such model")
+    seqs, waiting, pages = (512, 4096, 1 << 16) if "many" in words else (64, 1024, 4096)
+    engine = fake_engine(delay_s=float(words[1]), max_model_len=4096, pages=pages, max_seqs=seqs, max_waiting=waiting)
     if "broken" in words:  # a bug that every step has
         engine.step = engine.advance = {}.popitem  # type: ignore[method-assign]
     if "hangs" in words:  # a device that never answers

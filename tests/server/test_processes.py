@@ -192,8 +192,8 @@ def test_a_signal_drains_all_fronts(server: ServerProcess) -> None:
     """The last one: the server has ended after it."""
     with on_both(server) as by_front:
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.request("GET", "/ready")[0] == 503)
-        assert server.post(prompt="ab")[0] == 503
+        until(lambda: {server.request("GET", "/ready")[0] for _ in range(8)} == {503})
+        assert {server.post(prompt="ab")[0] for _ in range(8)} == {503}
         for one in (one for several in by_front.values() for one in several):
             one.join(20)
             assert "did not finish in time" in one.ended
@@ -201,11 +201,9 @@ def test_a_signal_drains_all_fronts(server: ServerProcess) -> None:
 
 
 def test_an_engine_that_cannot_start_ends_the_server() -> None:
-    command = [sys.executable, "-m", "tilewright.cli", "serve", "/nowhere/model", "--port", "0", "--fronts", "1"]
-    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "/nowhere/model" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    command = [sys.executable, "-m", "tests.server.fake_server", "0", "missing", "fronts=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "error: there is no such model\n")
 
 
 def test_the_folder_is_private_and_fronts_share_the_limits() -> None:
@@ -235,9 +233,8 @@ def test_two_thousand_streams_and_many_idle_connections() -> None:
         with server_process("tests.server.fake_server", "0.02", *options, "many") as server, ExitStack() as stack:
             for _ in range(idle):
                 stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
-            streams = [
-                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=300)) for _ in range(2048)
-            ]
+            made = (socket.create_connection(("127.0.0.1", server.port), timeout=300) for _ in range(2048))
+            streams = [stack.enter_context(one) for one in made]
             for one in streams:
                 one.sendall(ASKED)
             sizes: list[int] = []
