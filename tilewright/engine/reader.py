@@ -4,7 +4,7 @@ It turns tokens into text as they come, finds stop strings, and counts nothing b
 reads tells it which streams a stop string has ended.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tilewright.engine.deltas import Note, StepDeltas
 from tilewright.engine.request import Delta, SamplingParams
@@ -19,13 +19,16 @@ NOTHING = Note(0)
 class _Sample:
     """What is known of one stream."""
 
-    __slots__ = ("cached_tokens", "index", "request_id", "text")
+    __slots__ = ("cached_tokens", "direct", "index", "plain", "request_id", "text")
 
     def __init__(self, request_id: str, index: int, text: OutputText | None):
         self.request_id = request_id
         self.index = index
         self.text = text
         self.cached_tokens = 0
+        self.direct: Callable[[str, int], bool] | None = None
+        self.plain = None if text is None else text.plain
+        """Makes text of tokens at once, where there are no stop strings."""
 
 
 class Reader:
@@ -52,6 +55,11 @@ class Reader:
                 text = OutputText(detokenizer, params.stop, params.min_tokens)
             self._samples[stream] = _Sample(request_id, index, text)
 
+    def direct(self, stream: int, take: Callable[[str, int], bool]) -> None:
+        """Offer (text, tokens) of rows without a note to `take` first; what it takes is in no delta."""
+        if stream in self._samples:
+            self._samples[stream].direct = take
+
     def close(self, streams: Sequence[int]) -> None:
         """Read these no further."""
         for stream in streams:
@@ -71,8 +79,16 @@ class Reader:
         for row, (stream, count) in enumerate(zip(step.streams.tolist(), step.counts.tolist(), strict=True)):
             start, end = end, end + count
             sample = samples.get(stream)
-            if sample is not None:
+            if sample is None:
+                continue
+            if row in notes or sample.plain is None:
                 deltas.append(self._delta(stream, sample, tokens[start:end], notes.get(row, NOTHING)))
+                continue
+            text = sample.plain(tokens[start:end])
+            if sample.direct is None or not sample.direct(text, count):
+                deltas.append(
+                    Delta(sample.request_id, sample.index, tokens[start:end], text, cached_tokens=sample.cached_tokens)
+                )
         return deltas
 
     def _delta(self, stream: int, sample: _Sample, tokens: tuple[int, ...], note: Note) -> Delta:

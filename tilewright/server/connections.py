@@ -30,7 +30,7 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.files import files_free
 
-__all__ = ["Connection", "Connections"]
+__all__ = ["CONNECTION", "Connection", "Connections"]
 
 LINGER_S = 2.0
 REST_TIMEOUT_S = 30.0
@@ -40,6 +40,8 @@ SPARE_CONNECTIONS = 8
 SAY_AGAIN_S = 10.0
 LOOK_AGAIN_S = 2.0
 """How often the process is asked whether it has descriptors again."""
+CONNECTION = "tilewright.connection"
+"""Where the scope of a request has its connection."""
 HEAD, REST = "head", "rest"
 
 logger = logging.getLogger(__name__)
@@ -129,6 +131,27 @@ class Connection(H11Protocol):
         self._unsent = 0
         self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
         self.lingering = False
+
+        self._inner, self.app = self.app, self._with_connection
+
+    async def _with_connection(self, scope: Any, receive: Any, send: Any) -> None:
+        """The app, with this connection in its scope."""
+        scope[CONNECTION] = self
+        await self._inner(scope, receive, send)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether an answer of unknown length goes out in chunks: not to clients of HTTP/1.0."""
+        return self.conn.their_http_version == b"1.1"
+
+    @property
+    def blocked(self) -> bool:
+        """Whether what is written now would have to wait, or nobody is there to read it."""
+        return self.flow.write_paused or self.lingering or self._real.is_closing()
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a chunk of the answer that is under way, past the layers that have begun it."""
+        self._real.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.request import Delta, SamplingParams
+from tilewright.server.direct import Batch, Direct
 from tilewright.server.metrics import Latencies, Scrape
 
 __all__ = ["Channel", "EngineLink", "EngineStopped"]
@@ -27,18 +28,28 @@ class Channel:
 
     def __init__(self, ids: Sequence[str], samples: int):
         self.ids = tuple(ids)
+        self._first = {request_id: place * samples for place, request_id in enumerate(ids)}
         self.unfinished = len(self.ids) * samples
         """Samples that are still to come to their end."""
         self.opened_s = time.perf_counter()
-        self.last_token_s: dict[tuple[str, int], float] = {}
-        """When a sample, by request id and index, had its last token."""
+        self.last_token_s: dict[int, float] = {}
+        """When a sample, by its choice, had its last token."""
+        self.waiting = False
+        """Whether all has been taken, and more is waited for."""
+        self.direct: Direct | None = None
+        """The short way, once the answer has begun and if it may take it."""
         self._deltas: list[Delta] = []
         self._changed = asyncio.Event()
         self._stopped: str | None = None
 
+    def choice(self, delta: Delta) -> int:
+        """Which of the request's samples, all prompts together, a delta is of."""
+        return self._first[delta.request_id] + delta.index
+
     def push(self, delta: Delta) -> None:
         """Add what a step produced."""
         self._deltas.append(delta)
+        self.waiting = False  # before its task runs
         if delta.finish_reason is not None:
             self.unfinished -= 1
         self._changed.set()
@@ -60,7 +71,11 @@ class Channel:
             if self._stopped is not None:
                 raise EngineStopped(self._stopped)
             self._changed.clear()
-            await self._changed.wait()
+            self.waiting = True
+            try:
+                await self._changed.wait()
+            finally:
+                self.waiting = False
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -75,6 +90,8 @@ class EngineLink(ABC):
 
     def __init__(self, latencies: Latencies):
         self._latencies = latencies
+        self.batch = Batch(latencies)
+        """For `Direct`: what a step writes the short way."""
         self._channels: dict[str, Channel] = {}
         self.stopped: str | None = None
 
@@ -117,6 +134,10 @@ class EngineLink(ABC):
         for channel in set(self._channels.values()):
             channel.stop(reason)
 
+    def attach(self, channel: Channel, direct: Direct) -> None:
+        """Let the plain events of a channel take the short way."""
+        channel.direct = direct
+
     def _deliver(self, deltas: Sequence[Delta], now_s: float) -> None:
         for delta in deltas:
             channel = self._channels.get(delta.request_id)
@@ -128,7 +149,7 @@ class EngineLink(ABC):
     def _measure(self, channel: Channel, delta: Delta, now_s: float) -> None:
         if not delta.token_ids:
             return
-        sample = (delta.request_id, delta.index)
+        sample = channel.choice(delta)
         before_s = channel.last_token_s.get(sample)
         if before_s is None:
             self._latencies.first(now_s - channel.opened_s)

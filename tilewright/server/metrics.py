@@ -93,9 +93,9 @@ class Latencies:
         """A sample's first token came `seconds` after its request."""
         self.histograms[0].observe(seconds)
 
-    def following(self, seconds: float, tokens: int) -> None:
-        """`tokens` more came together, `seconds` after those before."""
-        self.histograms[1].observe(seconds / tokens, tokens)
+    def following(self, seconds: float, tokens: int, samples: int = 1) -> None:
+        """`tokens` more came together, `seconds` after those before; of so many samples."""
+        self.histograms[1].observe(seconds / tokens, tokens * samples)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ ended; when one is there again, the link says hello and goes on.
 """
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ from tilewright.engine.reader import Reader
 from tilewright.engine.request import QueueFull, SamplingParams
 from tilewright.extras import needed
 from tilewright.server import wire
+from tilewright.server.direct import Direct
 from tilewright.server.link import Channel, EngineLink, EngineStopped
 from tilewright.server.metrics import Metrics, Scrape
 from tilewright.server.prompts import Served
@@ -205,7 +207,9 @@ class RemoteEngine(EngineLink):
         elif kind == "step":
             number, step = wire.read_step(message)
             self._next_step(number)
+            self.batch.begin(now_s)
             self._deliver(self._reader.read(step), now_s)
+            self.batch.end()
             if self._reader.stopped:
                 self._send(wire.pack("stop", self._reader.stopped))
                 self._reader.stopped.clear()
@@ -276,6 +280,12 @@ class RemoteEngine(EngineLink):
         await self._ask(
             lambda number: wire.pack_submit(Submit(number, list(channel.ids), list(prompts), list(params), low, wait_s))
         )
+
+    def attach(self, channel: Channel, direct: Direct) -> None:
+        """Let the plain events of a channel take the short way."""
+        super().attach(channel, direct)
+        for choice, stream in enumerate(self._open_streams.get(channel, ())):
+            self._reader.direct(stream, functools.partial(direct.take, choice))
 
     def _leave(self, channel: Channel) -> None:
         self._reader.close(self._open_streams.pop(channel, ()))

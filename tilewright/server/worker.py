@@ -17,7 +17,7 @@ from typing import TypeVar
 from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.engine.grammar import Grammar
-from tilewright.engine.request import SamplingParams
+from tilewright.engine.request import Delta, SamplingParams
 from tilewright.server.grammars import GrammarCompiler
 from tilewright.server.link import Channel, EngineLink, EngineStopped
 from tilewright.server.live import LiveView
@@ -147,7 +147,7 @@ class EngineWorker(EngineLink):
     def _step(self) -> None:
         deltas = self.engine.step()
         if deltas:
-            self._loop.call_soon_threadsafe(self._deliver, deltas, time.perf_counter())
+            self._loop.call_soon_threadsafe(self._spread, deltas, time.perf_counter())
 
     def _stepped(self, step: Future[None]) -> None:
         self._stepping = False
@@ -160,6 +160,18 @@ class EngineWorker(EngineLink):
             self._loop.call_soon_threadsafe(self._fail, error)
 
     # On the event loop -----------------------------------------------------------------------------------------------
+
+    def _spread(self, deltas: Sequence[Delta], now_s: float) -> None:
+        """Hand out what a step has brought: plain events the short way."""
+        self.batch.begin(now_s)
+        self._deliver([delta for delta in deltas if not self._direct(delta)], now_s)
+        self.batch.end()
+
+    def _direct(self, delta: Delta) -> bool:
+        channel = self._channels.get(delta.request_id)
+        if channel is None or channel.direct is None or delta.finish_reason is not None or not delta.token_ids:
+            return False
+        return channel.direct.take(channel.choice(delta), delta.text, len(delta.token_ids))
 
     def _fail(self, error: BaseException) -> None:
         self.stop_all(f"the engine failed: {type(error).__name__}: {error}")
