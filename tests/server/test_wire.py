@@ -186,7 +186,7 @@ def dealer(address: str) -> Iterator[zmq.Socket]:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def served(_one_shape: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(fake_engine, "shape_now", "process")
     with running(fake_engine.fake_engine(delay_s=0.002)) as server:
         yield server

@@ -36,7 +36,7 @@ __all__ = ["EngineProcess"]
 SEND_QUEUE = 512
 """Messages, mostly steps, that may wait for a front that does not read."""
 RECEIVE_QUEUE = 4096
-LAST_WORDS_MS = 500
+LAST_WORDS_S = 1.0
 TICK_S = 0.5
 IDLE_MS = 250
 COMPILING_MS = 5
@@ -118,14 +118,23 @@ class EngineProcess:
         except (*HOST_ERRORS, RuntimeError) as error:
             # Its state can no longer be trusted. Another process begins anew.
             logger.error("the engine process ends", exc_info=error)
-            for front in list(self._fronts.values()):
-                self._send(front, wire.pack("ended", f"{type(error).__name__}: {error}"))
+            self._say_why(f"{type(error).__name__}: {error}")
             return 1
         finally:
             self._compiles.stop()
             self._grammars.close()
-            self._socket.close(linger=LAST_WORDS_MS)
+            self._socket.close()
             self._context.term()
+
+    def _say_why(self, why: str) -> None:
+        """Tell the fronts why the engine ends, and wait a moment until they have heard it."""
+        for front in list(self._fronts.values()):
+            self._send(front, wire.pack("ended", why))
+        end_s = time.monotonic() + LAST_WORDS_S
+        while self._fronts and self._socket.poll(max(0, int(1000 * (end_s - time.monotonic())))):
+            identity, *parts = self._socket.recv_multipart()
+            if parts == [wire.pack("bye")]:
+                self._fronts.pop(identity, None)
 
     def _step(self) -> None:
         step = self.engine.advance()

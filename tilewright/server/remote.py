@@ -219,6 +219,7 @@ class RemoteEngine(EngineLink):
             self._next_step(number)
         elif kind == "ended":
             self._lose(f"the engine failed: {wire.check(message, str)[0]}")
+            self._send(wire.pack("bye"))
         elif kind == "lost":
             logger.error("the engine process gave up on this front: %s", *wire.check(message, str))
             self._lose(SENT_AWAY)

@@ -13,7 +13,7 @@ it but numbers, text, arrays of known types and the values of this file; what do
 | step            | engine | one step: streams, counts, tokens as arrays, and notes on the few rows that have any      |
 | answer, refused | engine | to submit, look and grammar, by their number                                              |
 | tick            | engine | twice a second: it is there, so many steps went to this front, so many failed lately      |
-| ended           | engine | why it can do no more                                                                     |
+| ended, bye      | both   | the engine says why it can do no more; the front has heard it                             |
 | lost            | engine | it has given up on this front, and aborted all that it had asked for                      |
 
 A stream's number begins with that of its front (`FRONT_BITS`): the engine splits a step between fronts without looking at it.
