@@ -12,6 +12,7 @@ from tilewright.hw.device import default_device, device_of, memory_bytes
 from tilewright.models import SHAPES, Model, ModelConfig, ModelError, empty_model, initialise, load_config, load_model, resolve
 from tilewright.ops.weights import QuantizedWeight
 from tilewright.train.config import TrainConfig
+from tilewright.train.mup import MuP, mup_for
 from tilewright.train.optim import SGD, AdamW, AdamW8bit, Momentum, Muon, Optimizer
 from tilewright.train.schedules import SCHEDULES
 from tilewright.train.step import trainable
@@ -21,6 +22,7 @@ __all__ = [
     "MemoryPlan",
     "build_model",
     "build_optimizer",
+    "chosen_device",
     "costs_of",
     "device_for",
     "learning_rate",
@@ -35,14 +37,17 @@ _STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muo
 
 def device_for(config: TrainConfig) -> torch.device:
     """Where a run computes. Raises ValueError where there is no such device."""
-    if config.device is None:
-        return default_device()
+    return default_device() if config.device is None else chosen_device(config.device)
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device that a config names. Raises ValueError where there is none."""
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device is {config.device!r}, wanted cpu, cuda or cuda:N") from error
+        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {config.device!r}, and this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device is {name!r}, and this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
@@ -74,7 +79,8 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
         model = load_model(config.model, device=device, dtype=dtype)
     else:
         model = empty_model(shape, device=device, dtype=dtype)
-        initialise(model, std=config.init_std, depth_scaled=config.depth_scaled, seed=config.seed)
+        scale: dict[str, Any] = {} if config.mup_base is None else {"scale": _mup(config, shape).std}
+        initialise(model, std=config.init_std, depth_scaled=config.depth_scaled, seed=config.seed, **scale)
     assert not any(isinstance(module, QuantizedWeight) for module in model.modules())
     return model.requires_grad_(True)
 
@@ -82,6 +88,9 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
 def build_optimizer(config: TrainConfig, model: Model) -> Optimizer | Muon:
     """The optimizer, which takes the memory of the model's weights over."""
     common: dict[str, Any] = {"weight_decay": config.weight_decay, "max_norm": config.max_norm}
+    if config.mup_base is not None:
+        rules = _mup(config, model.config)
+        common |= {"lr_scale": rules.rate, "decay": partial(rules.decay, config.weight_decay)}
     betas = (config.beta1, config.beta2)
     kinds = {
         "adamw": partial(AdamW, betas=betas, eps=config.eps),
@@ -91,6 +100,11 @@ def build_optimizer(config: TrainConfig, model: Model) -> Optimizer | Muon:
         "sgd": SGD,
     }
     return kinds[config.optimizer](trainable(model), **common)
+
+
+def _mup(config: TrainConfig, shape: ModelConfig) -> MuP:
+    assert config.mup_base is not None
+    return mup_for(shape, config.mup_base, config.optimizer)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
