@@ -36,6 +36,7 @@ OPTIONS = {
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         "--tool-format",
+        "--fronts",
     },
     "run": {
         *ENGINE_OPTIONS,
@@ -70,6 +71,7 @@ OPTIONS = {
         "--resume",
         "--json",
     },
+    "bench front": {"--fronts", "-f", "--streams", "--tokens", "--rate", "--json"},
     "bench all": {"--out", "--budget", "--only", "--dry-run"},
     "bench ops": {"--out", "--resume", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},

@@ -5,6 +5,7 @@ Fronts that cannot keep up put several tokens into an event, and the run takes l
 token does not depend on that, nor on how many cores there are: it is what to compare.
 """
 
+import functools
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from tilewright.engine.deltas import StepRows
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import SamplingParams
 from tilewright.server import wire
+from tilewright.server.direct import Batch, Direct
+from tilewright.server.metrics import Latencies
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job
 from tilewright.server.reply import Reply
@@ -109,31 +112,50 @@ def run_fronts(fronts: int, *, streams: int, tokens: int, tokens_per_s: float) -
     }
 
 
+class _Nowhere:
+    """A connection whose bytes go nowhere."""
+
+    blocked = False
+
+    def write_chunk(self, data: bytes) -> None:
+        """Forget them."""
+
+
 def parts(streams: int = 128, seconds: float = 0.5) -> dict[str, float]:
-    """Processor microseconds a token of each part of the way, alone, on steps of one token for each of `streams` streams."""
+    """Processor microseconds a token of each part of the way, alone, on steps of one token for each of `streams` streams.
+
+    encode and decode are the wire's; "text" makes deltas, "text and events" the events of the short way (server/direct.py),
+    "long way" the events of deltas that take the other one. Connections are not in it.
+    """
     tokenizer = words()
     served = Served(
         name="mock", tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=1 << 20, max_samples=1 << 16,
         has_chat=False, spellings=Spellings(tokenizer),
     )  # fmt: skip
     params = SamplingParams(max_tokens=1 << 20)
-    reader = Reader(tokenizer)
-    for stream in range(streams):
+    job = Job(chat=False, prompts=([300],), params=(params,), stream=True)
+    reader, short, rows, batch = Reader(tokenizer), Reader(tokenizer), StepRows(), Batch(Latencies())
+    replies = [Reply(f"r-{stream}", 0, job, served) for stream in range(streams)]
+    for stream, reply in enumerate(replies):
         reader.open([stream], f"r-{stream}", [300], params)
-    rows = StepRows()
-    for stream in range(streams):
+        short.open([stream], f"r-{stream}", [300], params)
+        direct = Direct(_Nowhere(), batch, {0: 0.0}, reply.frame, lambda: True)
+        short.direct(stream, functools.partial(direct.take, 0))
         rows.add(stream, 300 + 7 * stream)
     step = rows.take()
-    raw = wire.pack_step(1, step)
-    deltas = reader.read(step)
-    replies = [
-        Reply(f"r-{i}", 0, Job(chat=False, prompts=([300],), params=(params,), stream=True), served) for i in range(streams)
-    ]
+    raw, deltas = wire.pack_step(1, step), reader.read(step)
+
+    def events() -> None:
+        batch.begin(time.perf_counter())
+        assert not short.read(step)
+        batch.end()
+
     work: dict[str, Callable[[], object]] = {
         "encode": lambda: wire.pack_step(1, step),
         "decode": lambda: wire.read_step(wire.unpack(raw)),
         "text": lambda: reader.read(step),
-        "sse": lambda: [list(reply.chunks([delta])) for reply, delta in zip(replies, deltas)],
+        "long way": lambda: [list(reply.chunks([delta])) for reply, delta in zip(replies, deltas)],
+        "text and events": events,
     }
     return {name: round(1e6 * _per_call(one, seconds) / streams, 3) for name, one in work.items()}
 
