@@ -35,8 +35,7 @@ OPTIONS = {
         "--max-wait",
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
-        "--tool-format",
-        "--fronts",
+        *("--tool-format", "--fronts"),
     },
     "run": {
         *ENGINE_OPTIONS,
