@@ -5,6 +5,7 @@ text and no HTTP. What a front does cannot hold it: a front that has gone is not
 not read when `SEND_QUEUE` messages wait for it, and one that talks nonsense when it does. All its requests are aborted then.
 """
 
+import hashlib
 import logging
 import os
 import secrets
@@ -70,6 +71,7 @@ class EngineProcess:
     def __init__(self, engine: Engine, description: dict[str, Any], folder: Path, parent: int | None = None):
         self.engine = engine
         self._description = description
+        self._digest = hashlib.sha256(wire.pack(description)).digest()
         self._parent = parent
         self._fronts: dict[bytes, _Front] = {}
         self._by_number: dict[int, _Front] = {}
@@ -231,7 +233,7 @@ class EngineProcess:
             self._drop(identity, None)
             self._count += 1
             self._fronts[identity] = self._by_number[front.number] = front
-        self._send(front, wire.pack("hello", WIRE_VERSION, front.number, self._identity, self._description))
+        self._send(front, wire.pack("hello", WIRE_VERSION, front.number, self._identity, self._digest, self._description))
 
     def _submit(self, front: _Front, message: list[Any]) -> None:
         number = message[1] if len(message) > 1 and isinstance(message[1], int) else 0

@@ -33,7 +33,7 @@ def front_app(address: str, config: ServerConfig, served: Served) -> FastAPI:
     """The ASGI app that serves the engine at `address`; its `Server` is at `app.state.server`."""
 
     def connect(metrics: Metrics, on_failure: Callable[[BaseException], None]) -> EngineLink:
-        return RemoteEngine(address, metrics, on_failure, max_wait_s=config.max_wait_s)
+        return RemoteEngine(address, served, metrics, on_failure, max_wait_s=config.max_wait_s)
 
     return app_of(Server(connect, served, config))
 

@@ -36,11 +36,15 @@ RECEIVE_QUEUE = 4096
 RECONNECT_MS = 50
 COUNTS_S = 0.5
 """How often the engine is told what this process has counted."""
-BEGIN_S = 2.0
+BEGIN_S = 30.0
 NO_ENGINE = "the engine process has ended and is being started again; come back in a few seconds"
 SENT_AWAY = "the engine gave up on this part of the server, which did not keep up; the request can be sent again"
 
 logger = logging.getLogger(__name__)
+
+
+class OtherModel(RuntimeError):
+    """The engine came back, and is another."""
 
 
 def _options(socket: Any) -> None:
@@ -74,31 +78,42 @@ def ask_for_served(address: str, timeout_s: float) -> Served:
                     raise zmq.Again
                 message = wire.unpack(socket.recv())
                 if message[0] == "hello":
-                    return _welcomed(message)[2]
+                    return Served.described(_welcomed(message)[3])
         except zmq.Again:
             raise TimeoutError(f"the engine process does not answer within {timeout_s:g} s") from None
 
 
-def _welcomed(message: list[Any]) -> tuple[int, int, Served]:
-    """(this front's number, the engine's own, what is served). Raises ValueError."""
+def _welcomed(message: list[Any]) -> tuple[int, int, bytes, dict[str, Any]]:
+    """(this front's number, the engine's own, a digest of what is served, that itself). Raises WireError."""
     spoken = message[1] if len(message) > 1 else None
     if spoken != WIRE_VERSION:
         versions = f"the engine process speaks version {spoken!r:.20} of the wire, this process {WIRE_VERSION}"
         raise WireError(f"{versions}; wanted both from one installation, restart the server")
-    _, number, engine, description = wire.check(message, int, int, int, dict)
-    return number, engine, Served.described(description)
+    _, number, engine, digest, description = wire.check(message, int, int, int, bytes, dict)
+    return number, engine, digest, description
 
 
 class RemoteEngine(EngineLink):
     """Create it on the event loop that it shall serve; `end` ends it.
 
-    `max_wait_s`: how long a request may wait for its start. `on_failure` hears of an engine that cannot be understood.
+    `max_wait_s`: how long a request may wait for its start. `on_failure` hears of an engine that is of no use to this process:
+    another one has to be started.
     """
 
     returns = True
 
-    def __init__(self, address: str, metrics: Metrics, on_failure: Callable[[BaseException], None], *, max_wait_s: float):
+    def __init__(
+        self,
+        address: str,
+        served: Served,
+        metrics: Metrics,
+        on_failure: Callable[[BaseException], None],
+        *,
+        max_wait_s: float,
+    ):
         super().__init__(metrics.latencies)
+        self._tokenizer = served.tokenizer
+        self._digest: bytes | None = None
         self.stopped = NO_ENGINE
         self._ended = False
         self._max_wait_s = max_wait_s
@@ -193,12 +208,15 @@ class RemoteEngine(EngineLink):
     def _hear(self, message: list[Any], now_s: float) -> None:
         kind = message[0]
         if kind == "hello":
-            number, engine, served = _welcomed(message)
+            number, engine, digest, _ = _welcomed(message)
+            if self._digest not in (None, digest):
+                raise OtherModel("the engine process serves another model now")
             self._lose(NO_ENGINE)
+            self._digest = digest
             self._front, self._steps = number, 0
             if engine != self._engine:
                 self._engine, self._said = engine, {}
-            self._reader = Reader(served.tokenizer)
+            self._reader = Reader(self._tokenizer)
             self.failures = 0
             if not self._ended:
                 self.stopped = None
