@@ -8,7 +8,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
+from tilewright.engine.pooling import Pass
 from tilewright.engine.request import Request, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.step import FillMasks, Step, StepResult
@@ -175,10 +176,12 @@ class Running:
 
 
 @contextmanager
-def behind_a_socket(engine: Engine, served: Served) -> Iterator[tuple[EngineProcess, str]]:
+def behind_a_socket(
+    engine: Engine, served: Served, run_pass: Callable[[Pass], np.ndarray] | None = None
+) -> Iterator[tuple[EngineProcess, str]]:
     """Serve an engine to front processes, in a thread; with the address."""
     with tempfile.TemporaryDirectory() as folder:
-        process = EngineProcess(engine, served.description(), Path(folder))
+        process = EngineProcess(engine, served.description(), Path(folder), run_pass=run_pass)
         thread = threading.Thread(target=process.run, daemon=True)
         thread.start()
         try:

@@ -14,7 +14,7 @@ from tests.server.fake_engine import fake_engine
 from tilewright.engine.core import Engine
 from tilewright.server.app import create_app
 from tilewright.server.config import ServerConfig
-from tilewright.server.engine_main import serve_engine
+from tilewright.server.engine_main import Loaded, serve_engine
 from tilewright.server.logs import Log
 from tilewright.server.prompts import Served
 from tilewright.server.serve import bind, run_server
@@ -35,12 +35,16 @@ def made(words: list[str]) -> Engine:
     return engine
 
 
+def _served(engine: Engine) -> Loaded:
+    return engine, Served.of(engine, "letters"), None
+
+
 def main(words: list[str]) -> int:
     """The exit code."""
     fields = dict(word.split("=", 1) for word in words[2:] if "=" in word)
     config = ServerConfig(**{"port": 0, "log_level": "warning", **{name: ast.literal_eval(v) for name, v in fields.items()}})
     if "engine" in words:
-        return serve_engine(Path(words[-2]), int(words[-1]), lambda log: (made(words), "letters"))
+        return serve_engine(Path(words[-2]), int(words[-1]), lambda log: _served(made(words)))
     with Log(config.log_level, config.log_format) as log:
         if config.fronts:
             command = [sys.executable, "-m", "tests.server.fake_server", *words[1:], "engine"]

@@ -21,6 +21,7 @@ from tests.server.test_lifecycle import until
 from tests.server.victim import ALPHABET_TEXT
 from tilewright.engine.deltas import Note, StepDeltas, StepRows
 from tilewright.engine.grammar import Grammar
+from tilewright.engine.pooling import Pass, Text
 from tilewright.engine.request import SamplingParams, TokenLogprobs
 from tilewright.server import wire
 from tilewright.server.prompts import Served
@@ -94,6 +95,19 @@ def test_submissions_come_out_as_they_went_in() -> None:
     assert wire.read_submit(wire.unpack(wire.pack_submit(submit))) == submit
 
 
+@pytest.mark.parametrize("types", [None, (0, 0, 1)], ids=["alone", "pair"])
+def test_passes_and_tables_come_out_as_they_went_in(types: tuple[int, ...] | None) -> None:
+    work = Pass((Text((1, 2, 3), types), Text((4,), None)), labels=types is not None, dimensions=5)
+    number, found = wire.read_pass(wire.unpack(wire.pack_pass(3, work)))
+    assert (number, found.labels, found.dimensions) == (3, work.labels, 5)
+    assert [(tuple(t.ids), t.types and tuple(t.types)) for t in found.texts] == [tuple(t) for t in work.texts]
+    table = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert (wire.read_table(wire.unpack(wire.pack("answer", 1, wire.write_table(table)))[2]) == table).all()
+    for wrong in (None, [2, 3], [2, 3, bytes(20)], [-1, -6, bytes(24)], [2, 3, bytes(23)]):
+        with pytest.raises(WireError):
+            wire.read_table(wrong)
+
+
 STEP = msgpack.unpackb(wire.pack_step(1, made([(1, [2], Note(0, "stop"))])))
 SUBMIT = msgpack.unpackb(wire.pack_submit(Submit(1, ["a"], [[1, 2]], [SamplingParams(max_tokens=3)], [[0]], None)))
 
@@ -127,6 +141,9 @@ WRONG = {
     "a parameter that there is not": msgpack.packb(change(SUBMIT, 4, [{"__class__": 1}])),
     "a parameter of another type": msgpack.packb(change(SUBMIT, 4, [{"ignore_eos": "yes"}])),
     "a grammar that is none": msgpack.packb(change(SUBMIT, 4, [{"grammar": ["regex"]}])),
+    "a pass of nothing": msgpack.packb(["pass", 1, [], [], False, None]),
+    "a pass with a text that is none": msgpack.packb(["pass", 1, ["ab"], [None], False, None]),
+    "a pass with other types": msgpack.packb(["pass", 1, [bytes(8)], [bytes(4)], True, None]),
     "true for a number": msgpack.packb(change(SUBMIT, 4, [{"max_tokens": True}])),
 }
 
@@ -141,6 +158,8 @@ def read_any(raw: bytes) -> None:
     message = wire.unpack(raw)
     if message[0] == "step":
         wire.read_step(message)
+    elif message[0] == "pass":
+        wire.read_pass(message)
     else:
         wire.read_submit(message)
 

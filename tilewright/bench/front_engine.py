@@ -20,6 +20,7 @@ from tilewright.engine.outputs import EngineStats
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.server.engine_main import serve_engine
+from tilewright.server.prompts import Served
 
 __all__ = ["MockEngine", "words"]
 
@@ -135,4 +136,4 @@ class MockEngine:
 
 if __name__ == "__main__":
     made: Any = MockEngine(float(sys.argv[1]))
-    os._exit(serve_engine(Path(sys.argv[2]), int(sys.argv[3]), lambda log: (made, "mock")))
+    os._exit(serve_engine(Path(sys.argv[2]), int(sys.argv[3]), lambda log: (made, Served.of(made, "mock"), None)))

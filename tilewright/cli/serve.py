@@ -108,7 +108,10 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
 
-    return run_server(create_app(llm.engine, Served.of(llm.engine, name), config), listener, log)
+    pooler = llm.pooler
+    pooled = None if pooler is None else pooler.pooled
+    served = Served.of(llm.engine, name, pooled=pooled, generates=llm.generates)
+    return run_server(create_app(llm.engine, served, config, None if pooler is None else pooler.run), listener, log)
 
 
 def _serve_in_processes(

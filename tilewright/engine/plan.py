@@ -123,12 +123,14 @@ def cache_dtype(model: Model, options: EngineConfig) -> torch.dtype | None:
     """Of a cache of codes; None for the model's own dtype.
 
     Raises:
-        ValueError: the model's cache holds no keys and values.
+        ValueError: the model's cache holds no keys and values, or its attention reads no codes.
     """
     if options.kv_cache is None:
         return None
     if model.config.latent is not None:
         raise ValueError(f"kv_cache is {options.kv_cache!r}, but latent attention stores no keys and values; leave it out")
+    if model.config.attention_softcap is not None:
+        raise ValueError(f"kv_cache is {options.kv_cache!r}, but capped scores read no codes of 8 bits; leave it out")
     return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[options.kv_cache]
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts as DeepSeek has it: some experts see every token, the router sends it to a few of the rest.
+"""A mixture of experts: the router sends a token to a few of them; some may see every token, as DeepSeek has it.
 
     # T tokens, E features, X routed experts, K of them a token, I width of an expert
     y = shared(x) + sum of w_i expert_i(x) over the K chosen experts i
@@ -123,7 +123,7 @@ class MoE(nn.Module):
     Args:
         features: E, in and out.
         inner: I, width of a routed expert.
-        shared: width of the experts that see every token, together.
+        shared: width of the experts that see every token, together; 0 for none.
         routing: how the others are chosen.
         activation: "silu_mul" or "gelu_mul".
     """
@@ -142,7 +142,7 @@ class MoE(nn.Module):
         super().__init__()
         self.activation = activation
         self.router = _Router(routing, features, device, dtype)
-        self.shared = GatedMLP(features, shared, activation=activation, device=device, dtype=dtype)
+        self.shared = GatedMLP(features, shared, activation=activation, device=device, dtype=dtype) if shared else None
         self.experts_gate_up = _Stacked(routing.experts, (inner, inner), features, device, dtype)
         self.experts_down = _Stacked(routing.experts, (features,), inner, device, dtype)
 
@@ -157,7 +157,8 @@ class MoE(nn.Module):
         # grouped_mm is quick in bfloat16 alone; and whether its rows depend on the batch nobody promises.
         few = x_TE.shape[0] <= DENSE_TOKENS or x_TE.dtype != torch.bfloat16 or scope().invariant
         routed = self._by_all(x_TE, weights, experts) if few else self._grouped(x_TE, weights, experts)
-        return self.shared(x_TE) + routed.to(x_TE.dtype)
+        routed = routed.to(x_TE.dtype)
+        return routed if self.shared is None else self.shared(x_TE) + routed
 
     def _by_all(self, x_TE: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         inner = ops.matmul(x_TE[None], self.experts_gate_up.by_expert(), activation=self.activation)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tilewright.server.logs import FIELDS
 from tilewright.server.metrics import HttpCounts
 
-__all__ = ["Access", "Tokens", "request_id_of", "tokens_of"]
+__all__ = ["CLIENT_GONE", "Access", "Tokens", "request_id_of", "tokens_of"]
 
 CLIENT_GONE = 499
 """What proxies call a request whose client left; nobody receives it."""

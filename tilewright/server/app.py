@@ -1,6 +1,7 @@
 """The HTTP server: OpenAI's endpoints, their checks before the engine is touched, health, metrics and the page.
 
     POST /v1/completions  /v1/chat/completions     generation, whole or streamed (stream.py)
+    POST /v1/embeddings  /v1/score  /v1/rerank     numbers of whole texts (embeddings.py)
     GET  /v1/models  /v1/models/{name}             the one model that is served
     POST /tokenize  /detokenize                    text <-> token ids
     GET  /health  /ready  /version  /metrics       alive; taking requests; which build; Prometheus
@@ -21,25 +22,29 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
 from tilewright.engine.core import Engine
+from tilewright.engine.pooling import Pass
 from tilewright.server import errors
-from tilewright.server.access import Access, tokens_of
+from tilewright.server.access import CLIENT_GONE, Access, tokens_of
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
+from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, score_job
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.gate import Gate
 from tilewright.server.intake import Intake
 from tilewright.server.link import EngineLink, EngineStopped
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
 from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
+from tilewright.server.pool import Pool
 from tilewright.server.prompts import Served, encode
 from tilewright.server.protocol import Job, chat_job, completion_job, parse
-from tilewright.server.stream import Answer
+from tilewright.server.stream import Answer, unless_gone
 from tilewright.server.structured import GrammarGate
 from tilewright.server.watchdog import Watchdog
 
@@ -48,6 +53,8 @@ __all__ = ["Server", "app_of", "create_app"]
 MAX_FAILURES = 10
 """Failed steps without a token in between, after which the device, not the requests, is to blame."""
 
+INLINE = ("/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+"""Paths whose short bodies take no time to read: neither a chat template nor pairs of texts."""
 LOOK_TIMEOUT_S = 10.0
 """How long /metrics and /live wait for the end of a step."""
 CLOSE_TIMEOUT_S = 5.0
@@ -80,6 +87,8 @@ class Server:
     grammars: GrammarGate
     watchdog: Watchdog
 
+    pool: Pool | None
+
     def __init__(self, connect: "Connect", served: Served, config: ServerConfig):
         self._connect = connect
         self.served = served
@@ -103,12 +112,15 @@ class Server:
         self.worker = self._connect(self.metrics, self._failed)
         await self.worker.begin()
         self.grammars = GrammarGate(self.worker)
+        self.pool = self._make_pool()
         self.watchdog = Watchdog(self.worker, self.config.step_timeout_s)
         watching = asyncio.ensure_future(self.watchdog.run())
         try:
             yield
         finally:
             watching.cancel()
+            if self.pool is not None:
+                self.pool.close()
             self.hung = not await self.worker.end(CLOSE_TIMEOUT_S)
             if self.hung:
                 logger.error("a step of the engine did not end within %g s; the process ends without it", CLOSE_TIMEOUT_S)
@@ -128,11 +140,15 @@ class Server:
         """POST /v1/chat/completions."""
         return await self._answer(request, chat_job)
 
-    async def _answer(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
+    def _check_open(self) -> None:
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
         if self.watchdog.hangs:
             raise unavailable("the engine is in a step that does not end; the server needs a restart", code="hanging")
+
+    async def _answer(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
+        self._check_open()
+        self.served.check_generates()
         job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
         grammar = job.params[0].grammar
         if grammar is not None:
@@ -142,10 +158,42 @@ class Server:
         tokens.prompt, tokens.completion = sum(map(len, job.prompts)), lambda: answer.completion_tokens
         return answer
 
+    # Numbers of texts ------------------------------------------------------------------------------------------------
+
+    def _make_pool(self) -> Pool | None:
+        return None if self.served.pooled is None else Pool(self.served.pooled, self.worker.run_pass)
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        return await self._numbers(request, embeddings_job)
+
+    async def score(self, request: Request) -> Response:
+        """POST /v1/score."""
+        return await self._numbers(request, score_job)
+
+    async def rerank(self, request: Request) -> Response:
+        """POST /v1/rerank."""
+        return await self._numbers(request, rerank_job)
+
+    async def _numbers(self, request: Request, read: Callable[[bytes, Served, ServerConfig], PoolJob]) -> Response:
+        self._check_open()
+        job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
+        assert self.pool is not None, "a job was made, so the model has numbers"
+        tokens_of(request.scope).prompt = job.tokens
+        try:
+            asking = self.pool.ask(job.texts, labels=job.labels, dimensions=job.dimensions)
+            rows = await unless_gone(request.receive, asking)
+        except EngineStopped as error:
+            raise unavailable(str(error)) from None
+        if rows is None:
+            return Response(status_code=CLIENT_GONE)
+        body = await asyncio.get_running_loop().run_in_executor(None, job.answer, rows)
+        return Response(body, media_type="application/json")
+
     async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
         """`read(body)`, off the event loop where that is worth it."""
         raw = await self._body(request)
-        return await self.intake.run(raw, read, inline=request.url.path != "/v1/chat/completions")
+        return await self.intake.run(raw, read, inline=request.url.path in INLINE)
 
     async def _body(self, request: Request) -> bytes:
         """The request's JSON body, as bytes. Raises `ApiError` 415, 413, 408 or 503."""
@@ -277,8 +325,13 @@ class Server:
         return Response(path.read_bytes(), media_type=PAGE_TYPES[path.suffix], headers=PAGE_HEADERS)
 
 
-def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
-    """The ASGI app that serves `engine`, in a thread of this process; its `Server` is at `app.state.server`."""
+def create_app(
+    engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None = None
+) -> FastAPI:
+    """The ASGI app that serves `engine`, in a thread of this process; its `Server` is at `app.state.server`.
+
+    `run_pass` answers for whole texts where `served.pooled` says that the model can; it is called in the engine's thread.
+    """
     # Here, because a front process, which has no engine, has no use for them.
     from tilewright.asm.jit import CompileCounter
     from tilewright.server.worker import EngineWorker
@@ -286,7 +339,9 @@ def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
     def connect(metrics: Metrics, on_failure: Callable[[BaseException], None]) -> EngineLink:
         compiles = CompileCounter().start()
         compiles.mark_ready()
-        return EngineWorker(engine, metrics.latencies, on_failure, max_wait_s=config.max_wait_s, compiles=compiles)
+        return EngineWorker(
+            engine, metrics.latencies, on_failure, max_wait_s=config.max_wait_s, compiles=compiles, run_pass=run_pass
+        )
 
     return app_of(Server(connect, served, config))
 
@@ -312,6 +367,9 @@ def app_of(server: Server) -> FastAPI:
     posts = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
+        "/v1/embeddings": server.embeddings,
+        "/v1/score": server.score,
+        "/v1/rerank": server.rerank,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }

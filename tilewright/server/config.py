@@ -53,6 +53,8 @@ class ServerConfig:
     """Request bodies of `max_body_bytes` that may be in memory at once, all requests together."""
     max_prompts: int = 256
     """Most prompts in one completion request."""
+    max_inputs: int = 2048
+    """Most texts in one request for embeddings, scores or an order; OpenAI's number."""
     max_n: int = 128
     """Most samples for one prompt."""
     max_logit_bias: int = 1024

@@ -21,6 +21,7 @@ from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.engine.deltas import StepDeltas
 from tilewright.engine.grammar_masks import GrammarError
+from tilewright.engine.pooling import Pass
 from tilewright.engine.request import QueueFull
 from tilewright.engine.step import HOST_ERRORS
 from tilewright.extras import needed
@@ -66,10 +67,20 @@ class EngineProcess:
         description: what fronts are told about the model (`Served.description`).
         folder: where the socket is made.
         parent: a descriptor that is readable, at its end, once the parent has gone; None: there is `stop` alone.
+        run_pass: answers for whole texts, where the model can.
     """
 
-    def __init__(self, engine: Engine, description: dict[str, Any], folder: Path, parent: int | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        description: dict[str, Any],
+        folder: Path,
+        parent: int | None = None,
+        *,
+        run_pass: Callable[[Pass], np.ndarray] | None = None,
+    ):
         self.engine = engine
+        self._run_pass = run_pass
         self._description = description
         self._digest = hashlib.sha256(wire.pack(description)).digest()
         self._parent = parent
@@ -207,6 +218,8 @@ class EngineProcess:
                     self.engine.stop(stream)
         elif kind == "look":
             self._look(front, *wire.check(message, int, str))
+        elif kind == "pass":
+            self._pass(front, *wire.read_pass(message))
         elif kind == "grammar":
             number, value = wire.check(message, int, list)
             try:
@@ -276,6 +289,17 @@ class EngineProcess:
         else:
             raise WireError(f"a look at {what[:30]!r}, wanted ping, live or scrape")
         self._send(front, wire.pack("answer", number, value))
+
+    def _pass(self, front: _Front, number: int, work: Pass) -> None:
+        if self._run_pass is None:
+            raise WireError("a pass for a model that has no numbers of texts")
+        try:
+            answer = wire.write_table(self._run_pass(work))
+        except (*HOST_ERRORS, RuntimeError) as error:  # those of its texts, and nobody else's
+            logger.error("a pass failed", exc_info=error)
+            self._send(front, wire.pack("refused", number, "failed", f"{type(error).__name__}: {error}", None))
+        else:
+            self._send(front, wire.pack("answer", number, answer))
 
     def _compiled(self, front: _Front, number: int, error: BaseException | None) -> None:
         if error is None:

@@ -11,7 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import numpy as np
+
 from tilewright.engine.grammar import Grammar
+from tilewright.engine.pooling import Pass
 from tilewright.engine.request import Delta, SamplingParams
 from tilewright.server.direct import Batch, Direct
 from tilewright.server.metrics import Latencies, Scrape
@@ -176,6 +179,10 @@ class EngineLink(ABC):
     @abstractmethod
     async def ping(self) -> None:
         """Return between two steps of the engine. Raises EngineStopped."""
+
+    @abstractmethod
+    async def run_pass(self, work: Pass) -> np.ndarray:
+        """What the model says of whole texts, between two steps of the engine. Raises EngineStopped, or as it does."""
 
     @abstractmethod
     async def compile_grammar(self, grammar: Grammar) -> None:

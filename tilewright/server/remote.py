@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import numpy as np
+
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.grammar_masks import GrammarError
 from tilewright.engine.outputs import EngineStats
+from tilewright.engine.pooling import Pass
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import QueueFull, SamplingParams
 from tilewright.extras import needed
@@ -256,7 +259,8 @@ class RemoteEngine(EngineLink):
             error = None
         elif message[0] == "refused":
             number, kind, why, retry_s = wire.check(message, int, str, str, (float, type(None)))
-            error = {"full": QueueFull(why, retry_s or 1.0), "grammar": GrammarError(why)}.get(kind, ValueError(why))
+            kinds = {"full": QueueFull(why, retry_s or 1.0), "grammar": GrammarError(why), "failed": RuntimeError(why)}
+            error = kinds.get(kind, ValueError(why))
             result = None
         else:
             raise WireError(f"a message of the kind {message[0][:30]!r}")
@@ -310,6 +314,10 @@ class RemoteEngine(EngineLink):
         self._reader.close(self._open_streams.pop(channel, ()))
         if channel.unfinished and self.stopped is None:
             self._send(wire.pack("abort", list(channel.ids)))
+
+    async def run_pass(self, work: Pass) -> np.ndarray:
+        """What the model says of whole texts, between two steps of the engine. Raises EngineStopped, or RuntimeError."""
+        return wire.read_table(await self._ask(lambda number: wire.pack_pass(number, work)))
 
     async def compile_grammar(self, grammar: Grammar) -> None:
         """Return once the engine has the grammar. Raises GrammarError or EngineStopped."""

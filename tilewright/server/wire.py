@@ -9,6 +9,7 @@ it but numbers, text, arrays of known types and the values of this file; what do
 | submit          | front  | prompts as token ids, their parameters, and the numbers of their streams                  |
 | abort, stop     | front  | requests that nobody reads any more; streams in which a stop string was found             |
 | look, grammar   | front  | a question that the engine answers between two steps; a grammar to compile                |
+| pass            | front  | texts for the model, between two steps: embeddings and scores                             |
 | counts          | front  | what its /metrics have grown by, and what they are now                                    |
 | step            | engine | one step: streams, counts, tokens as arrays, and notes on the few rows that have any      |
 | answer, refused | engine | to submit, look and grammar, by their number                                              |
@@ -29,6 +30,7 @@ import numpy as np
 
 from tilewright.engine.deltas import Note, StepDeltas
 from tilewright.engine.grammar import Grammar
+from tilewright.engine.pooling import Pass, Text
 from tilewright.engine.request import SamplingParams, TokenLogprobs, shown
 from tilewright.extras import needed
 
@@ -44,14 +46,18 @@ __all__ = [
     "address_of",
     "check",
     "pack",
+    "pack_pass",
     "pack_step",
     "pack_submit",
     "read_grammar",
     "read_numbers",
+    "read_pass",
     "read_step",
     "read_submit",
+    "read_table",
     "unpack",
     "write_grammar",
+    "write_table",
 ]
 
 WIRE_VERSION = 1
@@ -245,6 +251,39 @@ def _read_params(values: Any) -> SamplingParams:
         return SamplingParams(**values)
     except TypeError as error:
         raise WireError(f"parameters do not fit: {error}") from None
+
+
+def pack_pass(number: int, work: Pass) -> bytes:
+    """Texts for the model, with the number of the answer."""
+    ids = [np.array(text.ids, "<i4").tobytes() for text in work.texts]
+    types = [None if text.types is None else np.array(text.types, "<i4").tobytes() for text in work.texts]
+    return pack("pass", number, ids, types, work.labels, work.dimensions)
+
+
+def read_pass(message: Sequence[Any]) -> tuple[int, Pass]:
+    """(number, texts). Raises WireError."""
+    number, ids, types, labels, dimensions = check(message, int, list, list, bool, (int, type(None)))
+    if not ids or len(ids) != len(types) or not all(isinstance(one, bytes) and one for one in ids):
+        raise WireError(f"a pass has {len(ids)} texts and {len(types)} lists of types")
+    if not all(one is None or (isinstance(one, bytes) and len(one) == len(ids[i])) for i, one in enumerate(types)):
+        raise WireError("a pass has types that are not as many as the tokens of their text")
+    kinds = [None if one is None else _array(one, "<i4").tolist() for one in types]
+    texts = tuple(Text(_array(one, "<i4").tolist(), kind) for one, kind in zip(ids, kinds, strict=True))
+    return number, Pass(texts, labels, dimensions)
+
+
+def write_table(table: np.ndarray) -> list[Any]:
+    """float32 [rows, columns] as plain values."""
+    return [*table.shape, table.astype("<f4").tobytes()]
+
+
+def read_table(value: Any) -> np.ndarray:
+    """Raises WireError."""
+    rows, columns, raw = check(["table", *(value if isinstance(value, list) else ())], int, int, bytes)
+    numbers = _array(raw, "<f4")
+    if rows < 0 or columns < 0 or rows * columns != len(numbers):
+        raise WireError(f"a table of {rows} rows and {columns} columns has {len(numbers)} numbers")
+    return numbers.reshape(rows, columns)
 
 
 def write_grammar(grammar: Grammar) -> list[Any]:

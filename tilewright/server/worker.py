@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
+
 from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.engine.grammar import Grammar
+from tilewright.engine.pooling import Pass
 from tilewright.engine.request import Delta, SamplingParams
 from tilewright.server.grammars import GrammarCompiler
 from tilewright.server.link import Channel, EngineLink, EngineStopped
@@ -38,8 +41,8 @@ class EngineWorker(EngineLink):
     """Runs `engine` in a thread of its own. Create it on the event loop that it shall serve; `close` ends the thread.
 
     `on_failure` is called on the event loop, with the exception, when the engine can do no more.
-    `max_wait_s`: how long a request may wait for its start; None: for ever. `compiles`: has been started,
-    and is stopped by `close`.
+    `max_wait_s`: how long a request may wait for its start; None: for ever. `compiles`: has been started, and is stopped by
+    `close`. `run_pass`: answers for whole texts, in the engine's thread.
     """
 
     def __init__(
@@ -50,11 +53,13 @@ class EngineWorker(EngineLink):
         *,
         max_wait_s: float | None = None,
         compiles: CompileCounter | None = None,
+        run_pass: Callable[[Pass], np.ndarray] | None = None,
     ):
         super().__init__(latencies)
         self.engine = engine
         self._max_wait_s = max_wait_s
         self._compiles = compiles
+        self._run_pass = run_pass
         self._live = LiveView(engine)
         self._grammars = GrammarCompiler(engine)
         self._on_failure = on_failure
@@ -86,6 +91,12 @@ class EngineWorker(EngineLink):
     async def ping(self) -> None:
         """Return between two steps. Raises EngineStopped."""
         await self.call(lambda: None)
+
+    async def run_pass(self, work: Pass) -> np.ndarray:
+        """What the model says of whole texts, between two steps. Raises EngineStopped, and what the model raises."""
+        run = self._run_pass
+        assert run is not None, "asked of models that have numbers of texts"
+        return await self.call(lambda: run(work))
 
     async def compile_grammar(self, grammar: Grammar) -> None:
         """Return once the engine has the grammar. Raises GrammarError."""

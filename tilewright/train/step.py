@@ -64,6 +64,10 @@ class NextToken:
         hidden_TE, head = model(batch.token_ids, batch.packed, self.keys_values), model.head.weight
         if not isinstance(head, Tensor):
             raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
+        if model.config.logit_softcap is not None:
+            raise TypeError(
+                "the model caps its logits (final_logit_softcapping), and this loss is of plain ones: set it to null"
+            )
         return ops.linear_cross_entropy(
             hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="sum",
             label_smoothing=self.label_smoothing, z_loss=self.z_loss,
