@@ -32,10 +32,9 @@ OPTIONS = {
     "serve": {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
-        "--max-wait",
-        *("--prefix-cache", "--no-prefix-cache"),
+        *("--max-wait", "--prefix-cache", "--no-prefix-cache", "--fronts", "--tool-format", "--grpc-port", "--model"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
-        *("--tool-format", "--fronts"),
+        *("--repository", "--package", "--precision", "--max-batch", "--max-delay"),
     },
     "run": {
         *ENGINE_OPTIONS,
@@ -76,6 +75,7 @@ OPTIONS = {
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
+    "export": {"--out", "--precision", "--max-batch", "--sizes", "--card", "--jobs"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
     "rl run": {"--out", "--log", "--updates", "--seed", "--every", "--samples", "--json"},
     "rl tasks": {"--out", "--count", "--layers", "--hidden", "--seed", "--json"},

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.server import fake_engine
@@ -66,6 +66,7 @@ def plain(step: StepDeltas) -> tuple[Any, ...]:
     return step.streams.tolist(), step.counts.tolist(), step.tokens.tolist(), step.notes
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault of the wire
 @given(rows=st.lists(ROW, max_size=6), number=st.integers(0, 2**40))
 def test_a_step_comes_out_as_it_went_in(rows: list[Any], number: int) -> None:
     step = made(rows)
@@ -74,6 +75,7 @@ def test_a_step_comes_out_as_it_went_in(rows: list[Any], number: int) -> None:
     assert plain(found) == plain(step)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault of the wire
 @given(rows=st.lists(ROW, max_size=8), data=st.data())
 def test_rows_of_a_step_are_a_step_of_these_rows(rows: list[Any], data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.integers(0, max(0, len(rows) - 1)), unique=True, max_size=len(rows)).map(sorted))

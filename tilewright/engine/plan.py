@@ -12,7 +12,6 @@ from tilewright.engine.config import EngineConfig
 from tilewright.hw.device import free_bytes, memory_bytes
 from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
 from tilewright.nn import Linear, Rope
-from tilewright.nn.moe import DENSE_TOKENS
 from tilewright.ops.weights import MixedWeight, QuantizedWeight
 
 __all__ = ["MemoryPlan", "NoMemory", "cache_dtype", "page_size_of", "plan_memory", "weights_format"]
@@ -87,7 +86,7 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
     model's dtype with a float32 copy beside them, and counts of 2 bytes; captured graphs keep another such copy. Of quantised
     layers the codes of one's input with a scale for each 128, or one's weight, widened for a product of many rows. Expanded
-    latents are of up to twice the step's tokens, the experts that multiply every token all there are, up to DENSE_TOKENS.
+    latents are of up to twice the step's tokens.
     """
     config = model.config
     widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
@@ -96,9 +95,6 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     coded = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
     widened = max((weight.shape.numel() for weight in quantised if isinstance(weight, MixedWeight)), default=0)
     extra = max(max_tokens_per_step * coded * 33 // 32, widened * dtype.itemsize)
-    if config.experts is not None:
-        every = config.experts.routing.experts * (3 * config.experts.inner + config.hidden_size)
-        extra += min(DENSE_TOKENS, max_tokens_per_step) * every * dtype.itemsize
     return tokens + extra + max_seqs * config.vocab_size * (dtype.itemsize + 14)
 
 

@@ -32,6 +32,7 @@ from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
 from tilewright.server import errors
 from tilewright.server.access import CLIENT_GONE, Access, tokens_of
+from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, score_job
@@ -102,7 +103,7 @@ class Server:
         """What stopped the engine."""
         self.hung = False
         """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
-        self._body_bytes = 0  # of all requests whose body is being read
+        self._bodies = Bodies(config)
         self._created_s = int(time.time())
 
     @asynccontextmanager
@@ -201,24 +202,7 @@ class Server:
         if kind != "application/json":
             wanted = "wanted application/json (curl: -H 'content-type: application/json')"
             raise ApiError(415, f"content-type is {kind[:80]!r}, {wanted}")
-        config, body = self.config, bytearray()
-        too_large = ApiError(413, f"the body is larger than {config.max_body_bytes} bytes, the most this server takes")
-        if int(request.headers.get("content-length", 0)) > config.max_body_bytes:
-            raise too_large
-        try:
-            async with asyncio.timeout(config.body_timeout_s):
-                async for chunk in request.stream():
-                    body += chunk
-                    self._body_bytes += len(chunk)
-                    if len(body) > config.max_body_bytes:
-                        raise too_large
-                    if self._body_bytes > config.max_bodies * config.max_body_bytes:
-                        raise unavailable("too many large bodies are arriving at once; come again later", code="bodies")
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
-        finally:
-            self._body_bytes -= len(body)
-        return bytes(body)
+        return await self._bodies.read(request)
 
     # Text and tokens -------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ COUNTERS = {
     "requests_failed": ("Samples that the model runner failed on", "failed"),
     "requests_expired": ("Samples given up because they were not started in time", "expired"),
 }
+ABOVE = ("/page/", "/v1/models/", "/v2/models/", "/v2/repository/", "/predict/")
+"""Where a path has a name in it: these are counted together."""
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 NEXT_TOKEN_BUCKETS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 
@@ -122,12 +124,14 @@ class HttpCounts:
         self.requests: Counter[tuple[str, int]] = Counter()
         """(path, status) -> requests."""
         self.wrong_keys = 0
+        self.further: list[Collector] = []
+        """What else stands in /metrics."""
         self._connections = connections
         self._ended = ended
 
     def count(self, path: str, status: int) -> None:
         """A request for `path` was answered with `status`."""
-        above = next((f"{start}*" for start in ("/page/", "/v1/models/") if path.startswith(start)), "other")
+        above = next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
         self.requests[path if path in self.paths else above, status] += 1
 
     def counts(self) -> Iterator[tuple[str, float]]:
@@ -135,6 +139,12 @@ class HttpCounts:
         yield from ((f"requests {path} {status}", number) for (path, status), number in self.requests.items())
         yield from ((f"ended {reason}", number) for reason, number in self._ended.items())
         yield "wrong_keys", self.wrong_keys
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of these counts, of this process alone, and what else there is."""
+        yield from _http_families(dict(self.counts()), self.connections)
+        for collector in self.further:
+            yield from collector.collect()
 
     @property
     def connections(self) -> int:
@@ -217,6 +227,8 @@ class Metrics(Collector):
         yield CounterMetricFamily("tilewright_jit_compiles_after_ready", words, value=scrape.compiles)
         yield from (histogram.family(counts) for histogram in self.latencies.histograms)
         yield from _http_families(counts, gauges["connections"])
+        for collector in self.http.further:
+            yield from collector.collect()
         for name, value in gauges.items():
             if name == "process_cpu_seconds_total":
                 yield CounterMetricFamily("process_cpu_seconds", "Processor time, user and system", value=value)
