@@ -36,7 +36,7 @@ def by_name(model: Model, grads: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for path, grad in grads.items():
         rows = list(getattr(model.get_submodule(path.rpartition(".")[0]), "parts", grad.shape[:1]))
-        found |= dict(zip(part_names(path, len(rows)), grad.split(rows), strict=True))
+        found |= dict(zip(part_names(model, path, rows).names, grad.split(rows), strict=True))
     return found
 
 

@@ -24,6 +24,8 @@ _WITHOUT = {
     "max_waiting",
     "prefix_cache",
     "bundle",
+    "draft",
+    "draft_tokens",
     "strict",
 }
 

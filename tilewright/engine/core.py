@@ -9,6 +9,7 @@ error of the runner those of the step. Only a lost device ends them all, and the
 """
 
 import itertools
+import logging
 import math
 import threading
 from collections import deque
@@ -24,10 +25,13 @@ from tilewright.engine.outputs import EngineStats
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.speculation import Proposer, Speculator
 from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
 from tilewright.engine.tokenizer import Tokenizer
 
 __all__ = ["GRAMMAR_FAILED", "Engine"]
+
+logger = logging.getLogger(__name__)
 
 RUNNER_ERRORS = (*HOST_ERRORS, RuntimeError)
 """What a runner may raise: a fault of its own, or of the device (RuntimeError: out of memory, a kernel). Not here: interrupts
@@ -56,6 +60,7 @@ class Engine:
         tokenizer: makes the text of `step`, and bounds the token ids that are taken; None: deltas have ids and no text.
         eos_ids: tokens that end a text, unless a request ignores them.
         vocab_size: token ids are below this; the tokenizer's, unless the model has fewer. Needed without a tokenizer.
+        proposer: guesses tokens ahead, `draft_tokens` of a request in a step at most; None: every row brings one token.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class Engine:
         scheduler: Scheduler,
         *,
         vocab_size: int | None = None,
+        proposer: Proposer | None = None,
+        draft_tokens: int = 8,
     ):
         self.runner = runner
         self.tokenizer = tokenizer
@@ -85,6 +92,9 @@ class Engine:
         self._grammars_lock = threading.Lock()
         self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
         self._rows = StepRows()  # not handed out yet
+        self._speculator: Speculator | None = None
+        if proposer is not None:
+            self._speculator = Speculator(proposer, scheduler, longest=draft_tokens, allowed=self._allowed)
         self.failed_steps = 0
         """Steps that failed since one brought a token."""
         self.lost: DeviceLost | None = None
@@ -198,6 +208,7 @@ class Engine:
             waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
             request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
             self._end(request, retry_s)
+        self._speculate()
         step = self.scheduler.schedule()
         # A step that is not launched keeps none in flight: who was preempted for it starts again with all its samples known.
         launched = step is not None and self._launch(step)
@@ -241,10 +252,26 @@ class Engine:
                 return True
         return False
 
+    def _speculate(self) -> None:
+        """Drafts for the next step. Whoever guesses may fail: everything goes on without."""
+        if self._speculator is not None:
+            try:
+                self._speculator.prepare()
+            except DeviceLost as error:
+                self._lose(error)
+            except RUNNER_ERRORS as error:
+                logger.warning("no tokens are guessed ahead any more: %s: %s", type(error).__name__, error)
+                self._speculator.release()
+                self._speculator = None
+
+    def _allowed(self, request: Request, drafts: Sequence[int]) -> int:
+        constraint = self._constraints.get(request)
+        return len(drafts) if constraint is None else constraint.agrees(request.output_ids, drafts)
+
     def _masked(self, step: Step) -> Step:
         constraints = self._constraints
-        rows = enumerate(step.rows)
-        return replace(step, masked=tuple(i for i, row in rows if row.samples and row.request in constraints))
+        rows = enumerate(zip(step.requests, step.samples.tolist()))
+        return replace(step, masked=tuple(i for i, (request, samples) in rows if samples and request in constraints))
 
     def _sample(self) -> None:
         """Sample the step that was launched last. Its masks need the tokens of those before it; the device is busy with it."""
@@ -256,9 +283,11 @@ class Engine:
         failed: list[tuple[Request, str]] = []
 
         def fill(bits: np.ndarray) -> None:
-            requests = [step.rows[i].request for i in step.masked]
+            requests = [step.requests[i] for i in step.masked]
+            drafts = [step.drafts.get(i, ()) for i in step.masked]
             # One that has ended meanwhile has no constraint; its sample will be dropped.
-            failed.extend(self.grammars.fill(requests, [self._constraints.get(request) for request in requests], bits))
+            constraints = [self._constraints.get(request) for request in requests]
+            failed.extend(self.grammars.fill(requests, constraints, bits, drafts))
 
         try:
             self.runner.sample(ticket, self.grammars.words, fill)
@@ -305,10 +334,12 @@ class Engine:
 
     def _accept(self, step: Step, result: StepResult) -> None:
         self.failed_steps = 0
-        logprobs: dict[Request, TokenLogprobs] = {}
-        for row, entry in zip(step.rows, result.logprobs):
-            if entry is not None:
-                logprobs[row.request] = entry
+        if result.prompt_logprobs:
+            self._keep_prompt_logprobs(step, result)
+        for request, tokens, logprobs in self.scheduler.complete(step, result).each():
+            self._publish(request, tokens, [entry for entry in logprobs if entry is not None])
+
+    def _keep_prompt_logprobs(self, step: Step, result: StepResult) -> None:
         for row, entries in zip(step.rows, result.prompt_logprobs):
             output = self._outputs.get(row.request)
             if entries is not None and output is not None:
@@ -316,20 +347,18 @@ class Engine:
                 output.prompt_logprobs[row.start :] = entries
                 if any(math.isnan(entry.logprob) for entry in entries):
                     self._fail_request(row.request, NOT_NUMBERS)
-        for request, token in self.scheduler.complete(step, result.tokens):
-            self._publish(request, token, logprobs.get(request))
 
-    def _publish(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
-        if logprobs is not None and math.isnan(logprobs.logprob):
+    def _publish(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        output = self._outputs[request]
+        if any(math.isnan(entry.logprob) for entry in logprobs):
             self.scheduler.finish(request, "error")
             request.finish_reason, request.error = "error", NOT_NUMBERS
             self._end(request)
             return
-        output = self._outputs[request]
-        row = self._rows.add(output.stream, token)
+        row = self._rows.add(output.stream, *tokens)
         ended = request.finish_reason is not None
-        if ended or logprobs is not None or not output.published:
-            self._note(row, request, output, () if logprobs is None else (logprobs,))
+        if ended or logprobs or not output.published:
+            self._note(row, request, output, tuple(logprobs))
         if ended:
             self._forget(request)
 
