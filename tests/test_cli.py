@@ -32,9 +32,8 @@ OPTIONS = {
     "serve": {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
-        "--max-wait",
-        *("--prefix-cache", "--no-prefix-cache"),
-        *("--config", "--replicas", "--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
+        *("--max-wait", "--prefix-cache", "--no-prefix-cache", "--config", "--replicas", "--fronts", "--max-connections"),
+        *("--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),
     },
     "run": {
@@ -62,6 +61,7 @@ OPTIONS = {
     "bench op": {
         *("--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--settle", "--out", "--resume", "--json"),
     },
+    "bench front": {"--fronts", "-f", "--streams", "--tokens", "--rate", "--json"},
     "bench all": {"--out", "--budget", "--only", "--dry-run"},
     "bench ops": {"--out", "--resume", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},

@@ -14,7 +14,7 @@ class MissingExtra(ImportError):
 EXTRAS = {
     "llm": ("tokenizers",),
     "hub": ("huggingface_hub",),
-    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "zmq", "msgpack"),
     "structured": ("llguidance",),
     "grpc": ("grpc",),
     "images": ("PIL",),

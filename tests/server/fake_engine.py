@@ -5,25 +5,33 @@ The token at position p is the letter p mod 26 when greedy; with a temperature i
 """
 
 import json
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import tokenizers
+from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers
 
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
+from tilewright.engine.pooling import Pass
 from tilewright.engine.request import Request, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.step import FillMasks, Step, StepResult
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.server.app import Server, create_app
 from tilewright.server.config import ServerConfig
+from tilewright.server.engine_process import EngineProcess
+from tilewright.server.front import front_app
+from tilewright.server.grammars import GrammarCompiler
 from tilewright.server.prompts import Served
 from tilewright.server.serve import HttpServer, bind, url_of
+from tilewright.server.wire import address_of
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' and not loop.first and messages[loop.index0 - 1].role == "
@@ -146,10 +154,14 @@ def fake_engine(
 class Running:
     """A server that listens; `url` without a slash."""
 
-    def __init__(self, url: str, engine: Engine, server: Server):
+    def __init__(self, url: str, engine: Engine, server: Server, process: EngineProcess | None):
         self.url = url
         self.engine = engine
         self.server = server
+        self.process = process
+        self.address = ""
+        """Of the engine, where it is behind a socket."""
+        self.compiler: GrammarCompiler = (process or server.worker)._grammars  # type: ignore[union-attr]
 
     @property
     def port(self) -> int:
@@ -165,11 +177,46 @@ class Running:
 
 
 @contextmanager
+def behind_a_socket(
+    engine: Engine, served: Served, run_pass: Callable[[Pass], np.ndarray] | None = None
+) -> Iterator[tuple[EngineProcess, str]]:
+    """Serve an engine to front processes, in a thread; with the address."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = EngineProcess(engine, served.description(), Path(folder), run_pass=run_pass)
+        thread = threading.Thread(target=process.run, daemon=True)
+        thread.start()
+        try:
+            yield process, address_of(Path(folder))
+        finally:
+            process.stop()
+            thread.join(10)
+            assert not thread.is_alive(), "the engine's process did not end"
+
+
+SHAPES = ("thread", "process")
+"""Where the engine runs: in a thread of the server, or behind the socket of a process of its own."""
+shape_now = "thread"
+"""That of `running`; the fixture `shape` sets it."""
+
+
+@contextmanager
 def running(engine: Engine | None = None, **config: object) -> Iterator[Running]:
     """Serve an engine on a free port, in a thread."""
     engine = engine or fake_engine()
     settings = ServerConfig(port=0, **config)  # type: ignore[arg-type]
-    app = create_app(engine, Served.of(engine, "letters"), settings)
+    served = Served.of(engine, "letters")
+    with ExitStack() as stack:
+        if shape_now == "process":
+            process, address = stack.enter_context(behind_a_socket(engine, served))
+            app = front_app(address, settings, served)
+        else:
+            process, app = None, create_app(engine, served, settings)
+        for server in _listening(app, settings, engine, process):
+            server.address = "" if process is None else address
+            yield server
+
+
+def _listening(app: FastAPI, settings: ServerConfig, engine: Engine, process: EngineProcess | None) -> Iterator[Running]:
     listener = bind(settings)
     server = HttpServer(app, listener)
     server.config.timeout_graceful_shutdown = 2
@@ -179,7 +226,7 @@ def running(engine: Engine | None = None, **config: object) -> Iterator[Running]
         assert thread.is_alive(), "the server ended while starting"
         time.sleep(0.005)
     try:
-        yield Running(url_of(listener), engine, app.state.server)
+        yield Running(url_of(listener), engine, app.state.server, process)
     finally:
         server.should_exit = True
         thread.join(10)

@@ -11,11 +11,13 @@ from triton import knobs
 from tests.server.fake_engine import BOS, Running, events, fake_engine, running
 from tilewright.server.live import LiveView
 
+pytestmark = pytest.mark.usefixtures("shape")
+
 GREEDY = {"temperature": 0, "max_tokens": 5}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server(shape: str) -> Iterator[Running]:
     with running() as server:
         yield server
 

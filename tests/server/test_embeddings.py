@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from tests.models.folders import rewrite_config
+from tests.server import fake_engine
+from tests.server.fake_engine import behind_a_socket
 from tests.server.tiny_encoder import write_encoder
 from tests.server.tiny_model import write_tiny_model
 from tests.server.victim import server_process, victim
@@ -23,6 +25,7 @@ from tilewright import LLM
 from tilewright.engine.pooling import Pass
 from tilewright.server.app import create_app
 from tilewright.server.config import ServerConfig
+from tilewright.server.front import front_app
 from tilewright.server.prompts import Served
 from tilewright.server.serve import HttpServer, bind, url_of
 
@@ -36,16 +39,23 @@ def serving(llm: LLM, run_pass: Callable[[Pass], np.ndarray] | None = None, **co
     assert llm.pooler is not None
     served = Served.of(llm.engine, "tiny", pooled=llm.pooler.pooled, generates=llm.generates)
     listener = bind(settings)
-    server = HttpServer(create_app(llm.engine, served, settings, run_pass or llm.pooler.run), listener)
-    server.config.timeout_graceful_shutdown = 2
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        yield url_of(listener)
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive(), "the server did not end"
+    run_pass = run_pass or llm.pooler.run
+    with ExitStack() as stack:
+        if fake_engine.shape_now == "process":
+            _, address = stack.enter_context(behind_a_socket(llm.engine, served, run_pass))
+            app = front_app(address, settings, served)
+        else:
+            app = create_app(llm.engine, served, settings, run_pass)
+        server = HttpServer(app, listener)
+        server.config.timeout_graceful_shutdown = 2
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        try:
+            yield url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            assert not thread.is_alive(), "the server did not end"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +66,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def url(decoder: LLM) -> Iterator[str]:
+def url(decoder: LLM, shape: str) -> Iterator[str]:
     with serving(decoder, max_inputs=40) as url:
         yield url
 

@@ -20,6 +20,7 @@ from tests.server.victim import ALPHABET, ALPHABET_TEXT, ServerProcess, Victim, 
 from tilewright.server.connections import LOOK_AGAIN_S
 
 
+@pytest.mark.usefixtures("long_shape")
 def test_a_client_that_does_not_read_does_not_hold_the_end() -> None:
     with server_process("tests.server.fake_server", "0.001", "drain_timeout_s=1.0") as server:
         one = socket.socket()
@@ -33,6 +34,7 @@ def test_a_client_that_does_not_read_does_not_hold_the_end() -> None:
             assert server.process.wait(END_S) == 143
 
 
+@pytest.mark.usefixtures("long_shape")
 def test_requests_that_take_too_long_are_aborted_with_words() -> None:
     with server_process("tests.server.fake_server", "0.05", "drain_timeout_s=0.5") as server:
         one = Victim(server.port, ALPHABET, ALPHABET_TEXT)
@@ -45,6 +47,7 @@ def test_requests_that_take_too_long_are_aborted_with_words() -> None:
         assert server.process.wait(END_S) == 143
 
 
+@pytest.mark.usefixtures("long_shape")
 def test_a_step_that_hangs_is_noticed_and_does_not_hold_the_end() -> None:
     with server_process("tests.server.fake_server", "0", "hangs", "step_timeout_s=0.5", "drain_timeout_s=0.5") as server:
         assert server.request("GET", "/health")[0] == 200

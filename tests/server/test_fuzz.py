@@ -5,6 +5,7 @@ import pytest
 from tests.server.fuzz import fuzz
 
 
+@pytest.mark.usefixtures("long_shape")
 def test_two_hundred_requests() -> None:
     found = fuzz(200, seed=0)
     assert not found.wrong

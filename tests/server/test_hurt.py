@@ -161,7 +161,7 @@ class Bystander(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def bystander() -> Iterator[tuple[Bystander, str]]:
+def bystander(long_shape: str) -> Iterator[tuple[Bystander, str]]:
     """(a bystander beside all rows, the text that it must have)."""
     with server_process(*BOOKWORM) as server:
         alone = Bystander(server.port)

@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from tests.server.fake_engine import LetterRunner, Running, events, fake_engine, running
+from tests.server.victim import fronts
+from tilewright.engine.deltas import StepDeltas
 from tilewright.server.config import ServerConfig
 from tilewright.server.serve import bind
 
@@ -46,6 +48,7 @@ def raw_post(server: Running, **body: object) -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "wait"])
 @pytest.mark.parametrize("body", [{}, {"n": 3}, {"prompt": ["abcdefgh", "xy"]}], ids=["one", "samples", "prompts"])
+@pytest.mark.usefixtures("shape")
 def test_a_client_that_goes_away_frees_its_pages_within_a_step(stream: bool, body: dict[str, object]) -> None:
     engine = fake_engine(delay_s=STEP_S)
     runner = engine.runner
@@ -68,6 +71,7 @@ def test_a_client_that_goes_away_frees_its_pages_within_a_step(stream: bool, bod
         assert server.server.worker.open_channels == 0
 
 
+@pytest.mark.usefixtures("shape")
 def test_a_client_that_goes_away_while_it_waits_leaves_the_queue() -> None:
     engine = fake_engine(delay_s=0.04, max_seqs=1)
     with running(engine) as server:
@@ -80,6 +84,7 @@ def test_a_client_that_goes_away_while_it_waits_leaves_the_queue() -> None:
         server.until_idle()
 
 
+@pytest.mark.usefixtures("shape")
 def test_a_client_that_goes_away_before_its_request_is_taken() -> None:
     engine = fake_engine(delay_s=0.3)
     with running(engine) as server, raw_post(server):
@@ -92,6 +97,7 @@ def test_a_client_that_goes_away_before_its_request_is_taken() -> None:
         until(lambda: engine.stats().running + engine.stats().waiting == 1)
 
 
+@pytest.mark.usefixtures("shape")
 def test_one_slow_reader_does_not_hold_up_the_others() -> None:
     engine = fake_engine(max_model_len=2000, pages=2000)
     with running(engine, max_wait_s=60.0) as server:
@@ -103,6 +109,7 @@ def test_one_slow_reader_does_not_hold_up_the_others() -> None:
         server.until_idle(20)
 
 
+@pytest.mark.usefixtures("shape")
 def test_many_clients_at_once() -> None:
     engine = fake_engine(max_seqs=8, max_waiting=64, pages=64)
     with running(engine) as server, httpx.Client(base_url=server.url, timeout=30) as client, ThreadPoolExecutor(24) as pool:
@@ -120,6 +127,7 @@ def test_many_clients_at_once() -> None:
         server.until_idle()
 
 
+@pytest.mark.usefixtures("shape")
 def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
     engine = fake_engine(delay_s=0.02)
     with running(engine) as server, httpx.Client(base_url=server.url) as client:
@@ -136,6 +144,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
             assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
+@pytest.mark.usefixtures("shape")
 def test_a_broken_engine_answers_everybody(caplog: pytest.LogCaptureFixture) -> None:
     engine = fake_engine(delay_s=0.02)
     with running(engine) as server, httpx.Client(base_url=server.url) as client:
@@ -143,13 +152,13 @@ def test_a_broken_engine_answers_everybody(caplog: pytest.LogCaptureFixture) -> 
         with client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            step = engine.step
+            advance = engine.advance
 
-            def broken() -> list:
-                step()
+            def broken() -> StepDeltas:
+                advance()
                 raise KeyError("a bug")
 
-            engine.step = broken  # type: ignore[method-assign]
+            engine.advance = broken  # type: ignore[method-assign]
             assert "the engine failed: KeyError" in [line for line in lines if line][-1]
         for path in ("/health", "/ready", "/metrics", "/live"):
             assert client.get(path).status_code == 503
@@ -163,7 +172,7 @@ def test_a_broken_engine_answers_everybody(caplog: pytest.LogCaptureFixture) -> 
 @contextmanager
 def process(delay_s: float = 0.0, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process and its URL."""
-    command = [sys.executable, "-m", "tests.server.fake_server", str(delay_s), *options]
+    command = [sys.executable, "-m", "tests.server.fake_server", str(delay_s), *options, *fronts()]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
@@ -186,6 +195,7 @@ def streaming(url: str, tokens: int) -> Iterator[Iterator[str]]:
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("long_shape")
 def test_a_signal_drains_then_exits_with_0(sig: signal.Signals) -> None:
     with process(delay_s=0.02) as (server, url):
         with streaming(url, 40) as lines:
@@ -197,6 +207,7 @@ def test_a_signal_drains_then_exits_with_0(sig: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.usefixtures("long_shape")
 def test_a_second_signal_aborts(sig: signal.Signals, code: int) -> None:
     with process(delay_s=0.05) as (server, url):
         with streaming(url, 100) as lines:
@@ -217,6 +228,7 @@ def test_a_broken_engine_ends_the_process_with_1() -> None:
         assert "popitem" in server.stderr.read(), "its log has the traceback"
 
 
+@pytest.mark.usefixtures("long_shape")
 def test_an_idle_server_ends_at_once() -> None:
     with process() as (server, url):
         with httpx.Client(base_url=url) as client:  # a kept-alive connection does not hold it up
@@ -244,6 +256,7 @@ def test_a_host_that_is_not_ours(host: str, words: str) -> None:
         bind(ServerConfig(host=host, port=0))
 
 
+@pytest.mark.usefixtures("shape")
 def test_answers_are_not_delayed_by_the_network_stack() -> None:
     """Without TCP_NODELAY every answer takes 40 ms: its head and its body are two writes."""
     with running() as server, httpx.Client(base_url=server.url) as client:
@@ -256,6 +269,7 @@ def test_answers_are_not_delayed_by_the_network_stack() -> None:
         assert statistics.median(times) < 0.03, "a machine that halts now and then delays one, not half of them"
 
 
+@pytest.mark.usefixtures("shape")
 def test_threads_end_with_their_server() -> None:
     with running():
         pass

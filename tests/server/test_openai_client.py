@@ -14,6 +14,8 @@ import pytest
 
 from tests.server.fake_engine import running
 
+pytestmark = pytest.mark.usefixtures("shape")
+
 ROOT = Path(__file__).parents[2]
 MAJORS = (2, 3)
 

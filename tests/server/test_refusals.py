@@ -11,9 +11,11 @@ import pytest
 from tests.server.fake_engine import Running, fake_engine, running
 from tilewright.engine.step import DeviceLost
 
+pytestmark = pytest.mark.usefixtures("shape")
+
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server(shape: str) -> Iterator[Running]:
     with running() as server:
         yield server
 

@@ -12,6 +12,8 @@ import pytest
 from tests.server.fake_engine import Running, events
 from tests.server.scripted import ScriptRunner, scripted
 
+pytestmark = pytest.mark.usefixtures("shape")
+
 Server = tuple[Running, ScriptRunner]
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -35,7 +37,7 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(shape: str) -> Iterator[Server]:
     with scripted() as pair:
         yield pair
 
@@ -232,7 +234,7 @@ def test_bad_grammars_are_refused_and_hurt_nobody(server: Server) -> None:
 
 def test_a_grammar_that_takes_its_child_down_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chat(server, "1", regex="[1-3]")["message"]["content"] == "1"
-    trial = server[0].server.grammars._trial
+    trial = server[0].compiler._trial
     assert trial is not None
     assert trial._child is not None
     trial._child.send_signal(signal.SIGSTOP)  # it will never answer

@@ -27,7 +27,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
+def server(long_shape: str) -> Iterator[ServerProcess]:
     with server_process("tests.server.fake_server", "0.005", *OPTIONS) as server:
         yield server
 
@@ -196,7 +196,11 @@ HOSTILE: tuple[Callable[[ServerProcess, ExitStack], None], ...] = (
 
 
 @pytest.mark.parametrize("attack", HOSTILE, ids=lambda attack: attack.__name__)
-def test_nobody_beside_it_feels_it(attack: Callable[[ServerProcess, ExitStack], None], server: ServerProcess) -> None:
+def test_nobody_beside_it_feels_it(
+    attack: Callable[[ServerProcess, ExitStack], None], server: ServerProcess, long_shape: str
+) -> None:
+    if long_shape == "process" and attack in (idle_connections, busy_connections):
+        pytest.skip("each front has a cap of its own, and this row counts the server's")
     until(lambda: server.metric("tilewright_requests_running") == 0)
     errors = len([line for line in server.lines if "Traceback" in line or " ERROR " in line])
     with victim(server.port, ALPHABET, ALPHABET_TEXT), ExitStack() as stack:
@@ -227,11 +231,11 @@ def test_metrics_count_statuses_and_the_process(server: ServerProcess) -> None:
     name = 'tilewright_http_requests_total{path="/tokenize",status="200"}'
     before = server.metric(name)
     assert server.post("/tokenize", prompt="abc")[0] == 200
-    assert server.metric(name) == before + 1
+    until(lambda: server.metric(name) == before + 1)  # the other front's numbers come twice a second
     other = server.metric('tilewright_http_requests_total{path="other",status="404"}')
     for number in range(3):
         server.request("GET", f"/nothing/{number}")
-    assert server.metric('tilewright_http_requests_total{path="other",status="404"}') == other + 3
+    until(lambda: server.metric('tilewright_http_requests_total{path="other",status="404"}') == other + 3)
     assert server.metric("process_open_fds") > 3
     assert server.metric("process_resident_memory_bytes") > 1e6
 

@@ -13,6 +13,13 @@ def test_answers_do_not_depend_on_traffic() -> None:
 
 
 @pytest.mark.long
+def test_nor_on_fronts() -> None:
+    summary = traffic(8, clients=12, requests=REQUESTS[::3], options=("--fronts", "2"))
+    assert not summary.failures
+    assert summary.answers >= 10
+
+
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_twenty_minutes_of_traffic() -> None:
     summary = traffic(20 * 60)

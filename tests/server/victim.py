@@ -15,9 +15,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.server import fake_engine
+
 MAX_GAP_S = 1.0
 BOOKWORM = ("tilewright.cli", "serve", "bookworm", "--device", "cpu", "--port", "0")
 """For `server_process`: the embedded model, served with defaults."""
+
+
+def fronts(*command: str) -> list[str]:
+    """What is added to a server's command for the shape that is tested now."""
+    if fake_engine.shape_now == "thread" or any("fronts" in word for word in command):
+        return []
+    return ["--fronts", "2"] if "serve" in command else ["fronts=2"]
 
 
 class ServerProcess:
@@ -59,7 +68,7 @@ class ServerProcess:
 @contextmanager
 def server_process(*command: str, start_s: float = 120.0) -> Iterator[ServerProcess]:
     """Start `python -m COMMAND`, wait until it says where it serves; ends it with the context."""
-    with subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-m", *command, *fronts(*command)], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             end_s, said = time.monotonic() + start_s, ""

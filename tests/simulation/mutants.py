@@ -16,7 +16,8 @@ from tilewright.engine.core import Engine
 from tilewright.engine.decoding import Decoders
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.waiting import WaitingQueue
-from tilewright.server.worker import Channel, EngineWorker
+from tilewright.server.link import Channel
+from tilewright.server.worker import EngineWorker
 
 __all__ = ["MUTANTS"]
 
@@ -110,7 +111,7 @@ def _aborts_are_forgotten() -> AbstractContextManager[Any]:
 
 
 def _the_engine_stops_before_its_work_is_done() -> AbstractContextManager[Any]:
-    return patch.object(Engine, "has_work", property(lambda self: len(self._outputs) > 1 or bool(self._deltas)))
+    return patch.object(Engine, "has_work", property(lambda self: len(self._outputs) > 1 or bool(self._rows)))
 
 
 def _last_deltas_are_lost() -> AbstractContextManager[Any]:

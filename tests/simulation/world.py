@@ -18,7 +18,8 @@ from tilewright.engine.core import Engine
 from tilewright.engine.request import Delta, QueueFull, RequestTooLong, SamplingParams
 from tilewright.engine.step import RowFault, Step, StepResult
 from tilewright.server import worker as worker_module
-from tilewright.server.worker import EngineStopped, EngineWorker
+from tilewright.server.link import EngineStopped
+from tilewright.server.worker import EngineWorker
 
 __all__ = ["Outcome", "run_scenario"]
 

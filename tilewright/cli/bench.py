@@ -14,7 +14,7 @@ from tilewright.cli.root import app, plain_errors, say
 if TYPE_CHECKING:
     from tilewright.bench.results import Results
 
-__all__ = ["bench", "need_gpu"]
+__all__ = ["bench", "need_gpu", "print_rows"]
 
 
 class _Bench(TyperGroup):
@@ -55,7 +55,8 @@ def need_gpu(what: str) -> None:
         raise typer.Exit(1)
 
 
-def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
+def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """As a table, or as JSON."""
     if as_json:
         print(json.dumps(rows))
         return
@@ -98,7 +99,7 @@ def bench_ops(
             overhead = dispatch_overhead_us("cuda")
             results.finish(dispatch_us=overhead)
             say(f"dispatch of ops.rms_norm, host microseconds a call: {overhead}")
-        _print(results.all_rows, as_json)
+        print_rows(results.all_rows, as_json)
 
 
 @bench.command("engine")
@@ -153,7 +154,7 @@ def bench_engine(
         if wanted:
             results.keep(run_engine(shape, wanted, runs=runs, config=config, progress=say))
         results.finish()
-        _print(results.all_rows, as_json)
+        print_rows(results.all_rows, as_json)
 
 
 @bench.command("engine-host")
@@ -173,7 +174,7 @@ def bench_engine_host(
         from tilewright.bench.engine_host import host_times
 
         found = host_times(running=running, context=tokens, steps=steps, speculate=speculate)
-        _print([{"running": running, "context": tokens, **found}], as_json)
+        print_rows([{"running": running, "context": tokens, **found}], as_json)
 
 
 @bench.command("layers")
@@ -249,7 +250,7 @@ def _finish(results: "Results", formats: list[str], settle: float, as_json: bool
 
     means = {name: geomean([row for row in results.all_rows if row["format"] == name]) for name in formats}
     results.finish(settle_s=settle)
-    _print(results.all_rows, as_json)
+    print_rows(results.all_rows, as_json)
     say(f"geometric means of the ratios: {means} (above 1: faster than in 16 bits)")
 
 
@@ -309,6 +310,6 @@ def bench_op(
                 results.write()
         results.finish(settle_s=settle)
         mean = geomean(results.all_rows)
-        _print(results.all_rows, as_json)
+        print_rows(results.all_rows, as_json)
         if mean is not None:
             say(f"geometric mean of the ratios: {mean} (above 1: ours is faster)")

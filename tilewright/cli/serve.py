@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -130,6 +131,8 @@ def _serve(
             f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
             "set one with --api-key-file, or listen on 127.0.0.1"
         )
+    if config.fronts and host is not None:
+        raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
     if model is None:
         from tilewright.server.v2.app import create_models_app
 
@@ -143,6 +146,8 @@ def _serve(
 
         EngineConfig(model=model, **engine)  # what is wrong with the options is said before anything is started
         return serve_replicas({"model": model, "name": name, "engine": engine}, config, listener, log)
+    if config.fronts:
+        return _serve_in_processes(model, name, engine, config, listener, log)
     llm = _load(model, engine, log.say)
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
@@ -162,6 +167,20 @@ def _serve(
 
         attach(app, host, config)
     return run_server(app, listener, log)
+
+
+def _serve_in_processes(
+    model: str, name: str, engine: dict[str, Any], config: ServerConfig, listener: socket.socket, log: Log
+) -> int:
+    """An engine process and its fronts; the exit code. This process loads nothing."""
+    require("tilewright serve --fronts", "zmq", "msgpack")
+    from tilewright.server.supervisor import ENGINE, Supervisor, private_folder
+
+    EngineConfig(model=model, **engine)  # what is wrong with the options is said before anything is started
+    with private_folder() as folder:
+        spec = {"model": model, "name": name, "options": engine}
+        (folder / "engine.json").write_text(json.dumps(spec))
+        return Supervisor(config, ENGINE, folder, listener, log).run(name)
 
 
 SAMPLING = "Sampling"

@@ -1,4 +1,7 @@
-"""The engine: requests in, deltas out, one step of the model at a time, over any `Runner`.
+"""The engine: token ids in, token ids out, one step of the model at a time, over any `Runner`.
+
+`advance` gives out arrays, one value a step (deltas.py); whoever reads them makes the text (reader.py). `step` is both, for a
+program that has the engine in its own process.
 
 Not safe for threads: one thread submits, steps and aborts. One bad request never stops it. What goes wrong ends as few requests
 as possible (finish_reason "error", with its message), and the others go on: a `RowFault` the request of that row, any other
@@ -16,14 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.engine.deltas import Note, StepDeltas, StepRows
 from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
+from tilewright.engine.reader import Reader
 from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import Proposer, Speculator
 from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
-from tilewright.engine.stops import OutputText
-from tilewright.engine.tokenizer import Detokenizer, Tokenizer
+from tilewright.engine.tokenizer import Tokenizer
 
 __all__ = ["GRAMMAR_FAILED", "Engine"]
 
@@ -41,19 +45,19 @@ NOT_NUMBERS = "the model's logits are not numbers (NaN): look at its weights"
 class _Output:
     """What the engine knows of a request beside its tokens."""
 
-    __slots__ = ("prompt_logprobs", "published", "text")
+    __slots__ = ("prompt_logprobs", "published", "stream")
 
-    def __init__(self, text: OutputText | None):
-        self.text = text
+    def __init__(self, stream: int):
+        self.stream = stream
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.published = False
 
 
 class Engine:
-    """Steps a scheduler and a runner, and turns samples into text.
+    """Steps a scheduler and a runner.
 
     Args:
-        tokenizer: makes the text, and bounds the token ids that are taken; None: deltas have ids and no text.
+        tokenizer: makes the text of `step`, and bounds the token ids that are taken; None: deltas have ids and no text.
         eos_ids: tokens that end a text, unless a request ignores them.
         vocab_size: token ids are below this; the tokenizer's, unless the model has fewer. Needed without a tokenizer.
         proposer: guesses tokens ahead, `draft_tokens` of a request in a step at most; None: every row brings one token.
@@ -79,12 +83,15 @@ class Engine:
             raise ValueError("Engine: give a tokenizer, or the vocab_size of the model")
         self.vocab_size = min(bounds)
         self._names = itertools.count()
+        self._numbers = itertools.count()
         self._outputs: dict[Request, _Output] = {}
+        self._streams: dict[int, Request] = {}  # of the same requests
+        self._reader = Reader(tokenizer)
         self._constraints: dict[Request, Constraint] = {}
         self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
         self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
-        self._deltas: list[Delta] = []  # not handed out yet
+        self._rows = StepRows()  # not handed out yet
         self._speculator: Speculator | None = None
         if proposer is not None:
             self._speculator = Speculator(proposer, scheduler, longest=draft_tokens, allowed=self._allowed)
@@ -95,8 +102,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True while `step` has something to do or to hand out."""
-        return bool(self._outputs or self._in_flight or self._deltas)
+        """True while a step has something to do or to hand out."""
+        return bool(self._outputs or self._in_flight or self._rows)
 
     @property
     def grammars(self) -> Grammars:
@@ -119,15 +126,18 @@ class Engine:
         request_id: str | None = None,
         *,
         max_wait_s: float | None = None,
+        streams: Sequence[int] | None = None,
     ) -> str:
         """Queue a prompt: one request for each of its `params.n` samples, all or none. Returns their id.
 
+        streams: the numbers of the samples, for a caller that reads `advance` itself and finds the stop strings. None:
+            `step` reads them.
         max_wait_s: how long the first sample may wait to be started; then all end with finish_reason "expired". The others
             wait as long as it takes. None: so does the first.
 
         Raises:
-            ValueError: a token id is not the model's, the id is in use, (GrammarError) the grammar cannot be followed, or
-                (RequestTooLong) prompt and max_tokens do not fit.
+            ValueError: a token id is not the model's, the id or a stream is in use, (GrammarError) the grammar cannot be
+                followed, or (RequestTooLong) prompt and max_tokens do not fit.
             QueueFull: too many requests wait, or it would wait for longer than `max_wait_s`.
             DeviceLost: the engine has ended.
         """
@@ -137,11 +147,14 @@ class Engine:
         name = f"request-{next(self._names)}" if request_id is None else request_id
         if self.scheduler.live(name):
             raise ValueError(f"request_id {name!r} is in use, wanted one that no unfinished request has")
+        taken = [stream for stream in streams or () if stream in self._streams]
+        if taken or (streams is not None and len(set(streams)) != params.n):
+            raise ValueError(f"streams are {list(streams or ())}, wanted {params.n} that are not in use")
         self._check_ids("the prompt", prompt_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", list(params.logit_bias))
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        if params.stop and self.tokenizer is None:
+        if params.stop and self.tokenizer is None and streams is None:
             raise ValueError(f"stop is {params.stop!r}, but this engine has no tokenizer to find text with; use stop_token_ids")
         constraints = [] if params.grammar is None else [self.grammars.start(params.grammar) for _ in range(params.n)]
         prompt_ids = list(prompt_ids)  # the caller's may change
@@ -151,12 +164,12 @@ class Engine:
         ]
         self.scheduler.add(*samples)
         self._constraints.update(zip(samples, constraints))
-        for request in samples:
-            text = None
-            if self.tokenizer is not None:
-                detokenizer = Detokenizer(self.tokenizer, prompt_ids, special=params.special_tokens)
-                text = OutputText(detokenizer, params.stop, params.min_tokens)
-            self._outputs[request] = _Output(text)
+        if streams is None:
+            streams = [-1 - next(self._numbers) for _ in samples]  # beside those of callers, which count from 0
+            self._reader.open(streams, name, prompt_ids, params)
+        for stream, request in zip(streams, samples, strict=True):
+            self._outputs[request] = _Output(stream)
+            self._streams[stream] = request
         return name
 
     def abort(self, request_id: str) -> None:
@@ -164,15 +177,32 @@ class Engine:
         for request in self.scheduler.abort(request_id):
             self._end(request)
 
+    def stop(self, stream: int) -> None:
+        """End a stream that its reader has found a stop string in; no row of it comes any more. An unknown one is nothing."""
+        request = self._streams.get(stream)
+        if request is not None:
+            self.scheduler.finish(request, "stop")
+            self._forget(request)
+
     def reset(self) -> None:
         """Abort everything and free all pages, from whatever state an interrupt has left. Hands out nothing more."""
         self.scheduler.reset()
         self._in_flight.clear()
         self._outputs.clear()
+        self._streams.clear()
         self._constraints.clear()
-        self._deltas.clear()
+        self._reader.clear()
+        self._rows.clear()
 
     def step(self) -> list[Delta]:
+        """One round, as `advance` does it, with the text of all streams that were submitted without numbers."""
+        deltas = self._reader.read(self.advance())
+        for stream in self._reader.stopped:
+            self.stop(stream)
+        self._reader.stopped.clear()
+        return deltas
+
+    def advance(self) -> StepDeltas:
         """One round: schedule and launch a step, collect a step. Asynchronous runners keep one in flight behind the other."""
         for request, retry_s in self.scheduler.expire():
             waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
@@ -185,8 +215,7 @@ class Engine:
         stays = 1 if launched and self.runner.asynchronous else 0
         while len(self._in_flight) > stays:
             self._collect()
-        deltas, self._deltas = self._deltas, []
-        return deltas
+        return self._rows.take()
 
     def stats(self) -> EngineStats:
         """Queues, pages and counters, now."""
@@ -326,54 +355,41 @@ class Engine:
             request.finish_reason, request.error = "error", NOT_NUMBERS
             self._end(request)
             return
-        text, stop, used = "", None, 0
-        if output.text is not None:
-            # The token that ends a text is not in it.
-            readable = tokens[:-1] if request.finish_reason == "stop" else tokens
-            for token in readable:
-                piece, stop = output.text.push(token)
-                text, used = text + piece, used + 1
-                if stop is not None:
-                    break
-        if stop is not None:
-            # The text may have reached its last token, too: what a reader sees is that it was stopped.
-            self.scheduler.finish(request, "stop")
-            request.finish_reason, request.stop_reason = "stop", stop
-            tokens, logprobs = tokens[:used], logprobs[:used]
-        elif output.text is not None and request.finish_reason is not None:
-            text += output.text.finish()
-        self._deltas.append(self._delta(request, output, tuple(tokens), text, tuple(logprobs)))
-        if request.finish_reason is not None:
-            del self._outputs[request]
-            self._constraints.pop(request, None)
+        row = self._rows.add(output.stream, *tokens)
+        ended = request.finish_reason is not None
+        if ended or logprobs or not output.published:
+            self._note(row, request, output, tuple(logprobs))
+        if ended:
+            self._forget(request)
 
     def _end(self, request: Request, retry_s: float | None = None) -> None:
-        self._constraints.pop(request, None)
-        self._deltas.append(self._delta(request, self._outputs.pop(request), retry_after_s=retry_s))
+        output = self._outputs[request]
+        self._note(self._rows.add(output.stream), request, output, retry_after_s=retry_s)
+        self._forget(request)
 
-    def _delta(
+    def _forget(self, request: Request) -> None:
+        self._constraints.pop(request, None)
+        del self._streams[self._outputs.pop(request).stream]
+
+    def _note(
         self,
+        row: int,
         request: Request,
         output: _Output,
-        token_ids: tuple[int, ...] = (),
-        text: str = "",
         logprobs: tuple[TokenLogprobs, ...] = (),
         retry_after_s: float | None = None,
-    ) -> Delta:
-        prompt = None
-        if not output.published and request.params.prompt_logprobs is not None:
-            prompt = tuple(output.prompt_logprobs)
-        output.published = True
-        return Delta(
-            request_id=request.id,
-            index=request.index,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            prompt_logprobs=prompt,
-            error=request.error,
-            retry_after_s=retry_after_s,
-            cached_tokens=request.cached,
+    ) -> None:
+        first, output.published = not output.published, True
+        asked = first and request.params.prompt_logprobs is not None
+        self._rows.note(
+            Note(
+                row=row,
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                error=request.error,
+                retry_after_s=retry_after_s,
+                cached_tokens=request.cached if first else None,
+                logprobs=logprobs,
+                prompt_logprobs=tuple(output.prompt_logprobs) if asked else None,
+            )
         )

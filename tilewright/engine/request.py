@@ -306,7 +306,7 @@ class Request:
         self.registered = 0
         self.state = State.WAITING
         self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
+        self.stop_reason: int | None = None
         self.error: str | None = None
         self.preemptions = 0
         self.arrival_s = time.monotonic()

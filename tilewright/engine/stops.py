@@ -5,7 +5,7 @@ before the stop string that ends first (of those that end together: the longest)
 are the scheduler's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tilewright.engine.tokenizer import Detokenizer
 
@@ -70,6 +70,11 @@ class OutputText:
         self._min_tokens = min_tokens
         self._tokens = 0
         self._exempt = 0  # characters, still held by the detokenizer, of tokens before `min_tokens`
+
+    @property
+    def plain(self) -> Callable[[Iterable[int]], str] | None:
+        """From tokens to their text, where there are no stop strings to look for; the same as `push`, token by token."""
+        return self._detokenizer.push if self._stops is None else None
 
     def push(self, token_id: int) -> tuple[str, str | None]:
         """(text that is safe to show, the stop string that ends it or None)."""

@@ -1,9 +1,7 @@
 """Text <-> token ids, and text from tokens as they come.
 
-Reads `tokenizer.json` (the Hugging Face format of the `tokenizers` library), and beside it, as far as they are there:
-`tokenizer_config.json`, `chat_template.jinja`, `generation_config.json` and `config.json`. Not supported: a folder with only a
-SentencePiece `tokenizer.model` or with tokenizer code of its own (nothing from a model folder is ever executed), and
-`clean_up_tokenization_spaces`, which would make the text of a token depend on those after it.
+tokenizer_files.py reads a model folder's. Not supported: `clean_up_tokenization_spaces`, which would make the text of a token
+depend on those after it.
 """
 
 import json
@@ -14,11 +12,7 @@ from typing import Any
 
 from tilewright.engine.chat import ChatTemplate, ChatTemplateError
 from tilewright.engine.cut import Cut, starts
-from tilewright.engine.trial import try_template
 from tilewright.extras import MissingExtra, advice
-from tilewright.models.errors import ModelError
-from tilewright.models.fields import check_generation
-from tilewright.models.files import read_json, read_text
 
 try:
     import tokenizers
@@ -27,7 +21,6 @@ except ModuleNotFoundError:
 
 __all__ = ["Cut", "Detokenizer", "Tokenizer", "TokenizerError"]
 
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet one."""
 SHORT_CHARS = 2048
@@ -82,38 +75,10 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
         """The tokenizer of a model folder. Raises TokenizerError with the file and what is wrong with it."""
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise TokenizerError(f"{folder} is no folder, wanted a model folder with a tokenizer.json")
-        try:
-            return cls._read(folder)
-        except ModelError as error:  # its message has the path
-            raise TokenizerError(str(error)) from error
-        except ValueError as error:
-            raise TokenizerError(f"{folder}: {error}") from error
+        # Here, because those who get their tokenizer otherwise need nothing of the models, nor torch, which they import.
+        from tilewright.engine.tokenizer_files import load
 
-    @classmethod
-    def _read(cls, folder: Path) -> "Tokenizer":
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise TokenizerError("has no tokenizer.json (a SentencePiece tokenizer.model alone is not enough; convert it)")
-        backend = _backend(path)
-        config = _json(folder / "tokenizer_config.json")
-        special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
-        eos = None
-        for name in ("generation_config.json", "config.json"):
-            found = _json(folder / name)
-            check_generation(found, name)
-            eos = found.get("eos_token_id") if eos is None else eos
-        eos_ids = () if eos is None else eos if isinstance(eos, list) else (eos,)
-        template_path = folder / "chat_template.jinja"
-        if template_path.exists():
-            template = read_text(template_path)
-        else:
-            template = _default_template(config.get("chat_template"))
-        if template is not None:
-            try_template(template, special)
-        return cls(backend, eos_ids=eos_ids, special_tokens=special, chat_template=template)
+        return load(folder)
 
     def _special_id(self, special: Mapping[str, str], name: str) -> int | None:
         if name not in special:
@@ -344,17 +309,6 @@ def _prompt_end(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
     return window
 
 
-def _backend(path: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(read_text(path))
-    except BaseException as error:
-        # The library raises a bare Exception for a file that it does not understand, or panics, which is no Exception at all;
-        # anything else is not about the file.
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise TokenizerError(f"{path.name} is not a tokenizer: {error}; fetch it again") from error
-
-
 def _common(first: str, second: str) -> int:
     pairs = zip(first, second)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
@@ -365,26 +319,3 @@ def _byte_tokens(backend: tokenizers.Tokenizer) -> frozenset[int]:
     letter = backend.token_to_id("<0x41>")
     # The tokens may be mere text; what the decoder makes of one tells.
     return frozenset(found if letter is not None and backend.decode([letter], skip_special_tokens=False) == "A" else ())
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def _content(token: Any) -> str:
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        raise TokenizerError(
-            f"a special token in tokenizer_config.json is {token!r}, wanted a string or an object with `content`"
-        )
-    return text
-
-
-def _default_template(template: Any) -> str | None:
-    """The template of tokenizer_config.json: a string, or a list of named ones of which one is the default."""
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise TokenizerError(f"the chat_template of tokenizer_config.json is a {type(template).__name__}, wanted a string")
-    return template

@@ -16,9 +16,8 @@ Not here: TLS, several models, quotas. A proxy does these.
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +27,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tilewright import __version__
-from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
 from tilewright.server import errors
@@ -40,7 +38,7 @@ from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, sc
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
-from tilewright.server.live import LiveView
+from tilewright.server.link import EngineLink, EngineStopped
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
 from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
 from tilewright.server.pool import Pool
@@ -49,9 +47,8 @@ from tilewright.server.protocol import Job, chat_job, completion_job, parse
 from tilewright.server.stream import Answer, unless_gone
 from tilewright.server.structured import GrammarGate
 from tilewright.server.watchdog import Watchdog
-from tilewright.server.worker import EngineStopped, EngineWorker
 
-__all__ = ["Server", "create_app"]
+__all__ = ["Server", "app_of", "create_app"]
 
 MAX_FAILURES = 10
 """Failed steps without a token in between, after which the device, not the requests, is to blame."""
@@ -78,27 +75,27 @@ PAGE_FILES = {path.name: path for path in PAGE.iterdir() if path.suffix in PAGE_
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Connect = Callable[[Metrics, Callable[[BaseException], None]], EngineLink]
+"""Makes the link to the engine, on the event loop; the second argument hears, once, why the engine can do no more."""
 
 
 class Server:
     """The endpoints and what they share. Its worker exists between startup and shutdown of the app."""
 
-    worker: EngineWorker
+    worker: EngineLink
     intake: Intake
     grammars: GrammarGate
     watchdog: Watchdog
 
     pool: Pool | None
 
-    def __init__(self, engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None):
-        self.engine = engine
-        self._run_pass = run_pass
+    def __init__(self, connect: "Connect", served: Served, config: ServerConfig):
+        self._connect = connect
         self.served = served
         self.config = config
-        self.compiles = CompileCounter()
         self.connections = Connections(config)
         counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
-        self.metrics = Metrics(lambda: self.compiles.after_ready, counts)
+        self.metrics = Metrics(counts)
         self.api = "v1"
         """Below which path clients find it."""
         self.draining = False
@@ -108,40 +105,28 @@ class Server:
         self.hung = False
         """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
         self._bodies = Bodies(config)
-        self.live = LiveView(engine)
         self._created_s = int(time.time())
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Start the engine's thread, and end it with the app. From here on no kernel should be compiled."""
+        """Start what serves the engine, and end it with the app."""
         self.intake = Intake()
-        self.grammars = GrammarGate(self.engine)
-        self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed, max_wait_s=self.config.max_wait_s)
+        self.worker = self._connect(self.metrics, self._failed)
+        await self.worker.begin()
+        self.grammars = GrammarGate(self.worker)
         self.pool = self._make_pool()
         self.watchdog = Watchdog(self.worker, self.config.step_timeout_s)
         watching = asyncio.ensure_future(self.watchdog.run())
-        self.compiles.start().mark_ready()
         try:
             yield
         finally:
             watching.cancel()
             if self.pool is not None:
                 self.pool.close()
-            await self._close()
+            self.hung = not await self.worker.end(CLOSE_TIMEOUT_S)
+            if self.hung:
+                logger.error("a step of the engine did not end within %g s; the process ends without it", CLOSE_TIMEOUT_S)
             self.intake.close()
-            self.grammars.close()
-            self.compiles.stop()
-
-    async def _close(self) -> None:
-        """End the engine's thread, or give up on it: a step that hangs must not hold the end of the process."""
-        closing = threading.Thread(target=self.worker.close, name="tilewright-close", daemon=True)
-        closing.start()
-        end_s = time.monotonic() + CLOSE_TIMEOUT_S
-        while closing.is_alive() and time.monotonic() < end_s:
-            await asyncio.sleep(0.005)
-        self.hung = closing.is_alive()
-        if self.hung:
-            logger.error("a step of the engine did not end within %g s; the process ends without it", CLOSE_TIMEOUT_S)
 
     def _failed(self, error: BaseException) -> None:
         self.failure = error
@@ -178,10 +163,7 @@ class Server:
     # Numbers of texts ------------------------------------------------------------------------------------------------
 
     def _make_pool(self) -> Pool | None:
-        pooled, run_pass = self.served.pooled, self._run_pass
-        if pooled is None or run_pass is None:
-            return None
-        return Pool(pooled, lambda work: self.worker.call(lambda: run_pass(work)))
+        return None if self.served.pooled is None else Pool(self.served.pooled, self.worker.run_pass)
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings."""
@@ -300,19 +282,19 @@ class Server:
 
     async def prometheus(self, request: Request) -> Response:
         """GET /metrics."""
-        return Response(self.metrics.render(await self._look(self.engine.stats)), media_type=CONTENT_TYPE)
+        return Response(self.metrics.render(await self._look(self.worker.scrape())), media_type=CONTENT_TYPE)
 
     async def live_view(self, request: Request) -> Response:
         """GET /live: the engine's state for the page; ask a few times a second."""
-        view = await self._look(self.live.snapshot)
+        view = await self._look(self.worker.live())
         if self.draining:
             view = view.removesuffix(b"}") + b', "draining": true}'
         return Response(view, media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def _look(self, look: Callable[[], T]) -> T:
+    async def _look(self, look: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                return await self.worker.call(look)
+                return await look
         except EngineStopped as error:
             raise unavailable(str(error)) from None
         except TimeoutError:
@@ -331,16 +313,31 @@ class Server:
 def create_app(
     engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None = None
 ) -> FastAPI:
-    """The ASGI app that serves `engine`; its `Server` is at `app.state.server`.
+    """The ASGI app that serves `engine`, in a thread of this process; its `Server` is at `app.state.server`.
 
     `run_pass` answers for whole texts where `served.pooled` says that the model can; it is called in the engine's thread.
     """
-    server = Server(engine, served, config, run_pass)
+    # Here, because a front process, which has no engine, has no use for them.
+    from tilewright.asm.jit import CompileCounter
+    from tilewright.server.worker import EngineWorker
+
+    def connect(metrics: Metrics, on_failure: Callable[[BaseException], None]) -> EngineLink:
+        compiles = CompileCounter().start()
+        compiles.mark_ready()
+        return EngineWorker(
+            engine, metrics.latencies, on_failure, max_wait_s=config.max_wait_s, compiles=compiles, run_pass=run_pass
+        )
+
+    return app_of(Server(connect, served, config))
+
+
+def app_of(server: Server) -> FastAPI:
+    """The ASGI app with the endpoints of `server`, which is then at `app.state.server`."""
     counts = server.metrics.http
     # Generated docs would load scripts from elsewhere; the description is made of the bodies' own models (openapi.py).
     app = FastAPI(title="tilewright", lifespan=server.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
-    install_gates(app, config, counts)
+    install_gates(app, server.config, counts)
     errors.install(app)
     posts = {
         "/v1/completions": server.completions,

@@ -12,6 +12,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TOOL_FORMATS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 MAX_REPLICAS = 64
+MAX_FRONTS = 64
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 
 
@@ -32,6 +33,9 @@ class ServerConfig:
     max_body_bytes: int = option(16 << 20, "largest request body, in MiB")
     max_connections: int = option(4096, "connections open at once; idle ones are closed for new ones")
     replicas: int = option(1, "servers of the model on this machine, behind one router; each takes a GPU of its own if it can")
+    fronts: int = option(
+        0, "front processes that serve HTTP for an engine in a process of its own; 0: all of it in one process"
+    )
     drain_timeout_s: float = option(60.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C")
     cors_origins: tuple[str, ...] | None = option(
         None, "origin of a web page that may use this server, such as https://chat.example; may be given several times"
@@ -91,6 +95,12 @@ class ServerConfig:
             raise ValueError(f"max_connections is {self.max_connections}, wanted 1 or more")
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ValueError(f"replicas is {self.replicas}, wanted 1 to {MAX_REPLICAS}")
+        if not 0 <= self.fronts <= MAX_FRONTS:
+            raise ValueError(f"fronts is {self.fronts}, wanted 0 (one process for everything) to {MAX_FRONTS}")
+        if self.replicas > 1 and self.fronts:
+            raise ValueError(
+                f"replicas is {self.replicas} and fronts {self.fronts}; wanted one of them: replicas have one front each"
+            )
         if not 0 <= self.drain_timeout_s <= 86400:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, wanted 0 to 86400 seconds")
         if self.max_body_bytes < 1:

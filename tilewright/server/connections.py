@@ -21,8 +21,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -30,8 +30,9 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.files import files_free
+from tilewright.server.shortcut import PARTIAL, Short, Shortcut, Taken
 
-__all__ = ["PARTIAL", "Connection", "Connections", "Short", "Shortcut", "Taken"]
+__all__ = ["CONNECTION", "PARTIAL", "Connection", "Connections", "Short", "Shortcut", "Taken"]
 
 LINGER_S = 2.0
 REST_TIMEOUT_S = 30.0
@@ -41,37 +42,14 @@ SPARE_CONNECTIONS = 8
 SAY_AGAIN_S = 10.0
 LOOK_AGAIN_S = 2.0
 """How often the process is asked whether it has descriptors again."""
+CONNECTION = "tilewright.connection"
+"""Where the scope of a request has its connection."""
 HEAD, REST = "head", "rest"
 
 MAX_HELD_BYTES = 128 << 10
 """Of what a client sends on while a shortcut answers it; more is not read yet."""
-PARTIAL = object()
-"""A shortcut's word for a request that it might take, once it is whole."""
 
 logger = logging.getLogger(__name__)
-
-
-class Short(NamedTuple):
-    """A shortcut's answer."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
-class Taken(NamedTuple):
-    """A request that a shortcut answers: how many bytes of the data it is, and what makes the answer."""
-
-    bytes: int
-    answer: Coroutine[Any, Any, Short]
-
-
-class Shortcut(Protocol):
-    """Answers some requests without uvicorn; whatever is unusual about one is a reason not to take it."""
-
-    def take(self, data: bytes, client: str) -> Any:
-        """`Taken`, `PARTIAL`, or None: uvicorn's."""
-        ...
 
 
 class Connections:
@@ -162,6 +140,27 @@ class Connection(H11Protocol):
         self._held = b""  # what came behind or before a shortcut's request
         self._short: asyncio.Task[Short] | None = None
         self._ends = False  # once the shortcut has answered
+
+        self._inner, self.app = self.app, self._with_connection
+
+    async def _with_connection(self, scope: Any, receive: Any, send: Any) -> None:
+        """The app, with this connection in its scope."""
+        scope[CONNECTION] = self
+        await self._inner(scope, receive, send)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether an answer of unknown length goes out in chunks: not to clients of HTTP/1.0."""
+        return self.conn.their_http_version == b"1.1"
+
+    @property
+    def blocked(self) -> bool:
+        """Whether what is written now would have to wait, or nobody is there to read it."""
+        return self.flow.write_paused or self.lingering or self._real.is_closing()
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a chunk of the answer that is under way, past the layers that have begun it."""
+        self._real.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""

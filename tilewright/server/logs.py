@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from types import TracebackType
@@ -41,6 +42,7 @@ class Log:
         self._writer = _Writer(descriptor)
         self._handler = _Handler(self._writer)
         self._handler.setFormatter(self._formatter)
+        self._stage = ""
 
     def __enter__(self) -> "Log":
         self._writer.start()
@@ -63,6 +65,13 @@ class Log:
     def close(self) -> None:
         """Wait a moment until the lines are out; later ones are lost."""
         self._writer.close()
+
+    def stage(self, words: str) -> None:
+        """Where a long task is: a line for each new stage, not for each number of it."""
+        stage = re.sub(r"[\d,.%/ ]+$", "", words)
+        if stage != self._stage:
+            self.say(words)
+        self._stage = stage
 
     def say(self, line: str) -> None:
         """A line for whoever started the server, at any level: where it listens, why it ends."""

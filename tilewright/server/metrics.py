@@ -3,19 +3,24 @@
 The engine's numbers are derived from `EngineStats` at the moment of the scrape, so they cannot drift from the engine. The
 server adds two histograms of latencies, counts of HTTP requests and connections, and `process_*` (memory, time, files).
 Each server has its own registry: two of them in one process do not share numbers.
+
+A server of several processes speaks for all of them. Its counts are plain numbers by name (`Metrics.counts`), so that those of
+one process can be added to those of another.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tilewright.engine.outputs import EngineStats
 from tilewright.server.aliases import aliases
 
-__all__ = ["CONTENT_TYPE", "HttpCounts", "Latencies", "Metrics"]
+__all__ = ["CONTENT_TYPE", "HttpCounts", "Latencies", "Metrics", "Scrape", "added_gauges", "process_numbers"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -45,31 +50,70 @@ FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.
 NEXT_TOKEN_BUCKETS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 
 
-class Latencies:
-    """The two latencies that a reader of a stream feels, measured where deltas leave the engine's thread."""
+class _Histogram:
+    """Seconds, counted into buckets; `name` is also that of its counts."""
 
-    def __init__(self, registry: CollectorRegistry):
-        self._first = Histogram(
-            "tilewright_time_to_first_token_seconds",
-            "From the arrival of a request to its first token",
-            buckets=FIRST_TOKEN_BUCKETS_S,
-            registry=registry,
+    def __init__(self, name: str, words: str, bounds: tuple[float, ...]):
+        self.name, self.words, self.bounds = name, words, bounds
+        self.buckets = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """Something took so long, several times."""
+        self.buckets[bisect_left(self.bounds, seconds)] += times
+        self.sum_s += seconds * times
+
+    def counts(self) -> Iterator[tuple[str, float]]:
+        """Its numbers by name."""
+        yield from ((f"{self.name} {i}", number) for i, number in enumerate(self.buckets) if number)
+        yield f"{self.name} sum", self.sum_s
+
+    def family(self, counts: Mapping[str, float]) -> Metric:
+        """The family that such numbers make."""
+        buckets, below = [], 0.0
+        for i, bound in enumerate((*map(str, self.bounds), "+Inf")):
+            below += counts.get(f"{self.name} {i}", 0)
+            buckets.append((bound, below))
+        return HistogramMetricFamily(
+            f"tilewright_{self.name}", self.words, buckets=buckets, sum_value=counts.get(f"{self.name} sum", 0.0)
         )
-        self._next = Histogram(
-            "tilewright_inter_token_latency_seconds",
-            "Between two tokens of a sample; tokens that arrive together share the time",
-            buckets=NEXT_TOKEN_BUCKETS_S,
-            registry=registry,
+
+
+class Latencies:
+    """The two latencies that a reader of a stream feels, measured where what a step brought reaches the event loop."""
+
+    def __init__(self) -> None:
+        self.histograms = (
+            _Histogram(
+                "time_to_first_token_seconds", "From the arrival of a request to its first token", FIRST_TOKEN_BUCKETS_S
+            ),
+            _Histogram(
+                "inter_token_latency_seconds",
+                "Between two tokens of a sample; tokens that arrive together share the time",
+                NEXT_TOKEN_BUCKETS_S,
+            ),
         )
 
     def first(self, seconds: float) -> None:
         """A sample's first token came `seconds` after its request."""
-        self._first.observe(seconds)
+        self.histograms[0].observe(seconds)
 
-    def following(self, seconds: float, tokens: int) -> None:
-        """`tokens` more came together, `seconds` after those before."""
-        for _ in range(tokens):
-            self._next.observe(seconds / tokens)
+    def following(self, seconds: float, tokens: int, samples: int = 1) -> None:
+        """`tokens` more came together, `seconds` after those before; of so many samples."""
+        self.histograms[1].observe(seconds / tokens, tokens * samples)
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """What /metrics is made of, beside the numbers of its own process."""
+
+    stats: EngineStats
+    compiles: int
+    """Kernels compiled since the server was ready; should stay 0."""
+    counts: Mapping[str, float] | None = None
+    """As of `Metrics.counts`, of all processes of the server together; None: this process is the only one."""
+    gauges: Mapping[str, float] | None = None
+    """As of `Metrics.gauges`, the same."""
 
 
 class HttpCounts:
@@ -93,50 +137,104 @@ class HttpCounts:
         above = next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
         self.requests[path if path in self.paths else above, status] += 1
 
+    def counts(self) -> Iterator[tuple[str, float]]:
+        """Numbers that only rise, by name."""
+        yield from ((f"requests {path} {status}", number) for (path, status), number in self.requests.items())
+        yield from ((f"ended {reason}", number) for reason, number in self._ended.items())
+        yield "wrong_keys", self.wrong_keys
+
     def collect(self) -> Iterator[Metric]:
-        """The families of these counts."""
-        family = CounterMetricFamily("tilewright_http_requests", "HTTP requests answered", labels=("path", "status"))
-        for (path, status), number in sorted(self.requests.items()):
-            family.add_metric((path, str(status)), number)
-        yield family
-        yield CounterMetricFamily("tilewright_http_wrong_keys", "Requests without the right API key", value=self.wrong_keys)
-        yield GaugeMetricFamily("tilewright_http_connections", "Connections that are open", value=self._connections())
-        ended = CounterMetricFamily(
-            "tilewright_http_connections_ended", "Connections that the server ended, by reason", labels=("reason",)
-        )
-        for reason, number in sorted(self._ended.items()):
-            ended.add_metric((reason,), number)
-        yield ended
+        """The families of these counts, of this process alone, and what else there is."""
+        yield from _http_families(dict(self.counts()), self.connections)
         for collector in self.further:
             yield from collector.collect()
 
+    @property
+    def connections(self) -> int:
+        """Connections that are open."""
+        return self._connections()
+
+
+def _http_families(counts: Mapping[str, float], connections: float) -> Iterator[Metric]:
+    requests = CounterMetricFamily("tilewright_http_requests", "HTTP requests answered", labels=("path", "status"))
+    ended = CounterMetricFamily(
+        "tilewright_http_connections_ended", "Connections that the server ended, by reason", labels=("reason",)
+    )
+    for name in sorted(counts):
+        kind, *labels = name.split(" ")
+        if kind in ("requests", "ended"):
+            (requests if kind == "requests" else ended).add_metric(labels, counts[name])
+    yield requests
+    wrong = counts.get("wrong_keys", 0)
+    yield CounterMetricFamily("tilewright_http_wrong_keys", "Requests without the right API key", value=wrong)
+    yield GaugeMetricFamily("tilewright_http_connections", "Connections that are open", value=connections)
+    yield ended
+
+
+def process_numbers() -> dict[str, float]:
+    """`process_*` of this process: memory, time, files. Empty where the system does not tell."""
+    families = ProcessCollector(registry=None).collect()  # pyright: ignore[reportArgumentType]
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+_LEAST = ("process_start_time_seconds", "process_max_fds")
+"""Of several processes the least counts, not the sum."""
+
+
+def added_gauges(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """`Metrics.gauges` of several processes, as those of one."""
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            before = found.get(name)
+            found[name] = value if before is None else min(before, value) if name in _LEAST else before + value
+    return found
+
 
 class Metrics(Collector):
-    """Everything `/metrics` shows. `compiles()` counts kernels compiled since the server was ready; it should stay 0."""
+    """Everything `/metrics` shows."""
 
-    def __init__(self, compiles: Callable[[], int], http: HttpCounts):
+    def __init__(self, http: HttpCounts):
         self._registry = CollectorRegistry()
-        self.latencies = Latencies(self._registry)
+        self.latencies = Latencies()
         self.http = http
-        self._compiles = compiles
-        self._stats: EngineStats | None = None
+        self._scrape: Scrape | None = None
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
 
-    def render(self, stats: EngineStats) -> bytes:
+    def counts(self) -> dict[str, float]:
+        """Numbers of this process that only rise, by name."""
+        parts = (self.http.counts(), *(histogram.counts() for histogram in self.latencies.histograms))
+        return {name: number for part in parts for name, number in part}
+
+    def gauges(self) -> dict[str, float]:
+        """Numbers of this process as they are now: its connections, and `process_*`."""
+        return {"connections": self.http.connections, **process_numbers()}
+
+    def render(self, scrape: Scrape) -> bytes:
         """The exposition text for these numbers of the engine."""
-        self._stats = stats
+        self._scrape = scrape
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus' hook: the families made from the last stats."""
-        if self._stats is None:
+        """Prometheus' hook: the families made from the last scrape."""
+        if self._scrape is None:
             return
+        scrape, stats = self._scrape, self._scrape.stats
+        counts = self.counts() if scrape.counts is None else scrape.counts
+        gauges = self.gauges() if scrape.gauges is None else scrape.gauges
         for name, (words, field) in GAUGES.items():
-            yield GaugeMetricFamily(f"tilewright_{name}", words, value=getattr(self._stats, field))
+            yield GaugeMetricFamily(f"tilewright_{name}", words, value=getattr(stats, field))
         for name, (words, field) in COUNTERS.items():
-            yield CounterMetricFamily(f"tilewright_{name}", words, value=getattr(self._stats, field))
-        yield from aliases(self._stats)
+            yield CounterMetricFamily(f"tilewright_{name}", words, value=getattr(stats, field))
+        yield from aliases(stats)
         words = "Kernels compiled after the server was ready"
-        yield CounterMetricFamily("tilewright_jit_compiles_after_ready", words, value=self._compiles())
-        yield from self.http.collect()
+        yield CounterMetricFamily("tilewright_jit_compiles_after_ready", words, value=scrape.compiles)
+        yield from (histogram.family(counts) for histogram in self.latencies.histograms)
+        yield from _http_families(counts, gauges["connections"])
+        for collector in self.http.further:
+            yield from collector.collect()
+        for name, value in gauges.items():
+            if name == "process_cpu_seconds_total":
+                yield CounterMetricFamily("process_cpu_seconds", "Processor time, user and system", value=value)
+            elif name.startswith("process_"):
+                yield GaugeMetricFamily(name, name.replace("_", " "), value=value)

@@ -1,5 +1,6 @@
 """Prompts as clients write them -> token ids: text, lists of text, token ids, lists of those, and chat messages."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Served:
             "max_samples": self.max_samples,
             "has_chat": self.has_chat,
             "generates": self.generates,
+            "pooled": None if self.pooled is None else dataclasses.asdict(self.pooled),
             "tokenizer": tokenizer.to_json(),
             "eos_ids": list(tokenizer.eos_ids),
             "special_tokens": tokenizer.special_tokens,
@@ -91,6 +93,9 @@ class Served:
         """What a `description` says. Raises ValueError where it is none."""
         fields = dict(values)
         try:
+            if (pooled := fields.pop("pooled")) is not None:
+                sizes = pooled.pop("dimensions")
+                fields["pooled"] = Pooled(**pooled, dimensions=None if sizes is None else tuple(sizes))
             tokenizer = Tokenizer(
                 tokenizers.Tokenizer.from_str(fields.pop("tokenizer")),
                 eos_ids=fields.pop("eos_ids"),

@@ -20,6 +20,7 @@ from tilewright.server.tools.message import Message
 
 __all__ = ["Reply"]
 
+_TEXT = "\ue000"
 PIECE_ENTRIES = 64
 """Tokens with log-probabilities in a piece: with 20 alternatives each, some 5 ms."""
 
@@ -79,6 +80,24 @@ class Reply:
                 delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs or not self._samples[index].started
             ):
                 yield self._chunk_start + _json(self._chunk(index, delta)).encode() + self._chunk_end()
+
+    @property
+    def plain(self) -> bool:
+        """Whether most events of this stream are a text and nothing else."""
+        job = self._job
+        return not (job.logprobs or job.token_ids or job.continuous_usage or job.only_echo or job.answering is not None)
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text in a plain event of a sample; None before its first event."""
+        if not self._samples[index].started:
+            return None
+        event = self._chunk_start + _json(self._chunk(index, Delta(self.id, 0, text=_TEXT))).encode() + self._chunk_end()
+        before, _, behind = event.partition(_json(_TEXT).encode())
+        return before, behind
+
+    def count(self, tokens: int) -> None:
+        """Tokens have gone to the reader without this object."""
+        self._completion_tokens += tokens
 
     def last_chunk(self) -> bytes:
         """The event with the usage, where the client asked for it."""

@@ -88,8 +88,10 @@ def _config(app: FastAPI) -> uvicorn.Config:
     )
 
 
-def run_server(app: FastAPI, listener: socket.socket, log: Log) -> int:
+def run_server(app: FastAPI, listener: socket.socket, log: Log, ready: Callable[[], object] | None = None) -> int:
     """Serve until a signal or a failure of the engine; the process' exit code. `log` has been entered.
+
+    `ready` is called when the server listens; None: a line of the log says where.
 
     Does not return where a step of the engine hangs: the process ends here then.
 
@@ -103,7 +105,7 @@ def run_server(app: FastAPI, listener: socket.socket, log: Log) -> int:
         log.say(f"warning: at most {limit} connections, because of the limit on open files (ulimit -n); {wanted}")
     ours.connections.most = limit
     settle()
-    server = _Draining(app, listener, log.say)
+    server = _Draining(app, listener, log.say, ready)
     server.run()
     if ours.hung:
         log.close()
@@ -134,10 +136,13 @@ class HttpServer(uvicorn.Server):
 class _Draining(HttpServer):
     """The same with draining: uvicorn's own shutdown closes the socket first, so nobody could ask whether it is still ready."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket, announce: Callable[[str], None]):
+    def __init__(
+        self, app: FastAPI, listener: socket.socket, announce: Callable[[str], None], ready: Callable[[], object] | None
+    ):
         super().__init__(app, listener)
         self.exit_code = 0
         self._announce = announce
+        self._ready = ready or self._say_where
         self._signals: list[int] = []
         self._drain_end_s: float | None = None
         """When draining turns into aborting."""
@@ -148,8 +153,11 @@ class _Draining(HttpServer):
         """Listen, and say so."""
         await super().startup(sockets)
         if self.started:
-            url = url_of(self._listener)
-            self._announce(f"Serving {self._server.served.name} at {url}  (API: {url}/{self._server.api}, Ctrl-C ends)")
+            self._ready()
+
+    def _say_where(self) -> None:
+        url = url_of(self._listener)
+        self._announce(f"Serving {self._server.served.name} at {url}  (API: {url}/{self._server.api}, Ctrl-C ends)")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note the signal; `on_tick` acts on it, on the event loop. The third one does not wait for that."""

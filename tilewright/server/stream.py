@@ -19,11 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from tilewright.engine.core import GRAMMAR_FAILED
 from tilewright.engine.request import Delta, QueueFull
+from tilewright.server.connections import CONNECTION
+from tilewright.server.direct import Direct
 from tilewright.server.errors import ApiError, bad_request, overloaded, unavailable
+from tilewright.server.link import Channel, EngineLink, EngineStopped
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job
 from tilewright.server.reply import Reply
-from tilewright.server.worker import Channel, EngineStopped, EngineWorker
 
 __all__ = ["Answer", "unless_gone"]
 
@@ -66,14 +68,19 @@ def _together(chunks: Iterator[bytes]) -> Iterator[bytes]:
 class Answer(Response):
     """The response to a job, made while it is sent."""
 
-    def __init__(self, job: Job, served: Served, worker: EngineWorker):
+    def __init__(self, job: Job, served: Served, worker: EngineLink):
         super().__init__()
         self._job = job
         self._worker = worker
-        self.completion_tokens = 0
-        """Tokens generated so far, for the access log."""
+        self._taken = 0
+        self._direct: Direct | None = None
         name = f"{'chatcmpl' if job.chat else 'cmpl'}-{token_hex(12)}"
         self._reply = Reply(name, int(time.time()), job, served)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, for the access log."""
+        return self._taken + (0 if self._direct is None else self._direct.tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and send its answer. Raises `ApiError` as long as nothing has been sent."""
@@ -91,7 +98,7 @@ class Answer(Response):
             except EngineStopped as error:
                 raise unavailable(str(error)) from None
             if self._job.stream:
-                await self._stream(channel, send)
+                await self._stream(channel, scope, send)
                 return
             body = await self._whole(channel)
         await Response(body, media_type="application/json", headers=self._job.headers)(scope, receive, send)
@@ -107,7 +114,7 @@ class Answer(Response):
             deltas = await channel.take()
         except EngineStopped as error:
             raise unavailable(str(error)) from None
-        self.completion_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self._taken += sum(len(delta.token_ids) for delta in deltas)
         failed = next((delta for delta in deltas if delta.finish_reason in ("abort", "error", "expired")), None)
         if failed is not None and failed.finish_reason == "expired":
             raise overloaded(failed.error or "the request has waited too long", failed.retry_after_s or 1.0)
@@ -118,17 +125,28 @@ class Answer(Response):
             raise ApiError(500, f"the request could not be finished: {why}", type="server_error", code="engine_error")
         return deltas
 
-    async def _stream(self, channel: Channel, send: Send) -> None:
+    def _take_short_way(self, channel: Channel, scope: Scope) -> None:
+        connection = scope.get(CONNECTION)
+        if connection is None or not connection.chunked or not self._reply.plain:
+            return
+        last_s = channel.last_token_s
+        self._direct = Direct(connection, self._worker.batch, last_s, self._reply.frame, lambda: channel.waiting)
+        self._worker.attach(channel, self._direct)
+
+    async def _stream(self, channel: Channel, scope: Scope, send: Send) -> None:
         deltas = await self._take(channel)
         headers = {**EVENT_HEADERS, **self._job.headers}
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
+        self._take_short_way(channel, scope)
         try:
             while deltas:
                 for chunks in _together(self._reply.chunks(deltas)):
                     await send({"type": "http.response.body", "body": chunks, "more_body": True})
                     await asyncio.sleep(0)
                 deltas = await self._take(channel)
+            if self._direct is not None:
+                self._reply.count(self._direct.tokens)
             end = self._reply.last_chunk() + b"data: [DONE]\n\n"
         except ApiError as error:
             end = b"data: " + json.dumps(error.body).encode() + b"\n\n"

@@ -7,20 +7,17 @@
 One of them at most. Not here: structural tags, and `strict` of single functions, which `tool_choice` asks for.
 """
 
-import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tilewright.engine.core import Engine
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.grammar_masks import GrammarError
-from tilewright.engine.grammar_trial import GrammarTrial
 from tilewright.engine.request import shown
-from tilewright.server.errors import bad_request, overloaded
+from tilewright.server.errors import bad_request, overloaded, unavailable
 from tilewright.server.fields import CompletionBody
+from tilewright.server.link import EngineLink, EngineStopped
 
 __all__ = ["GrammarGate", "grammar_of"]
 
@@ -96,10 +93,8 @@ class GrammarGate:
     A refusal is remembered, too: who sends a bad grammar again and again delays nobody.
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tilewright-grammars")
-        self._trial: GrammarTrial | None = None
+    def __init__(self, link: EngineLink):
+        self._link = link
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digest: sources are as long as clients make them
         self._waiting = 0
 
@@ -107,7 +102,8 @@ class GrammarGate:
         """Return once the engine has the grammar.
 
         Raises:
-            ApiError: 400, it is not valid, too complex, or there is no llguidance; 429, too many others wait.
+            ApiError: 400, it is not valid, too complex, or there is no llguidance; 429, too many others wait; 503, the engine
+                has stopped.
         """
         key = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass")).digest()
         if key in self._refused:
@@ -116,31 +112,13 @@ class GrammarGate:
             raise overloaded(f"{MAX_WAITING} grammars are waiting to be compiled; try again in 1 s", 1.0)
         self._waiting += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+            await self._link.compile_grammar(grammar)
         except GrammarError as error:
             self._refused[key] = str(error)
             while len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
             raise bad_request(f"{param}: {error}", param) from None
+        except EngineStopped as error:
+            raise unavailable(str(error)) from None
         finally:
             self._waiting -= 1
-
-    def _compile(self, grammar: Grammar) -> None:
-        grammars = self._engine.grammars
-        if grammars.known(grammar):
-            return
-        if self._trial is None:
-            tokenizer = self._engine.tokenizer
-            assert tokenizer is not None  # or there were no grammars
-            self._trial = GrammarTrial(tokenizer.to_json(), self._engine.eos_ids)
-        self._trial.check(grammar)
-        grammars.compiled(grammar)
-
-    def close(self) -> None:
-        """End the thread, behind what it is in, and the child."""
-        self._thread.submit(self._end)
-        self._thread.shutdown(wait=False)
-
-    def _end(self) -> None:
-        if self._trial is not None:
-            self._trial.close()

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 
-from tilewright.server.worker import EngineStopped, EngineWorker
+from tilewright.server.link import EngineLink, EngineStopped
 
 __all__ = ["Watchdog"]
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class Watchdog:
     """Watches one worker while `run` runs, on the worker's event loop."""
 
-    def __init__(self, worker: EngineWorker, step_timeout_s: float):
+    def __init__(self, worker: EngineLink, step_timeout_s: float):
         self._worker = worker
         self._timeout_s = step_timeout_s
         self._asked_s: float | None = None
@@ -36,18 +36,24 @@ class Watchdog:
         return self.silent_s > self._timeout_s
 
     async def run(self) -> None:
-        """Ask until the engine stops, or until cancelled; says once that a step hangs, and once that it came back."""
-        try:
-            while True:
-                self._asked_s = time.monotonic()
-                answer = asyncio.ensure_future(self._worker.call(lambda: None))
-                await asyncio.wait({answer}, timeout=self._timeout_s)
-                if not answer.done():
-                    logger.error("a step of the engine has been running for more than %g s; /health is 503", self._timeout_s)
-                    await asyncio.wait({answer})
-                    logger.warning("the engine's step came back after %.1f s; /health is 200 again", self.silent_s)
-                answer.result()
+        """Ask until the engine stops for good, or until cancelled."""
+        while True:
+            try:
+                await self._ask()
+            except EngineStopped:
                 self._asked_s = None
-                await asyncio.sleep(PERIOD_S)
-        except EngineStopped:
-            self._asked_s = None
+                if not self._worker.returns:
+                    return
+            await asyncio.sleep(PERIOD_S)
+
+    async def _ask(self) -> None:
+        """Says once that a step hangs, and once that it came back. Raises EngineStopped."""
+        self._asked_s = time.monotonic()
+        answer = asyncio.ensure_future(self._worker.ping())
+        await asyncio.wait({answer}, timeout=self._timeout_s)
+        if not answer.done():
+            logger.error("a step of the engine has been running for more than %g s; /health is 503", self._timeout_s)
+            await asyncio.wait({answer})
+            logger.warning("the engine's step came back after %.1f s; /health is 200 again", self.silent_s)
+        answer.result()
+        self._asked_s = None

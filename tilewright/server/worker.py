@@ -4,73 +4,31 @@ One executor thread owns the engine: commands (submit, abort, look) and steps ar
 two steps and never beside one. What a step produced goes to the event loop in a single `call_soon_threadsafe`, however many
 requests it touched, and from there into each request's `Channel`.
 
-A request that the engine refuses fails alone: its exception travels back through its future. A step that raises, or a device
-that is lost, stops the engine for good (its state can no longer be trusted): every open channel then raises `EngineStopped`,
-and so does every later submission. A channel that is left before its end, for whatever reason, aborts its requests, which frees
-their pages before the next step.
+A step that raises, or a device that is lost, stops the engine for good: its state can no longer be trusted.
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from tilewright.engine.core import Engine
-from tilewright.engine.request import Delta, SamplingParams
-from tilewright.server.metrics import Latencies
+import numpy as np
 
-__all__ = ["Channel", "EngineStopped", "EngineWorker"]
+from tilewright.asm.jit import CompileCounter
+from tilewright.engine.core import Engine
+from tilewright.engine.grammar import Grammar
+from tilewright.engine.pooling import Pass
+from tilewright.engine.request import Delta, SamplingParams
+from tilewright.server.grammars import GrammarCompiler
+from tilewright.server.link import Channel, EngineLink, EngineStopped
+from tilewright.server.live import LiveView
+from tilewright.server.metrics import Latencies, Scrape
+
+__all__ = ["EngineWorker"]
 
 T = TypeVar("T")
-
-
-class EngineStopped(RuntimeError):
-    """The engine takes no more work: a step failed, or the server was told to stop at once."""
-
-
-class Channel:
-    """Deltas of one HTTP request, which may be several engine requests; used on the event loop only."""
-
-    def __init__(self, ids: Sequence[str], samples: int):
-        self.ids = tuple(ids)
-        self.unfinished = len(self.ids) * samples
-        """Samples that are still to come to their end."""
-        self.opened_s = time.perf_counter()
-        self.last_token_s: dict[tuple[str, int], float] = {}
-        """When a sample, by request id and index, had its last token."""
-        self._deltas: list[Delta] = []
-        self._changed = asyncio.Event()
-        self._stopped: str | None = None
-
-    def push(self, delta: Delta) -> None:
-        """Add what a step produced."""
-        self._deltas.append(delta)
-        if delta.finish_reason is not None:
-            self.unfinished -= 1
-        self._changed.set()
-
-    def stop(self, reason: str) -> None:
-        """Make `take` raise `EngineStopped`."""
-        self._stopped = reason
-        self._changed.set()
-
-    async def take(self) -> list[Delta]:
-        """All deltas since the last call, in order; waits for at least one, and returns [] once all samples are finished.
-
-        Raises:
-            EngineStopped: no more will come.
-        """
-        while not self._deltas:
-            if self.unfinished == 0:
-                return []
-            if self._stopped is not None:
-                raise EngineStopped(self._stopped)
-            self._changed.clear()
-            await self._changed.wait()
-        deltas, self._deltas = self._deltas, []
-        return deltas
 
 
 def _take_exception(found: asyncio.Future[T]) -> None:
@@ -79,11 +37,12 @@ def _take_exception(found: asyncio.Future[T]) -> None:
         found.exception()
 
 
-class EngineWorker:
+class EngineWorker(EngineLink):
     """Runs `engine` in a thread of its own. Create it on the event loop that it shall serve; `close` ends the thread.
 
     `on_failure` is called on the event loop, with the exception, when the engine can do no more.
-    `max_wait_s`: how long a request may wait for its start; None: for ever.
+    `max_wait_s`: how long a request may wait for its start; None: for ever. `compiles`: has been started, and is stopped by
+    `close`. `run_pass`: answers for whole texts, in the engine's thread.
     """
 
     def __init__(
@@ -93,77 +52,83 @@ class EngineWorker:
         on_failure: Callable[[BaseException], None],
         *,
         max_wait_s: float | None = None,
+        compiles: CompileCounter | None = None,
+        run_pass: Callable[[Pass], np.ndarray] | None = None,
     ):
+        super().__init__(latencies)
         self.engine = engine
         self._max_wait_s = max_wait_s
-        self._latencies = latencies
+        self._compiles = compiles
+        self._run_pass = run_pass
+        self._live = LiveView(engine)
+        self._grammars = GrammarCompiler(engine)
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tilewright-engine")
-        self._channels: dict[str, Channel] = {}
-        self._stopped: str | None = None
         self._stepping = False  # only touched in the engine's thread: a step is queued or running
 
     @property
-    def stopped(self) -> str | None:
-        """Why the engine takes no more work, or None while it does."""
-        return self._stopped
-
-    @property
-    def failures(self) -> int:
+    def failures(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Steps that failed since one brought a token."""
         return self.engine.failed_steps
 
-    @property
-    def open_channels(self) -> int:
-        """HTTP requests that wait for the engine."""
-        return len(set(map(id, self._channels.values())))
+    async def _submit_all(self, channel: Channel, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+        await self.call(lambda: self._submit(channel.ids, prompts, params))
 
-    @asynccontextmanager
-    async def open(self, name: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> AsyncIterator[Channel]:
-        """Submit prompts, all or none, as requests `name` (one prompt) or `name-0`, `name-1` ...; abort them on leaving early.
+    def _leave(self, channel: Channel) -> None:
+        if channel.unfinished and self.stopped is None:
+            # Runs after the submission even if that is still queued: the executor keeps the order.
+            self._executor.submit(self._abort, channel.ids)
 
-        Raises:
-            ValueError: the engine refuses a prompt.
-            QueueFull: there is no room in the queue.
-            EngineStopped: the engine takes no more work.
-        """
-        if self._stopped is not None:
-            raise EngineStopped(self._stopped)
-        ids = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
-        channel = Channel(ids, params[0].n)
-        self._channels.update(dict.fromkeys(ids, channel))
-        try:
-            await self.call(lambda: self._submit(ids, prompts, params))
-            yield channel
-        finally:
-            for request_id in ids:
-                del self._channels[request_id]
-            if channel.unfinished and self._stopped is None:
-                # Runs after the submission even if that is still queued: the executor keeps the order.
-                self._executor.submit(self._abort, ids)
+    async def scrape(self) -> Scrape:
+        """The engine's numbers. Raises EngineStopped."""
+        return Scrape(await self.call(self.engine.stats), 0 if self._compiles is None else self._compiles.after_ready)
+
+    async def live(self) -> bytes:
+        """The engine's state for the page, as JSON. Raises EngineStopped."""
+        return await self.call(self._live.snapshot)
+
+    async def ping(self) -> None:
+        """Return between two steps. Raises EngineStopped."""
+        await self.call(lambda: None)
+
+    async def run_pass(self, work: Pass) -> np.ndarray:
+        """What the model says of whole texts, between two steps. Raises EngineStopped, and what the model raises."""
+        run = self._run_pass
+        assert run is not None, "asked of models that have numbers of texts"
+        return await self.call(lambda: run(work))
+
+    async def compile_grammar(self, grammar: Grammar) -> None:
+        """Return once the engine has the grammar. Raises GrammarError."""
+        await asyncio.wrap_future(self._grammars.submit(grammar), loop=self._loop)
 
     async def call(self, look: Callable[[], T]) -> T:
         """The result of `look()`, run in the engine's thread between two steps."""
-        if self._stopped is not None:
-            raise EngineStopped(self._stopped)
+        if self.stopped is not None:
+            raise EngineStopped(self.stopped)
         found = asyncio.wrap_future(self._executor.submit(look), loop=self._loop)
         found.add_done_callback(_take_exception)
         # shield: a command whose caller has gone still runs, so that the abort behind it finds what it must end.
         return await asyncio.shield(found)
 
-    def stop_all(self, reason: str) -> None:
-        """End every open channel with `EngineStopped`, and take no more work."""
-        self._stopped = reason
-        for channel in set(self._channels.values()):
-            channel.stop(reason)
+    async def end(self, timeout_s: float) -> bool:
+        """End the thread, or give up on it: a step that hangs must not hold the end of the process. Whether it ended."""
+        closing = threading.Thread(target=self.close, name="tilewright-close", daemon=True)
+        closing.start()
+        end_s = time.monotonic() + timeout_s
+        while closing.is_alive() and time.monotonic() < end_s:
+            await asyncio.sleep(0.005)
+        return not closing.is_alive()
 
     def close(self) -> None:
         """End the thread after the command or step that it is in."""
-        self.stop_all(self._stopped or "the server has stopped")
+        self.stop_all(self.stopped or "the server has stopped")
+        if self._compiles is not None:
+            self._compiles.stop()
         # In the thread itself, so that it cannot be about to queue another step while the executor closes.
         self._executor.submit(lambda: None).result()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._grammars.close()
 
     # In the engine's thread ------------------------------------------------------------------------------------------
 
@@ -185,7 +150,7 @@ class EngineWorker:
         self._keep_stepping()
 
     def _keep_stepping(self) -> None:
-        if self._stepping or self._stopped is not None or not self.engine.has_work:
+        if self._stepping or self.stopped is not None or not self.engine.has_work:
             return
         self._stepping = True
         self._executor.submit(self._step).add_done_callback(self._stepped)
@@ -193,7 +158,7 @@ class EngineWorker:
     def _step(self) -> None:
         deltas = self.engine.step()
         if deltas:
-            self._loop.call_soon_threadsafe(self._deliver, deltas, time.perf_counter())
+            self._loop.call_soon_threadsafe(self._spread, deltas, time.perf_counter())
 
     def _stepped(self, step: Future[None]) -> None:
         self._stepping = False
@@ -207,24 +172,17 @@ class EngineWorker:
 
     # On the event loop -----------------------------------------------------------------------------------------------
 
-    def _deliver(self, deltas: Sequence[Delta], now_s: float) -> None:
-        for delta in deltas:
-            channel = self._channels.get(delta.request_id)
-            if channel is None:
-                continue  # its client has gone; the abort is on its way
-            self._measure(channel, delta, now_s)
-            channel.push(delta)
+    def _spread(self, deltas: Sequence[Delta], now_s: float) -> None:
+        """Hand out what a step has brought: plain events the short way."""
+        self.batch.begin(now_s)
+        self._deliver([delta for delta in deltas if not self._direct(delta)], now_s)
+        self.batch.end()
 
-    def _measure(self, channel: Channel, delta: Delta, now_s: float) -> None:
-        if not delta.token_ids:
-            return
-        sample = (delta.request_id, delta.index)
-        before_s = channel.last_token_s.get(sample)
-        if before_s is None:
-            self._latencies.first(now_s - channel.opened_s)
-        else:
-            self._latencies.following(now_s - before_s, len(delta.token_ids))
-        channel.last_token_s[sample] = now_s
+    def _direct(self, delta: Delta) -> bool:
+        channel = self._channels.get(delta.request_id)
+        if channel is None or channel.direct is None or delta.finish_reason is not None or not delta.token_ids:
+            return False
+        return channel.direct.take(channel.choice(delta), delta.text, len(delta.token_ids))
 
     def _fail(self, error: BaseException) -> None:
         self.stop_all(f"the engine failed: {type(error).__name__}: {error}")

@@ -1,0 +1,139 @@
+"""An engine without a model, behind the real socket: every stream gets a token a step, at a given rate.
+
+`python -m tilewright.bench.front_engine TOKENS_PER_S FOLDER CONTROL` is the engine process of `tilewright bench front`.
+"""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tilewright.engine.deltas import Note, StepDeltas
+from tilewright.engine.outputs import EngineStats
+from tilewright.engine.request import SamplingParams
+from tilewright.engine.tokenizer import Tokenizer
+from tilewright.server.engine_main import serve_engine
+from tilewright.server.prompts import Served
+
+__all__ = ["MockEngine", "words"]
+
+VOCAB = 8192
+MAX_MODEL_LEN = 1 << 20
+LEAST_STEP_S = 0.002
+"""Of a step that has few streams."""
+
+
+def words() -> Tokenizer:
+    """A tokenizer of words with four letters and a space before them, as those of language models write English."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    names = ["Ġ" + "".join(chars) for chars in itertools.islice(itertools.product("etaoinsrhl", repeat=4), VOCAB - 257)]
+    vocab = {name: i for i, name in enumerate([*letters, *names])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return Tokenizer(backend, special_tokens={"eos_token": "<eos>"})
+
+
+class _Scheduler:
+    """What a server asks of one."""
+
+    max_model_len = MAX_MODEL_LEN
+    max_waiting = 1 << 16
+
+    def __init__(self, engine: "MockEngine"):
+        self._engine = engine
+        self.blocks = self
+        self.num_pages, self.page_size = MAX_MODEL_LEN, 16
+
+    def live(self, request_id: str) -> list[int]:
+        """Its streams."""
+        return self._engine.by_id.get(request_id, [])
+
+
+class MockEngine:
+    """As `Engine`, as far as an engine process needs one. Tokens are drawn at random, letters and words."""
+
+    lost = None
+    failed_steps = 0
+
+    def __init__(self, tokens_per_s: float):
+        self.tokenizer = words()
+        self.eos_ids, self.vocab_size = self.tokenizer.eos_ids, self.tokenizer.vocab_size
+        self.scheduler = _Scheduler(self)
+        self.by_id: dict[str, list[int]] = {}
+        self._rate = tokens_per_s
+        self._streams = np.zeros(0, np.int64)
+        self._left = np.zeros(0, np.int64)
+        self._fresh: list[int] = []
+        self._names: dict[int, str] = {}
+        self._drawn = np.random.default_rng(0).integers(257, VOCAB - 1, 1 << 16).astype(np.int32)
+        self._next_s = 0.0
+        self._made = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are streams."""
+        return bool(len(self._streams))
+
+    def submit(
+        self, prompt: list[int], params: SamplingParams, request_id: str, *, max_wait_s: float | None, streams: Sequence[int]
+    ) -> str:
+        """Take streams on."""
+        self.by_id[request_id] = list(streams)
+        self._names |= dict.fromkeys(streams, request_id)
+        self._streams = np.append(self._streams, np.array(streams, np.int64))
+        self._left = np.append(self._left, np.full(len(streams), params.max_tokens))
+        self._fresh += streams
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End its streams, without a word."""
+        for stream in self.by_id.pop(request_id, []):
+            self.stop(stream)
+
+    def stop(self, stream: int) -> None:
+        """End a stream."""
+        self._names.pop(stream, None)
+        keep = self._streams != stream
+        self._streams, self._left = self._streams[keep], self._left[keep]
+
+    def advance(self) -> StepDeltas:
+        """A token for each stream, once it is time."""
+        now_s = time.perf_counter()
+        count = len(self._streams)
+        time.sleep(max(0.0, self._next_s - now_s))
+        self._next_s = max(now_s, self._next_s) + max(count / self._rate, LEAST_STEP_S)
+        start = self._made % (len(self._drawn) - count) if count < len(self._drawn) else 0
+        self._made += count
+        self._left -= 1
+        streams, ended = self._streams, np.nonzero(self._left == 0)[0]
+        fresh = set(self._fresh)
+        first = [int(row) for row in np.nonzero(np.isin(streams, self._fresh))[0]] if fresh else []
+        notes = {row: Note(row, cached_tokens=0) for row in first}
+        for row in map(int, ended):
+            notes[row] = Note(row, "length", cached_tokens=0)
+            self.by_id.pop(self._names.pop(int(streams[row])), None)
+        self._fresh.clear()
+        if len(ended):
+            keep = self._left > 0
+            self._streams, self._left = streams[keep], self._left[keep]
+        tokens = self._drawn[start : start + count]
+        return StepDeltas(streams, np.ones(count, np.int32), tokens, tuple(notes[row] for row in sorted(notes)))
+
+    def stats(self) -> EngineStats:
+        """Numbers, mostly 0."""
+        names = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+        return EngineStats(**{**names, "running": len(self._streams), "generated_tokens": self._made})
+
+
+if __name__ == "__main__":
+    made: Any = MockEngine(float(sys.argv[1]))
+    os._exit(serve_engine(Path(sys.argv[2]), int(sys.argv[3]), lambda log: (made, Served.of(made, "mock"), None)))

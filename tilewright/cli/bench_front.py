@@ -1,0 +1,46 @@
+"""`tilewright bench front`: what the front processes of a server cost, without a model."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from tilewright.cli.bench import bench, print_rows
+from tilewright.cli.root import plain_errors, say
+from tilewright.extras import require
+
+__all__ = ["bench_front"]
+
+
+@bench.command("front")
+def bench_front(
+    context: typer.Context,
+    fronts: Annotated[
+        list[int] | None, typer.Option("--fronts", "-f", min=1, max=64, help="Front processes; any. [default: 1, 2, 4]")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, max=1 << 16, help="Streams open at once.")] = 512,
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each stream.")] = 512,
+    rate: Annotated[float, typer.Option(min=1, help="Tokens a second that the engine gives, to all streams together.")] = 250e3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows and parts as JSON instead of tables.")] = False,
+) -> None:
+    """Tokens a second through front processes, and the processor time of each: real HTTP, an engine without a model.
+
+    Tokens an event say whether the fronts kept up: at 1 each token was an event of its own. Microseconds are of processor time,
+    summed over the processes of a kind; the second table has the parts of a front alone.
+
+    Example: tilewright bench front -f 4 --rate 250000
+    """
+    with plain_errors(context):
+        require("tilewright bench front", "fastapi", "uvicorn", "prometheus_client", "tokenizers", "zmq", "msgpack")
+        from tilewright.bench.front import parts, run_fronts
+
+        rows = []
+        for count in fronts or [1, 2, 4]:
+            say(f"{count} front processes, {streams} streams of {tokens} tokens ...")
+            rows.append(run_fronts(count, streams=streams, tokens=tokens, tokens_per_s=rate))
+        alone = parts(min(streams, 512))
+        if as_json:
+            print(json.dumps({"rows": rows, "us_a_token": alone}))
+            return
+        print_rows(rows, False)
+        print_rows([{"microseconds a token of": name, "alone": us} for name, us in alone.items()], False)

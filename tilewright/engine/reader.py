@@ -1,0 +1,138 @@
+"""From arrays of tokens to text: the reader of an engine's steps, in its process or behind a socket.
+
+It turns tokens into text as they come, finds stop strings, and counts nothing behind them. The engine knows no text: whoever
+reads tells it which streams a stop string has ended.
+"""
+
+from collections.abc import Callable, Sequence
+
+from tilewright.engine.deltas import Note, StepDeltas
+from tilewright.engine.request import Delta, SamplingParams
+from tilewright.engine.stops import OutputText
+from tilewright.engine.tokenizer import Detokenizer, Tokenizer
+
+__all__ = ["Reader"]
+
+NOTHING = Note(0)
+
+
+class _Sample:
+    """What is known of one stream."""
+
+    __slots__ = ("cached_tokens", "direct", "index", "plain", "request_id", "text")
+
+    def __init__(self, request_id: str, index: int, text: OutputText | None):
+        self.request_id = request_id
+        self.index = index
+        self.text = text
+        self.cached_tokens = 0
+        self.direct: Callable[[str, int], bool] | None = None
+        self.plain = None if text is None else text.plain
+        """Makes text of tokens at once, where there are no stop strings."""
+
+
+class Reader:
+    """Reads steps into deltas. `stopped`: streams that a stop string has ended since the caller last took them from there.
+
+    Args:
+        tokenizer: makes the text; None: deltas have ids and no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._samples: dict[int, _Sample] = {}
+        self.stopped: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def open(self, streams: Sequence[int], request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Read these streams: the samples of one prompt, by index."""
+        for index, stream in enumerate(streams):
+            text = None
+            if self._tokenizer is not None:
+                detokenizer = Detokenizer(self._tokenizer, prompt_ids, special=params.special_tokens)
+                text = OutputText(detokenizer, params.stop, params.min_tokens)
+            self._samples[stream] = _Sample(request_id, index, text)
+
+    def direct(self, stream: int, take: Callable[[str, int], bool]) -> None:
+        """Offer (text, tokens) of rows without a note to `take` first; what it takes is in no delta."""
+        if stream in self._samples:
+            self._samples[stream].direct = take
+
+    def close(self, streams: Sequence[int]) -> None:
+        """Read these no further."""
+        for stream in streams:
+            self._samples.pop(stream, None)
+
+    def clear(self) -> None:
+        """Read nothing further."""
+        self._samples.clear()
+        self.stopped.clear()
+
+    def read(self, step: StepDeltas) -> list[Delta]:
+        """What a step says of the streams that are open, in the order of its rows; a stream that ends is closed."""
+        deltas: list[Delta] = []
+        samples, tokens = self._samples, tuple(step.tokens.tolist())
+        notes = {note.row: note for note in step.notes}
+        end = 0
+        for row, (stream, count) in enumerate(zip(step.streams.tolist(), step.counts.tolist(), strict=True)):
+            start, end = end, end + count
+            sample = samples.get(stream)
+            if sample is None:
+                continue
+            if row in notes or sample.plain is None:
+                deltas.append(self._delta(stream, sample, tokens[start:end], notes.get(row, NOTHING)))
+                continue
+            text = sample.plain(tokens[start:end])
+            if sample.direct is None or not sample.direct(text, count):
+                deltas.append(
+                    Delta(sample.request_id, sample.index, tokens[start:end], text, cached_tokens=sample.cached_tokens)
+                )
+        return deltas
+
+    def _delta(self, stream: int, sample: _Sample, tokens: tuple[int, ...], note: Note) -> Delta:
+        if note.cached_tokens is not None:
+            sample.cached_tokens = note.cached_tokens
+        reason: str | None = note.finish_reason
+        stop_reason: str | int | None = note.stop_reason
+        error, logprobs = note.error, note.logprobs
+        text, stop = "", None
+        if sample.text is not None:
+            # The token that ended a text is not in it.
+            shown = tokens[:-1] if reason == "stop" else tokens
+            text, stop, used = _push(sample.text, shown)
+            if stop is not None:
+                # The text may have reached its last token, too: what a reader sees is that it was stopped.
+                tokens, logprobs = tokens[:used], logprobs[:used]
+                if reason is None:
+                    self.stopped.append(stream)
+                reason, stop_reason, error = "stop", stop, None
+            elif reason in ("stop", "length"):
+                text += sample.text.finish()
+        if reason is not None:
+            del self._samples[stream]
+        return Delta(
+            request_id=sample.request_id,
+            index=sample.index,
+            token_ids=tokens,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            prompt_logprobs=note.prompt_logprobs,
+            error=error,
+            retry_after_s=note.retry_after_s,
+            cached_tokens=sample.cached_tokens,
+        )
+
+
+def _push(text: OutputText, tokens: Sequence[int]) -> tuple[str, str | None, int]:
+    """(text that is safe to show, the stop string that ends it or None, tokens up to there)."""
+    shown = ""
+    for used, token in enumerate(tokens, start=1):
+        piece, stop = text.push(token)
+        shown += piece
+        if stop is not None:
+            return shown, stop, used
+    return shown, None, len(tokens)

@@ -1,0 +1,63 @@
+"""The program of the engine process: `python -m tilewright.server.engine_main FOLDER CONTROL`, started by supervisor.py."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from tilewright.engine.core import Engine
+from tilewright.engine.pooling import Pass
+from tilewright.extras import MissingExtra
+from tilewright.server.engine_process import EngineProcess
+from tilewright.server.logs import Log
+from tilewright.server.memory import settle
+from tilewright.server.prompts import Served
+from tilewright.server.supervisor import control_of, engine_spec, read_config
+
+__all__ = ["Loaded", "serve_engine"]
+
+Loaded = tuple[Engine, Served, Callable[[Pass], np.ndarray] | None]
+"""An engine, what it serves, and what answers for whole texts, where the model can."""
+
+
+def serve_engine(folder: Path, control: int, load: Callable[[Log], Loaded]) -> int:
+    """Serve what `load` makes until the parent has gone; the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the parent says when
+    config = read_config(folder)
+    with Log(config.log_level, config.log_format) as log, control_of(control) as parent:
+        try:
+            engine, served, run_pass = load(log)
+            process = EngineProcess(engine, served.description(), folder, parent.fileno(), run_pass=run_pass)
+        except (ValueError, OSError, MemoryError, MissingExtra) as error:
+            log.say(f"error: {str(error).strip() or type(error).__name__}")
+            return 1
+        settle()
+        with suppress(OSError):
+            parent.send(b"ready\n")
+        return process.run()
+
+
+def _load(folder: Path, log: Log) -> Loaded:
+    spec = engine_spec(folder)
+    started_s = time.perf_counter()
+    log.say(f"Loading {spec['model']} ...")
+    from tilewright.engine.llm import LLM
+
+    llm = LLM(spec["model"], progress=log.stage, **spec["options"])
+    log.say(f"Loaded in {time.perf_counter() - started_s:.1f} s")
+    pooler = llm.pooler
+    pooled = None if pooler is None else pooler.pooled
+    served = Served.of(llm.engine, spec["name"], pooled=pooled, generates=llm.generates)
+    return llm.engine, served, None if pooler is None else pooler.run
+
+
+if __name__ == "__main__":
+    here = Path(sys.argv[1])
+    code = serve_engine(here, int(sys.argv[2]), lambda log: _load(here, log))
+    os._exit(code)  # a step that hangs, or a device that does, holds no thread of ours

@@ -1,0 +1,352 @@
+"""A link to an engine in another process, over the socket of wire.py.
+
+The text is made here: every step of the engine comes as arrays, and a reader turns them into text and finds stop strings, of
+which it tells the engine. The link follows its engine: while there is none, requests are refused at once and open ones have
+ended; when one is there again, the link says hello and goes on.
+"""
+
+import asyncio
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from tilewright.engine.grammar import Grammar
+from tilewright.engine.grammar_masks import GrammarError
+from tilewright.engine.outputs import EngineStats
+from tilewright.engine.pooling import Pass
+from tilewright.engine.reader import Reader
+from tilewright.engine.request import QueueFull, SamplingParams
+from tilewright.extras import needed
+from tilewright.server import wire
+from tilewright.server.direct import Direct
+from tilewright.server.link import Channel, EngineLink, EngineStopped
+from tilewright.server.metrics import Metrics, Scrape
+from tilewright.server.prompts import Served
+from tilewright.server.wire import FRONT_BITS, WIRE_VERSION, Submit, WireError
+
+zmq: Any = needed("zmq", "serve")
+zmq_asyncio: Any = needed("zmq.asyncio", "serve")
+zmq_monitor: Any = needed("zmq.utils.monitor", "serve")
+
+__all__ = ["RemoteEngine", "ask_for_served"]
+
+RECEIVE_QUEUE = 4096
+RECONNECT_MS = 50
+COUNTS_S = 0.5
+"""How often the engine is told what this process has counted."""
+BEGIN_S = 30.0
+NO_ENGINE = "the engine process has ended and is being started again; come back in a few seconds"
+SENT_AWAY = "the engine gave up on this part of the server, which did not keep up; the request can be sent again"
+
+logger = logging.getLogger(__name__)
+
+
+class OtherModel(RuntimeError):
+    """The engine came back, and is another."""
+
+
+def _options(socket: Any) -> None:
+    options = {
+        zmq.IMMEDIATE: 1,  # nothing is sent to an engine that is not there yet
+        zmq.LINGER: 0,
+        zmq.MAXMSGSIZE: wire.MAX_FROM_ENGINE_BYTES,
+        zmq.RCVHWM: RECEIVE_QUEUE,
+        zmq.RECONNECT_IVL: RECONNECT_MS,
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+
+
+def ask_for_served(address: str, timeout_s: float) -> Served:
+    """What the engine at `address` serves.
+
+    Raises:
+        TimeoutError: it does not say.
+        ValueError: it is of another version.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        _options(socket)
+        socket.connect(address)
+        end_s = time.monotonic() + timeout_s
+        socket.setsockopt(zmq.SNDTIMEO, int(1000 * timeout_s))
+        try:
+            socket.send(wire.pack("hello", WIRE_VERSION))
+            while True:
+                if not socket.poll(max(0, int(1000 * (end_s - time.monotonic())))):
+                    raise zmq.Again
+                message = wire.unpack(socket.recv())
+                if message[0] == "hello":
+                    return Served.described(_welcomed(message)[3])
+        except zmq.Again:
+            raise TimeoutError(f"the engine process does not answer within {timeout_s:g} s") from None
+
+
+def _welcomed(message: list[Any]) -> tuple[int, int, bytes, dict[str, Any]]:
+    """(this front's number, the engine's own, a digest of what is served, that itself). Raises WireError."""
+    spoken = message[1] if len(message) > 1 else None
+    if spoken != WIRE_VERSION:
+        versions = f"the engine process speaks version {spoken!r:.20} of the wire, this process {WIRE_VERSION}"
+        raise WireError(f"{versions}; wanted both from one installation, restart the server")
+    _, number, engine, digest, description = wire.check(message, int, int, int, bytes, dict)
+    return number, engine, digest, description
+
+
+class RemoteEngine(EngineLink):
+    """Create it on the event loop that it shall serve; `end` ends it.
+
+    `max_wait_s`: how long a request may wait for its start. `on_failure` hears of an engine that is of no use to this process:
+    another one has to be started.
+    """
+
+    returns = True
+
+    def __init__(
+        self,
+        address: str,
+        served: Served,
+        metrics: Metrics,
+        on_failure: Callable[[BaseException], None],
+        *,
+        max_wait_s: float,
+    ):
+        super().__init__(metrics.latencies)
+        self._tokenizer = served.tokenizer
+        self._digest: bytes | None = None
+        self.stopped = NO_ENGINE
+        self._ended = False
+        self._max_wait_s = max_wait_s
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._front: int | None = None
+        self._reader = Reader(None)
+        self._engine = -1
+        self._streams = 0
+        self._numbers = 0
+        self._steps = 0
+        self._said: dict[str, float] = {}  # of the counts that the engine knows
+        self._open_streams: dict[Channel, list[int]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._context = zmq_asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _options(self._socket)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._socket.connect(address)
+        self._tasks = [self._start(work()) for work in (self._read, self._watch, self._count)]
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._ended:
+            self.stop_all(f"the link to the engine failed: {error}")
+            self._on_failure(error)
+
+    async def begin(self) -> None:
+        """Wait for the engine's hello, but not for an engine that is being started again."""
+        end_s = time.monotonic() + BEGIN_S
+        while self.stopped is not None and time.monotonic() < end_s:
+            await asyncio.sleep(0.005)
+
+    # Up and down -----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Follows the connection."""
+        while True:
+            event = await zmq_monitor.recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._send(wire.pack("hello", WIRE_VERSION))
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._lose(self.stopped or NO_ENGINE)
+
+    def _lose(self, reason: str) -> None:
+        """There is no engine, or none that knows this front."""
+        self._front = None
+        if not self._ended:
+            self.stopped = reason
+        self._reader.clear()
+        self._end_channels(reason)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineStopped(reason))
+
+    def stop_all(self, reason: str) -> None:
+        """End every open channel with `EngineStopped`, and take no more work."""
+        self._ended = True
+        super().stop_all(reason)
+
+    async def end(self, timeout_s: float) -> bool:
+        """End the link; the engine aborts what is unfinished. Never waits for it."""
+        self.stop_all(self.stopped or "the server has stopped")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._say_counts()
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger=200)
+        self._context.term()
+        return True
+
+    # What comes ------------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        while True:
+            raw = await self._socket.recv()
+            now_s = time.perf_counter()
+            try:
+                self._hear(wire.unpack(raw), now_s)
+            except WireError as error:
+                logger.error("the engine process is not understood: %s", error)
+                self._lose(SENT_AWAY)
+                self._send(wire.pack("hello", WIRE_VERSION))
+
+    def _hear(self, message: list[Any], now_s: float) -> None:
+        kind = message[0]
+        if kind == "hello":
+            number, engine, digest, _ = _welcomed(message)
+            if self._digest not in (None, digest):
+                raise OtherModel("the engine process serves another model now")
+            self._lose(NO_ENGINE)
+            self._digest = digest
+            self._front, self._steps = number, 0
+            if engine != self._engine:
+                self._engine, self._said = engine, {}
+            self._reader = Reader(self._tokenizer)
+            self.failures = 0
+            if not self._ended:
+                self.stopped = None
+        elif self._front is None:
+            return  # of a time before the hello
+        elif kind == "step":
+            number, step = wire.read_step(message)
+            self._next_step(number)
+            self.batch.begin(now_s)
+            self._deliver(self._reader.read(step), now_s)
+            self.batch.end()
+            if self._reader.stopped:
+                self._send(wire.pack("stop", self._reader.stopped))
+                self._reader.stopped.clear()
+        elif kind == "tick":
+            number, self.failures = wire.check(message, int, int)
+            self._steps -= 1
+            self._next_step(number)
+        elif kind == "ended":
+            self._lose(f"the engine failed: {wire.check(message, str)[0]}")
+            self._send(wire.pack("bye"))
+        elif kind == "lost":
+            logger.error("the engine process gave up on this front: %s", *wire.check(message, str))
+            self._lose(SENT_AWAY)
+            self._send(wire.pack("hello", WIRE_VERSION))
+        else:
+            self._answered(message)
+
+    def _next_step(self, number: int) -> None:
+        self._steps += 1
+        if number != self._steps:
+            raise WireError(f"step {number} has come, wanted {self._steps}")
+
+    def _answered(self, message: list[Any]) -> None:
+        if message[0] == "answer":
+            number, result = message[1:] if len(message) == 3 else (None, None)
+            error = None
+        elif message[0] == "refused":
+            number, kind, why, retry_s = wire.check(message, int, str, str, (float, type(None)))
+            kinds = {"full": QueueFull(why, retry_s or 1.0), "grammar": GrammarError(why), "failed": RuntimeError(why)}
+            error = kinds.get(kind, ValueError(why))
+            result = None
+        else:
+            raise WireError(f"a message of the kind {message[0][:30]!r}")
+        answer = self._answers.get(number) if isinstance(number, int) else None
+        if answer is not None and not answer.done():
+            answer.set_result(result) if error is None else answer.set_exception(error)
+
+    # What goes -------------------------------------------------------------------------------------------------------
+
+    def _send(self, raw: bytes) -> None:
+        """Raises nothing: without an engine the message is lost, as all it was about is."""
+        sent = self._socket.send(raw, zmq.NOBLOCK)
+        if sent.done() and not sent.cancelled():
+            sent.exception()
+
+    async def _ask(self, raw: Callable[[int], bytes]) -> Any:
+        """The engine's answer. Raises what it refuses with, or EngineStopped."""
+        if self.stopped is not None:
+            raise EngineStopped(self.stopped)
+        self._numbers += 1
+        number = self._numbers
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(raw(number))
+            return await answer
+        finally:
+            del self._answers[number]
+
+    async def _submit_all(self, channel: Channel, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+        low: list[list[int]] = []
+        for one in params:
+            low.append(list(range(self._streams, self._streams + one.n)))
+            self._streams += one.n
+        front = self._front or 0
+        streams = [[front << FRONT_BITS | stream for stream in several] for several in low]
+        self._open_streams[channel] = [stream for several in streams for stream in several]
+        for request_id, prompt, one, several in zip(channel.ids, prompts, params, streams, strict=True):
+            self._reader.open(several, request_id, prompt, one)
+        wait_s = self._max_wait_s if math.isfinite(self._max_wait_s) else None
+        await self._ask(
+            lambda number: wire.pack_submit(Submit(number, list(channel.ids), list(prompts), list(params), low, wait_s))
+        )
+
+    def attach(self, channel: Channel, direct: Direct) -> None:
+        """Let the plain events of a channel take the short way."""
+        super().attach(channel, direct)
+        for choice, stream in enumerate(self._open_streams.get(channel, ())):
+            self._reader.direct(stream, functools.partial(direct.take, choice))
+
+    def _leave(self, channel: Channel) -> None:
+        self._reader.close(self._open_streams.pop(channel, ()))
+        if channel.unfinished and self.stopped is None:
+            self._send(wire.pack("abort", list(channel.ids)))
+
+    async def run_pass(self, work: Pass) -> np.ndarray:
+        """What the model says of whole texts, between two steps of the engine. Raises EngineStopped, or RuntimeError."""
+        return wire.read_table(await self._ask(lambda number: wire.pack_pass(number, work)))
+
+    async def compile_grammar(self, grammar: Grammar) -> None:
+        """Return once the engine has the grammar. Raises GrammarError or EngineStopped."""
+        await self._ask(lambda number: wire.pack("grammar", number, wire.write_grammar(grammar)))
+
+    async def ping(self) -> None:
+        """Return between two steps of the engine. Raises EngineStopped."""
+        await self._ask(lambda number: wire.pack("look", number, "ping"))
+
+    async def live(self) -> bytes:
+        """The engine's state for the page, as JSON. Raises EngineStopped."""
+        return await self._ask(lambda number: wire.pack("look", number, "live"))
+
+    async def scrape(self) -> Scrape:
+        """The numbers of the engine and of all fronts; those of the others are up to `COUNTS_S` old."""
+        self._say_counts()
+        stats, compiles, counts, gauges = await self._ask(lambda number: wire.pack("look", number, "scrape"))
+        return Scrape(EngineStats(**stats), compiles, counts, gauges)
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(COUNTS_S)
+            self._say_counts()
+
+    def _say_counts(self) -> None:
+        """Tells the engine what has been counted since it was last told."""
+        if self._front is None:
+            return
+        now = self._metrics.counts()
+        more = {name: number - self._said.get(name, 0) for name, number in now.items()}
+        self._said = now
+        self._send(wire.pack("counts", {name: number for name, number in more.items() if number}, self._metrics.gauges()))

@@ -1,0 +1,257 @@
+"""The process that holds a server of several together: one engine, and fronts that share a listening socket.
+
+| what happens               | what is done                                                                                |
+|----------------------------|---------------------------------------------------------------------------------------------|
+| a front ends               | another is started; the engine aborts what the old one had asked for                        |
+| the engine ends            | fronts answer 503 until another is there, which is started after a pause that grows         |
+| a signal                   | the fronts get it and drain as a server of one process does; then the engine is told to end |
+| this process ends          | the others see the end of their control socket, and end                                     |
+| the engine does not start  | nor does the server; its exit code is the engine's                                          |
+
+Nothing is shared but a folder with mode 0700: the engine's socket is in it, and the files that tell the processes what to do.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tilewright.server.config import ServerConfig
+from tilewright.server.logs import Log
+from tilewright.server.serve import url_of
+
+__all__ = ["ENGINE", "Supervisor", "control_of", "private_folder", "read_config", "write_config"]
+
+ENGINE = (sys.executable, "-m", "tilewright.server.engine_main")
+FRONT = (sys.executable, "-m", "tilewright.server.front")
+"""Commands; behind them come the folder and the descriptor of the control socket, for a front also the listening one."""
+LOOK_S = 0.05
+PAUSE_LEAST_S, PAUSE_MOST_S = 1.0, 60.0
+"""Before a process that did not live for `STEADY_S` is started again."""
+STEADY_S = 30.0
+START_S = 120.0
+"""For a front: Python's own start, on a busy machine."""
+END_S = 10.0
+"""Beyond the drain timeout, before a front that does not end is killed; for the engine: before it is."""
+SOCKET_PATH_MOST = 100
+"""Bytes; the system's limit for the path of a socket is 104 to 108."""
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder for the files of one server, with mode 0700, which goes with the context."""
+    base = None if len(tempfile.gettempdir()) < SOCKET_PATH_MOST - 40 else "/tmp"  # the path of a socket is short
+    with tempfile.TemporaryDirectory(prefix="tilewright-", dir=base) as folder:
+        yield Path(folder)
+
+
+def write_config(folder: Path, config: ServerConfig) -> None:
+    """What fronts are told."""
+    (folder / "server.json").write_text(json.dumps(dataclasses.asdict(config)))
+
+
+def read_config(folder: Path) -> ServerConfig:
+    """The same, in a front: its share of what the whole server may have."""
+    fields = json.loads((folder / "server.json").read_text())
+    if fields["cors_origins"] is not None:
+        fields["cors_origins"] = tuple(fields["cors_origins"])
+    for name in ("max_connections", "max_bodies"):
+        fields[name] = -(-fields[name] // max(1, fields["fronts"]))
+    return ServerConfig(**fields)
+
+
+def control_of(descriptor: int) -> socket.socket:
+    """The control socket of a child: it says "ready" there, and the end of it is the end of its parent."""
+    return socket.socket(fileno=descriptor)
+
+
+class _Child:
+    """A process, and its control socket."""
+
+    def __init__(self, name: str, command: Sequence[str], *descriptors: int):
+        self.name = name
+        self._command, self._descriptors = tuple(command), descriptors
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._started_s = 0.0
+        self._pause_s = 0.0
+        self._again_s = 0.0
+        self.ready = False
+
+    def start(self) -> None:
+        """Start the process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = map(str, (theirs.fileno(), *self._descriptors))
+            self._process = subprocess.Popen(
+                [*self._command, *words],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *self._descriptors),
+                start_new_session=True,  # Ctrl-C is for the parent, which says what it means
+            )
+        ours.setblocking(False)
+        self._control, self.ready, self._started_s = ours, False, time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, None while it runs; minus the signal, where one has ended it."""
+        return None if self._process is None else self._process.poll()
+
+    def heard(self) -> None:
+        """Look whether the child is ready."""
+        if self._control is not None and not self.ready:
+            try:
+                self.ready = self._control.recv(64).startswith(b"ready")
+            except BlockingIOError:
+                return
+            except OSError:
+                self.ready = False
+
+    def revive(self) -> str | None:
+        """Start the process again once it has ended, after a pause; a line about it, where there is something to say."""
+        now_s, code = time.monotonic(), self.code
+        if code is None:
+            return None
+        if not self._again_s:
+            lived = now_s - self._started_s > STEADY_S
+            self._pause_s = 0.0 if lived else min(PAUSE_MOST_S, max(PAUSE_LEAST_S, 2 * self._pause_s))
+            self._again_s = now_s + self._pause_s
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            when = "at once" if not self._pause_s else f"in {self._pause_s:g} s"
+            return f"{self.name} {how}; another is started {when}"
+        if now_s >= self._again_s:
+            self._again_s = 0.0
+            self.close()
+            self.start()
+        return None
+
+    def send(self, number: int) -> None:
+        """A signal."""
+        if self._process is not None and self.code is None:
+            self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Close the control socket: the child ends."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end, which is made where it does not come in time; the exit code."""
+        if self._process is None:
+            return 0
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+class Supervisor:
+    """Starts the processes of a server and sees to them. `log` has been entered.
+
+    Args:
+        engine: the command of the engine process, to which the folder and its control socket's descriptor are added.
+        listener: bound; the fronts listen on it.
+    """
+
+    def __init__(self, config: ServerConfig, engine: Sequence[str], folder: Path, listener: socket.socket, log: Log):
+        self._config, self._log, self._listener = config, log, listener
+        write_config(folder, config)
+        self._engine = _Child("the engine process", (*engine, str(folder)))
+        command = (*FRONT, str(folder))
+        self._fronts = [_Child(f"front process {i}", command, listener.fileno()) for i in range(1, config.fronts + 1)]
+        self._signals: list[int] = []
+        self._passed_on = 0
+        self._kill_s: float | None = None
+
+    def run(self, name: str) -> int:
+        """Serve until a signal; the exit code. `name`: of the model, for the line that says where it is served."""
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return self._run(name)
+        finally:
+            for child in (*self._fronts, self._engine):
+                child.close()
+                child.wait(END_S)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 2:
+            for child in (*self._fronts, self._engine):
+                child.send(signal.SIGKILL)
+            os._exit(128 + number)
+
+    def _run(self, name: str) -> int:
+        self._engine.start()
+        while not self._engine.ready:
+            time.sleep(LOOK_S)
+            self._engine.heard()
+            if self._signals:
+                return 128 + self._signals[0]
+            if self._engine.code is not None:
+                return self._engine.code if self._engine.code > 0 else 1
+        for front in self._fronts:
+            front.start()
+        announced, end_s = False, time.monotonic() + START_S
+        while not self._signals:
+            time.sleep(LOOK_S)
+            self._see_to(self._fronts)
+            self._see_to([self._engine])
+            if not announced and all(front.ready for front in self._fronts):
+                announced = True
+                url = url_of(self._listener)
+                self._log.say(f"Serving {name} at {url}  (API: {url}/v1, {len(self._fronts)} front processes, Ctrl-C ends)")
+            elif not announced and time.monotonic() > end_s:
+                self._log.say(f"the front processes are not ready after {START_S:g} s; the server ends")
+                return 1
+        return self._drain()
+
+    def _see_to(self, children: Sequence[_Child]) -> None:
+        for child in children:
+            was_ready = child.ready
+            child.heard()
+            line = child.revive()
+            if line is not None:
+                self._log.say(line)
+            elif child.ready and not was_ready and child is self._engine:
+                self._log.say("the engine process is there again")
+
+    def _drain(self) -> int:
+        """Pass the signals on until the fronts have ended; the exit code."""
+        end_s = time.monotonic() + self._config.drain_timeout_s + END_S
+        while any(front.code is None for front in self._fronts):
+            while self._passed_on < len(self._signals):
+                for front in self._fronts:
+                    front.send(self._signals[self._passed_on])
+                self._passed_on += 1
+            if time.monotonic() > end_s:
+                for front in self._fronts:
+                    front.send(signal.SIGKILL)
+            time.sleep(LOOK_S)
+        codes = {front.code for front in self._fronts}
+        aborted = 128 + self._signals[-1]
+        return 0 if codes <= {0} else aborted if codes & {aborted, -signal.SIGKILL} else 1
+
+
+def engine_spec(folder: Path) -> dict[str, Any]:
+    """What the engine process is told."""
+    return json.loads((folder / "engine.json").read_text())
