@@ -47,6 +47,7 @@ OPTIONS = {
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
         *("--invariant", "--no-invariant"),
     },
+    "merge": {"--out", "--dtype"},
     "train run": TRAIN_OPTIONS,
     "bench engine": {
         *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),

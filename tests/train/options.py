@@ -5,6 +5,8 @@ TRAIN_OPTIONS = {
     *("--weights", "--text-field", "--chat", "--no-chat", "--shuffle", "--no-shuffle", "--out", "--device", "--dtype"),
     *("--seed", "--row-tokens", "--micro-rows", "--micro-batches", "--accumulate", "--steps", "--optimizer", "--lr"),
     *("--lr-floor", "--schedule", "--warmup", "--decay", "--beta1", "--beta2", "--eps", "--weight-decay", "--max-norm"),
+    *("--loss", "--dpo-beta", "--dpo-smoothing", "--lora-rank", "--lora-alpha", "--lora-rslora", "--no-lora-rslora"),
+    *("--lora-dropout", "--lora-targets", "--lora-base", "--lora-adapter"),
     *("--z-loss", "--label-smoothing", "--deterministic", "--no-deterministic", "--max-skipped", "--log-every"),
     *("--save-every", "--save-async", "--no-save-async", "--keep", "--eval-data", "--eval-every", "--eval-rows"),
     *("--sample-every", "--sample-prompt", "--sample-tokens", "--tensorboard", "--no-tensorboard"),

@@ -16,6 +16,7 @@ try:
     import tilewright.cli.explain
     import tilewright.cli.hw
     import tilewright.cli.lab
+    import tilewright.cli.merge
     import tilewright.cli.ops
     import tilewright.cli.optimize
     import tilewright.cli.quantize

@@ -46,11 +46,14 @@ class Block(nn.Module):
 
         cache: this layer's, as its attention takes it.
         """
-        normed, residual = self.attn_norm.add_for(self.attn.reader, h, residual)
+        normed, residual = self.attn_norm.add_for(self.attn.reader, h, residual, batch.adapters)
         h = self.attn(normed, batch, cache)
         reader = self.ffn.reader
-        normed, residual = self.ffn_norm.add(h, residual) if reader is None else self.ffn_norm.add_for(reader, h, residual)
-        return self.ffn(normed), residual
+        if reader is None:
+            normed, residual = self.ffn_norm.add(h, residual)
+        else:
+            normed, residual = self.ffn_norm.add_for(reader, h, residual, batch.adapters)
+        return self.ffn(normed, batch.adapters), residual
 
     def norm_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
         """(norm, the one linear layer that reads its output), where it is one."""

@@ -39,9 +39,9 @@ class GatedMLP(nn.Module):
         """The one layer that reads the input."""
         return self.gate_up
 
-    def forward(self, x: Tensor | Codes) -> Tensor:
-        """[..., features], or its codes -> [..., features]."""
-        return self.down(self.gate_up(x, self.activation))
+    def forward(self, x: Tensor | Codes, adapters: Tensor | None = None) -> Tensor:
+        """[..., features], or its codes -> [..., features]; adapters as in `Batch`."""
+        return self.down(self.gate_up(x, self.activation, adapters), adapters=adapters)
 
     def extra_repr(self) -> str:
         return self.activation

@@ -151,13 +151,13 @@ class MoE(nn.Module):
         """The one layer that reads the input: there are several."""
         return None
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        """[T, E] -> [T, E]."""
+    def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[T, E] -> [T, E]; adapters as in `Batch`, of the shared experts."""
         weights, experts = self.router(x_TE)
         # grouped_mm is quick in bfloat16 alone; and whether its rows depend on the batch nobody promises.
         few = x_TE.shape[0] <= DENSE_TOKENS or x_TE.dtype != torch.bfloat16 or scope().invariant
         routed = self._by_all(x_TE, weights, experts) if few else self._grouped(x_TE, weights, experts)
-        return self.shared(x_TE) + routed.to(x_TE.dtype)
+        return self.shared(x_TE, adapters) + routed.to(x_TE.dtype)
 
     def _by_all(self, x_TE: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         inner = ops.matmul(x_TE[None], self.experts_gate_up.by_expert(), activation=self.activation)

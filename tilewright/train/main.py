@@ -12,13 +12,25 @@ from tilewright.data.compressed import Limits
 from tilewright.data.read import documents, format_of
 from tilewright.data.shards import TokenShards
 from tilewright.extras import needed
-from tilewright.models import SHAPES, Model, ModelError, empty_model, load_config, resolve, save_model
+from tilewright.models import SHAPES, Model, ModelError, load_config, resolve, save_model
 from tilewright.models.files import read_json
 from tilewright.train.config import TrainConfig, to_toml
+from tilewright.train.batch import pack
 from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts, conversation_shards, text_shards
 from tilewright.train.loop import Held, Run, Summary, resume
-from tilewright.train.setup import build_model, build_optimizer, costs_of, device_for, model_config, plan_memory
-from tilewright.train.step import NextToken
+from tilewright.train.lora import save_trained
+from tilewright.train.pairs import Pairs, pair_shards
+from tilewright.train.preference import pack_pairs
+from tilewright.train.setup import (
+    build_model,
+    build_objective,
+    build_optimizer,
+    costs_of,
+    device_for,
+    model_config,
+    plan_memory,
+    planned_model,
+)
 
 __all__ = ["Encoder", "tokenizer_folder", "train"]
 
@@ -59,6 +71,13 @@ class Encoder:
         ids = load_config(folder).eos_token_ids if (folder / "config.json").is_file() else ()
         return ids[0] if ids else None
 
+    def pair(self, prompt: str, answer: str) -> Marked:
+        """A prompt and its answer, which has a loss and ends with the end-of-text token."""
+        ends = [] if self.end is None else [self.end]
+        before = self._backend.encode(prompt, add_special_tokens=True).ids
+        before = before[:-1] if ends and before[-1:] == ends else before
+        return [(before, False), ([*self._backend.encode(answer, add_special_tokens=False).ids, *ends], True)]
+
     def __call__(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """The tokens of each text."""
         ends = [] if self.end is None else [self.end]
@@ -85,7 +104,7 @@ def train(
 ) -> Summary:  # fmt: skip
     """Train a model, or go on with a run that was stopped: with the last checkpoint in `config.out`.
 
-    Leaves checkpoints, log.jsonl, config.toml and, at the end, `model/`, a Hugging Face folder.
+    Leaves checkpoints, log.jsonl, config.toml and, at the end, `model/`, a Hugging Face folder, or `adapter/`, a peft folder.
 
     Args:
         render: messages -> tokens with answers marked; needed for `config.chat`.
@@ -101,15 +120,13 @@ def train(
     device, folder = device_for(config), Path(config.out)
     shape = model_config(config)
     say(to_toml(config).rstrip())
-    say(str(plan_memory(config, empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True), device)))
+    say(str(plan_memory(config, planned_model(config), device)))
     data, held = _data(config, shape.vocab_size, render, say)
     model = build_model(config, device)
     run = Run(
         config=config, model=model, optimizer=build_optimizer(config, model), data=data,
         costs=costs_of(config, model, device), device=device, say=say, held=held,
-        objective=NextToken(
-            z_loss=config.z_loss, label_smoothing=config.label_smoothing, deterministic=config.deterministic
-        ),
+        objective=build_objective(config, device), pack=pack if config.loss == "next-token" else pack_pairs,
         sample=None if sampler is None or not config.sample_every else sampler(model),
     )  # fmt: skip
     if resume(run):
@@ -117,8 +134,12 @@ def train(
     # Not earlier: where the config is refused, the file stays that of the run in the folder.
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     summary = run.train()
-    save_model(model, folder / "model", tokenizer_folder(config))
-    say(f"saved {folder / 'model'}")
+    saved = folder / ("adapter" if config.lora_rank else "model")
+    if config.lora_rank:
+        save_trained(config, model, saved)
+    else:
+        save_model(model, saved, tokenizer_folder(config))
+    say(f"saved {saved}")
     return summary
 
 
@@ -144,6 +165,12 @@ def _data(
     def source(path: Path) -> Source:
         if not path.exists():
             raise FileNotFoundError(f"data: there is no {path}")
+        if config.loss != "next-token":
+            if encoder is None or at is None or path.is_dir():
+                raise ValueError(f"{path}: {config.loss} wants a file of pairs, and a model with a tokenizer")
+            identity = f"{encoder.identity} {_template_identity(at)}"
+            pairs = pair_shards([path], encoder.pair, render, vocab_size, home, identity=identity)
+            return Pairs(*pairs, seed, config.row_tokens, str(path))
         if path.is_dir():
             return Texts(TokenShards(path), seed, str(path))
         if not config.chat:

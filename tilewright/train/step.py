@@ -30,6 +30,10 @@ class Objective(Protocol):
         """The sum of the losses of the batch's targets, a scalar with a gradient."""
         ...
 
+    def measures(self) -> dict[str, float]:
+        """What else is worth writing down of the batches since the last call; may wait for the device."""
+        ...
+
 
 SumOf = Callable[[Iterable[list[Tensor]]], list[Tensor]]
 """(loss, gradient, gradient ...) of each micro-batch, in order -> their sums."""
@@ -68,6 +72,10 @@ class NextToken:
             hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="sum",
             label_smoothing=self.label_smoothing, z_loss=self.z_loss,
         )  # fmt: skip
+
+    def measures(self) -> dict[str, float]:
+        """Nothing: the loss says it."""
+        return {}
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
