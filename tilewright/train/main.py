@@ -129,6 +129,8 @@ def train(
         objective=build_objective(config, device), pack=pack if config.loss == "next-token" else pack_pairs,
         sample=None if sampler is None or not config.sample_every else sampler(model),
     )  # fmt: skip
+    if config.lora_dropout:
+        torch.manual_seed(config.seed)  # its masks are drawn from torch's generator, whose state a checkpoint has
     if resume(run):
         say(f"going on behind step {run.step}")
     # Not earlier: where the config is refused, the file stays that of the run in the folder.
