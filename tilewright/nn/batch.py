@@ -20,7 +20,8 @@ class Batch:
     cu_q: [B + 1] int32, where each sequence's tokens start, and T.
     max_q_len: the most tokens any sequence has in this step; 1 says that each has exactly one.
     logits_rows: [R] int64, which of the T rows to project to logits.
-    adapters: [T] int32, the adapter of each token as a `LoraStack` counts them, 0 for none; None: no token has one.
+    adapters: [2, T] int32, the tokens in the order of their adapters, and the adapter of each in that order, as a `LoraStack`
+        counts them, 0 for none; None: no token has one.
     """
 
     positions: Tensor

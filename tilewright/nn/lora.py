@@ -105,7 +105,7 @@ class LoraStack(nn.Module):
         return adapters is not None
 
     def add(self, y: Tensor, x: Tensor, adapters: Tensor | None) -> Tensor:
-        """y [T, N of all parts], changed in place by what each token's adapter adds; adapters: [T] int32, 0 for none."""
+        """y [T, N of all parts], changed in place by what each token's adapter adds; adapters as in `Batch`."""
         assert adapters is not None
         h = ops.lora_shrink(x, self.a, adapters)
         return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts)

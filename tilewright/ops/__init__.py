@@ -27,6 +27,8 @@ from tilewright.kernels.elementwise.scale_in_place import scale_in_place_op
 from tilewright.kernels.embedding.embedding_backward import embedding_backward_op
 from tilewright.kernels.embedding.embedding_bag import embedding_bag_op
 from tilewright.kernels.gemm.linear import linear_op, matmul
+from tilewright.kernels.gemm.lora.expand import lora_expand_add, lora_expand_add_op
+from tilewright.kernels.gemm.lora.shrink import adapter_order, lora_shrink, lora_shrink_op
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.mx import mx_linear, mx_linear_op
 from tilewright.kernels.gemm.quantized.requantized import cast_linear, cast_linear_op
@@ -112,6 +114,7 @@ from tilewright.ops.upsample import upsample
 __all__ = [
     "ALL",
     "activation",
+    "adapter_order",
     "adaptive_avg_pool",
     "adaptive_max_pool",
     "add_layer_norm",
@@ -150,6 +153,8 @@ __all__ = [
     "linear_codes",
     "linear_cross_entropy",
     "log_softmax",
+    "lora_expand_add",
+    "lora_shrink",
     "mask_logits",
     "matmul",
     "max",
