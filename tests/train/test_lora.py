@@ -139,7 +139,7 @@ def test_shell_patterns_become_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_weights_are_pefts(dtype: torch.dtype, tmp_path: Path) -> None:
-    oracle, base, folder = oracle_folder(tmp_path, CASES["llama"], CONFIGS["all"])
+    _, base, folder = oracle_folder(tmp_path, CASES["llama"], CONFIGS["all"])
     fresh = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     merged = peft.PeftModel.from_pretrained(fresh, folder).merge_and_unload()
     want = dict(merged.named_parameters())
@@ -312,7 +312,9 @@ def test_it_goes_on_from_an_adapter(config: Callable[..., TrainConfig], tmp_path
         ({"loss": "dpo", "eval_data": "x"}, "loss is dpo, which has no chat"),
     ],
 )
-def test_what_contradicts_itself_is_one_sentence(config: Callable[..., TrainConfig], changes: dict[str, Any], words: str) -> None:
+def test_what_contradicts_itself_is_one_sentence(
+    config: Callable[..., TrainConfig], changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         train(config(**changes), say=quiet)
     assert "\n" not in str(caught.value)
@@ -322,6 +324,6 @@ def test_tables_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('model = "x"\n[lora]\nrank = 8\ntargets = ["q_proj"]\n[dpo]\nbeta = 0.2\n')
     found = merged(read_toml(tmp_path / "c.toml"), {})
     assert (found.lora_rank, found.lora_targets, found.dpo_beta) == (8, ("q_proj",), 0.2)
+    (tmp_path / "c.toml").write_text("[lora]\nrang = 8\n")
     with pytest.raises(ValueError, match="'lora_rang', which is no field; is 'lora_rank' meant"):
-        (tmp_path / "c.toml").write_text("[lora]\nrang = 8\n")
         merged(read_toml(tmp_path / "c.toml"), {})

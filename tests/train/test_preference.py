@@ -32,7 +32,9 @@ Answer = tuple[np.ndarray, int]
 """Tokens, and where the answer begins in them."""
 
 
-def formula(kind: str, policy: Any, reference: Any, pairs: list[tuple[Answer, Answer]], beta: float, smoothing: float) -> Tensor:
+def formula(
+    kind: str, policy: Any, reference: Any, pairs: list[tuple[Answer, Answer]], beta: float, smoothing: float
+) -> Tensor:
     """The mean loss of pairs, one answer after the other; nothing of the trainer is in it."""
 
     def logprob(model: Any, answer: Answer) -> Tensor:
@@ -49,7 +51,9 @@ def formula(kind: str, policy: Any, reference: Any, pairs: list[tuple[Answer, An
         if kind == "ipo":
             total = total + (r - 0.5 / beta) ** 2
         else:
-            total = total + (1 - smoothing) * torch.log(1 + torch.exp(-beta * r)) + smoothing * torch.log(1 + torch.exp(beta * r))
+            total = (
+                total + (1 - smoothing) * torch.log(1 + torch.exp(-beta * r)) + smoothing * torch.log(1 + torch.exp(beta * r))
+            )
     return total / len(pairs)
 
 
@@ -130,7 +134,9 @@ def test_the_loss_of_answers_is_that_of_the_formula(tmp_path: Path) -> None:
     loss = NextToken()(model, batch) / batch.n_targets
     oracle.double()
     nats = [
-        F.cross_entropy(oracle(torch.from_numpy(ids)[None]).logits[0, begin - 1 : -1], torch.from_numpy(ids[begin:]), reduction="sum")
+        F.cross_entropy(
+            oracle(torch.from_numpy(ids)[None]).logits[0, begin - 1 : -1], torch.from_numpy(ids[begin:]), reduction="sum"
+        )
         for ids, begin in given
     ]
     assert batch.n_targets == sum(len(ids) - begin for ids, begin in given)
@@ -166,7 +172,9 @@ def run(config: TrainConfig, tiny: Path) -> list[dict[str, Any]]:
 LETTERS = [{"prompt": f"say {i}", "chosen": "yes yes", "rejected": "no no no"} for i in range(8)]
 
 
-@pytest.mark.parametrize("changes", [{"lora_rank": 4, "lr": 2e-2}, {"loss": "ipo", "dpo_beta": 0.5, "lr": 1e-4}], ids=["adapter", "whole, ipo"])
+@pytest.mark.parametrize(
+    "changes", [{"lora_rank": 4, "lr": 2e-2}, {"loss": "ipo", "dpo_beta": 0.5, "lr": 1e-4}], ids=["adapter", "whole, ipo"]
+)
 def test_the_margin_rises(config: Callable[..., TrainConfig], tiny: Path, changes: dict[str, Any]) -> None:
     log = run(config(LETTERS, **{"steps": 25, "schedule": "constant", **changes}), tiny)
     assert log[0]["margin"] == pytest.approx(0.0, abs=1e-6)
@@ -184,7 +192,10 @@ def test_messages_and_texts_are_pairs(config: Callable[..., TrainConfig], tiny: 
         {"prompt": turn, "chosen": answer, "rejected": [worse]},
         {"chosen": [*turn, answer], "rejected": [*turn, worse]},
     ]
-    losses = [run(config([line], steps=1, lora_rank=2, row_tokens=96, out=str(tiny.parent / f"as-{i}")), tiny)[0] for i, line in enumerate(lines)]
+    losses = [
+        run(config([line], steps=1, lora_rank=2, row_tokens=96, out=str(tiny.parent / f"as-{i}")), tiny)[0]
+        for i, line in enumerate(lines)
+    ]
     assert losses[0]["norm"] > 0
     assert [one["norm"] for one in losses] == [losses[0]["norm"]] * 3
 

@@ -21,6 +21,7 @@ FRIENDLY: dict[str, tuple[str, Any, int]] = {
     "max_wait_s": ("max_wait", float, 1),
     "drain_timeout_s": ("drain_timeout", float, 1),
     "cors_origins": ("cors_origin", list[str] | None, 1),
+    "adapters": ("adapter", list[str] | None, 1),
 }
 
 

@@ -109,6 +109,7 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
 
 
 SAMPLING = "Sampling"
+_RUN_WITHOUT = {"model", "max_seqs", "max_waiting", "prefix_cache", "adapters", "max_adapters", "max_adapter_rank"}
 
 
 @app.command(
@@ -118,7 +119,7 @@ SAMPLING = "Sampling"
     "cat story.txt | tilewright run --max-tokens 200 > more.txt\n\n"
     'tilewright run --prompt "Once" --json | jq .timings'
 )
-@options(EngineConfig, into="engine", panel="Engine", without={"model", "max_seqs", "max_waiting", "prefix_cache"})
+@options(EngineConfig, into="engine", panel="Engine", without=_RUN_WITHOUT)
 def run(
     context: typer.Context,
     engine: dict[str, Any],

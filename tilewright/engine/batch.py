@@ -7,6 +7,7 @@ named by the slot that will hold it (`feed`), and is filled in on the device.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,13 @@ class Inputs(NamedTuple):
     """[R] int32: likeliest tokens to report beside the sample; -1: no log-probabilities at all."""
     sampled_at: Tensor
     """[R] int64: position that the sample will have."""
+    adapters: Tensor
+    """[2 T] int32, as `Batch.adapters`; nothing where no row has an adapter."""
+
+    @property
+    def adapted(self) -> Batch:
+        """The batch, whose rows have adapters."""
+        return replace(self.batch, adapters=self.adapters.view(2, -1))
 
 
 _FIELDS = (
@@ -57,6 +65,7 @@ _FIELDS = (
     ("temperature", "R", np.float32),
     ("top_p", "R", np.float32),
     ("min_p", "R", np.float32),
+    ("adapters", "2T", np.int32),
 )
 _TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
 
@@ -65,7 +74,7 @@ class Layout:
     """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers."""
 
     def __init__(self, tokens: int, seqs: int, sampled: int):
-        counts = {"T": tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
+        counts = {"T": tokens, "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
         self.fields: list[tuple[str, Any, int, int]] = []
         at = 0
         for name, axis, dtype in _FIELDS:
@@ -96,15 +105,17 @@ class Layout:
 class Packer:
     """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
 
-    `place` is called with each request that has come to its slot since the step before. What a request's own numbers raise on
+    `place` is called with each request that has come to its slot since the step before; `always_adapted`: every step names
+    adapters, even if no row has one. What a request's own numbers raise on
     the way is a `RowFault` that names it: nothing has been sent to the device then.
     """
 
     def __init__(
-        self, *, page_size: int, max_seqs: int, max_pages: int, place: Callable[[Request], None] = lambda request: None
-    ):
+        self, *, page_size: int, max_seqs: int, max_pages: int, place: Callable[[Request], None] = lambda request: None,
+        always_adapted: bool = False,
+    ):  # fmt: skip
         self.page_size = page_size
-        self._place = place
+        self._place, self._always_adapted = place, always_adapted
         self.padding_slot = max_seqs
         self.tables = np.zeros((max_seqs, max_pages), np.int32)
         self._known: list[tuple[Request | None, int, int]] = [(None, 0, 0)] * max_seqs
@@ -115,6 +126,7 @@ class Packer:
         self._min_p = np.zeros(max_seqs + 1, np.float32)
         self._seed = np.zeros(max_seqs + 1, np.int64)
         self._alternatives = np.full(max_seqs + 1, -1, np.int32)
+        self._adapter = np.zeros(max_seqs + 1, np.int32)
 
     def refresh(self, step: Step) -> int:
         """Bring tables and parameters of the step's slots up to date; returns the pages of the longest table.
@@ -147,7 +159,12 @@ class Packer:
         self._temperature[slot], self._top_k[slot], self._top_p[slot] = s.temperature, s.top_k, s.top_p
         self._min_p[slot], self._seed[slot] = s.min_p, request.seed
         self._alternatives[slot] = -1 if request.params.logprobs is None else request.params.logprobs
+        self._adapter[slot] = request.adapter
         self._place(request)
+
+    def adapted(self, step: Step) -> bool:
+        """Whether the model is to be told adapters: any of the step's rows has one. After `refresh`."""
+        return self._always_adapted or bool(self._adapter[[row.request.slot or 0 for row in step.rows]].any())
 
     def fill(self, out: dict[str, np.ndarray], step: Step) -> None:
         """Write a step into host arrays, which may be longer than the step: the rest becomes padding rows of one token."""
@@ -168,8 +185,17 @@ class Packer:
         pages = self.tables[np.repeat(slot, count), position // self.page_size]
         out["slots"][:tokens] = pages.astype(np.int64) * self.page_size + position % self.page_size
         out["slots"][tokens:] = -1
+        if self._always_adapted or self._adapter.any():
+            self._fill_adapters(out["adapters"], np.repeat(slot, count))
         self._fill_tokens(out, rows, ends, slot)
         self._fill_sampled(out, np.flatnonzero(samples), ends, slot)
+
+    def _fill_adapters(self, out: np.ndarray, owner: np.ndarray) -> None:
+        """Tokens in the order of their adapters, and these; padding has none."""
+        ids = np.zeros(out.size // 2, np.int32)
+        ids[: owner.size] = self._adapter[owner]
+        order = np.argsort(ids, kind="stable")
+        out[: ids.size], out[ids.size :] = order, ids[order]
 
     def _fill_tokens(self, out: dict[str, np.ndarray], rows: Sequence[Row], ends: np.ndarray, slot: np.ndarray) -> None:
         ids, feed = out["token_ids"], out["feed"]

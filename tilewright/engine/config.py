@@ -40,13 +40,18 @@ class EngineConfig:
     prefill_chunk: int | None = option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
     max_waiting: int = option(4096, "requests that may wait; beyond it they are refused")
     prefix_cache: bool = option(True, "share pages of the KV cache between requests that begin alike")
+    adapters: tuple[str, ...] | None = option(
+        None, "NAME=FOLDER of a LoRA adapter that requests may ask for by its name; may be given several times"
+    )
+    max_adapters: int = option(0, "LoRA adapters that there is room for; default: as many as are given")
+    max_adapter_rank: int = option(16, "largest rank of a LoRA adapter")
     invariant: bool = option(False, "the same bits for a request whatever else is in the batch; slower")
     bundle: str | None = option(None, "folder that `tilewright warmup` made for this use: no kernel is compiled then")
     strict: bool = option(False, "fail a step that compiles a kernel after the start, instead of logging it")
 
     def __post_init__(self) -> None:
         least = {"max_seqs": 1, "page_size": 1, "max_tokens_per_step": self.max_seqs, "max_waiting": 1}
-        least |= {"max_model_len": 2, "kv_cache_bytes": 1, "prefill_chunk": 1}
+        least |= {"max_model_len": 2, "kv_cache_bytes": 1, "prefill_chunk": 1, "max_adapters": 0, "max_adapter_rank": 1}
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and value < low:
@@ -56,5 +61,14 @@ class EngineConfig:
             raise ValueError(f"quantize is {self.quantize!r}, wanted one of {', '.join(QUANTIZE)}")
         if self.kv_cache is not None and self.kv_cache not in KV_CACHE:
             raise ValueError(f"kv_cache is {self.kv_cache!r}, wanted one of {', '.join(KV_CACHE)}")
+        object.__setattr__(self, "adapters", tuple(self.adapters or ()) or None)
+        for name, high in (("max_adapters", 4096), ("max_adapter_rank", 1024)):
+            if getattr(self, name) > high:
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted at most {high}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {self.memory_fraction}, wanted above 0 and at most 1")
+
+    @property
+    def adapter_places(self) -> int:
+        """LoRA adapters that there is room for."""
+        return max(self.max_adapters, len(self.adapters or ()))

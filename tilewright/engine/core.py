@@ -11,17 +11,21 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
-from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
+from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs, shown
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
 from tilewright.engine.stops import OutputText
 from tilewright.engine.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from tilewright.engine.adapters import Adapters  # imports torch
 
 __all__ = ["GRAMMAR_FAILED", "Engine"]
 
@@ -52,6 +56,7 @@ class Engine:
         tokenizer: makes the text, and bounds the token ids that are taken; None: deltas have ids and no text.
         eos_ids: tokens that end a text, unless a request ignores them.
         vocab_size: token ids are below this; the tokenizer's, unless the model has fewer. Needed without a tokenizer.
+        adapters: those that the model has room for; None: requests may have none.
     """
 
     def __init__(
@@ -62,11 +67,13 @@ class Engine:
         scheduler: Scheduler,
         *,
         vocab_size: int | None = None,
+        adapters: "Adapters | None" = None,
     ):
         self.runner = runner
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.scheduler = scheduler
+        self.adapters = adapters
         bounds = [size for size in (vocab_size, tokenizer and tokenizer.vocab_size) if size is not None]
         if not bounds:
             raise ValueError("Engine: give a tokenizer, or the vocab_size of the model")
@@ -116,8 +123,8 @@ class Engine:
             wait as long as it takes. None: so does the first.
 
         Raises:
-            ValueError: a token id is not the model's, the id is in use, (GrammarError) the grammar cannot be followed, or
-                (RequestTooLong) prompt and max_tokens do not fit.
+            ValueError: a token id is not the model's, the id is in use, (UnknownAdapter) there is no such adapter,
+                (GrammarError) the grammar cannot be followed, or (RequestTooLong) prompt and max_tokens do not fit.
             QueueFull: too many requests wait, or it would wait for longer than `max_wait_s`.
             DeviceLost: the engine has ended.
         """
@@ -133,11 +140,13 @@ class Engine:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop is {params.stop!r}, but this engine has no tokenizer to find text with; use stop_token_ids")
+        adapter = self._adapter(params.adapter)
         constraints = [] if params.grammar is None else [self.grammars.start(params.grammar) for _ in range(params.n)]
         prompt_ids = list(prompt_ids)  # the caller's may change
         waits = (max_wait_s, *[None] * (params.n - 1))
         samples = [
-            Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids, max_wait_s=wait) for i, wait in enumerate(waits)
+            Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids, max_wait_s=wait, adapter=adapter)
+            for i, wait in enumerate(waits)
         ]
         self.scheduler.add(*samples)
         self._constraints.update(zip(samples, constraints))
@@ -180,6 +189,25 @@ class Engine:
     def stats(self) -> EngineStats:
         """Queues, pages and counters, now."""
         return self.scheduler.stats()
+
+    def _adapter(self, name: str | None) -> tuple[int, bytes]:
+        """(number, salt) of an adapter."""
+        if name is None:
+            return 0, b""
+        if self.adapters is None or not isinstance(name, str):
+            raise UnknownAdapter(f"there is no adapter {shown(name)} here: the engine has room for none, or it is no name")
+        held = self.adapters.get(name)
+        return held.number, held.salt
+
+    def hold_adapter(self, name: str, adapter: Any, folder: str) -> None:
+        """Hold what `adapters.read` gave under a name, for requests from now on.
+
+        Raises:
+            ValueError: the name is taken or is none, or no place is free.
+        """
+        assert self.adapters is not None
+        unfinished = (*self.scheduler.running, *self.scheduler.waiting)
+        self.adapters.put(name, adapter, folder, lambda: {request.adapter for request in unfinished})
 
     def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
         # One id beyond the embedding is a device fault, which would end every request.

@@ -12,6 +12,7 @@ import torch
 from tilewright.asm import bundle
 from tilewright.asm.compile import compile_only
 from tilewright.asm.jit import CompileCounter, Compiled, log_late, raise_late
+from tilewright.engine.adapters import Adapters, beside, held_adapters, read_adapters
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.plan import MemoryPlan, cache_dtype, page_size_of, plan_memory
 from tilewright.engine.runner import ModelRunner, Progress, on_device
@@ -65,6 +66,8 @@ class Loaded:
     """Read before the weights, so that a damaged one costs no time; None where the folder has no tokenizer.json."""
     config: ModelConfig
     plan: MemoryPlan
+    adapters: Adapters | None
+    """Those that the model has room for."""
 
 
 def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progress | None = None) -> Loaded:
@@ -91,6 +94,8 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
     shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))
+    beside(shape, options)
+    read = read_adapters(shape, options)  # before the weights, so that a damaged one costs no time
     plan = plan_memory(shape, options, device=on, dtype=dtype)
     report(str(plan))
     if options.bundle is not None:
@@ -108,11 +113,14 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
                 progress=lambda done, total: report(f"loading weights {done:,}/{total:,}"),
                 convert=convert,
             )
+        adapters = held_adapters(built, options, read)
         runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
     compiles.mark_ready()
-    return Loaded(runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan)
+    return Loaded(
+        runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters
+    )  # fmt: skip
 
 
 def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: Device) -> tuple[Model, Convert | None]:
@@ -180,6 +188,8 @@ def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> 
     shape |= {name: asdict(part) for name, part in (("latent", config.latent), ("experts", config.experts)) if part is not None}
     engine = {name: getattr(options, name) for name in ("max_seqs", "max_tokens_per_step", "invariant", "kv_cache")}
     engine["page_size"] = page_size_of(config, options)
+    if options.adapter_places:
+        engine["max_adapter_rank"] = options.max_adapter_rank
     stored = options.quantize or (config.quantization and config.quantization.format)
     return {"model": shape, "dtype": str(dtype).removeprefix("torch."), "quantize": stored, **engine}
 
@@ -199,6 +209,7 @@ def make_bundle(
     """
     dtype = _dtype(options.dtype) or config.dtype
     model, _ = _shape(config, dtype, options.quantize, card)
+    beside(model, options)
     runner = runner_of(model, 1024, options.max_model_len or config.max_position_embeddings, options)
 
     def compile() -> None:

@@ -77,7 +77,7 @@ class Prefixes:
         digests, size = request.digests, self.blocks.page_size
         while len(digests) <= index:
             start = len(digests) * size
-            digests.append(page_digest(digests[-1] if digests else b"", request.tokens(start, start + size)))
+            digests.append(page_digest(digests[-1] if digests else request.salt, request.tokens(start, start + size)))
         return digests[index]
 
     def register(self, request: Request) -> list[int]:

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.engine.batch import Inputs, Layout, Packer
-from tilewright.engine.graphs import DecodeGraph, DecodeGraphs, Sampled, rehearse
+from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Sampled, rehearse
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
 from tilewright.engine.step import DeviceLost, FillMasks, Row, Step, StepResult
 from tilewright.models import Model
+from tilewright.nn import LoraStack
 from tilewright.op import invariant
 from tilewright.ops.paged import FEW_QUERIES
 
@@ -91,7 +92,12 @@ class ModelRunner:
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
         self._masks = Masks(max_seqs=max_seqs, device=self.device)
-        self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place)
+        self._adapts = any(isinstance(module, LoraStack) for module in model.modules())
+        self._packer = Packer(
+            page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
+            # The products' epilogues are others beside adapters, and so are a row's bits.
+            always_adapted=self._adapts and batch_invariant,
+        )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
@@ -157,10 +163,11 @@ class ModelRunner:
         self._copy_pages(step)
         inputs = layout.device(packed, table, longest)
         ticket = Ticket(step, sampled, None, None)
+        adapted = self._packer.adapted(step)
         if graph is None:
-            hidden = self._body(inputs)
+            hidden = (self._adapted_body if adapted else self._body)(inputs)
         else:
-            graph.replay(packed, table)
+            graph.replay(packed, table, adapted)
             hidden = graph.hidden
         ticket.prompt_logprobs = self._prompt_logprobs(rows, hidden)
         edited = any(self._edits.edited[rows[i].request.slot or 0] for i in sampled)
@@ -240,6 +247,14 @@ class ModelRunner:
         token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
         return self.model(token_ids, inputs.batch, self.cache)
 
+    def _adapted_body(self, inputs: Inputs) -> Tensor:
+        """The same where rows have adapters."""
+        return self._body(inputs._replace(batch=inputs.adapted))
+
+    @property
+    def _bodies(self) -> Bodies:
+        return self._body, self._adapted_body if self._adapts else None
+
     def _tail(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
         """Tokens [R] of rows that want nothing but a sample, masked or not; they are also left in `_last` for the next step."""
         logits = self._logits(inputs, hidden)
@@ -312,10 +327,10 @@ class ModelRunner:
             for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
                 self._warm_prefill(tokens, longest)
         if self.device.type == "meta":
-            rehearse(self._body, (self._tail, self._full_tail), max_seqs=self.max_seqs, max_pages=self._max_pages)
+            rehearse(self._bodies, (self._tail, self._full_tail), max_seqs=self.max_seqs, max_pages=self._max_pages)
             return
         self._graphs = DecodeGraphs(
-            self._body, (self._tail, self._full_tail), device=self.device, max_seqs=self.max_seqs,
+            self._bodies, (self._tail, self._full_tail), device=self.device, max_seqs=self.max_seqs,
             max_pages=self._max_pages, progress=progress,
         )  # fmt: skip
         torch.cuda.synchronize(self.device)
@@ -334,6 +349,8 @@ class ModelRunner:
         inputs.batch.cu_q[1:] = tokens
         inputs.sampled_slots.fill_(self.max_seqs)
         hidden = self._body(inputs)
+        if self._adapts:
+            hidden = self._adapted_body(inputs)
         for mask in (None, self._masks.unused()):
             self._tail(inputs, hidden, mask)
             self._full_tail(inputs, hidden, mask)

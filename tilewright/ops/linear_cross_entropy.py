@@ -124,7 +124,11 @@ class _RowLosses(torch.autograd.Function):
                 dweight = add_product(dweight, logits.mT, x[rows])
             if dbias is not None:
                 dbias += logits.sum(0, dtype=dbias.dtype)
-        found = (dx, None if dweight is None else dweight.to(weight.dtype), None if bias is None or dbias is None else dbias.to(bias.dtype))
+        found = (
+            dx,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if bias is None or dbias is None else dbias.to(bias.dtype),
+        )
         return *found, None, None, None
 
 

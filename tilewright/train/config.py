@@ -124,7 +124,9 @@ class TrainConfig:
 
     def _check_tuning(self) -> None:
         if not (0 < self.dpo_beta < math.inf and 0 <= self.dpo_smoothing < 0.5):
-            raise ValueError(f"dpo_beta is {self.dpo_beta} and dpo_smoothing {self.dpo_smoothing}, wanted above 0, and 0 to 0.5")
+            raise ValueError(
+                f"dpo_beta is {self.dpo_beta} and dpo_smoothing {self.dpo_smoothing}, wanted above 0, and 0 to 0.5"
+            )
         if not (0 < self.lora_alpha < math.inf and 0 <= self.lora_dropout < 1):
             got = f"lora_alpha is {self.lora_alpha} and lora_dropout {self.lora_dropout}"
             raise ValueError(f"{got}, wanted above 0, and 0 to below 1")

@@ -26,7 +26,17 @@ from tilewright.data.read import documents, format_of
 from tilewright.data.shards import TokenShards, write
 from tilewright.train.batch import IGNORED, Piece
 
-__all__ = ["Conversations", "Marked", "Mixture", "Source", "Texts", "conversation_shards", "is_message", "marked_shards", "text_shards"]
+__all__ = [
+    "Conversations",
+    "Marked",
+    "Mixture",
+    "Source",
+    "Texts",
+    "conversation_shards",
+    "is_message",
+    "marked_shards",
+    "text_shards",
+]
 
 _SHARD_TOKENS = 1 << 27
 

@@ -14,8 +14,8 @@ from tilewright.data.shards import TokenShards
 from tilewright.extras import needed
 from tilewright.models import SHAPES, Model, ModelError, load_config, resolve, save_model
 from tilewright.models.files import read_json
-from tilewright.train.config import TrainConfig, to_toml
 from tilewright.train.batch import pack
+from tilewright.train.config import TrainConfig, to_toml
 from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts, conversation_shards, text_shards
 from tilewright.train.loop import Held, Run, Summary, resume
 from tilewright.train.lora import save_trained

@@ -37,9 +37,7 @@ def answer_logprobs(model: Model, batch: TrainBatch, keys_values: PackedKeysValu
     hidden_TE, head = model(batch.token_ids, batch.packed, keys_values), model.head.weight
     if not isinstance(head, Tensor):
         raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
-    losses = ops.linear_cross_entropy(
-        hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="none"
-    )
+    losses = ops.linear_cross_entropy(hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="none")
     lengths = batch.packed.cu_q.diff().to(torch.int64)
     return -torch.segment_reduce(losses.double(), "sum", lengths=lengths, unsafe=True)
 

@@ -9,12 +9,23 @@ import torch
 
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import default_device, device_of, memory_bytes
-from tilewright.models import SHAPES, Model, ModelConfig, ModelError, empty_model, initialise, load_config, load_model, resolve, weight_bytes_of
+from tilewright.models import (
+    SHAPES,
+    Model,
+    ModelConfig,
+    ModelError,
+    empty_model,
+    initialise,
+    load_config,
+    load_model,
+    resolve,
+    weight_bytes_of,
+)
 from tilewright.ops.weights import QuantizedWeight
 from tilewright.train.config import TrainConfig
 from tilewright.train.lora import adapted, empty_base, load_base
-from tilewright.train.preference import Preference
 from tilewright.train.optim import SGD, AdamW, AdamW8bit, Momentum, Muon, Optimizer
+from tilewright.train.preference import Preference
 from tilewright.train.schedules import SCHEDULES
 from tilewright.train.step import NextToken, Objective, trainable
 

@@ -21,8 +21,17 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.gemm.lora.problem import CHUNK, NOBODY, Problem, adapter_order, check_order, dot_width, next_adapter
-from tilewright.kernels.gemm.lora.problem import some_order, used
+from tilewright.kernels.gemm.lora.problem import (
+    CHUNK,
+    NOBODY,
+    Problem,
+    adapter_order,
+    check_order,
+    dot_width,
+    next_adapter,
+    some_order,
+    used,
+)
 from tilewright.kernels.launch.shapes import ceil_div, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -91,9 +100,7 @@ EXAMPLES = (
     Example("rows", lambda inputs: _arguments(inputs, M=20, N=256, adapters=3)),
     Example(
         "three parts",
-        lambda inputs: _arguments(
-            inputs, M=37, N=300, R=5, K=600, first=150, second=210, adapters=5, dtype=torch.float16
-        ),
+        lambda inputs: _arguments(inputs, M=37, N=300, R=5, K=600, first=150, second=210, adapters=5, dtype=torch.float16),
     ),
     Example("two parts", lambda inputs: _arguments(inputs, M=18, N=272, R=8, K=64, first=136, adapters=4)),
     Example(

@@ -1,4 +1,4 @@
-"""What the two ops of an adapter share: the order of tokens by their adapters, their checks, and what a config may depend on."""
+"""What the two ops of an adapter share: the order of tokens by their adapters, checks, and what a config may depend on."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

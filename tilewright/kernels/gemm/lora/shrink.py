@@ -22,8 +22,17 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.gemm.lora.problem import CHUNK, NOBODY, Problem, adapter_order, check_order, dot_width, next_adapter
-from tilewright.kernels.gemm.lora.problem import some_order, used
+from tilewright.kernels.gemm.lora.problem import (
+    CHUNK,
+    NOBODY,
+    Problem,
+    adapter_order,
+    check_order,
+    dot_width,
+    next_adapter,
+    some_order,
+    used,
+)
 from tilewright.kernels.launch.shapes import ceil_div, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
