@@ -77,7 +77,8 @@ OPTIONS = {
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
-    "rl": {"--log", "--updates", "--seed", "--every", "--json"},
+    "rl run": {"--out", "--log", "--updates", "--seed", "--every", "--samples", "--json"},
+    "rl tasks": {"--out", "--count", "--layers", "--hidden", "--seed", "--json"},
     "scaling fit": {
         *("--params-column", "--tokens-column", "--flops-column", "--loss-column", "--drop-highest", "--delta", "--bootstrap"),
         *("--seed", "--test", "--out", "--plots", "--json"),

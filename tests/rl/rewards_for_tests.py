@@ -28,3 +28,27 @@ class Misbehaving:
         if answer == "list":
             return [1.0]  # pyright: ignore[reportReturnType]
         return float(answer)
+
+
+class Guessing:
+    """Guess a number from 0 to 99: the reply says whether it is smaller; the right number ends it."""
+
+    def task(self, seed: int) -> Task:
+        return Task(prompt="=", data={"number": seed * 37 % 100})
+
+    def reply(self, task: Task, answers: list[str]) -> str | None:
+        said = answers[-1].strip()
+        if not said.isdecimal():
+            return ">"
+        return None if int(said) == task.data["number"] else "<" if task.data["number"] < int(said) else ">"
+
+    def score(self, task: Task, answer: str) -> float:
+        said = answer.strip()
+        return 1.0 - abs(int(said) - task.data["number"]) / 100 if said.isdecimal() else 0.0
+
+
+class Silent(Guessing):
+    """Its replies fail."""
+
+    def reply(self, task: Task, answers: list[str]) -> str | None:
+        raise RuntimeError("no words")

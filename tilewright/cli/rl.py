@@ -1,34 +1,69 @@
-"""`tilewright rl`: improve a policy by the rewards of an environment."""
+"""`tilewright rl`: improve a policy by the rewards of an environment, and make texts to pretrain one on."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from tilewright.cli.root import app, plain_errors, say
+from tilewright.cli.root import app, ends_on_sigterm, plain_errors, say
 
-__all__ = ["rl"]
+__all__ = ["rl", "run", "tasks"]
 
-_SHOWN = ("update", "reward", "exact", "length", "entropy", "kl_after", "ratio_off", "lost", "seconds")
+_SHOWN = (
+    "update",
+    "reward",
+    "exact",
+    "eval_exact",
+    "length",
+    "entropy",
+    "kl_after",
+    "ratio_off",
+    "explained",
+    "lost",
+    "seconds",
+)
 
 
-@app.command(
+class _RL(TyperGroup):
+    """`rl CONFIG.toml` is `rl run CONFIG.toml`. `rl --help` is the group's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+rl = typer.Typer(cls=_RL, no_args_is_help=True, help="Improve a policy by rewards; CONFIG.toml alone is `rl run CONFIG.toml`.")
+app.add_typer(rl, name="rl")
+
+
+@rl.command(
     epilog="[b]Examples[/b]\n\n"
     "tilewright rl reversal.toml --log reversal.jsonl\n\n"
+    "tilewright rl countdown.toml --out run --samples 2\n\n"
     'A config needs one line, environment = "reversal:digits=4,partial=1"; docs/rl.md lists the others.'
 )
-def rl(
+def run(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="TOML; docs/rl.md lists its fields")],
+    out: Annotated[
+        Path | None, typer.Option(help="folder for checkpoints, log, samples and the model; default: the config's")
+    ] = None,
     log: Annotated[Path | None, typer.Option(help="write the numbers of each step to this file, a line of JSON a step")] = None,
     updates: Annotated[int | None, typer.Option(help="steps; default: the config's")] = None,
     seed: Annotated[int | None, typer.Option(help="default: the config's")] = None,
     every: Annotated[int, typer.Option(help="print each so many-th step")] = 10,
+    samples: Annotated[int, typer.Option(help="print so many samples beside each printed step, at most 4")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print each step as a line of JSON")] = False,
 ) -> None:
-    """Sample answers, score them, learn; sampler and trainer are one model in one process. Prints a row every few steps."""
-    with plain_errors(context):
+    """Sample answers, score them, learn; sampler and trainer are one model in one process. Prints a row every few steps.
+
+    With a folder to keep it in, the same command again goes on behind the last checkpoint.
+    """
+    with plain_errors(context), ends_on_sigterm():
         from dataclasses import replace
 
         from tilewright.rl.config import read_config
@@ -36,21 +71,65 @@ def rl(
         if every < 1:
             raise ValueError(f"--every is {every}; wanted 1 or more")
         chosen = read_config(config)
-        chosen = replace(chosen, **{k: v for k, v in (("updates", updates), ("seed", seed)) if v is not None})
+        given = (("updates", updates), ("seed", seed), ("out", None if out is None else str(out)))
+        chosen = replace(chosen, **{name: value for name, value in given if value is not None})
         say(f"Config: {json.dumps(chosen.to_json())}")
-        say("On a CPU the sampler's and the trainer's probabilities differ by rounding: ratio_off is how far from 1.")
+        say("ratio_off: how far the trainer's probability of a sampled token is from the sampler's; 0 where both agree exactly")
         from tilewright.rl.loop import Trainer
+        from tilewright.rl.run import rows
 
         with Trainer(chosen) as trainer, (log or Path("/dev/null")).open("w", encoding="utf-8") as file:
-            for row in trainer:
+            steps: Iterator[dict[str, Any]] = rows(trainer, say) if chosen.out else iter(trainer)
+            for row in steps:
                 print(json.dumps(row), file=file, flush=True)
                 if as_json:
                     print(json.dumps(row), flush=True)
                 elif row["update"] % every == 0 or row["update"] in (1, chosen.updates):
-                    print("  ".join(f"{name} {row[name]:.4g}" for name in _SHOWN), flush=True)
-                if row["entropy"] < chosen.entropy_floor:
-                    say(f"warning: step {row['update']}: the policy has collapsed: its tokens have -log p {row['entropy']:.2g}")
-                if row["equal_groups"] == 1.0:
-                    say(f"warning: step {row['update']}: all answers to each prompt have one reward: nothing to learn from")
+                    print("  ".join(f"{name} {row[name]:.4g}" for name in _SHOWN if name in row), flush=True)
+                    for prompt, answer, reward in trainer.shown[:samples]:
+                        print(f"    {prompt!r} -> {answer!r}  reward {reward:.4g}", flush=True)
+                _warn(row, chosen.entropy_floor)
             if trainer.workers.failures:
                 say(f"samples without a reward: {dict(trainer.workers.failures)}; the last error: {trainer.workers.last_error}")
+
+
+def _warn(row: dict[str, Any], floor: float) -> None:
+    if row["entropy"] < floor:
+        say(f"warning: step {row['update']}: the policy has collapsed: its tokens have -log p {row['entropy']:.2g}")
+    if row["equal_groups"] == 1.0:
+        say(f"warning: step {row['update']}: all answers to each prompt have one reward: nothing to learn from")
+    if row["empty"]:
+        say(f"warning: step {row['update']}: {row['empty']} answers are empty")
+
+
+@rl.command(
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright rl tasks countdown:numbers=3 --count 200000 --out countdown\n\n"
+    "tilewright train run --model countdown/model --init random --data countdown/tasks.jsonl --dtype float32 --out pretrained"
+)
+def tasks(
+    context: typer.Context,
+    environments: Annotated[list[str], typer.Argument(help="such as countdown:numbers=3 and addition:digits=3")],
+    out: Annotated[Path, typer.Option(help="folder to write tasks.jsonl and model/ into")],
+    count: Annotated[int, typer.Option(help="texts", min=1, max=100_000_000)] = 100_000,
+    layers: Annotated[int, typer.Option(help="of the model", min=1, max=1024)] = 2,
+    hidden: Annotated[int, typer.Option(help="width of the model, a multiple of 16", min=16, max=65536)] = 64,
+    seed: Annotated[int, typer.Option(help="other seeds give other texts and weights", min=0, max=(1 << 20) - 1)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was written as JSON")] = False,
+) -> None:
+    """Write solved tasks as texts, and a small model with random weights that reads their characters.
+
+    `tilewright train` pretrains the model on the texts, and `tilewright rl` improves it: no weights are downloaded. None of the
+    tasks is one that `rl` trains or measures on.
+    """
+    with plain_errors(context):
+        from tilewright.rl.config import RLConfig
+        from tilewright.rl.tasks import write_tasks
+
+        config = RLConfig(environment=environments[0], layers=layers, hidden=hidden, seed=seed)
+        made = write_tasks(config, environments, count, out)
+        if as_json:
+            print(json.dumps(made))
+        else:
+            say(f"{out / 'tasks.jsonl'}: {count} texts of at most {made['longest']} characters")
+            say(f"{out / 'model'}: {made['parameters']} parameters, {made['vocabulary']} tokens")

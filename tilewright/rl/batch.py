@@ -104,6 +104,11 @@ class Batch:
         """The sum over all chosen tokens."""
         return self.chosen(x_T).sum()
 
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch with all its tensors on a device."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
+
     def known(self, name: str) -> Tensor:
         """A field that somebody has to have filled.
 

@@ -1,9 +1,15 @@
 """Text as single characters, for small models on generated tasks."""
 
+import json
+from pathlib import Path
+
+from tilewright.extras import needed
+
 __all__ = ["ALPHABET", "Characters"]
 
 ALPHABET = "0123456789+-*/()=<: "
 """What the prompts and answers of the generated tasks are written in."""
+_END = "<end>"
 
 
 class Characters:
@@ -15,9 +21,10 @@ class Characters:
         self._signs = alphabet
         self._ids = {sign: number for number, sign in enumerate(alphabet)}
         self.end = len(alphabet)
+        self.end_ids = (self.end,)
         self.vocab = len(alphabet) + 1
 
-    def encode(self, text: str) -> list[int]:
+    def prompt(self, text: str) -> list[int]:
         """Ids of a text.
 
         Raises:
@@ -27,6 +34,22 @@ class Characters:
             raise ValueError(f"a prompt has {bad[0]!r}, which is not in the alphabet {self._signs!r}; add it to the config's")
         return [self._ids[sign] for sign in text]
 
+    reply = prompt
+
     def decode(self, ids: list[int]) -> str:
         """Text of ids; the end is nothing."""
         return "".join(self._signs[number] for number in ids if number != self.end)
+
+    def save(self, folder: Path) -> None:
+        """Write it as tokenizer.json and tokenizer_config.json, which give the same ids.
+
+        Raises:
+            MissingExtra: the library `tokenizers` is not installed.
+        """
+        library = needed("tokenizers", "llm")
+        made = library.Tokenizer(library.models.WordLevel({**self._ids, _END: self.end}))  # others raise: no unknown token
+        made.pre_tokenizer = library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")
+        made.decoder = library.decoders.Fuse()
+        made.add_special_tokens([library.AddedToken(_END, special=True, normalized=False)])
+        made.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": _END}) + "\n", encoding="utf-8")

@@ -13,6 +13,20 @@ __all__ = ["RLConfig", "read_config"]
 
 _LARGEST_FILE = 1 << 20
 _BOUNDS: dict[str, tuple[float, float]] = {
+    "turns": (1, 1000),
+    "max_reply_tokens": (1, 1 << 20),
+    "resample": (0, 100),
+    "overlong": (0, 1 << 20),
+    "gamma": (0.0, 1.0),
+    "lam": (0.0, 1.0),
+    "value_clip": (0.0, 1e9),
+    "dual_clip": (0.0, 1e9),
+    "critic_learning_rate": (0.0, 10.0),
+    "critic_warmup": (0, 10_000_000),
+    "eval_every": (0, 10_000_000),
+    "eval_tasks": (1, 1 << 20),
+    "save_every": (1, 10_000_000),
+    "keep": (1, 1000),
     "layers": (1, 1024),
     "hidden": (16, 65536),
     "prompts": (1, 65536),
@@ -42,14 +56,36 @@ class RLConfig:
 
     environment: str
     algorithm: str = "grpo"
+    model: str = ""
+    """A model folder, a hub name or the embedded model. Empty: a small random model of `layers` and `hidden` that reads the
+    characters of `alphabet`."""
+    chat: bool = False
+    """Prompts are users' messages in the model's chat template."""
     alphabet: str = ALPHABET
-    """Characters that the model reads and writes, one a token."""
     layers: int = 2
-    """Of the model, which begins with random weights."""
     hidden: int = 64
+    device: str = ""
+    """cpu, cuda or cuda:N. Empty: a CUDA device if there is one, for a small random model the CPU."""
+    dtype: str = "float32"
+    """Of weights and products: float32 or bfloat16. Master weights are float32."""
+    invariant: bool = False
+    """Sample and train by implementations whose rows do not depend on the batch. Needs a CUDA device."""
+    out: str = ""
+    """Folder for checkpoints, the log, samples and, at the end, the model. Empty: nothing is kept."""
+    save_every: int = 50
+    keep: int = 2
+    tensorboard: bool = False
     prompts: int = 64
     answers: int = 8
     max_tokens: int = 8
+    """Of an answer."""
+    turns: int = 1
+    """Most answers of a conversation, where the environment replies."""
+    max_reply_tokens: int = 64
+    resample: int = 0
+    """Rounds of further prompts that replace those whose answers all have one reward (DAPO's dynamic sampling)."""
+    overlong: int = 0
+    """Rewards fall by up to 1 over that many last tokens before the limit (DAPO's overlong shaping); 0: they do not."""
     updates: int = 250
     minibatches: int = 4
     epochs: int = 1
@@ -58,8 +94,23 @@ class RLConfig:
     kl: float = 0.0
     """Coefficient of the KL divergence from the weights at the start."""
     kl_estimator: str = "k3"
+    correction: str = "none"
+    """Advantages weighed by the trainer's over the sampler's probability: none, truncated or masked."""
     entropy_bonus: float = 0.0
     """Coefficient of the mean entropy of the distributions that tokens are drawn from, which is subtracted from the loss."""
+    gamma: float = 1.0
+    """Of PPO: discount a token."""
+    lam: float = 0.95
+    """Of PPO: lambda of generalised advantage estimation."""
+    whiten: bool = True
+    """PPO: advantages are shifted and scaled to mean 0 and deviation 1."""
+    value_clip: float = 0.2
+    """PPO: how far a value counts as moved from the one at sampling; 0: without a bound."""
+    dual_clip: float = 0.0
+    """PPO: bounds the loss at negative advantages to that many times the advantage; 0: without."""
+    critic_learning_rate: float = 3e-3
+    critic_warmup: int = 0
+    """PPO: first steps in which the critic alone learns."""
     max_norm: float = 1.0
     tokens_per_pass: int = 16384
     """Most tokens of one forward and backward pass; results do not depend on it but for rounding."""
@@ -67,7 +118,15 @@ class RLConfig:
     reward_workers: int = 1
     entropy_floor: float = 0.01
     """Mean -log p of the sampled tokens, in nats, below which a step warns that the policy has collapsed."""
+    eval_every: int = 0
+    """Steps between measurements on tasks that are never trained on; 0: none."""
+    eval_tasks: int = 256
     seed: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that the policy chooses in one conversation."""
+        return self.turns * self.max_tokens
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -80,12 +139,17 @@ class RLConfig:
                 if not low <= value <= high:
                     raise ValueError(f"{field.name} is {value}, wanted {low:g} to {high:g}")
         Characters(self.alphabet)
-        learnt = [name for name, algorithm in ALGORITHMS.items() if algorithm.advantages is not None]
-        if self.algorithm not in learnt:
-            reason = "needs a critic, which this command has none of" if self.algorithm in ALGORITHMS else "is not known"
-            raise ValueError(f"algorithm {self.algorithm!r} {reason}; wanted one of {', '.join(learnt)}")
-        if self.kl_estimator not in ESTIMATORS:
-            raise ValueError(f"kl_estimator is {self.kl_estimator!r}, wanted one of {', '.join(ESTIMATORS)}")
+        known = {
+            "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
+            "correction": ("none", "truncated", "masked"),
+        }  # fmt: skip
+        for name, values in known.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(values)}")
+        if self.chat and (not self.model or self.turns > 1):
+            raise ValueError("chat needs a model with a chat template, and one turn: replies are plain text")
+        if self.tensorboard and not self.out:
+            raise ValueError("tensorboard is true, but out is empty; name a folder with out")
         if self.prompts * self.answers < self.minibatches:
             raise ValueError(f"{self.prompts * self.answers} samples a step do not fill {self.minibatches} minibatches")
 

@@ -6,74 +6,62 @@ samples says of their probabilities is compared with what the engine said at eve
 
 import time
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from tilewright.models import Model, random_model
-from tilewright.models.config import ModelConfig
-from tilewright.rl.batch import Batch, Sample, Totals, pack, select, split
-from tilewright.rl.characters import Characters
+from tilewright.models import Model
+from tilewright.rl.batch import Batch, Sample, pack
 from tilewright.rl.config import RLConfig
-from tilewright.rl.environments.base import Task
+from tilewright.rl.conversation import Conversation, converse
+from tilewright.rl.environments.base import MultiTurn, Task
 from tilewright.rl.environments.named import environment
 from tilewright.rl.environments.workers import Workers
-from tilewright.rl.losses import ALGORITHMS
-from tilewright.rl.losses.kl import penalty
-from tilewright.rl.losses.ppo import entropy_bonus
-from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of
-from tilewright.rl.rollout import Answer, Sampler
-from tilewright.rl.stats import measure
-from tilewright.train.optim import AdamW
-from tilewright.train.step import running_sum, trainable
+from tilewright.rl.learner import Learner
+from tilewright.rl.policies import policy_of
+from tilewright.rl.rollout import Sampler
+from tilewright.rl.text import Text
 
-__all__ = ["Trainer", "small_model"]
+__all__ = ["Shown", "Trainer"]
 
-_HEAD_DIM = 16
-_HEAD_SCALE = 0.1
-"""The random head is made this much smaller, so that the first answers are nearly uniform over the characters."""
-
-
-def small_model(config: RLConfig) -> Model:
-    """A decoder of characters with random weights."""
-    heads = config.hidden // _HEAD_DIM
-    shape = ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=Characters(config.alphabet).vocab,
-        hidden_size=config.hidden,
-        intermediate_size=2 * config.hidden,
-        num_hidden_layers=config.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=_HEAD_DIM,
-        max_position_embeddings=2048,
-        windows=(None,) * config.layers,
-    )
-    model = random_model(shape, device="cpu", dtype=torch.float32, seed=config.seed)
-    assert isinstance(model.head.weight, Tensor)
-    model.head.weight.data.mul_(_HEAD_SCALE)
-    return model.requires_grad_(True)
+_EVALUATED = 1 << 40
+"""Seeds of tasks from here on are measured on, and never trained on."""
+_SHOWN = 4
+Shown = tuple[str, str, float]
+"""Prompt, answers, reward."""
 
 
 class Trainer:
-    """Updates a model by the config. Iterate over it: one dict of numbers a step. Use it as a context: workers end with it."""
+    """Updates a model by the config. Iterate over it: one dict of numbers a step. Use it as a context: workers end with it.
 
-    def __init__(self, config: RLConfig, model: Model | None = None) -> None:
+    Args:
+        model: a policy of the caller's instead of the config's.
+        text: its tokens; the config's, unless given.
+
+    Raises:
+        ModelError: the model cannot be had or trained.
+        ValueError: the config does not fit the model, the device or the environment.
+    """
+
+    def __init__(self, config: RLConfig, model: Model | None = None, text: Text | None = None) -> None:
         self.config = config
         self.environment = environment(config.environment)
-        self.text = Characters(config.alphabet)
-        self.model = model or small_model(config)
-        # Before the sampler: the optimizer moves the parameters into memory of its own.
-        self.optimizer = AdamW(trainable(self.model), weight_decay=0.0, max_norm=config.max_norm)
-        self.reference = deepcopy(self.model).requires_grad_(False) if config.kl else None
-        longest = max(len(self.text.encode(self.environment.task(seed).prompt)) for seed in range(256)) + config.max_tokens
-        self.sampler = Sampler(self.model, max_len=2 * longest, seqs=256, end_ids=(self.text.end,))
+        own_text, own_model = policy_of(config, model)
+        self.text, self.model = text or own_text, own_model
+        self.device = next(self.model.parameters()).device
+        if config.turns > 1 and not isinstance(self.environment, MultiTurn):
+            raise ValueError(f"turns is {config.turns}, but {config.environment} has no reply(task, answers); set turns = 1")
+        self.learner = Learner(config, self.model)  # before the sampler: the optimizer moves the parameters
+        self.sampler = Sampler(
+            self.model, max_len=self._longest(), seqs=256, end_ids=self.text.end_ids, invariant=config.invariant
+        )
         self.workers = Workers(config.environment, count=config.reward_workers, timeout_s=config.reward_timeout_s)
         self.update = 0
+        self.drawn = 0
+        """Tasks drawn so far."""
+        self.rounds = 0
+        """Times that was sampled so far."""
+        self.shown: list[Shown] = []
+        """A few samples of the last step."""
 
     def __enter__(self) -> "Trainer":
         return self
@@ -85,101 +73,108 @@ class Trainer:
         while self.update < self.config.updates:
             yield self.step()
 
+    def state(self) -> dict[str, int]:
+        """Where the trainer is; with the learner's tensors, all that later steps depend on."""
+        return {"update": self.update, "drawn": self.drawn, "rounds": self.rounds}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Go to where another one was."""
+        self.update, self.drawn, self.rounds = state["update"], state["drawn"], state["rounds"]
+
     def step(self) -> dict[str, Any]:
-        """Sample, score, learn once."""
-        began = time.perf_counter()
-        seeds = range(self.update * self.config.prompts, (self.update + 1) * self.config.prompts)
-        tasks = [self.environment.task(seed) for seed in seeds]
-        answers = self.sample(tasks, self.config.answers, self.config.seed + self.update)
-        sampled = time.perf_counter()
-        samples = self._scored(tasks, answers)
-        scored = time.perf_counter()
+        """Sample, score, learn once.
+
+        Raises:
+            ValueError: no answer of the step got a reward.
+        """
+        began, times = time.perf_counter(), [0.0, 0.0]
+        samples, lost, dropped = self._samples(times)
         if not samples:
             raise ValueError(
                 f"no answer of step {self.update} got a reward: {dict(self.workers.failures)}; {self.workers.last_error}"
             )
-        batch = self._prepared(pack(samples))
-        stats = self._learn(batch)
+        stats = self.learner.learn(self._batch(samples), self.update)
         self.update += 1
-        done = time.perf_counter()
-        exact = sum(sample.reward >= 1.0 for sample in samples) / len(samples)
-        return {
+        took = time.perf_counter() - began
+        chosen = sum(sum(sample.chosen) for sample in samples)
+        row = {
             "update": self.update,
-            "exact": exact,
+            "exact": sum(sample.reward >= 1.0 for sample in samples) / len(samples),
             **stats,
-            "lost": len(tasks) * self.config.answers - len(samples),
-            "seconds": done - began,
-            "sampling": (sampled - began) / (done - began),
-            "scoring": (scored - sampled) / (done - began),
+            "lost": lost,
+            "dropped_groups": dropped,
+            "seconds": took,
+            "sampling": times[0] / took,
+            "scoring": times[1] / took,
+            "sampled_tokens_per_s": chosen / times[0],
+            "trained_tokens_per_s": sum(len(sample.tokens) for sample in samples) / max(took - sum(times), 1e-9),
         }
+        if self.config.eval_every and (self.update % self.config.eval_every == 0 or self.update == self.config.updates):
+            row["eval_exact"] = self.evaluate()
+        return row
 
-    def sample(self, tasks: Sequence[Task], answers: int, seed: int) -> list[list[Answer]]:
-        """Answers of the current weights."""
-        prompts = [self.text.encode(task.prompt) for task in tasks]
-        return self.sampler(prompts, answers=answers, max_tokens=self.config.max_tokens, seed=seed)
+    def evaluate(self) -> float:
+        """Share of held-out tasks whose one sampled answer gets the full reward; failures of the reward count as wrong."""
+        tasks = [self.environment.task(_EVALUATED + i) for i in range(self.config.eval_tasks)]
+        rewards = self._scores(self.sample(tasks, answers=1, seed=self.config.seed))
+        return sum(reward is not None and reward >= 1.0 for reward in rewards) / len(rewards)
 
-    def _scored(self, tasks: Sequence[Task], answers: Sequence[Sequence[Answer]]) -> list[Sample]:
-        flat = [(group, task, answer) for group, (task, given) in enumerate(zip(tasks, answers)) for answer in given]
-        rewards = self.workers.score([task for _, task, _ in flat], [self.text.decode(answer.tokens) for _, _, answer in flat])
-        samples = []
-        for (group, task, answer), reward in zip(flat, rewards):
-            if reward is not None:
-                prompt = self.text.encode(task.prompt)
-                samples.append(
-                    Sample(
-                        tokens=prompt + answer.tokens,
-                        chosen=[False] * len(prompt) + [True] * len(answer.tokens),
-                        logprobs=[0.0] * len(prompt) + answer.logprobs,
-                        reward=reward,
-                        group=group,
-                        version=self.update,
-                        truncated=answer.truncated,
-                    )
-                )
-        return samples
-
-    def _prepared(self, batch: Batch) -> Batch:
-        """With the trainer's own log-probabilities before the first update, the reference's, and advantages."""
-        parts = split(batch, self.config.tokens_per_pass)
-        with torch.no_grad():
-            batch = replace(batch, old=torch.cat([logprobs_of(self.model, part) for part in parts]))
-            if self.reference is not None:
-                batch = replace(batch, reference=torch.cat([logprobs_of(self.reference, part) for part in parts]))
-        advantages = ALGORITHMS[self.config.algorithm].advantages
-        assert advantages is not None
-        return replace(batch, advantages=advantages(batch))
-
-    def _learn(self, batch: Batch) -> dict[str, Any]:
+    def sample(self, tasks: Sequence[Task], *, answers: int, seed: int) -> list[Conversation]:
+        """Conversations about each task by the current weights."""
         config = self.config
-        options = {"longest": config.max_tokens} if config.algorithm == "dr-grpo" else {}
-        loss_of = partial(ALGORITHMS[config.algorithm].loss, **options)
-        rate = config.learning_rate * min(1.0, (self.update + 1) / max(1, config.warmup))
-        generator = torch.Generator().manual_seed(config.seed + self.update)
-        # On policy the trainer's probabilities are the sampler's, and every ratio is 1; this is what they really are.
-        stats: dict[str, Any] = measure(batch.old, replace(batch, old=batch.sampled))
-        stats["entropy"] = -float(batch.sampled[batch.mask].mean())
-        for _ in range(config.epochs):
-            for kept in torch.randperm(len(batch.lengths), generator=generator).chunk(config.minibatches):
-                chosen = select(batch, kept)
-                counts = chosen.counts()
-                chosen = replace(chosen, totals=Totals(tokens=int(counts.sum()), sequences=int((counts > 0).sum())))
-                result = running_sum(self._parts(chosen, loss_of))
-                norm, applied = self.optimizer.step(dict(zip(trainable(self.model), result[1:])), rate)
-                stats |= {"loss": float(result[0]), "norm": float(norm), "applied": float(applied)}
-        # How far the updates of this step have moved the policy.
-        with torch.no_grad():
-            parts = split(batch, config.tokens_per_pass)
-            moved = measure(torch.cat([logprobs_of(self.model, part) for part in parts]), batch)
-        return stats | {f"{name}_after": moved[name] for name in ("ratio", "clip_share", "kl")}
+        replies = self.workers.reply if config.turns > 1 else None
+        return converse(
+            self.sampler, self.text, tasks, replies, answers=answers, max_tokens=config.max_tokens, turns=config.turns,
+            max_reply_tokens=config.max_reply_tokens, seed=seed,
+        )  # fmt: skip
 
-    def _parts(self, batch: Batch, loss_of: Any) -> Iterator[list[Tensor]]:
-        for part in split(batch, self.config.tokens_per_pass):
-            if self.config.entropy_bonus:
-                logprobs, entropies = logprobs_and_entropies_of(self.model, part)
-                loss = loss_of(logprobs, part) + entropy_bonus(entropies, part, self.config.entropy_bonus)
-            else:
-                logprobs = logprobs_of(self.model, part)
-                loss = loss_of(logprobs, part)
-            if self.config.kl:
-                loss = loss + penalty(logprobs, part, self.config.kl, self.config.kl_estimator)
-            yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(self.model).values()))]
+    def _samples(self, times: list[float]) -> tuple[list[Sample], int, int]:
+        """(samples of a step, samples whose reward failed, groups left out). Adds the seconds of sampling and of scoring.
+
+        Without `resample` every group is in it. With it, groups that have something to learn from, the last round's others.
+        """
+        config, kept, lost, dropped = self.config, [], 0, 0
+        self.shown = []
+        for rounds_left in range(config.resample, -1, -1):
+            wanted = config.prompts - len(kept)
+            tasks = [self.environment.task(self.drawn + i) for i in range(wanted)]
+            began = time.perf_counter()
+            made = self.sample(tasks, answers=config.answers, seed=config.seed + self.rounds)
+            sampled = time.perf_counter()
+            rewards = self._scores(made)
+            times[0] += sampled - began
+            times[1] += time.perf_counter() - sampled
+            self.drawn, self.rounds = self.drawn + wanted, self.rounds + 1
+            lost += rewards.count(None)
+            groups: list[list[Sample]] = [[] for _ in tasks]
+            for one, reward in zip(made, rewards):
+                if reward is not None:
+                    groups[one.group].append(replace(one.sample(reward, self.update), group=len(kept) + one.group))
+                    if len(self.shown) < _SHOWN:
+                        self.shown.append((one.task.prompt, " | ".join(one.answers), reward))
+            useful = [group for group in groups if len({sample.reward for sample in group}) > 1]
+            if not rounds_left or len(useful) == wanted:
+                kept += [group for group in groups if group]
+                break
+            dropped += wanted - len(useful)
+            kept += useful
+        return [replace(sample, group=i) for i, group in enumerate(kept) for sample in group], lost, dropped
+
+    def _scores(self, made: Sequence[Conversation]) -> list[float | None]:
+        return self.workers.score([one.task for one in made], [one.answers[-1] for one in made])
+
+    def _batch(self, samples: Sequence[Sample]) -> Batch:
+        return pack(samples).to(self.device)
+
+    def _longest(self) -> int:
+        """Tokens of the longest conversation: prompts as long as twice the longest of the first, and all its turns."""
+        config = self.config
+        prompt = max(len(self.text.prompt(self.environment.task(seed).prompt)) for seed in range(256))
+        least = prompt + config.longest + (config.turns - 1) * config.max_reply_tokens
+        most = self.model.config.max_position_embeddings
+        if least > most:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and its answers may have {least} tokens, and the model has {most} positions: "
+                "lower max_tokens or turns"
+            )
+        return min(prompt + least, most)

@@ -8,7 +8,7 @@ from tilewright.models import Model
 from tilewright.nn import Packed, PackedKeysValues
 from tilewright.rl.batch import Batch
 
-__all__ = ["logprobs_and_entropies_of", "logprobs_of"]
+__all__ = ["hidden_of", "logprobs_and_entropies_of", "logprobs_of"]
 
 _IGNORED = -100
 
@@ -36,17 +36,21 @@ def logprobs_and_entropies_of(model: Model, batch: Batch) -> tuple[Tensor, Tenso
     return _logprobs(logits_TV, batch), entropies.index_fill(0, starts[batch.lengths > 0], 0.0)
 
 
+def hidden_of(model: Model, batch: Batch) -> Tensor:
+    """[T, E]: the hidden state behind each token, from one pass over the packed sequences."""
+    ends = batch.lengths.cumsum(0)
+    firsts = torch.cat([ends.new_zeros(1), ends])
+    positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
+    packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=int(batch.lengths.max()))
+    return model(batch.tokens, packed, PackedKeysValues())
+
+
 def _logits(model: Model, batch: Batch) -> Tensor:
     """[T, V] float32: what the model says behind each token."""
     head = model.head.weight
     if not isinstance(head, Tensor):
         raise TypeError("the head is quantised, and a policy needs gradients through it: leave lm_head as it is")
-    ends = batch.lengths.cumsum(0)
-    firsts = torch.cat([ends.new_zeros(1), ends])
-    positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
-    packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=int(batch.lengths.max()))
-    hidden_TE = model(batch.tokens, packed, PackedKeysValues())
-    return ops.linear(hidden_TE, head, model.head.bias).float()
+    return ops.linear(hidden_of(model, batch), head, model.head.bias).float()
 
 
 def _logprobs(logits_TV: Tensor, batch: Batch) -> Tensor:

@@ -65,8 +65,13 @@ class Sampler:
         )
         self._engine = Engine(runner, None, end_ids, scheduler, vocab_size=model.config.vocab_size)
 
-    def __call__(self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int) -> list[list[Answer]]:
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
+    ) -> list[list[Answer]]:
         """`answers` answers to each prompt, at temperature 1. The same seed, prompts and weights give the same answers.
+
+        places: of each prompt among all that are sampled with this seed; what is drawn depends on seed, place and position in
+            the sequence. Default: prompt i has place i * answers.
 
         Raises:
             ValueError: a prompt and `max_tokens` do not fit.
@@ -75,7 +80,8 @@ class Sampler:
         transcripts: dict[str, Transcript] = {}
         with torch.no_grad():
             for index, prompt in enumerate(prompts):
-                params = SamplingParams(max_tokens=max_tokens, logprobs=0, n=answers, seed=(seed << 24) + index * answers)
+                place = index * answers if places is None else places[index]
+                params = SamplingParams(max_tokens=max_tokens, logprobs=0, n=answers, seed=(seed << 24) + place)
                 name = self._engine.submit(list(prompt), params, f"{seed}-{index}")
                 transcripts[name] = Transcript(list(prompt), answers)
             while self._engine.has_work:

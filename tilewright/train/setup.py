@@ -35,6 +35,7 @@ __all__ = [
     "build_model",
     "build_objective",
     "build_optimizer",
+    "chosen_device",
     "costs_of",
     "device_for",
     "learning_rate",
@@ -50,14 +51,17 @@ _STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muo
 
 def device_for(config: TrainConfig) -> torch.device:
     """Where a run computes. Raises ValueError where there is no such device."""
-    if config.device is None:
-        return default_device()
+    return default_device() if config.device is None else chosen_device(config.device)
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device that a config names. Raises ValueError where there is none."""
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device is {config.device!r}, wanted cpu, cuda or cuda:N") from error
+        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {config.device!r}, and this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device is {name!r}, and this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Environment", "Function", "MultiTurn", "Task"]
+__all__ = ["Environment", "Function", "MultiTurn", "Solved", "Task"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,19 @@ class MultiTurn(Protocol):
 
     def reply(self, task: Task, answers: list[str]) -> str | None:
         """What comes after the policy's answers so far; None ends the conversation."""
+        ...
+
+
+@runtime_checkable
+class Solved(Protocol):
+    """What an environment has besides that knows a right answer to each task: a model can be pretrained on its tasks."""
+
+    def task(self, seed: int) -> Task:
+        """The task of this seed, always the same."""
+        ...
+
+    def solution(self, task: Task) -> str:
+        """An answer that gets the full reward."""
         ...
 
 

@@ -1,4 +1,5 @@
 """Generated tasks that need no data: addition, sorting, reversal, countdown. An answer is right (1.0) or not (0.0).
+`solution` gives a right answer, for pretraining.
 
 A seed makes its task alone, so train and test sets are ranges of seeds. Prompts and answers are a few characters long.
 """
@@ -15,6 +16,7 @@ from tilewright.rl.environments.base import Task
 __all__ = ["Addition", "Countdown", "Reversal", "Sorting", "value_of"]
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_SIGNS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/"}
 _LONGEST = 200
 
 
@@ -24,6 +26,10 @@ class _Exact:
     def score(self, task: Task, answer: str) -> float:
         """1.0 for the right answer, blanks around it aside."""
         return float(answer.strip() == task.data["answer"])
+
+    def solution(self, task: Task) -> str:
+        """The right answer."""
+        return task.data["answer"]
 
 
 def _digits(rng: random.Random, count: int) -> str:
@@ -87,13 +93,19 @@ class Countdown:
         rng = random.Random(seed)
         while True:
             given = [rng.randint(1, self.largest) for _ in range(self.numbers)]
-            value = Fraction(given[0])
+            value, written, sign = Fraction(given[0]), str(given[0]), "*"
             for number in rng.sample(given[1:], self.numbers - 1):
-                step = rng.choice((operator.add, operator.sub, operator.mul, operator.truediv))
-                value = step(value, number)
+                before, step = sign, rng.choice((operator.add, operator.sub, operator.mul, operator.truediv))
+                value, sign = step(value, number), _SIGNS[step]
+                written = f"({written}){sign}{number}" if before in "+-" and sign in "*/" else f"{written}{sign}{number}"
             if value.denominator == 1 and 1 <= value <= 999:
                 shown = rng.sample(given, self.numbers)
-                return Task(prompt=f"{' '.join(map(str, shown))}: {value}=", data={"numbers": given, "target": int(value)})
+                data = {"numbers": given, "target": int(value), "solution": written}
+                return Task(prompt=f"{' '.join(map(str, shown))}: {value}=", data=data)
+
+    def solution(self, task: Task) -> str:
+        """The expression that the task was made of."""
+        return task.data["solution"]
 
     def score(self, task: Task, answer: str) -> float:
         """1.0 if the expression uses every number once and gives the target exactly."""

@@ -1,7 +1,8 @@
 """The program of one worker: `python -m tilewright.rl.environments.worker SPEC MEMORY_BYTES`.
 
-A request and its answer are a line of JSON each: {"prompt", "data", "answer"} -> {"reward"} or {"error"}. What the environment
-prints goes to stderr. The memory limit is the address space's: an allocation over it raises MemoryError in the reward.
+A request and its answer are a line of JSON each: {"prompt", "data", "answer"} -> {"reward"}, {"prompt", "data", "answers"} ->
+{"reply"}, or {"error"}. What the environment prints goes to stderr. The memory limit is the address space's: an allocation over
+it raises MemoryError in the reward.
 """
 
 import json
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tilewright.rl.environments.base import Environment, Task
+from tilewright.rl.environments.base import Environment, MultiTurn, Task
 from tilewright.rl.environments.named import environment
 
 __all__ = ["main"]
@@ -28,12 +29,17 @@ def main(spec: str, memory_bytes: int) -> None:
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(_scored(scorer, request)), file=replies, flush=True)
+        print(json.dumps(_answered(scorer, request)), file=replies, flush=True)
 
 
-def _scored(scorer: Environment, request: dict[str, Any]) -> dict[str, Any]:
+def _answered(scorer: Environment, request: dict[str, Any]) -> dict[str, Any]:
+    task = Task(prompt=request["prompt"], data=request["data"])
     try:
-        return {"reward": float(scorer.score(Task(prompt=request["prompt"], data=request["data"]), request["answer"]))}
+        if "answer" in request:
+            return {"reward": float(scorer.score(task, request["answer"]))}
+        assert isinstance(scorer, MultiTurn)  # others are not asked
+        said = scorer.reply(task, request["answers"])
+        return {"reply": None if said is None else str(said)}
     except MemoryError:
         return {"error": "memory"}
     except Exception as error:  # noqa: BLE001 (whatever a user's reward raises costs its sample, and is counted)

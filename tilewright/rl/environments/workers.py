@@ -72,22 +72,32 @@ class Workers:
         Raises:
             ValueError: the environment cannot be loaded, or not within two minutes; the message is the worker's.
         """
-        rewards: list[float | None] = [None] * len(tasks)
-        waiting = list(range(len(tasks)))[::-1]
-        left = len(tasks)
+        replies = self._run([{**_plain(task), "answer": answer} for task, answer in zip(tasks, answers, strict=True)])
+        return [None if reply is None else self._reward(reply) for reply in replies]
+
+    def reply(self, tasks: Sequence[Task], answers: Sequence[Sequence[str]]) -> list[str | None]:
+        """What a `MultiTurn` environment says to the answers of each conversation so far; None ends it, as does a failure,
+        which `failures` has counted. Raises as `score` does."""
+        replies = self._run([{**_plain(task), "answers": list(said)} for task, said in zip(tasks, answers, strict=True)])
+        return [None if reply is None else self._said(reply) for reply in replies]
+
+    def _run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        """The reply to each request; None for those that took too long."""
+        found: list[dict[str, Any] | None] = [None] * len(requests)
+        waiting = list(range(len(requests)))[::-1]
+        left = len(requests)
         while left:
             for worker in self._workers:
                 if worker.ready and worker.job is None and waiting:
                     job = waiting.pop()
-                    request = {"prompt": tasks[job].prompt, "data": dict(tasks[job].data), "answer": answers[job]}
-                    self._ask(worker, job, request)
+                    self._ask(worker, job, requests[job])
             now = time.monotonic()
             nearest = min((w.until for w in self._workers if w.job is not None or not w.ready), default=now)
             for key, _ in self._selector.select(max(0.0, nearest - now)):
                 worker: _Worker = key.data
                 job, reply = worker.job, self._read(worker)
                 if reply is not None and job is not None:
-                    rewards[job] = self._reward(reply)
+                    found[job] = reply
                     left -= 1
             for place, worker in enumerate(self._workers):
                 if (worker.job is not None or not worker.ready) and time.monotonic() >= worker.until:
@@ -95,7 +105,7 @@ class Workers:
                         raise ValueError(f"a reward worker was not ready after {_START_S:g} s: {' '.join(self._command[1:])}")
                     left -= 1
                     self._replace(place, "time")
-        return rewards
+        return found
 
     def _start(self) -> _Worker:
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -140,6 +150,13 @@ class Workers:
         self.last_error = reply.get("detail", self.last_error)
         return None
 
+    def _said(self, reply: dict[str, Any]) -> str | None:
+        if "error" in reply:
+            self.failures[reply["error"]] += 1
+            self.last_error = reply.get("detail", self.last_error)
+            return None
+        return reply["reply"]
+
     def _replace(self, place: int, reason: str) -> None:
         if reason:
             self.failures[reason] += 1
@@ -155,3 +172,7 @@ class Workers:
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
+
+
+def _plain(task: Task) -> dict[str, Any]:
+    return {"prompt": task.prompt, "data": dict(task.data)}

@@ -1,0 +1,91 @@
+"""Conversations: the policy answers, somebody replies, until the environment or a limit ends it. One answer is the usual case.
+
+prompt | answer (chosen) | reply | answer (chosen) | ...
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tilewright.rl.batch import Sample
+from tilewright.rl.environments.base import Task
+from tilewright.rl.rollout import Answer, Sampler
+from tilewright.rl.text import Text
+
+__all__ = ["Conversation", "Replies", "converse"]
+
+Replies = Callable[[Sequence[Task], Sequence[Sequence[str]]], Sequence[str | None]]
+"""What an environment says to the answers of each conversation so far; None ends it."""
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """One task as far as it has come.
+
+    tokens, chosen, logprobs: as a `Sample` has them. answers: their texts. truncated: the last answer was cut at its limit.
+    """
+
+    task: Task
+    group: int
+    tokens: list[int]
+    chosen: list[bool]
+    logprobs: list[float]
+    answers: list[str] = field(default_factory=list)
+    truncated: bool = False
+
+    def add(self, answer: Answer, text: str) -> None:
+        """The policy's next answer."""
+        self._append(answer.tokens, answer.logprobs, chosen=True)
+        self.answers.append(text)
+        self.truncated = answer.truncated
+
+    def hear(self, tokens: Sequence[int]) -> None:
+        """A reply."""
+        self._append(tokens, [0.0] * len(tokens), chosen=False)
+
+    def sample(self, reward: float, version: int) -> Sample:
+        """What is learnt from it."""
+        return Sample(
+            tokens=self.tokens, chosen=self.chosen, logprobs=self.logprobs, reward=reward, group=self.group,
+            version=version, truncated=self.truncated,
+        )  # fmt: skip
+
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], *, chosen: bool) -> None:
+        self.tokens += tokens
+        self.chosen += [chosen] * len(tokens)
+        self.logprobs += logprobs
+
+
+def converse(
+    sampler: Sampler, text: Text, tasks: Sequence[Task], replies: Replies | None, *, answers: int, max_tokens: int, turns: int,
+    max_reply_tokens: int, seed: int,
+) -> list[Conversation]:  # fmt: skip
+    """`answers` conversations about each task, in order. Without `replies`, or with one turn, each is a single answer.
+
+    max_tokens: of an answer. turns: most answers of a conversation. max_reply_tokens: a longer reply is cut.
+
+    Raises:
+        ValueError: a prompt is too long, or a text has no tokens.
+    """
+    found: list[Conversation] = []
+    prompts = [text.prompt(task.prompt) for task in tasks]
+    for group, given in enumerate(sampler(prompts, answers=answers, max_tokens=max_tokens, seed=seed)):
+        for answer in given:
+            prompt = list(prompts[group])
+            begun = Conversation(
+                task=tasks[group], group=group, tokens=prompt, chosen=[False] * len(prompt), logprobs=[0.0] * len(prompt)
+            )
+            begun.add(answer, text.decode(answer.tokens))
+            found.append(begun)
+    going = list(enumerate(found))
+    for _ in range(turns - 1 if replies is not None else 0):
+        going = [(place, one) for place, one in going if not one.truncated]
+        assert replies is not None
+        said = replies([one.task for _, one in going], [one.answers for _, one in going])
+        going = [each for each, words in zip(going, said, strict=True) if words is not None]
+        for (_, one), words in zip(going, [words for words in said if words is not None], strict=True):
+            one.hear(text.reply(words)[:max_reply_tokens])
+        contexts, places = [one.tokens for _, one in going], [place for place, _ in going]
+        more = sampler(contexts, answers=1, max_tokens=max_tokens, seed=seed, places=places)
+        for (_, one), [answer] in zip(going, more, strict=True):
+            one.add(answer, text.decode(answer.tokens))
+    return found

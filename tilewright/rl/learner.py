@@ -1,0 +1,150 @@
+"""The half of a step that learns: the policy, a critic or a frozen reference beside it, their optimizers, and the numbers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.models import Model
+from tilewright.op import invariant
+from tilewright.rl.advantages import overlong_penalty
+from tilewright.rl.batch import Batch, Totals, select, split
+from tilewright.rl.config import RLConfig
+from tilewright.rl.critic import Critic, with_advantages
+from tilewright.rl.losses import ALGORITHMS
+from tilewright.rl.losses.correction import masked, truncated
+from tilewright.rl.losses.kl import penalty
+from tilewright.rl.losses.ppo import entropy_bonus, value_loss
+from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of
+from tilewright.rl.stats import measure
+from tilewright.train.optim import AdamW
+from tilewright.train.step import running_sum, trainable
+
+__all__ = ["Learner"]
+
+_CORRECTIONS: dict[str, Callable[[Batch], Batch]] = {"none": lambda batch: batch, "truncated": truncated, "masked": masked}
+
+
+class Learner:
+    """Learns from batches. Made before anything else reads the model's parameters: the optimizer moves them.
+
+    Raises:
+        ValueError: the parameters have several dtypes.
+    """
+
+    def __init__(self, config: RLConfig, model: Model) -> None:
+        self.config, self.model = config, model
+        self._optimizer = AdamW(trainable(model), weight_decay=0.0, max_norm=config.max_norm)
+        self._reference = deepcopy(model).requires_grad_(False) if config.kl else None
+        self.critic: Critic | None = None
+        if ALGORITHMS[config.algorithm].advantages is None:
+            self.critic = Critic(model)
+            self._critic_optimizer = AdamW(trainable(self.critic), weight_decay=0.0, max_norm=config.max_norm)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that later updates depend on, by name. The reference is not among it: it is the model at the start."""
+        found = self._optimizer.state_dict()
+        if self.critic is not None:
+            found |= {f"critic.{name}": tensor for name, tensor in self._critic_optimizer.state_dict().items()}
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state. Raises ValueError for one of another model or algorithm."""
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith("critic.")}
+        self._optimizer.load_state_dict(own)
+        if self.critic is not None:
+            critic = {name.removeprefix("critic."): x for name, x in tensors.items() if name.startswith("critic.")}
+            self._critic_optimizer.load_state_dict(critic)
+
+    def learn(self, batch: Batch, update: int) -> dict[str, float]:
+        """Update the weights from a batch of samples of them; `update` steps were made before. Returns the step's numbers."""
+        with self._kernels():
+            return self._learn(self._prepared(batch), update)
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        return invariant() if self.config.invariant else nullcontext()
+
+    @torch.no_grad()
+    def _over(self, batch: Batch, values_of: Callable[[Batch], Tensor]) -> Tensor:
+        return torch.cat([values_of(part) for part in split(batch, self.config.tokens_per_pass)])
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """With the trainer's own log-probabilities before the first update, the reference's, and advantages."""
+        config = self.config
+        batch = replace(batch, old=self._over(batch, partial(logprobs_of, self.model)))
+        if self._reference is not None:
+            batch = replace(batch, reference=self._over(batch, partial(logprobs_of, self._reference)))
+        rewarded = batch
+        if config.overlong:
+            rewarded = replace(batch, rewards=batch.rewards + overlong_penalty(batch.counts(), config.longest, config.overlong))
+        advantages = ALGORITHMS[config.algorithm].advantages
+        if advantages is not None:
+            return _CORRECTIONS[config.correction](replace(batch, advantages=advantages(rewarded)))
+        assert self.critic is not None
+        values = self._over(batch, self.critic)
+        found = with_advantages(rewarded, values, gamma=config.gamma, lam=config.lam, whiten=config.whiten)
+        return _CORRECTIONS[config.correction](replace(found, rewards=batch.rewards))
+
+    def _learn(self, batch: Batch, update: int) -> dict[str, float]:
+        config = self.config
+        rate = min(1.0, (update + 1) / max(1, config.warmup))
+        generator = torch.Generator().manual_seed(config.seed + update)
+        # On policy the trainer's probabilities are the sampler's, and every ratio is 1; this is what they really are.
+        stats: dict[str, float] = measure(batch.old, replace(batch, old=batch.sampled))
+        stats["entropy"] = -float(batch.sampled[batch.mask].mean())
+        policy = partial(self._policy_parts, loss_of=partial(ALGORITHMS[config.algorithm].loss, **self._options()))
+        for _ in range(config.epochs):
+            for kept in torch.randperm(len(batch.lengths), generator=generator).chunk(config.minibatches):
+                chosen = select(batch, kept.to(batch.lengths.device))
+                counts = chosen.counts()
+                chosen = replace(chosen, totals=Totals(tokens=int(counts.sum()), sequences=int((counts > 0).sum())))
+                if self.critic is not None:
+                    result = running_sum(self._critic_parts(self.critic, chosen))
+                    grads = dict(zip(trainable(self.critic), result[1:]))
+                    norm, _ = self._critic_optimizer.step(grads, config.critic_learning_rate * rate)
+                    stats |= {"value_loss": float(result[0]), "value_norm": float(norm)}
+                if self.critic is None or update >= config.critic_warmup:
+                    result = running_sum(policy(chosen))
+                    grads = dict(zip(trainable(self.model), result[1:]))
+                    norm, applied = self._optimizer.step(grads, config.learning_rate * rate)
+                    stats |= {"loss": float(result[0]), "norm": float(norm), "applied": float(applied)}
+        # How far the updates of this step have moved the policy.
+        moved = measure(self._over(batch, partial(logprobs_of, self.model)), batch)
+        if self.critic is not None:
+            stats["explained"] = _explained(batch)
+        return stats | {f"{name}_after": moved[name] for name in ("ratio", "clip_share", "kl")}
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        if config.algorithm == "dr-grpo":
+            return {"longest": config.longest}
+        return {"dual": config.dual_clip or None} if config.algorithm == "ppo" else {}
+
+    def _policy_parts(self, batch: Batch, loss_of: Any) -> Iterator[list[Tensor]]:
+        for part in split(batch, self.config.tokens_per_pass):
+            if self.config.entropy_bonus:
+                logprobs, entropies = logprobs_and_entropies_of(self.model, part)
+                loss = loss_of(logprobs, part) + entropy_bonus(entropies, part, self.config.entropy_bonus)
+            else:
+                logprobs = logprobs_of(self.model, part)
+                loss = loss_of(logprobs, part)
+            if self.config.kl:
+                loss = loss + penalty(logprobs, part, self.config.kl, self.config.kl_estimator)
+            yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(self.model).values()))]
+
+    def _critic_parts(self, critic: Critic, batch: Batch) -> Iterator[list[Tensor]]:
+        for part in split(batch, self.config.tokens_per_pass):
+            loss = value_loss(critic(part), part, clip=self.config.value_clip or None)
+            yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(critic).values()))]
+
+
+def _explained(batch: Batch) -> float:
+    """Share of the returns' variance that the values at sampling explain: 1 is all of it, 0 as much as their mean."""
+    returns, values = batch.known("returns")[batch.mask], batch.known("values")[batch.mask]
+    spread = float(returns.var(correction=0))
+    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

@@ -1,0 +1,69 @@
+"""The policy that a config names, and its tokens: a model folder's, or a small random one that reads characters."""
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import default_device
+from tilewright.models import Model, ModelError, load_config, load_model, random_model, resolve
+from tilewright.models.config import ModelConfig
+from tilewright.rl.characters import Characters
+from tilewright.rl.config import RLConfig
+from tilewright.rl.text import Text, Tokens
+from tilewright.train.setup import chosen_device
+
+__all__ = ["policy_of", "small_config", "small_model"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HEAD_DIM = 16
+_HEAD_SCALE = 0.1
+"""The random head is made this much smaller, so that the first answers are nearly uniform over the characters."""
+
+
+def policy_of(config: RLConfig, model: Model | None = None) -> tuple[Text, Model]:
+    """(the tokens, the model with weights that ask for gradients); a given model is taken as it is.
+
+    Raises:
+        ModelError: the model cannot be found or trained.
+        ValueError: there is no such device, or the tokenizer is another model's.
+    """
+    text: Text = Tokens(resolve(config.model), chat=config.chat) if config.model else Characters(config.alphabet)
+    if model is not None:
+        return text, model
+    if not config.model:
+        return text, small_model(config)
+    folder = resolve(config.model)
+    shape = load_config(folder)
+    if shape.quantization is not None:
+        raise ModelError(f"{config.model} has quantised weights, which have no gradients; take the unquantised model")
+    if text.vocab > shape.vocab_size:
+        raise ValueError(f"the tokenizer of {config.model} has {text.vocab} tokens, its model {shape.vocab_size}")
+    device = chosen_device(config.device) if config.device else default_device()
+    return text, load_model(folder, device=device, dtype=_DTYPES[config.dtype]).requires_grad_(True)
+
+
+def small_config(config: RLConfig) -> ModelConfig:
+    """The shape of the small model."""
+    heads = config.hidden // _HEAD_DIM
+    text = Characters(config.alphabet)
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=text.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=2 * config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=_HEAD_DIM,
+        max_position_embeddings=2048,
+        windows=(None,) * config.layers,
+        eos_token_ids=text.end_ids,
+    )
+
+
+def small_model(config: RLConfig) -> Model:
+    """A decoder of characters with random weights."""
+    device = chosen_device(config.device) if config.device else torch.device("cpu")
+    model = random_model(small_config(config), device=device, dtype=_DTYPES[config.dtype], seed=config.seed)
+    assert isinstance(model.head.weight, Tensor)
+    model.head.weight.data.mul_(_HEAD_SCALE)
+    return model.requires_grad_(True)

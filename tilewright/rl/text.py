@@ -1,0 +1,83 @@
+"""What stands between the texts of an environment and the tokens of a model: single characters, or a model's own tokenizer."""
+
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from tilewright.engine.tokenizer import Tokenizer
+
+__all__ = ["Text", "Tokens"]
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "*.jinja")
+
+
+class Text(Protocol):
+    """How prompts and answers become tokens."""
+
+    end_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+    vocab: int
+    """Token ids are below this."""
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens that an answer begins behind. Raises ValueError for a text that has none."""
+        ...
+
+    def reply(self, text: str) -> list[int]:
+        """The tokens of what somebody else says in the middle of a conversation."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of an answer, without the token that ends it."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what a server needs to read and write the same tokens."""
+        ...
+
+
+class Tokens:
+    """The tokenizer of a model folder.
+
+    Args:
+        folder: with tokenizer.json.
+        chat: a prompt is a user's message in the folder's chat template, otherwise it is text.
+
+    Raises:
+        TokenizerError: the folder has no tokenizer that can be read.
+        ValueError: `chat` without a template, or no token that ends an answer.
+    """
+
+    def __init__(self, folder: Path, *, chat: bool = False) -> None:
+        self._folder, self._chat, self._tokenizer = folder, chat, Tokenizer.load(folder)
+        self.end_ids, self.vocab = self._tokenizer.eos_ids, self._tokenizer.vocab_size
+        if chat and self._tokenizer.chat_template is None:
+            raise ValueError(f"chat is true, but the tokenizer of {folder} has no chat template; set chat = false")
+        if not self.end_ids:
+            raise ValueError(f"{folder} names no end-of-text token (eos_token), so an answer could never end")
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt, with what the tokenizer or the chat template puts around it."""
+        if self._chat:
+            return self._tokenizer.chat_ids([{"role": "user", "content": text}])
+        found = self._tokenizer.encode(text)
+        ends = set(self.end_ids)
+        while found and found[-1] in ends:  # put behind a text by some tokenizers, where an answer is to begin
+            found.pop()
+        if not found:
+            raise ValueError(f"the prompt {text!r} has no tokens")
+        return found
+
+    def reply(self, text: str) -> list[int]:
+        """The tokens of a text alone."""
+        return self._tokenizer.encode(text, add_special=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text, without special tokens."""
+        return self._tokenizer.decode(ids)
+
+    def save(self, folder: Path) -> None:
+        """Copy the tokenizer's files."""
+        for pattern in _FILES:
+            for path in self._folder.glob(pattern):
+                shutil.copyfile(path, folder / path.name)
