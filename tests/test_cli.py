@@ -32,7 +32,7 @@ OPTIONS = {
     "serve": {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
-        "--max-wait",
+        *("--max-wait", "--adapter", "--max-adapters", "--max-adapter-rank", "--adapter-dir"),
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         "--tool-format",
@@ -45,7 +45,7 @@ OPTIONS = {
     "warmup": {
         *("--out", "--arch", "--card", "--jobs", "--json"),
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
-        *("--invariant", "--no-invariant"),
+        *("--invariant", "--no-invariant", "--max-adapters", "--max-adapter-rank"),
     },
     "merge": {"--out", "--dtype"},
     "train run": TRAIN_OPTIONS,

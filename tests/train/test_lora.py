@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def ours(base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> Model
     return model
 
 
-def peft_names(model: Model, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+def peft_names(model: Model, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     names = {(target.path, target.part): name for name, target in targets_of(model).items()}
     found = {}
     for path, grad in grads.items():

@@ -1,7 +1,8 @@
 """The HTTP server: OpenAI's endpoints, their checks before the engine is touched, health, metrics and the page.
 
     POST /v1/completions  /v1/chat/completions     generation, whole or streamed (stream.py)
-    GET  /v1/models  /v1/models/{name}             the one model that is served
+    GET  /v1/models  /v1/models/{name}             the model that is served, and its LoRA adapters
+    POST /v1/load_lora_adapter  /v1/unload_lora_adapter     only with --adapter-dir (adapters.py)
     POST /tokenize  /detokenize                    text <-> token ids
     GET  /health  /ready  /version  /metrics       alive; taking requests; which build; Prometheus
     GET  /openapi.json                             the API's description
@@ -17,7 +18,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -28,12 +29,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
 from tilewright.asm.jit import CompileCounter
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.core import Engine
 from tilewright.server import errors
 from tilewright.server.access import Access, tokens_of
+from tilewright.server.adapters import LoadBody, UnloadBody, check_allowed, folder_below
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
-from tilewright.server.errors import ApiError, unavailable
+from tilewright.server.errors import ApiError, bad_request, unavailable
 from tilewright.server.gate import Gate
 from tilewright.server.intake import Intake
 from tilewright.server.live import LiveView
@@ -193,7 +196,7 @@ class Server:
 
         def work(raw: bytes) -> list[int]:
             body = parse(raw, TokenizeBody)
-            self.served.check_name(body.model)
+            self.served.adapter_of(body.model)
             if not body.prompt:
                 return self.served.tokenizer.encode("", add_special=body.add_special_tokens)
             return encode(body.prompt, self.served, add_special=body.add_special_tokens)
@@ -206,7 +209,7 @@ class Server:
 
         def work(raw: bytes) -> str:
             body = parse(raw, DetokenizeBody)
-            self.served.check_name(body.model)
+            self.served.adapter_of(body.model)
             return self.served.tokenizer.decode(self.served.check_ids(body.tokens, "tokens"))
 
         return JSONResponse({"prompt": await self._prepared(request, work)})
@@ -214,23 +217,55 @@ class Server:
     # About the server ------------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """GET /v1/models: the model, and the adapters that the engine has for it."""
+        names = [self.served.name, *await self._look(self.worker.adapter_names)]
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
-        self.served.check_name(request.path_params["name"])
-        return JSONResponse(self._model())
+        name = request.path_params["name"]
+        if self.served.adapter_of(name) is not None and name not in (known := await self._look(self.worker.adapter_names)):
+            raise self.served.no_model(name, f"this server has {', '.join([self.served.name, *known])[:400]}")
+        return JSONResponse(self._model(name))
 
-    def _model(self) -> dict[str, object]:
+    def _model(self, name: str) -> dict[str, object]:
         return {
-            "id": self.served.name,
+            "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": "tilewright",
             "max_model_len": self.served.max_model_len,
             "chat": self.served.has_chat,
+            **({} if name == self.served.name else {"parent": self.served.name}),
         }
+
+    # Adapters --------------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter {lora_name, lora_path}: from here on it is a model."""
+        body = await self._prepared(request, lambda raw: parse(raw, LoadBody))
+        folder = folder_below(body.lora_path, self.config)
+        if body.lora_name == self.served.name:
+            raise bad_request(f"lora_name is {body.lora_name!r}, the name of the model itself", "lora_name")
+        await self._change_adapters(self.worker.load_adapter(body.lora_name, folder))
+        return JSONResponse(self._model(body.lora_name))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter {lora_name}: no new request may name it; those that have it end with it."""
+        check_allowed(self.config)
+        body = await self._prepared(request, lambda raw: parse(raw, UnloadBody))
+        await self._change_adapters(self.worker.unload_adapter(body.lora_name))
+        return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
+
+    async def _change_adapters(self, change: Awaitable[None]) -> None:
+        try:
+            await change
+        except UnknownAdapter as error:
+            raise ApiError(404, str(error), param="lora_name", code="model_not_found") from None
+        except ValueError as error:
+            raise bad_request(str(error), code="adapter_refused") from None
+        except EngineStopped as error:
+            raise unavailable(str(error)) from None
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while the engine's steps end and do not fail request after request; 503 asks for a restart."""
@@ -263,19 +298,21 @@ class Server:
 
     async def prometheus(self, request: Request) -> Response:
         """GET /metrics."""
-        return Response(self.metrics.render(await self._look(self.engine.stats)), media_type=CONTENT_TYPE)
+        return Response(
+            self.metrics.render(await self._look(lambda: self.worker.call(self.engine.stats))), media_type=CONTENT_TYPE
+        )
 
     async def live_view(self, request: Request) -> Response:
         """GET /live: the engine's state for the page; ask a few times a second."""
-        view = await self._look(self.live.snapshot)
+        view = await self._look(lambda: self.worker.call(self.live.snapshot))
         if self.draining:
             view = view.removesuffix(b"}") + b', "draining": true}'
         return Response(view, media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def _look(self, look: Callable[[], T]) -> T:
+    async def _look(self, look: Callable[[], Awaitable[T]]) -> T:
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                return await self.worker.call(look)
+                return await look()
         except EngineStopped as error:
             raise unavailable(str(error)) from None
         except TimeoutError:
@@ -313,6 +350,8 @@ def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
     posts = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
+        "/v1/load_lora_adapter": server.load_adapter,
+        "/v1/unload_lora_adapter": server.unload_adapter,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }

@@ -35,6 +35,8 @@ class Served:
     """Most samples (prompts times n) in one request: the length of the queue, as all of them wait at first."""
     has_chat: bool
     """Whether the model has a chat template."""
+    has_adapters: bool
+    """Whether the engine has room for LoRA adapters, which requests name as their model."""
     spellings: Spellings
 
     @classmethod
@@ -43,6 +45,8 @@ class Served:
         scheduler, tokenizer = engine.scheduler, engine.tokenizer
         if tokenizer is None:
             raise ValueError(f"{name!r} has no tokenizer, wanted a model with one: clients send and read text")
+        if engine.adapters is not None and name in engine.adapters.names:
+            raise ValueError(f"an adapter has the name of the model, {name!r}: give one of them another (--served-name)")
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
             has_chat = True
@@ -57,14 +61,24 @@ class Served:
             max_model_len=min(scheduler.max_model_len, pool_tokens),
             max_samples=scheduler.max_waiting,
             has_chat=has_chat,
+            has_adapters=engine.adapters is not None,
             spellings=Spellings(tokenizer),
         )
 
-    def check_name(self, name: str | None) -> None:
-        """Raise a 404 unless `name` is the served model; no name means that model."""
-        if name is not None and name != self.name:
-            message = f"The model {name[:200]!r} does not exist here; this server has {self.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request names as its model, which the engine may not have; None for the model itself, or no name.
+
+        Raises a 404 for another name where there are no adapters."""
+        if name is None or name == self.name:
+            return None
+        if not self.has_adapters:
+            raise self.no_model(name, f"this server has {self.name!r}")
+        return name
+
+    def no_model(self, name: str, known: str) -> ApiError:
+        """A 404."""
+        message = f"The model {name[:200]!r} does not exist here; {known}"
+        return ApiError(404, message, param="model", code="model_not_found")
 
     def check_ids(self, ids: list[int], param: str) -> list[int]:
         """The same ids. Raises a 400 for one that is no token of the model."""

@@ -15,8 +15,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
 
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.core import Engine
 from tilewright.engine.request import Delta, SamplingParams
 from tilewright.server.metrics import Latencies
@@ -100,6 +102,7 @@ class EngineWorker:
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tilewright-engine")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="tilewright-adapters")
         self._channels: dict[str, Channel] = {}
         self._stopped: str | None = None
         self._stepping = False  # only touched in the engine's thread: a step is queued or running
@@ -152,6 +155,31 @@ class EngineWorker:
         # shield: a command whose caller has gone still runs, so that the abort behind it finds what it must end.
         return await asyncio.shield(found)
 
+    async def adapter_names(self) -> Sequence[str]:
+        """The adapters that requests may name. Raises EngineStopped."""
+        adapters = self.engine.adapters
+        return [] if adapters is None else await self.call(lambda: list(adapters.names))
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Hold the adapter in a folder. It is read in another thread, beside the engine's steps.
+
+        Raises:
+            ValueError: the folder cannot be taken, the name is taken, or there is no room.
+            EngineStopped: the engine takes no more work.
+        """
+        adapters = self.engine.adapters
+        if adapters is None:
+            raise ValueError("this server has no room for adapters: start it with --max-adapters")
+        read = await self._loop.run_in_executor(self._reading, adapters.read, folder)
+        await self.call(lambda: self.engine.hold_adapter(name, read, str(folder)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises UnknownAdapter or EngineStopped."""
+        adapters = self.engine.adapters
+        if adapters is None:
+            raise UnknownAdapter(f"there is no adapter {name!r} here")
+        await self.call(lambda: adapters.remove(name))
+
     def stop_all(self, reason: str) -> None:
         """End every open channel with `EngineStopped`, and take no more work."""
         self._stopped = reason
@@ -164,6 +192,7 @@ class EngineWorker:
         # In the thread itself, so that it cannot be about to queue another step while the executor closes.
         self._executor.submit(lambda: None).result()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._reading.shutdown(wait=False, cancel_futures=True)
 
     # In the engine's thread ------------------------------------------------------------------------------------------
 
