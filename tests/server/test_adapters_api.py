@@ -80,7 +80,7 @@ def test_each_adapter_is_a_model(server: Running, merged: dict[str, str]) -> Non
     assert chat.model == "one"
     with pytest.raises(openai.NotFoundError, match="there is no adapter 'two' here; there are one"):
         client.completions.create(model="two", prompt=PROMPT)
-    with pytest.raises(openai.NotFoundError, match="this server has .*, one"):
+    with pytest.raises(openai.NotFoundError, match=r"this server has .*, one"):
         client.models.retrieve("two")
 
 
