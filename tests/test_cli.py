@@ -90,6 +90,9 @@ OPTIONS = {
     "scaling predict": {"--flops", "--json"},
     "ops": {"--card", "--json"},
     "doctor": {"--json"},
+    "lab coordinate-check": {
+        *("--widths", "--base", "--layers", "--batch", "--length", "--steps", "--lr", "--seeds", "--out", "--svg", "--json"),
+    },
     "lab gradient-flow": {
         *("--norm", "--layers", "--width", "--batch", "--length", "--steps", "--lr", "--warmup", "--seed"),
         *("--out", "--svg", "--json"),

@@ -1,8 +1,19 @@
 """The options of `tilewright train run`: frozen, because one that goes or is renamed breaks somebody's script."""
 
 TRAIN_OPTIONS = {
-    *("--json", "--model", "--init", "--init-std", "--depth-scaled", "--no-depth-scaled", "--tokenizer", "--data"),
-    *("--weights", "--text-field", "--chat", "--no-chat", "--shuffle", "--no-shuffle", "--out", "--device", "--dtype"),
+    *("--json", "--model", "--init", "--init-std", "--depth-scaled", "--no-depth-scaled", "--mup-base", "--tokenizer"),
+    *(
+        "--data",
+        "--weights",
+        "--text-field",
+        "--chat",
+        "--no-chat",
+        "--shuffle",
+        "--no-shuffle",
+        "--out",
+        "--device",
+        "--dtype",
+    ),
     *("--seed", "--row-tokens", "--micro-rows", "--micro-batches", "--accumulate", "--steps", "--optimizer", "--lr"),
     *("--lr-floor", "--schedule", "--warmup", "--decay", "--beta1", "--beta2", "--eps", "--weight-decay", "--max-norm"),
     *("--loss", "--dpo-beta", "--dpo-smoothing", "--lora-rank", "--lora-alpha", "--lora-rslora", "--no-lora-rslora"),

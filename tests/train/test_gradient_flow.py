@@ -112,7 +112,7 @@ def test_the_picture_has_every_quantity() -> None:
     }
     assert len({p["quantity"] for p in points}) == 4
     pytest.importorskip("vl_convert", reason="vl-convert-python is not installed: pip install 'tilewright[lab]'")
-    assert svg([flow]).startswith("<svg")
+    assert svg(specification([flow])).startswith("<svg")
 
 
 def test_numbers_that_json_has_not_become_null() -> None:

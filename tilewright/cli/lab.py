@@ -9,17 +9,13 @@ import typer
 from tilewright.cli.root import Progress, app, plain_errors
 
 if TYPE_CHECKING:
+    from tilewright.train.lab.coordinates import Coordinates
     from tilewright.train.lab.gradient_flow import Flow
 
 __all__ = ["lab"]
 
 lab = typer.Typer(no_args_is_help=True, help="Small experiments that show how training behaves; a laptop is enough.")
 app.add_typer(lab, name="lab")
-
-
-@lab.callback()
-def _lab() -> None:
-    """Keeps `lab` a group while it has one command."""
 
 
 @lab.command(
@@ -47,6 +43,7 @@ def gradient_flow_command(
 ) -> None:
     """Gradients, activations and updates by layer, at initialisation and while a small transformer trains on a Markov chain."""
     with plain_errors(context):
+        from tilewright.train.lab.chart import specification
         from tilewright.train.lab.chart import svg as drawn
         from tilewright.train.lab.gradient_flow import FlowConfig, gradient_flow
 
@@ -54,7 +51,7 @@ def gradient_flow_command(
             FlowConfig(
                 norm=name, layers=depth, width=width, batch=batch, length=length, steps=steps, lr=lr, warmup=warmup, seed=seed
             )
-            for name in norm.split(",") for depth in _numbers(layers)
+            for name in norm.split(",") for depth in _numbers("layers", layers)
         ]  # fmt: skip
         progress = Progress()
         flows: list[Flow] = []
@@ -64,18 +61,18 @@ def gradient_flow_command(
             if out is not None:
                 out.write_text(json.dumps([flow.as_json() for flow in flows], indent=1) + "\n")
         if svg is not None:
-            svg.write_text(drawn(flows))
+            svg.write_text(drawn(specification(flows)))
         if as_json:
             print(json.dumps([flow.as_json() for flow in flows]))
         else:
             _print(flows)
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(name: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError(f"--layers is {text!r}, wanted whole numbers with commas between them: 6,12,24") from None
+        raise ValueError(f"--{name} is {text!r}, wanted whole numbers with commas between them: 6,12,24") from None
 
 
 def _print(flows: "list[Flow]") -> None:
@@ -91,4 +88,70 @@ def _print(flows: "list[Flow]") -> None:
             figures = [snapshot.loss, *ends, snapshot.per_token[-1]]
             words = (f"{figure:.4g}" for figure in figures)
             table.add_row(flow.config.norm, str(flow.config.layers), str(snapshot.step + 1 if flow.config.steps else 0), *words)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+@lab.command(
+    "coordinate-check",
+    epilog="[b]Examples[/b]\n\n"
+    "tilewright lab coordinate-check --svg coordinates.svg\n\n"
+    "tilewright lab coordinate-check --widths 128,256,512,1024 --base 128 --json",
+)
+def coordinate_check_command(
+    context: typer.Context,
+    widths: Annotated[str, typer.Option(help="hidden sizes, multiples of 16, with commas")] = "64,128,256,512",
+    base: Annotated[int, typer.Option(help="hidden size at which muP is the usual parametrisation")] = 64,
+    layers: Annotated[int, typer.Option(help="of each model")] = 2,
+    batch: Annotated[int, typer.Option(help="sequences of a step")] = 8,
+    length: Annotated[int, typer.Option(help="tokens of a sequence")] = 32,
+    steps: Annotated[int, typer.Option(help="of training")] = 4,
+    lr: Annotated[float, typer.Option(help="learning rate of AdamW at the base width")] = 3e-3,
+    seeds: Annotated[int, typer.Option(help="models of each width")] = 3,
+    out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw them into this SVG file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print all numbers as JSON instead of a table")] = False,
+) -> None:
+    """How far activations move in a few steps, by width: with muP (mup_base of `tilewright train`) and without.
+
+    The table has exponents of the width: 0 where a step moves wide models as far as narrow ones, so that one learning rate does
+    for both.
+    """
+    with plain_errors(context):
+        from tilewright.train.lab.chart import coordinates_specification
+        from tilewright.train.lab.chart import svg as drawn
+        from tilewright.train.lab.coordinates import CoordinatesConfig, coordinate_check
+
+        progress = Progress()
+        checks = [
+            coordinate_check(
+                CoordinatesConfig(
+                    mup=mup, widths=tuple(_numbers("widths", widths)), base=base, layers=layers, batch=batch, length=length,
+                    steps=steps, lr=lr, seeds=seeds,
+                ),
+                say=progress,
+            )
+            for mup in (True, False)
+        ]  # fmt: skip
+        progress.end()
+        found = [check.as_json() for check in checks]
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1) + "\n")
+        if svg is not None:
+            svg.write_text(drawn(coordinates_specification(checks)))
+        if as_json:
+            print(json.dumps(found))
+        else:
+            _print_slopes(checks)
+
+
+def _print_slopes(checks: "list[Coordinates]") -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("place", "muP", "usual")
+    both = [check.slopes() for check in checks]
+    for place in both[0]:
+        table.add_row(place, *(f"{slopes[place]:+.3f}" for slopes in both))
     Console(width=None if sys.stdout.isatty() else 120).print(table)

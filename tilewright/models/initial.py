@@ -1,10 +1,11 @@
 """Random weights to begin training with, as the papers of the architectures say."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tilewright.models.decoder import Decoder
 
@@ -12,7 +13,10 @@ __all__ = ["initialise"]
 
 
 @torch.no_grad()
-def initialise(model: Decoder, *, std: float = 0.02, depth_scaled: bool = True, seed: int = 0) -> None:
+def initialise(
+    model: Decoder, *, std: float = 0.02, depth_scaled: bool = True, seed: int = 0,
+    scale: Callable[[str, Tensor], float] = lambda name, parameter: 1.0,
+) -> None:  # fmt: skip
     """Draw all weights anew, on their device: matrices from a normal distribution, norms of 1, biases of 0.
 
     std is that of GPT-2, Llama and Qwen (`initializer_range` in their configs).
@@ -22,14 +26,16 @@ def initialise(model: Decoder, *, std: float = 0.02, depth_scaled: bool = True, 
         depth_scaled: matrices that write into the residual stream have std / sqrt(2 * layers), so that the stream's variance
             does not grow with depth (Radford et al., "GPT-2", 2019).
         seed: the same one gives the same weights, on one kind of device.
+        scale: factor on the standard deviation of each parameter.
     """
     generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
     blocks: list[Any] = list(model.blocks)
     writers = {id(layer.weight) for block in blocks for layer in (block.attn.out, getattr(block.ffn, "down", None)) if layer}
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
-            scale = 1 / math.sqrt(2 * len(blocks)) if depth_scaled and id(parameter) in writers else 1.0
-            drawn = torch.empty(parameter.shape, device=parameter.device).normal_(0.0, std * scale, generator=generator)
+            depth = 1 / math.sqrt(2 * len(blocks)) if depth_scaled and id(parameter) in writers else 1.0
+            drawn = torch.empty(parameter.shape, device=parameter.device)
+            drawn.normal_(0.0, std * depth * scale(name, parameter), generator=generator)
             parameter.copy_(drawn)
         elif name.endswith(("bias", "sinks")):
             nn.init.zeros_(parameter)

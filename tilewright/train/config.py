@@ -44,6 +44,9 @@ class TrainConfig:
     init: str = _option("load", "load the weights of model, or begin with random ones")
     init_std: float = _option(0.02, "standard deviation of random weights")
     depth_scaled: bool = _option(True, "random weights: divide those of output layers by sqrt(2 * layers), as GPT-2 does")
+    mup_base: int | None = _option(
+        None, "muP: hidden size whose learning rate and init_std hold at this width; default: no muP"
+    )
     tokenizer: str | None = _option(None, "folder with a tokenizer.json, or bookworm; default: that of model")
     data: tuple[str, ...] = _option((), "files (JSON lines, parquet, text; compressed or not), or folders of token shards")
     weights: tuple[float, ...] | None = _option(None, "share of each of data in the tokens; default: equal shares")
@@ -113,6 +116,8 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted {low} or more")
         if not (0 < self.lr < math.inf and 0 <= self.lr_floor <= self.lr):
             raise ValueError(f"lr is {self.lr} and lr_floor {self.lr_floor}, wanted 0 <= lr_floor <= lr, lr above 0")
+        if self.mup_base is not None and self.mup_base < 1:
+            raise ValueError(f"mup_base is {self.mup_base}, wanted a hidden size of 1 or more")
         if not 0 < self.init_std < math.inf:
             raise ValueError(f"init_std is {self.init_std}, wanted a finite number above 0")
         if self.weights is not None and len(self.weights) != len(self.data):
@@ -132,6 +137,8 @@ class TrainConfig:
             raise ValueError(f"{got}, wanted above 0, and 0 to below 1")
         if not self.lora_rank and (self.lora_base != "float" or self.lora_adapter or self.lora_targets):
             raise ValueError("lora_base, lora_adapter and lora_targets are of an adapter: set lora_rank")
+        if self.lora_rank and self.mup_base is not None:
+            raise ValueError("mup_base scales by the width of what is trained, and an adapter has none: leave one of them out")
         if self.lora_rank and self.init != "load":
             raise ValueError("an adapter beside random weights learns nothing of use: set init to load, or lora_rank to 0")
         if self.loss != "next-token" and (self.chat or self.z_loss or self.label_smoothing or self.eval_data):

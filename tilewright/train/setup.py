@@ -24,6 +24,7 @@ from tilewright.models import (
 from tilewright.ops.weights import QuantizedWeight
 from tilewright.train.config import TrainConfig
 from tilewright.train.lora import adapted, empty_base, load_base
+from tilewright.train.mup import MuP, mup_for
 from tilewright.train.optim import SGD, AdamW, AdamW8bit, Momentum, Muon, Optimizer
 from tilewright.train.preference import Preference
 from tilewright.train.schedules import SCHEDULES
@@ -108,7 +109,8 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
         model = load_model(config.model, device=device, dtype=dtype)
     else:
         model = empty_model(shape, device=device, dtype=dtype)
-        initialise(model, std=config.init_std, depth_scaled=config.depth_scaled, seed=config.seed)
+        scale: dict[str, Any] = {} if config.mup_base is None else {"scale": _mup(config, shape).std}
+        initialise(model, std=config.init_std, depth_scaled=config.depth_scaled, seed=config.seed, **scale)
     assert not any(isinstance(module, QuantizedWeight) for module in model.modules())
     return model.requires_grad_(True)
 
@@ -116,6 +118,9 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
 def build_optimizer(config: TrainConfig, model: Model) -> Optimizer | Muon:
     """The optimizer, which takes the memory of the model's weights over."""
     common: dict[str, Any] = {"weight_decay": config.weight_decay, "max_norm": config.max_norm}
+    if config.mup_base is not None:
+        rules = _mup(config, model.config)
+        common |= {"lr_scale": rules.rate, "decay": partial(rules.decay, config.weight_decay)}
     betas = (config.beta1, config.beta2)
     kinds = {
         "adamw": partial(AdamW, betas=betas, eps=config.eps),
@@ -136,6 +141,11 @@ def build_objective(config: TrainConfig, device: torch.device) -> Objective:
         config.loss, beta=config.dpo_beta, smoothing=config.dpo_smoothing, reference=reference,
         deterministic=config.deterministic,
     )  # fmt: skip
+
+
+def _mup(config: TrainConfig, shape: ModelConfig) -> MuP:
+    assert config.mup_base is not None
+    return mup_for(shape, config.mup_base, config.optimizer)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -1,12 +1,14 @@
-"""A picture of runs of the gradient-flow lab: a row of panels for each quantity, a column for each place of the norms."""
+"""Pictures of the lab. Gradient flow: a row of panels for each quantity, a column for each place of the norms. Coordinates: a
+panel for each place in the network, movement over width."""
 
 import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tilewright.train.lab.coordinates import Coordinates
 from tilewright.train.lab.gradient_flow import Flow
 
-__all__ = ["specification", "svg"]
+__all__ = ["coordinates_specification", "specification", "svg"]
 
 QUANTITIES = {
     "activations": "mean square of the residual stream",
@@ -61,8 +63,49 @@ def specification(flows: Sequence[Flow]) -> dict[str, Any]:
     }
 
 
-def svg(flows: Sequence[Flow]) -> str:
-    """The picture as SVG.
+def coordinates_specification(checks: Sequence[Coordinates]) -> dict[str, Any]:
+    """The picture in Vega-Lite: movement over the width, both on logarithmic axes, a line for each step."""
+    values = [
+        {"place": place, "width": width, "step": step + 1, "moved": moved, "rules": _rules(check)}
+        for check in checks for place, by_width in check.moved.items()
+        for width, steps in by_width.items() for step, moved in enumerate(steps) if moved > 0
+    ]  # fmt: skip
+    places = list(dict.fromkeys(place for check in checks for place in check.moved))
+    width = {"values": sorted({value["width"] for value in values}), "format": "d"}
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "background": "white",
+        "data": {"values": values},
+        "facet": {
+            "row": {"field": "place", "title": None, "sort": places},
+            "column": {"field": "rules", "title": None},
+        },
+        "resolve": {"scale": {"y": "independent"}},
+        "spec": {
+            "width": 180,
+            "height": 110,
+            "mark": {"type": "line", "point": {"size": 12}},
+            "encoding": {
+                "x": {"field": "width", "type": "quantitative", "scale": {"type": "log", "base": 2}, "axis": width},
+                "y": {
+                    "field": "moved",
+                    "type": "quantitative",
+                    "scale": {"type": "log"},
+                    "title": "moved (RMS)",
+                    "axis": {"format": "~g"},
+                },
+                "color": {"field": "step", "type": "ordinal", "title": "step"},
+            },
+        },
+    }
+
+
+def _rules(check: Coordinates) -> str:
+    return "muP" if check.config.mup else "usual"
+
+
+def svg(specification: dict[str, Any]) -> str:
+    """A picture as SVG.
 
     Raises:
         ValueError: vl-convert-python is not installed.
@@ -73,4 +116,4 @@ def svg(flows: Sequence[Flow]) -> str:
         raise ValueError(
             "the picture is drawn by vl-convert-python: pip install 'tilewright[lab]', or leave out --svg"
         ) from None
-    return vl_convert.vegalite_to_svg(specification(flows))
+    return vl_convert.vegalite_to_svg(specification)

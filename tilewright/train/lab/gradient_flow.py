@@ -17,7 +17,7 @@ from tilewright.train.lab.residual import SCHEMES, Transformer
 from tilewright.train.optim import AdamW
 from tilewright.train.schedules import constant
 
-__all__ = ["Flow", "FlowConfig", "Snapshot", "gradient_flow"]
+__all__ = ["Chain", "Flow", "FlowConfig", "Snapshot", "gradient_flow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def gradient_flow(config: FlowConfig, *, snapshots: int = 4, say: Callable[[str]
         )  # fmt: skip
     parameters = dict(model.named_parameters())
     optimizer = AdamW(parameters, weight_decay=0.0)
-    chain = _Chain(config)
+    chain = Chain(vocabulary=config.vocabulary, batch=config.batch, length=config.length, seed=config.seed)
     last = max(config.steps - 1, 0)
     looked_at = {round(i * last / max(snapshots - 1, 1)) for i in range(snapshots)}
     found: list[Snapshot] = []
@@ -120,23 +120,22 @@ def gradient_flow(config: FlowConfig, *, snapshots: int = 4, say: Callable[[str]
     return Flow(config=config, snapshots=found, losses=losses)
 
 
-class _Chain:
+class Chain:
     """Batches of a Markov chain: each token has four successors with probabilities 0.4, 0.3, 0.2, 0.1."""
 
-    def __init__(self, config: FlowConfig) -> None:
-        generator = torch.Generator().manual_seed(config.seed + 1)
-        self.config = config
-        self.successors = torch.randint(config.vocabulary, (config.vocabulary, 4), generator=generator)
+    def __init__(self, *, vocabulary: int, batch: int, length: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed + 1)
+        self._vocabulary, self._batch, self._length, self._seed = vocabulary, batch, length, seed
+        self._successors = torch.randint(vocabulary, (vocabulary, 4), generator=generator)
 
     def batch(self, step: int) -> Tensor:
         """[B, S + 1] int64."""
-        config = self.config
-        generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) + step)
-        tokens = [torch.randint(config.vocabulary, (config.batch,), generator=generator)]
-        likely = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(config.batch, 4)
-        for _ in range(config.length):
+        generator = torch.Generator().manual_seed(1_000_003 * (self._seed + 1) + step)
+        tokens = [torch.randint(self._vocabulary, (self._batch,), generator=generator)]
+        likely = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(self._batch, 4)
+        for _ in range(self._length):
             choice = torch.multinomial(likely, 1, generator=generator)
-            tokens.append(self.successors[tokens[-1]].gather(1, choice)[:, 0])
+            tokens.append(self._successors[tokens[-1]].gather(1, choice)[:, 0])
         return torch.stack(tokens, 1)
 
 
