@@ -214,7 +214,11 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "changed base": (lambda f: change_config(f, init_lora_weights="pissa_niter_4"), "changes the base's weights"),
     "rank is text": (lambda f: change_config(f, r="4"), "r is '4', wanted a whole number"),
     "rank of nothing": (lambda f: change_config(f, r=0), "r is '0', wanted a whole number"),
-    "bad pattern": (lambda f: change_config(f, target_modules="(("), "cannot be read"),
+    "bad pattern": (lambda f: change_config(f, rank_pattern={"((": 1}), "cannot be read"),
+    "a pattern for ever, and half a pair": (
+        lambda f: (change_config(f, target_modules=r"(\w+\.?)+X"), change_tensors(f, lambda t: t.pop(B))), "lacks base_model"
+    ),
+    "rank pattern that takes for ever": (lambda f: change_config(f, rank_pattern={".*.*.*.*X": 2}), "has repeated groups"),
     "alpha is infinite": (lambda f: change_config(f, lora_alpha=float("inf")), "wanted a number"),
     "rank above the maximum": (lambda f: change_config(f, r=64), "has an adapter of rank 64, and at most 16 is taken here"),
     "another rank": (lambda f: change_config(f, r=5), "wanted [5, 32]"),

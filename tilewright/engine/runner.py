@@ -163,7 +163,7 @@ class ModelRunner:
         self._copy_pages(step)
         inputs = layout.device(packed, table, longest)
         ticket = Ticket(step, sampled, None, None)
-        adapted = self._packer.adapted(step)
+        adapted = self._adapts and self._packer.adapted(step)
         if graph is None:
             hidden = (self._adapted_body if adapted else self._body)(inputs)
         else:

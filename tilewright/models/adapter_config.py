@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +16,9 @@ __all__ = ["CONFIG_NAME", "MAX_RANK", "AdapterConfig"]
 CONFIG_NAME = "adapter_config.json"
 MAX_RANK = 1024
 """Largest rank that is read or trained."""
+MAX_PATTERN = 4096
+MAX_PATTERNS = 4096
+"""Of ranks, and of alphas."""
 
 _UNSUPPORTED = {
     "use_dora": "magnitudes (DoRA)", "use_qalora": "pooled inputs (QALoRA)", "lora_bias": "biases of its own",
@@ -32,7 +35,7 @@ class AdapterConfig:
     """Which layers have adapters, and how large they are.
 
     targets: names of layers, whole or their last parts ("q_proj"), or shell patterns of whole names ("*.layers.0.*"); a single
-        string is a regular expression of whole names.
+        string is "all-linear", or a regular expression of whole names.
     ranks, alphas: those of some layers, by regular expressions of the ends of their names.
     layers: numbers of the blocks that have adapters; None: all.
     base: the model that it was trained on, as far as is known.
@@ -95,11 +98,17 @@ class AdapterConfig:
                 raise ValueError(f"the rank of an adapter is {rank}, wanted 1 to {MAX_RANK}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"the dropout of an adapter is {self.dropout}, wanted 0 to below 1")
-        for pattern in (*self.ranks, *self.alphas, *([self.targets] if isinstance(self.targets, str) else [])):
-            re.compile(pattern)
+        for pattern in (*self.ranks, *self.alphas):
+            _check_pattern(pattern)
 
-    def chosen(self, names: Iterable[str]) -> list[str]:
-        """Those of the layers' names that have an adapter, by the rules of peft."""
+    def chosen(self, names: Iterable[str], held: Collection[str] = ()) -> list[str]:
+        """Those of the layers' names that have an adapter, by the rules of peft.
+
+        held: those that a folder has tensors of. They decide where `targets` is a regular expression, which is never run: it
+            may take for ever.
+        """
+        if isinstance(self.targets, str) and self.targets != "all-linear":
+            return [name for name in names if name in held]
         return [name for name in names if self._in_layers(name) and self._targets(name)]
 
     def _in_layers(self, name: str) -> bool:
@@ -109,9 +118,9 @@ class AdapterConfig:
         return found is not None and int(found.group(1)) in self.layers
 
     def _targets(self, name: str) -> bool:
-        if isinstance(self.targets, str):
-            return self.targets == "all-linear" or re.fullmatch(self.targets, name) is not None
-        return any(name == one or name.endswith(f".{one}") or fnmatchcase(name, one) for one in self.targets)
+        return isinstance(self.targets, str) or any(
+            name == one or name.endswith(f".{one}") or fnmatchcase(name, one) for one in self.targets
+        )
 
     def rank_of(self, name: str) -> int:
         """That of a layer."""
@@ -136,6 +145,14 @@ class AdapterConfig:
             "layers_to_transform": None if self.layers is None else list(self.layers),
         }  # fmt: skip
         return json.dumps(raw, indent=2) + "\n"
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise ValueError for a regular expression that may take long: it comes from a folder, and Python cannot stop one."""
+    if len(pattern) > MAX_PATTERN or len(re.findall(r"[*+]", pattern)) > 2 or re.search(r"\)[*+?]|\{", pattern):
+        most = f"more than two of * and +, or more than {MAX_PATTERN} characters"
+        raise ValueError(f"the pattern {pattern[:80]!r} has repeated groups, {most}")
+    re.compile(pattern)
 
 
 def _key_of(patterns: Mapping[str, Any], name: str) -> str:
@@ -163,6 +180,6 @@ def _texts(what: str, value: Any) -> list[str]:
 
 def _mapping(what: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     value = raw.get(what) or {}
-    if not isinstance(value, dict) or len(value) > 65536:
+    if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
         raise ValueError(f"{what} is {str(value)[:80]!r}, wanted a mapping of patterns to numbers")
     return value

@@ -108,8 +108,10 @@ def read_adapter(folder: str | Path, targets: Mapping[str, Target], *, max_rank:
     check_plain_file(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            _check(path, file, config, targets, max_rank)
-            pairs = {name: _pair(path, file, config, name) for name in config.chosen(targets)}
+            layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 (no mapping)
+            chosen = config.chosen(targets, layers)
+            _check(path, file, config, {name: targets[name] for name in chosen}, targets, max_rank)
+            pairs = {name: _pair(path, file, config, name) for name in chosen}
     except SafetensorError as error:
         raise ModelError(f"{path} is no whole safetensors file ({error}); copy it again") from error
     except OSError as error:
@@ -117,11 +119,14 @@ def read_adapter(folder: str | Path, targets: Mapping[str, Target], *, max_rank:
     return Adapter(config=config, pairs=pairs)
 
 
-def _check(path: Path, file: Any, config: AdapterConfig, targets: Mapping[str, Target], max_rank: int | None) -> None:
-    """Raise ModelError unless the tensors are those of the layers that the config names, by their headers."""
+def _check(
+    path: Path, file: Any, config: AdapterConfig, chosen: Mapping[str, Target], targets: Mapping[str, Target],
+    max_rank: int | None,
+) -> None:  # fmt: skip
+    """Raise ModelError unless the tensors are those of the chosen layers, by their headers."""
     wanted: dict[str, tuple[int, int]] = {}
-    for name in config.chosen(targets):
-        rank, target = config.rank_of(name), targets[name]
+    for name, target in chosen.items():
+        rank = config.rank_of(name)
         if max_rank is not None and rank > max_rank:
             raise ModelError(f"{path.parent} has an adapter of rank {rank}, and at most {max_rank} is taken here")
         wanted |= {f"{_PREFIX}{name}.lora_A.weight": (rank, target.cols), f"{_PREFIX}{name}.lora_B.weight": (target.rows, rank)}
