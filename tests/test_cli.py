@@ -35,7 +35,7 @@ OPTIONS = {
         *("--max-wait", "--adapter", "--max-adapters", "--max-adapter-rank", "--adapter-dir"),
         *("--prefix-cache", "--no-prefix-cache"),
         *("--max-connections", "--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
-        "--tool-format",
+        *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),
     },
     "run": {
         *ENGINE_OPTIONS,
@@ -76,6 +76,7 @@ OPTIONS = {
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
+    "export": {"--out", "--precision", "--max-batch", "--sizes", "--card", "--jobs"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
     "rl run": {"--out", "--log", "--updates", "--seed", "--every", "--samples", "--json"},
     "rl tasks": {"--out", "--count", "--layers", "--hidden", "--seed", "--json"},

@@ -17,7 +17,7 @@ ROWS = (
     ("cli",),
     ("bench",),
     ("server", "rl", "scaling"),
-    ("engine", "train"),
+    ("engine", "train", "host"),
     ("quant", "models", "parallel", "data"),
     ("nn", "fuse"),
     ("ops",),
@@ -39,6 +39,7 @@ UNSAFE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "mars
 # A handler for every exception hides bugs unless it raises again. Where one may swallow: file -> why.
 MAY_SWALLOW = {
     "tilewright/tune/measure.py": "a candidate that fails in whatever way is a result of the search",
+    "tilewright/host/worker.py": "whatever a user's model raises costs its request, and is said",
     "tilewright/rl/environments/worker.py": "whatever a user's reward raises costs its sample, and is counted",
 }
 

@@ -20,7 +20,12 @@ WINGS: dict[str, tuple[str, ...]] = {
     "dedup": (),
     "elementwise": (),
     "embedding": (),
-    "gemm": ("elementwise", "quantize"),  # what follows cuBLAS's product; the quantiser in front of one
+    "experts": (),
+    "gemm": (
+        "elementwise",
+        "experts",
+        "quantize",
+    ),  # what follows cuBLAS's product; what puts rows in order, or quantises, before
     "layout": (),
     "norm": (),
     "optimizer": (),

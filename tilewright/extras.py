@@ -16,6 +16,8 @@ EXTRAS = {
     "hub": ("huggingface_hub",),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "structured": ("llguidance",),
+    "grpc": ("grpc",),
+    "images": ("PIL",),
     "compare": ("onnx", "onnxscript", "onnxruntime", "openvino", "vl_convert"),
     "data": (
         *("brotli", "lxml_html_clean", "phonenumbers", "py3langid", "pyarrow", "resiliparse", "sklearn", "spacy"),

@@ -31,7 +31,8 @@ COUNTS = {"M": (1, 2, 3, 16, 17), "T": (1, 2, 3, 16, 17), "B": (1, 2, 3), "KV": 
 """Dimensions that change from step to step of a server."""
 
 STRIDES_OF_A_MODEL = {
-    "attention", "attention_backward", "biased_attention", "block_scaled_linear", "cast_linear", "linear", "mixed_linear",
+    "attention", "attention_backward", "biased_attention", "block_scaled_linear", "cast_linear", "grouped_block_scaled_linear",
+    "grouped_linear", "grouped_weight_gradient", "linear", "mixed_linear",
     "mla_rope_write", "mx_linear", "quantize_keys_values", "scaled_attention", "scaled_linear",
 }  # fmt: skip
 """Ops whose kernels are compiled anew for strides of another kind (1, a multiple of 16, other): those of weights, of heads and

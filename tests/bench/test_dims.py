@@ -35,6 +35,7 @@ PEERLESS = {
     "dropout",
     "edit_logits",
     "grad_squares",
+    "grouped_block_scaled_linear",
     "kv_cache_write",
     "layer_norm_quantize",
     "minhash",
@@ -61,7 +62,7 @@ PEERLESS = {
     "silu_mul_quantize",
     "top_logprobs",
 }
-SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10}
+SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10, "X": 9}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.conformance import flat
 from tilewright.op import Inputs, Op
 from tilewright.ops import ALL
 
-SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10}
+SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10, "X": 9}
 
 
 def small(op: Op) -> dict[str, int]:

@@ -17,6 +17,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONG = {
+    "rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.2, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 7.0],
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 CASES = {
     "default": (128, 10000.0, {"rope_type": "default"}),
     "linear": (64, 10000.0, {"rope_type": "linear", "factor": 2.5}),
@@ -54,6 +58,38 @@ def test_frequencies_are_those_of_transformers(case: tuple[int, float, dict]) ->
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("attention", [None, 1.25])
+def test_longrope_is_that_of_transformers(attention: float | None) -> None:
+    """The short factors for a table of what the model was trained with, the long ones for a longer one."""
+    scaling = {**LONG, "attention_factor": attention}
+    module = LLAMA.LlamaRotaryEmbedding(
+        LLAMA.LlamaConfig(
+            hidden_size=16, num_attention_heads=2, head_dim=8, rope_parameters={**scaling, "rope_theta": 500.0},
+            max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    for longest in (16, 64):
+        angles = module(torch.zeros(1), torch.arange(longest)[None])
+        table = rope_table(8, longest, 500.0, scaling)
+        for i, want in enumerate(angles):
+            torch.testing.assert_close(table[:, i], want[0, :, :4], rtol=0, atol=1e-6)
+
+
+def test_dynamic_is_that_of_transformers() -> None:
+    """Plain up to what the model was trained with; a longer table is that of its length."""
+    scaling = {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 32}
+    assert torch.equal(rope_table(8, 32, 500.0, scaling), rope_table(8, 32, 500.0))
+    parameters = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
+    module = LLAMA.LlamaRotaryEmbedding(
+        LLAMA.LlamaConfig(
+            hidden_size=16, num_attention_heads=2, head_dim=8, rope_parameters=parameters, max_position_embeddings=32
+        )
+    )  # fmt: skip
+    cos, sin = module(torch.zeros(1), torch.arange(50)[None])
+    table = rope_table(8, 50, 500.0, scaling)
+    torch.testing.assert_close(table, torch.stack((cos[0, :, :4], sin[0, :, :4]), 1), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("scaling", [LLAMA3, YARN], ids=["llama3", "yarn"])
 def test_both_spellings_of_a_config(scaling: dict) -> None:
     """transformers 4: "type", base outside. transformers 5: "rope_type", base inside, where it wins."""
@@ -89,8 +125,9 @@ def test_a_rotation_turns_complex_numbers(interleaved: bool) -> None:
     ("rotated", "scaling", "message"),
     [
         (7, None, "must be even and positive, got 7"),
-        (8, {"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not one of default, linear, llama3, yarn"),
-        (8, {"type": "longrope"}, "'longrope' is not one of"),
+        (8, {"rope_type": "ntk", "factor": 2.0}, "'ntk' is not one of default, linear, dynamic, llama3, yarn, longrope"),
+        (8, {"type": "longrope"}, "'longrope' needs factor, short_factor, long_factor, original_max_position_embeddings"),
+        (8, {**LONG, "short_factor": [1.0]}, "short_factor must have 4 numbers, one for each pair; got [1]"),
         (8, {"type": "yarn", "factor": 2.0}, "'yarn' needs original_max_position_embeddings"),
         (8, {"rope_type": "linear"}, "'linear' needs factor"),
     ],

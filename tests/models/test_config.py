@@ -1,13 +1,28 @@
 """Configs: what a Hugging Face config.json resolves to, what is refused and with which words."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.models.folders import LLAMA
+from tests.models.folders import LLAMA, write_folder
 from tests.models.running import make_cache
-from tilewright.models import ARCHITECTURES, SHAPES, ModelConfig, ModelError, kv_bytes_per_token, random_model, weight_bytes
+from tilewright.models import (
+    ARCHITECTURES,
+    SHAPES,
+    ModelConfig,
+    ModelError,
+    kv_bytes_per_token,
+    load_config,
+    random_model,
+    weight_bytes,
+)
+from tilewright.nn import Rope
 
 MISTRAL, QWEN2, QWEN3 = ({**LLAMA, "architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2", "Qwen3"))
+GEMMA2, GEMMA3, GLM4, PHI3 = (
+    {**LLAMA, "architectures": [f"{name}ForCausalLM"]} for name in ("Gemma2", "Gemma3", "Glm4", "Phi3")
+)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 
@@ -52,6 +67,28 @@ RESOLVED = {
     "Qwen3, by layer but not used": (
         QWEN3, {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}, {"windows": (None, None)},
     ),
+    "Gemma 2, in turns": (GEMMA2, {"sliding_window": 5}, {"windows": (5, None), "activation": "gelu_tanh_mul"}),
+    "Gemma 3, in transformers 4": (
+        GEMMA3,
+        {"rope_theta": 7.0, "rope_local_base_freq": 9.0, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "local_rope": (9.0, None)},
+    ),
+    "Gemma 3, in transformers 5": (
+        GEMMA3,
+        {"rope_parameters": {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 9.0}}},
+        {"rope_theta": 7.0, "local_rope": (9.0, None)},
+    ),
+    "GLM turns half": (GLM4, {"head_dim": 8}, {"partial_rotary_factor": 0.5, "rotated_dim": 4}),
+    "Phi-3's names of longrope": (
+        PHI3,
+        {"original_max_position_embeddings": 8, "rope_scaling": {"type": "su", "short_factor": [1, 1], "long_factor": [2, 2]}},
+        {
+            "rope_scaling": {
+                "rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2], "original_max_position_embeddings": 8,
+                "factor": 4.0,
+            }
+        },
+    ),
     "swish": (LLAMA, {"hidden_act": "swish"}, {"activation": "silu_mul"}),
     "gelu": (LLAMA, {"hidden_act": "gelu"}, {"activation": "gelu_mul"}),
 }  # fmt: skip
@@ -70,8 +107,22 @@ def test_generation_config_decides_what_ends_a_sequence() -> None:
 
 
 REFUSED = {
-    "hidden_act": ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: gelu, silu, swish"),
-    "rope type": ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not one of default, linear, llama3, yarn"),
+    "hidden_act": (
+        {"hidden_act": "relu2"},
+        "hidden_act 'relu2' is not supported; supported: gelu, gelu_pytorch_tanh, silu, swish",
+    ),
+    "rope type": (
+        {"rope_scaling": {"rope_type": "ntk"}},
+        "'ntk' is not one of default, linear, dynamic, llama3, yarn, longrope",
+    ),
+    "rope factors": (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
+        "short_factor must have 2 numbers, one for each pair; got",
+    ),
+    "rope factor of a wrong type": (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": ["1"]}},
+        "rope_scaling.short_factor.0 is '1', wanted number",
+    ),
     "rope numbers": ({"rope_scaling": {"rope_type": "linear"}}, "needs factor"),
     "rope by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer type"),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 .* got 0.5"),
@@ -96,6 +147,40 @@ REFUSED = {
 def test_refuses(changes: dict, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_hf({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2ForCausalLM"),
+        ("Gemma4ForConditionalGeneration", "Gemma2ForCausalLM, Gemma3ForCausalLM"),
+        ("Phi4MultimodalForCausalLM", "Phi3ForCausalLM"),
+        ("Llama4ForCausalLM", "LlamaForCausalLM"),
+        ("x" * 100_000, "Olmo2ForCausalLM|Phi3ForCausalLM|[A-Z]"),
+    ],
+)
+def test_unknown_architectures_are_told_the_nearest(name: str, near: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, {**LLAMA, "architectures": [name]}, {})
+    with pytest.raises(
+        ModelError, match=f"^architecture {name[:100]} is not supported; the nearest that are: {near}"
+    ) as caught:
+        load_config(tmp_path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_stretches_with_the_length() -> None:
+    """longrope takes its short factors for a model that never sees more than it was first trained with, dynamic nothing."""
+    raw = {**PHI3, "original_max_position_embeddings": 8}
+    raw["rope_scaling"] = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
+    config = ModelConfig.from_hf(raw)
+    models = [random_model(each, device="cpu", dtype=torch.float32) for each in (config, config.limited(8))]
+    tables = [next(module for module in model.modules() if isinstance(module, Rope)) for model in models]
+    scaled = [table.cos_sin[1].norm(dim=0) for table in tables]
+    assert torch.allclose(scaled[0], scaled[1])  # the factor on cos and sin is that of the whole context
+    turned = [torch.atan2(table.cos_sin[1, 1], table.cos_sin[1, 0]) for table in tables]
+    torch.testing.assert_close(turned[1], turned[0] * torch.tensor([2.0, 4.0]))
+    assert config.limited(64) is config
+    assert ModelConfig.from_hf(LLAMA).limited(4).max_position_embeddings == 32
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models.folders import rewrite_config
+from tests.models.oracles import make_oracle
 from tests.models.running import make_batch, make_cache, run_logits
 from tests.paths import SHARED
 from tilewright.models import Model, load_model
@@ -15,57 +16,73 @@ from tilewright.models import Model, load_model
 transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is not installed")
 
 TOKENS = torch.randint(0, 97, (23,), generator=torch.Generator().manual_seed(0)).tolist()
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + 0.7 * i for i in range(8)],
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama-multi-query-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama-multi-head-biases": ("Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-    "llama-head-dim": ("Llama", {"head_dim": 24, "rms_norm_eps": 1e-3}),
-    "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
-    "llama-llama3": ("Llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 1e4}}),
-    "llama-yarn": ("Llama", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
-    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
-    "mistral-window": ("Mistral", {"sliding_window": 5}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "llama-multi-query-tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-multi-head-biases": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 24, "rms_norm_eps": 1e-3}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
+    "llama-llama3": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 1e4}}),
+    "llama-yarn": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "mistral-window": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
-        "Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 3},
+        "qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 3},
     ),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-layer-types": (
-        "Qwen3",
+        "qwen3",
         {
             "head_dim": 16, "tie_word_embeddings": True, "attention_bias": True, "use_sliding_window": True,
             "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 8, "rope_theta": 1e6}}),
+    "gemma2": (
+        "gemma2", {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2-uncapped": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 24}),
+    "gemma3": (
+        "gemma3",
+        {
+            "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 10, "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 24, "attention_bias": False, "num_key_value_heads": 1}),
+    "gpt-oss": ("gpt-oss", {"head_dim": 16, "sliding_window": 6, "swiglu_limit": 1.0, **EXPERTS}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
+    ),
+    "mixtral": ("mixtral", {"sliding_window": 9, **EXPERTS}),
+    "olmo2": ("olmo2", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+    "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "phi3-short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
+    "phi3-long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
+    "qwen3-moe": ("qwen3-moe", {**MIXTURE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-some": (
+        "qwen3-moe",
+        {**MIXTURE, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    ),
+    "qwen3-yarn": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 8, "rope_theta": 1e6}}),
 }  # fmt: skip
-
-
-def make_oracle(family: str, changes: dict[str, Any]) -> Any:
-    """A model of transformers where no weight is trivial: matrices keep variance, norms and biases are not 1 and 0."""
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    config._attn_implementation = "eager"
-    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in oracle.named_parameters():
-        if parameter.dim() == 2:
-            parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
-        else:
-            parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.3, generator=generator)
-    return oracle
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
@@ -87,7 +104,7 @@ def test_logits_equal_transformers(pair: tuple[Model, torch.Tensor], chunk: int)
 
 def test_transformers_4_folder_gives_the_same_model(tmp_path: Path) -> None:
     """rope_theta, rope_scaling and torch_dtype at the top level."""
-    oracle = make_oracle("Llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 2e4}})
+    oracle = make_oracle("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 2e4}})
     oracle.save_pretrained(tmp_path)
     rewrite_config(
         tmp_path, rope_parameters=None, dtype=None, torch_dtype="float32", rope_theta=2e4,

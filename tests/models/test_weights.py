@@ -123,8 +123,8 @@ BROKEN = {
     ),
     "architecture": (
         lambda f: rewrite_config(f, architectures=["GPT2LMHeadModel"], hidden_size=None),
-        "GPT2LMHeadModel is not supported; supported: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM, "
-        "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        "GPT2LMHeadModel is not supported; the nearest that are: GptOssForCausalLM, GlmForCausalLM, Glm4ForCausalLM; "
+        "supported: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Gemma2ForCausalLM, ",
     ),
 }  # fmt: skip
 

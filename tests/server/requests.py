@@ -127,6 +127,9 @@ def _body(rng: random.Random, schema: dict[str, Any], schemas: dict[str, Any]) -
         body["messages"] = [{"role": "user", "content": rng.choice(TEXTS[:6])}]
     if "max_tokens" in properties:
         body["max_tokens"] = rng.randint(1, 6)
+    for name in ("input", "text_1", "text_2", "query", "documents"):
+        if name in properties:
+            body[name] = rng.choice((rng.choice(TEXTS[:4]) or "b", [rng.choice(TEXTS[:4]) or "b" for _ in range(3)]))
     for name in rng.sample(sorted(properties), min(len(properties), rng.choice((0, 1, 1, 2, 2, 3, 5)))):
         if name != "model":
             body[name] = _special(rng, name) if rng.random() < 0.3 else _value(rng, properties[name], schemas)
@@ -175,7 +178,7 @@ def _value(rng: random.Random, schema: dict[str, Any], schemas: dict[str, Any], 
 
 def _special(rng: random.Random, name: str) -> Any:
     """Values for fields whose schema says little."""
-    if name == "prompt":
+    if name in ("prompt", "input"):
         ids = [rng.choice(INTEGERS) for _ in range(3)]
         return rng.choice(
             (ids, [5] * 127, [5] * 128, [[1], [2, 3]], ["a", "b"], ["a", [1]], [""], [[]], "a" * 100_000, TEXTS[5])

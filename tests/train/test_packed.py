@@ -19,6 +19,8 @@ from tilewright.train.step import NextToken, running_sum, train_step, trainable,
 
 transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is not installed")
 VOCAB = 97
+DENSE = {name: case for name, case in CASES.items() if case[0] in ("llama", "mistral", "qwen2", "qwen3")}
+"""Families whose checkpoints have each projection, and nothing else, under a name of its own."""
 
 
 def documents(lengths: tuple[int, ...], vocab: int = VOCAB, seed: int = 0) -> list[np.ndarray]:
@@ -36,13 +38,14 @@ def by_name(model: Model, grads: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for path, grad in grads.items():
         rows = list(getattr(model.get_submodule(path.rpartition(".")[0]), "parts", grad.shape[:1]))
-        found |= dict(zip(part_names(path, len(rows)), grad.split(rows), strict=True))
+        found |= dict(zip(part_names(model, path, rows).names, grad.split(rows), strict=True))
     return found
 
 
 def oracle_gradients(oracle: torch.nn.Module, given: list[np.ndarray]) -> tuple[float, dict[str, Tensor]]:
     """One document after the other in float64; nothing is packed there."""
     oracle.double().requires_grad_(True)
+    oracle.get_input_embeddings().padding_idx = None  # pyright: ignore (what stands for padding is a token here)
     total = torch.zeros((), dtype=torch.float64)
     for ids in map(torch.from_numpy, given):
         if len(ids) > 1:
@@ -51,7 +54,7 @@ def oracle_gradients(oracle: torch.nn.Module, given: list[np.ndarray]) -> tuple[
     return total.item(), {name: p.grad for name, p in oracle.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("case", DENSE.values(), ids=list(DENSE))
 def test_gradients_equal_transformers(case: tuple[str, dict], tmp_path: Path) -> None:
     oracle = make_oracle(*case)
     oracle.save_pretrained(tmp_path)

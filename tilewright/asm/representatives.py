@@ -122,6 +122,22 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"M": 512, "N": 4096, "K": 4096, "block_rows": 1},
         {"M": 16, "N": 4096, "K": 4096},
     ),
+    "grouped_linear": (
+        {"X": 2, "M": 512, "N": 512, "K": 256},
+        {"X": 2, "M": 128, "N": 512, "K": 256},
+        {"X": 2, "M": 32, "N": 512, "K": 256},
+        {"X": 2, "M": 8, "N": 512, "K": 256},
+        {"X": 2, "M": 128, "N": 512, "K": 256, "dtype": torch.float32},
+        {"X": 2, "M": 8, "N": 512, "K": 256, "dtype": torch.float32},
+    ),
+    "grouped_block_scaled_linear": ({"X": 2, "M": 512, "N": 512, "K": 256}, {"X": 2, "M": 8, "N": 512, "K": 256}),
+    "grouped_weight_gradient": (
+        {"X": 2, "M": 512, "N": 512, "K": 512},
+        {"X": 2, "M": 512, "N": 512, "K": 512, "dtype": torch.float32},
+    ),
+    "permute_tokens": ({"T": 8, "N": 8192},),
+    "combine_tokens": ({"T": 8, "N": 8192},),
+    "route_experts": ({"T": 8},),
     "mx_linear": ({"M": 512, "N": 4096, "K": 4096},),
     "mixed_linear": (
         {"M": 16, "N": 4096, "K": 4096, "group": 128, "zeros": True},

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.bench import peers_conv, peers_pointwise
+from tilewright.bench import peers_conv, peers_experts, peers_pointwise
 from tilewright.kernels.device.activations import ACTIVATION_FORMS
 
 __all__ = ["NoPeer", "default_shapes", "inductor", "peer"]
@@ -241,6 +241,7 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | No
 
 _PEERS: dict[str, Callable[..., Call]] = {
     **peers_conv.PEERS,
+    **peers_experts.PEERS,
     **peers_pointwise.PEERS,
     "add_layer_norm": _add_layer_norm,
     "add_rms_norm": _add_rms_norm,
@@ -290,6 +291,7 @@ _ATTENTION = tuple(
 _LONG_ATTENTION = ("B=2 KV=8192 H=16 G=16", "B=1 KV=16384 H=16 G=16", "B=1 KV=16384", "B=2 KV=8192 H=32 G=32 D=64")
 _SHAPES: dict[str, tuple[str, ...]] = {
     **peers_conv.SHAPES,
+    **peers_experts.SHAPES,
     **peers_pointwise.SHAPES,
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,

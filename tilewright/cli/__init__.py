@@ -14,6 +14,7 @@ try:
     import tilewright.cli.data
     import tilewright.cli.doctor
     import tilewright.cli.explain
+    import tilewright.cli.export
     import tilewright.cli.hw
     import tilewright.cli.lab
     import tilewright.cli.merge

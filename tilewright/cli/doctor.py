@@ -21,6 +21,8 @@ FOR = {
     "hub": "models from the Hugging Face hub",
     "serve": "`tilewright serve`",
     "structured": "answers that follow a grammar or a JSON schema",
+    "grpc": "ordinary models over gRPC",
+    "images": "images at `POST /predict/NAME`",
     "compare": "ONNX Runtime and OpenVINO in `tilewright compare`, and its HTML report",
     "data": "`tilewright data`",
     "ray": "`tilewright data` on several machines",

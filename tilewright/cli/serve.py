@@ -9,19 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from click.core import ParameterSource
 
 from tilewright.cli.options import Model, options
 from tilewright.cli.root import Progress, app, ends_at_once, ends_on_sigterm, plain_errors, say
+from tilewright.cli.serve_models import host_of
 from tilewright.engine.config import EngineConfig
 from tilewright.extras import require
+from tilewright.host.config import HostConfig
 from tilewright.server.config import ServerConfig
 from tilewright.server.logs import Log
 
 if TYPE_CHECKING:
     from tilewright.engine.llm import LLM
     from tilewright.engine.request import SamplingParams
+    from tilewright.host.host import Host
 
 __all__ = ["run", "serve"]
+
+ORDINARY = "Ordinary models"
+"""The panel of their options."""
 
 
 def _load(model: str, options: Mapping[str, Any], say: Callable[[str], None] = say) -> "LLM":
@@ -44,21 +51,37 @@ def _load(model: str, options: Mapping[str, Any], say: Callable[[str], None] = s
     "tilewright serve\n\n"
     "tilewright serve ./my-model --port 9000 --max-seqs 64\n\n"
     "tilewright serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key-file key.txt\n\n"
+    "tilewright serve my_pkg.my_model:build --max-batch 128 --grpc-port 8001\n\n"
+    "tilewright serve bookworm --repository ./models\n\n"
     "curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{\"prompt\": \"Call me\"}'"
 )
 @options(EngineConfig, into="engine", panel="Engine", without={"model"})
+@options(HostConfig, into="ordinary", panel=ORDINARY)
 @options(ServerConfig, into="server")
 def serve(
     context: typer.Context,
     server: dict[str, Any],
+    ordinary: dict[str, Any],
     engine: dict[str, Any],
     model: Model = "bookworm",
     api_key_file: Annotated[
         Path | None, typer.Option(help="the same from a file, which does not show in the process list")
     ] = None,
     served_name: Annotated[str | None, typer.Option(help="the model's name in the API; default: its own")] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="[NAME=]SOURCE",
+            help="an ordinary model: MODULE:FUNCTION, or a folder of `tilewright export`; may be given several times",
+            rich_help_panel=ORDINARY,
+        ),
+    ] = None,
 ) -> None:
-    """Serve a model: OpenAI's API under /v1, a playground at /.
+    """Serve a model: OpenAI's API under /v1, a playground at /; ordinary models under /v2 and /predict.
+
+    MODEL is a language model, or an ordinary one: MODULE:FUNCTION that returns (torch.nn.Module, example inputs), or a folder
+    of `tilewright export`. With --model or --repository and no MODEL there is no language model.
 
     The first Ctrl-C or SIGTERM lets running requests finish, the second aborts them. While the model loads, the first ends it.
     """
@@ -68,8 +91,12 @@ def serve(
                 raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
             server["api_key"] = _key_of(api_key_file)
         config = ServerConfig(**server)
+        named = context.get_parameter_source("model") == ParameterSource.COMMANDLINE
+        language, host = host_of(model, beside or (), HostConfig(**ordinary), named=named, name=served_name)
+        if host is None and config.grpc_port is not None:
+            raise typer.BadParameter("--grpc-port is for ordinary models; give one with --model or --repository")
         with Log(config.log_level, config.log_format) as log:
-            code = _serve(model, served_name, engine, config, log)
+            code = _serve(language, served_name, engine, config, log, host)
     raise typer.Exit(code)
 
 
@@ -82,8 +109,15 @@ def _key_of(file: Path) -> str:
         raise ValueError(f"the API key in {file} is not plain ASCII; wanted what an HTTP header can carry") from None
 
 
-def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: ServerConfig, log: Log) -> int:
-    """Load the model and serve it; the exit code."""
+def _serve(
+    model: str | None,
+    served_name: str | None,
+    engine: dict[str, Any],
+    config: ServerConfig,
+    log: Log,
+    host: "Host | None" = None,
+) -> int:
+    """Load the models and serve them; the exit code."""
     require("tilewright serve", "fastapi", "uvicorn", "prometheus_client", "tokenizers")
     from tilewright.server.serve import bind, run_server
 
@@ -93,6 +127,11 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
             f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
             "set one with --api-key-file, or listen on 127.0.0.1"
         )
+    if model is None:
+        from tilewright.server.v2.app import create_models_app
+
+        assert host is not None
+        return run_server(create_models_app(host, config), listener, log)
     llm = _load(model, engine, log.say)
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
@@ -105,7 +144,15 @@ def _serve(model: str, served_name: str | None, engine: dict[str, Any], config: 
 
     # A folder is served under its own name, not under its path.
     name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    return run_server(create_app(llm.engine, Served.of(llm.engine, name), config), listener, log)
+    pooler = llm.pooler
+    pooled = None if pooler is None else pooler.pooled
+    served = Served.of(llm.engine, name, pooled=pooled, generates=llm.generates)
+    app = create_app(llm.engine, served, config, None if pooler is None else pooler.run)
+    if host is not None:
+        from tilewright.server.v2.app import attach
+
+        attach(app, host, config)
+    return run_server(app, listener, log)
 
 
 SAMPLING = "Sampling"

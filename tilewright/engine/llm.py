@@ -2,6 +2,7 @@
 
     llm = LLM("bookworm")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].outputs[0].text)
+    print(llm.embed(["Once upon a time", "It was dark"]).shape)
 
 A prompt that does not fit the model together with its max_tokens is an error; nothing is ever cut off. Not for several threads,
 nor for one `generate` or `stream` inside another: each takes all deltas of the engine.
@@ -18,12 +19,16 @@ from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
 from tilewright.engine.outputs import Completion, EngineStats, Transcript
+from tilewright.engine.pooling import Text
 from tilewright.engine.request import Delta, QueueFull, SamplingParams
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from tilewright.engine.loading import Loaded  # imports torch
+    from tilewright.engine.pooler import LoadedEncoder, Pooler
 
 __all__ = ["LLM", "Engine", "EngineConfig", "EngineStats", "load_engine"]
 
@@ -38,7 +43,10 @@ waits for such a step."""
 
 
 class LLM:
-    """A loaded model. Attributes: `engine`, `tokenizer`, `config` (the model's), `plan` (what the loader decided)."""
+    """A loaded model. Attributes: `engine`, `tokenizer`, `config` (the model's), `plan` (what the loader decided; of an encoder
+    None), `pooler` (embeddings and scores; None where the model has none)."""
+
+    plan: Any
 
     def __init__(self, model: str = "bookworm", *, progress: Callable[[str], None] | None = None, **options: Any):
         """Load a model: the embedded one by its name, a folder, or a name on the Hugging Face hub.
@@ -46,11 +54,19 @@ class LLM:
         `options` are the other fields of `EngineConfig`; `progress` is told in words what takes time.
         """
         options_of = EngineConfig(model=str(model), **options)
+        encoder = _encoder(options_of)
+        self.generates = encoder is None
+        """False for an encoder, which has embeddings and scores alone."""
+        if encoder is not None:
+            self.config, self.plan, self.pooler = encoder.model.config, None, encoder.pooler
+            self.tokenizer, self.engine = encoder.tokenizer, encoder.engine
+            return
         loaded = _load(options_of, progress)
         self.config, self.plan = loaded.config, loaded.plan
         assert loaded.tokenizer_path is not None, "a model by name has a folder"
         self.tokenizer = loaded.tokenizer or Tokenizer.load(loaded.tokenizer_path)
         self.engine = _engine(options_of, loaded, self.tokenizer)
+        self.pooler = _pooler(options_of, loaded)
 
     def generate(
         self,
@@ -68,6 +84,7 @@ class LLM:
         Raises:
             ValueError: a prompt is refused; none of them has been started then, or those that were are aborted.
         """
+        self._check_generates()
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else params
         if len(each) != len(texts):
@@ -92,6 +109,7 @@ class LLM:
 
         Raises ValueError at the first `next` if the prompt is refused.
         """
+        self._check_generates()
         params = params or SamplingParams()
         name = self.engine.submit(self._encode(prompt), params)
         unfinished = params.n
@@ -125,6 +143,50 @@ class LLM:
             raise UnknownAdapter(f"there is no adapter {name!r} here")
         self.engine.adapters.remove(name)
 
+    def embed(self, texts: str | Sequence[str] | Sequence[list[int]], *, dimensions: int | None = None) -> "np.ndarray":
+        """Embeddings of texts, or of lists of token ids: float32 [texts, numbers].
+
+        How tokens are pooled, and whether embeddings have the length 1, the model's folder says (docs/embeddings.md).
+        `dimensions`: so many of the numbers, of models that were trained to be cut.
+
+        Raises:
+            ValueError: a text is empty or too long, or the model has no embeddings of that size, or none.
+        """
+        pooler = self._need_pooler()
+        pooler.pooled.check_dimensions(dimensions)
+        many = [texts] if isinstance(texts, str) else texts
+        return pooler.run_all([self._text(text) for text in many], dimensions=dimensions)
+
+    def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> list[float]:
+        """How well each document fits its query; one query may stand for all.
+
+        An encoder with a head of one label reads both together, and gives 0 to 1 where its folder says nothing else. Of any
+        other model it is the cosine of two embeddings.
+
+        Raises:
+            ValueError: the numbers of texts do not fit, a text is too long, or the model's head is not for scores.
+        """
+        from tilewright.engine.pairs import scores
+
+        pooler = self._need_pooler()
+        asked = [queries] if isinstance(queries, str) else list(queries)
+        return scores(pooler, self.tokenizer, asked, [documents] if isinstance(documents, str) else list(documents))
+
+    def _need_pooler(self) -> "Pooler":
+        if self.pooler is None:
+            raise ValueError("this model has latent attention, for which embeddings are not supported")
+        return self.pooler
+
+    def _text(self, text: Prompt) -> Text:
+        ids = self._encode(text)
+        assert self.pooler is not None
+        self.pooler.pooled.check(ids)
+        return Text(ids)
+
+    def _check_generates(self) -> None:
+        if not self.generates:
+            raise ValueError("this model is an encoder, which generates no text; wanted embed or score")
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -150,6 +212,26 @@ def _load(options: EngineConfig, progress: Callable[[str], None] | None, model: 
     from tilewright.engine.loading import load  # imports torch
 
     return load(options.model if model is None else model, options, progress)
+
+
+def _encoder(options: EngineConfig) -> "LoadedEncoder | None":
+    """The encoder that the options name; None where they name a decoder, or nothing."""
+    from tilewright.models import resolve
+    from tilewright.models.encoders import is_encoder
+
+    folder = resolve(options.model)
+    if not is_encoder(folder):
+        return None
+    from tilewright.engine.pooler import load_pooled_encoder
+
+    return load_pooled_encoder(folder, options, cpu_pass_tokens=CPU_STEP_TOKENS)
+
+
+def _pooler(options: EngineConfig, loaded: "Loaded") -> "Pooler | None":
+    from tilewright.engine.pooler import decoder_pooler
+
+    tokens = options.max_tokens_per_step
+    return decoder_pooler(loaded, options, pass_tokens=tokens if loaded.runner.asynchronous else min(tokens, CPU_STEP_TOKENS))
 
 
 def load_engine(model: str | Path | Any, options: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:

@@ -24,7 +24,7 @@ from tilewright.nn import Linear
 from tilewright.op import on_card
 from tilewright.quant import check_card, convert_layer, quantize
 
-__all__ = ["Loaded", "facts_of", "load", "make_bundle"]
+__all__ = ["Loaded", "facts_of", "load", "make_bundle", "place_of"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -70,6 +70,17 @@ class Loaded:
     """Those that the model has room for."""
 
 
+def place_of(options: EngineConfig) -> tuple[torch.device, torch.dtype | None]:
+    """(the device, the dtype where one is asked for). Raises ValueError where there is none such, or it is not invariant."""
+    on = _device(options.device)
+    if options.invariant and on.type == "cpu":
+        raise ValueError(
+            "invariant is set, but on a CPU the bits of a row depend on the rows beside it (its products are torch's own); "
+            "take a GPU, or leave --invariant out"
+        )
+    return on, _dtype(options.dtype)
+
+
 def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Plan, load and warm up a model.
 
@@ -84,12 +95,8 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype; a format of `quantize` that
             the model or the card cannot have.
     """
-    report, on, wanted = progress or (lambda text: None), _device(options.device), _dtype(options.dtype)
-    if options.invariant and on.type == "cpu":
-        raise ValueError(
-            "invariant is set, but on a CPU the bits of a row depend on the rows beside it (its products are torch's own); "
-            "take a GPU, or leave --invariant out"
-        )
+    report = progress or (lambda text: None)
+    on, wanted = place_of(options)
     folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
@@ -98,6 +105,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     read = read_adapters(shape, options)  # before the weights, so that a damaged one costs no time
     plan = plan_memory(shape, options, device=on, dtype=dtype)
     report(str(plan))
+    config = config.limited(plan.max_model_len)
     if options.bundle is not None:
         if on.type != "cuda":
             raise ValueError(f"a bundle holds kernels for a GPU, and the model goes to {on}; leave --bundle out")
@@ -112,6 +120,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
                 dtype=dtype,
                 progress=lambda done, total: report(f"loading weights {done:,}/{total:,}"),
                 convert=convert,
+                max_positions=plan.max_model_len,
             )
         adapters = held_adapters(built, options, read)
         runner = runner_of(built, plan.num_pages, plan.max_model_len, options)

@@ -13,7 +13,6 @@ from tilewright.engine.config import EngineConfig
 from tilewright.hw.device import free_bytes, memory_bytes
 from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
 from tilewright.nn import Linear, LoraStack, Rope
-from tilewright.nn.moe import DENSE_TOKENS
 from tilewright.ops.weights import MixedWeight, QuantizedWeight
 
 __all__ = ["MemoryPlan", "NoMemory", "cache_dtype", "page_size_of", "plan_memory", "weights_format"]
@@ -91,7 +90,7 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
     model's dtype with a float32 copy beside them, and counts of 2 bytes; captured graphs keep another such copy. Of quantised
     layers the codes of one's input with a scale for each 128, or one's weight, widened for a product of many rows. Expanded
-    latents are of up to twice the step's tokens, the experts that multiply every token all there are, up to DENSE_TOKENS.
+    latents are of up to twice the step's tokens.
     """
     config = model.config
     widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
@@ -100,9 +99,6 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     coded = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
     widened = max((weight.shape.numel() for weight in quantised if isinstance(weight, MixedWeight)), default=0)
     extra = max(max_tokens_per_step * coded * 33 // 32, widened * dtype.itemsize)
-    if config.experts is not None:
-        every = config.experts.routing.experts * (3 * config.experts.inner + config.hidden_size)
-        extra += min(DENSE_TOKENS, max_tokens_per_step) * every * dtype.itemsize
     stacks = [module for module in model.modules() if isinstance(module, LoraStack)]
     shrunk = max((-(-stack.a.shape[2] // 512) * stack.a.shape[1] for stack in stacks), default=0)
     extra += max_tokens_per_step * (4 * shrunk + dtype.itemsize * (config.intermediate_size if stacks else 0))
@@ -130,12 +126,14 @@ def cache_dtype(model: Model, options: EngineConfig) -> torch.dtype | None:
     """Of a cache of codes; None for the model's own dtype.
 
     Raises:
-        ValueError: the model's cache holds no keys and values.
+        ValueError: the model's cache holds no keys and values, or its attention reads no codes.
     """
     if options.kv_cache is None:
         return None
     if model.config.latent is not None:
         raise ValueError(f"kv_cache is {options.kv_cache!r}, but latent attention stores no keys and values; leave it out")
+    if model.config.attention_softcap is not None:
+        raise ValueError(f"kv_cache is {options.kv_cache!r}, but capped scores read no codes of 8 bits; leave it out")
     return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[options.kv_cache]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.engine.chat import ChatTemplate, ChatTemplateError
+from tilewright.engine.cut import Cut, starts
 from tilewright.engine.trial import try_template
 from tilewright.extras import MissingExtra, advice
 from tilewright.models.errors import ModelError
@@ -75,8 +76,8 @@ class Tokenizer:
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special)
         added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
         named = [text for text in added if text.strip() and (text in (chat_template or "") or _BARRED.fullmatch(text))]
-        self._special_texts = _starts(text for text, special in added.items() if special)
-        self._control_texts = _starts([*named, *(text for text, special in added.items() if special)])
+        self._special_texts = starts(text for text, special in added.items() if special)
+        self._control_texts = starts([*named, *(text for text, special in added.items() if special)])
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
@@ -139,6 +140,16 @@ class Tokenizer:
             if type(error).__name__ == "PanicException" or type(error) is Exception:
                 raise TokenizerError(f"the tokenizer fails on this text: {str(error)[:200]}") from None
             raise
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """(token ids of two texts as the model reads them together, which of the two each is of). Raises TokenizerError."""
+        try:
+            found = self._backend.encode(first, second)
+        except BaseException as error:
+            if type(error).__name__ == "PanicException" or type(error) is Exception:
+                raise TokenizerError(f"the tokenizer fails on these texts: {str(error)[:200]}") from None
+            raise
+        return found.ids, found.type_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, without special and unknown ones. Bytes that are no UTF-8 become U+FFFD."""
@@ -212,32 +223,11 @@ class Tokenizer:
         pieces = self.apply_chat_template(safe, **cut.apart(variables, self._control_texts)).split(cut.mark)
         return [token for piece in pieces for token in self.encode(piece, add_special=False)]
 
-    def safe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple["Cut", list[Any]]:
+    def safe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple[Cut, list[Any]]:
         """Messages with marks where their text would spell control tokens."""
         cut = Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
         texts = {True: self._special_texts, False: self._control_texts}
         return cut, [cut.apart(one, texts[one.get("role") == "assistant"]) for one in messages]
-
-
-class Cut:
-    """Puts a mark, a character that is nowhere in `texts`, behind the first character of what is to be kept apart."""
-
-    def __init__(self, texts: str):
-        self.mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in texts)
-
-    def apart(self, value: Any, wanted: re.Pattern[str] | None) -> Any:
-        """A value of messages with marks in all its texts, however deep."""
-        if isinstance(value, str):
-            return value if wanted is None else wanted.sub(lambda found: found[0] + self.mark, value)
-        if isinstance(value, Mapping):
-            return {self.apart(key, wanted): self.apart(item, wanted) for key, item in value.items()}
-        return [self.apart(item, wanted) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _starts(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the first character of each occurrence of the texts, also of those inside one another."""
-    longer = sorted({text for text in texts if len(text) > 1})
-    return re.compile(f"(?=(?:{'|'.join(map(re.escape, longer))})).", re.DOTALL) if longer else None
 
 
 class Detokenizer:

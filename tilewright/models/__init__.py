@@ -11,7 +11,23 @@ import torch
 from tilewright.models.config import SHAPES, ModelConfig, ModelError, architecture_of
 from tilewright.models.decoder import Decoder
 from tilewright.models.deepseek import deepseek
-from tilewright.models.dense import llama, mistral, qwen2, qwen3
+from tilewright.models.dense import (
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from tilewright.models.errors import unknown
 from tilewright.models.files import read_json
 from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_codes
 from tilewright.models.initial import initialise
@@ -48,16 +64,26 @@ Model = Decoder
 ARCHITECTURES: dict[str, Callable[[ModelConfig, torch.device, torch.dtype], Model]] = {
     "DeepseekV2ForCausalLM": deepseek,
     "DeepseekV3ForCausalLM": deepseek,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Glm4ForCausalLM": glm4,
+    "GlmForCausalLM": glm,
+    "GptOssForCausalLM": gpt_oss,
+    "GraniteForCausalLM": granite,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
+    "Olmo2ForCausalLM": olmo2,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
 
 def _builder(architecture: str) -> Callable[[ModelConfig, torch.device, torch.dtype], Model]:
     if architecture not in ARCHITECTURES:
-        raise ModelError(f"architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise ModelError(unknown(architecture, ARCHITECTURES))
     return ARCHITECTURES[architecture]
 
 
@@ -85,6 +111,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     convert: Convert | None = None,
+    max_positions: int | None = None,
 ) -> Model:
     """Load a model.
 
@@ -94,12 +121,14 @@ def load_model(
         dtype: of the weights, of quantised ones of what they stand for; None for the one that config.json names.
         progress: called with (bytes loaded, bytes in all).
         convert: called with each linear layer as soon as it is filled; may quantise it.
+        max_positions: the longest sequence that it will see (`ModelConfig.limited`); None for the longest it was made for.
 
     Raises:
         ModelError: the folder cannot be found or used; nothing was allocated on the device then.
     """
     folder = resolve(name_or_path)
     config = load_config(folder)
+    config = config if max_positions is None else config.limited(max_positions)
     checkpoint = Checkpoint(folder)
     model = _build(config, "meta", dtype or config.dtype)
     check(model, checkpoint, config.quantization)

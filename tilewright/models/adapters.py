@@ -22,6 +22,7 @@ from tilewright.models.decoder import Decoder
 from tilewright.models.errors import ModelError
 from tilewright.models.files import check_plain_file
 from tilewright.models.fill import part_names
+from tilewright.models.names import PARTS
 from tilewright.nn import Linear, Lora
 from tilewright.ops.weights import QuantizedWeight
 
@@ -68,14 +69,16 @@ def targets_of(model: Decoder) -> dict[str, Target]:
     """The layers that may have adapters, by their Hugging Face names. `model` may be on "meta".
 
     Raises:
-        ModelError: the model has latent attention.
+        ModelError: it is an encoder, or has latent attention.
     """
+    if not isinstance(model, Decoder):
+        raise ModelError("adapters stand beside the layers of decoders, and this model is none")
     if model.config.latent is not None:
         raise ModelError(f"{model.config.architecture}: adapters beside latent attention are not supported")
     return {
         name: Target(path, part, layer.parts[part], layer.weight.shape[1])
         for path, layer in _layers(model)
-        for part, name in enumerate(_names(path, layer))
+        for part, name in enumerate(_names(model, path, layer))
     }
 
 
@@ -84,8 +87,10 @@ def _layers(model: Decoder) -> Iterator[tuple[str, Linear]]:
     return ((path, module) for path, module in found if isinstance(module, Linear))
 
 
-def _names(path: str, layer: Linear) -> list[str]:
-    return [name.removesuffix(".weight") for name in part_names(f"{path}.weight", len(layer.parts))]
+def _names(model: Decoder, path: str, layer: Linear) -> list[str]:
+    """Of the layer's parts; none where the checkpoint has them as one layer, whose adapter would be one for all of them."""
+    names, form = part_names(model, f"{path}.weight", layer.parts)
+    return [name.removesuffix(".weight") for name in names] if form is PARTS and len(names) == len(layer.parts) else []
 
 
 # ---- folders
@@ -190,7 +195,7 @@ def adapter_of(model: Decoder, config: AdapterConfig) -> Adapter:
     pairs = {}
     for path, layer in _layers(model):
         if isinstance(layer.adapter, Lora):
-            for part, name in enumerate(_names(path, layer)):
+            for part, name in enumerate(_names(model, path, layer)):
                 if str(part) in layer.adapter.a:
                     a, b = layer.adapter.a[str(part)], layer.adapter.b[str(part)]
                     pairs[name] = Pair(a, b, layer.adapter.scales[part])

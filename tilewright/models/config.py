@@ -3,37 +3,31 @@
 Reads both the keys of transformers 5 (`rope_parameters`, `dtype`) and of 4 (`rope_theta`, `rope_scaling`, `torch_dtype`). After
 that no default and no rule about windows is left to apply: every consumer reads the same numbers.
 
-Refuses, by name: rope types and activations without an implementation, partially rotated heads, schemes of quantised weights
-that `quantization.py` does not read.
+Refuses, by name: rope types and activations without an implementation, partially rotated heads where a family has none, schemes
+of quantised weights that `quantization.py` does not read. What only some families have is read by `families.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tilewright.models.errors import ModelError
+from tilewright.models.experts import Experts
+from tilewright.models.families import extras, prepared
 from tilewright.models.fields import check_fields, check_generation
-from tilewright.models.latent import LATENT, LATENT_DEFAULTS, Experts, Latent
+from tilewright.models.latent import LATENT, Latent
 from tilewright.models.quantization import Quantization
+from tilewright.models.rotation import Rotation
 from tilewright.ops.pointwise import rope_frequencies
 
 __all__ = ["ACTIVATIONS", "SHAPES", "ModelConfig", "ModelError", "architecture_of"]
 
-ACTIVATIONS = {"gelu": "gelu_mul", "silu": "silu_mul", "swish": "silu_mul"}
-"""`hidden_act` -> the epilogue of a gated feed-forward layer."""
+ACTIVATIONS = {"gelu": "gelu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul", "silu": "silu_mul", "swish": "silu_mul"}
+"""`hidden_act` -> the activation of a gated feed-forward layer."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-# What the config classes of transformers fill in and other families do not share.
-_FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **LATENT_DEFAULTS,
-    "LlamaForCausalLM": {"use_sliding_window": False},
-    "MistralForCausalLM": {"sliding_window": 4096},
-    "Qwen2ForCausalLM": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +41,12 @@ class ModelConfig:
     quantization: which weights are codes, and in which layout; None for floats.
     latent: sizes of latent attention; None for heads of keys and values. `head_dim` is then that of queries and keys.
     experts: sizes of the mixtures of experts; None for dense layers alone.
+    partial_rotary_factor: the share of a head's dims that is rotated.
+    local_rope: theta and scaling of layers with a window; None for those of all.
+    attention_scale: factor on q . k; None for 1 / sqrt(head_dim).
+    attention_softcap, logit_softcap: c of c tanh(x / c), of the scores and of the logits; None for none.
+    embedding_scale, residual_scale, logit_scale: factors on the embedding, on what a layer adds to the stream, on the logits.
+    raw: the contents of config.json, where it was read from one; another such file is written from it.
     """
 
     architecture: str
@@ -72,6 +72,15 @@ class ModelConfig:
     quantization: Quantization | None = None
     latent: Latent | None = None
     experts: Experts | None = None
+    partial_rotary_factor: float = 1.0
+    local_rope: tuple[float, Mapping[str, Any] | None] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    raw: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.hidden_act not in ACTIVATIONS:
@@ -86,22 +95,38 @@ class ModelConfig:
             raise ModelError(f"one window a layer is needed, {self.num_hidden_layers} in all; got {len(self.windows)}")
 
     def _check_rotation(self) -> None:
-        try:
-            frequencies, factor = rope_frequencies(self.rotated_dim, self.rope_theta, self.rope_scaling)
-        except (ValueError, TypeError, ArithmeticError) as error:
-            raise ModelError(f"config.json asks for a rotation that is not supported: {error}") from error
-        if not (bool(torch.isfinite(frequencies).all()) and 0 < factor < float("inf")):
-            numbers = f"rope_theta {self.rope_theta:g} and scaling {dict(self.rope_scaling or {})}"
-            raise ModelError(f"config.json asks for a rotation whose angles are no finite numbers, by {numbers}")
+        for theta, scaling in self.ropes:
+            try:
+                table = rope_frequencies(self.rotated_dim, theta, scaling, self.max_position_embeddings)
+            except (ValueError, TypeError, ArithmeticError) as error:
+                raise ModelError(f"config.json asks for a rotation that is not supported: {error}") from error
+            frequencies, factor = table
+            if not (bool(torch.isfinite(frequencies).all()) and 0 < factor < float("inf")):
+                numbers = f"rope_theta {theta:g} and scaling {dict(scaling or {})}"
+                raise ModelError(f"config.json asks for a rotation whose angles are no finite numbers, by {numbers}")
+
+    @property
+    def ropes(self) -> tuple[tuple[float, Mapping[str, Any] | None], ...]:
+        """(theta, scaling) of the model's layers, and of those with a window where they have others."""
+        return ((self.rope_theta, self.rope_scaling), *(() if self.local_rope is None else (self.local_rope,)))
+
+    def limited(self, positions: int) -> "ModelConfig":
+        """The config of a model that never sees more positions: angles that depend on the length are those of that length."""
+        stretches = any((scaling or {}).get("rope_type") in ("dynamic", "longrope") for _, scaling in self.ropes)
+        if not stretches or positions >= self.max_position_embeddings:
+            return self
+        return replace(self, max_position_embeddings=positions)
 
     @property
     def rotated_dim(self) -> int:
         """Dims of a head that are rotated by position."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def activation(self) -> str:
-        """The epilogue that `hidden_act` means in a gated layer."""
+        """What `hidden_act` means in a gated layer."""
         return ACTIVATIONS[self.hidden_act]
 
     @classmethod
@@ -114,10 +139,10 @@ class ModelConfig:
         architecture = architecture_of(raw)
         check_fields(raw)
         check_generation(generation or {})
-        raw = {**_FAMILY_DEFAULTS.get(architecture, {}), **raw}
-        theta, scaling = _rope(raw)
+        given, raw = raw, prepared(architecture, raw)
+        rope, local = Rotation.from_hf(architecture, raw)
         heads = _integer(raw, "num_attention_heads")
-        latent = Latent.from_hf(raw, scaling) if architecture in LATENT else None
+        latent = Latent.from_hf(raw, rope.scaling) if architecture in LATENT else None
         return cls(
             architecture=architecture,
             vocab_size=_integer(raw, "vocab_size"),
@@ -130,8 +155,10 @@ class ModelConfig:
             max_position_embeddings=_integer(raw, "max_position_embeddings"),
             windows=_windows(raw),
             rms_norm_eps=1e-6 if raw.get("rms_norm_eps") is None else float(raw["rms_norm_eps"]),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            partial_rotary_factor=rope.partial,
+            local_rope=None if local is None else (local.theta, local.scaling),
             hidden_act=raw.get("hidden_act") or "silu",
             attention_bias=bool(raw.get("attention_bias", False)),
             mlp_bias=bool(raw.get("mlp_bias", False)),
@@ -141,7 +168,8 @@ class ModelConfig:
             eos_token_ids=_eos(raw, generation or {}),
             quantization=_quantization(raw),
             latent=latent,
-            experts=Experts.from_hf(raw) if architecture in LATENT else None,
+            raw=given,
+            **extras(architecture, raw),
         )
 
 
@@ -184,32 +212,11 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
-    """(theta, scaling): `rope_parameters` holds both in transformers 5; `rope_theta` and `rope_scaling` in 4."""
-    given = {**(raw.get("rope_scaling") or raw.get("rope_parameters") or {})}
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise ModelError(f"rope parameters that differ by layer type ({', '.join(given)}) are not supported")
-    theta = float(given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)  # neither may be 0
-    kind = given.pop("rope_type", None) or given.get("type") or "default"
-    given.pop("type", None)
-    rotated = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
-    if rotated != 1.0:
-        raise ModelError(f"partial_rotary_factor must be 1 (whole heads are rotated), got {rotated}")
-    if kind == "default":
-        return theta, None
-    scaling = {key: value for key, value in given.items() if value is not None}
-    if kind in ("llama3", "yarn"):
-        longest = _integer(raw, "max_position_embeddings")
-        trained = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or longest
-        scaling["original_max_position_embeddings"] = trained
-        if kind == "yarn":
-            scaling.setdefault("factor", longest / trained)
-    return theta, {"rope_type": kind, **scaling}
-
-
 def _quantization(raw: Mapping[str, Any]) -> Quantization | None:
     """Older writers of compressed-tensors call it `compression_config`."""
     found = raw.get("quantization_config") or raw.get("compression_config")
+    if found and found.get("quant_method") == "mxfp4":
+        return None  # of experts alone, which are read as floats (forms.py)
     return Quantization.from_hf(found) if found else None
 
 

@@ -17,6 +17,7 @@ from tilewright.nn import (
     MLA,
     Attention,
     Batch,
+    ClampedMoE,
     Embedding,
     GatedMLP,
     KVCache,
@@ -28,13 +29,15 @@ from tilewright.nn import (
     RMSNorm,
 )
 
-__all__ = ["Block", "Decoder"]
+__all__ = ["Block", "Decoder", "FeedForward"]
+
+FeedForward = GatedMLP | MoE | ClampedMoE
 
 
 class Block(nn.Module):
     """Norm, attention, norm, feed-forward."""
 
-    def __init__(self, *, attn_norm: RMSNorm, attn: Attention | MLA, ffn_norm: RMSNorm, ffn: GatedMLP | MoE):
+    def __init__(self, *, attn_norm: RMSNorm, attn: Attention | MLA, ffn_norm: RMSNorm, ffn: FeedForward):
         super().__init__()
         self.attn_norm = attn_norm
         self.attn = attn
@@ -47,13 +50,21 @@ class Block(nn.Module):
         cache: this layer's, as its attention takes it.
         """
         normed, residual = self.attn_norm.add_for(self.attn.reader, h, residual, batch.adapters)
-        h = self.attn(normed, batch, cache)
+        h = self.after_attn(self.attn(normed, batch, cache))
         reader = self.ffn.reader
         if reader is None:
             normed, residual = self.ffn_norm.add(h, residual)
         else:
             normed, residual = self.ffn_norm.add_for(reader, h, residual, batch.adapters)
-        return self.ffn(normed, batch.adapters), residual
+        return self.after_ffn(self.ffn(normed, batch.adapters)), residual
+
+    def after_attn(self, h: Tensor) -> Tensor:
+        """What becomes of the attention's output before it joins the stream: nothing. A family may put a norm here."""
+        return h
+
+    def after_ffn(self, h: Tensor) -> Tensor:
+        """The same for the feed-forward layer's output."""
+        return h
 
     def norm_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
         """(norm, the one linear layer that reads its output), where it is one."""
@@ -64,7 +75,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm, head. `head` may share the embedding's parameter."""
 
-    def __init__(self, config: ModelConfig, *, embed: Embedding, blocks: Iterable[Block], norm: RMSNorm, head: Linear):
+    def __init__(self, config: ModelConfig, *, embed: Embedding, blocks: Iterable[nn.Module], norm: RMSNorm, head: Linear):
         super().__init__()
         self.config = config
         self.embed = embed

@@ -1,49 +1,110 @@
-"""Dense decoders with RMS norms, rotary positions and gated feed-forward layers: Llama, Mistral, Qwen2, Qwen3.
+"""Dense decoders with rotary positions and gated feed-forward layers, and their relatives with experts in the same frame.
 
-They differ in which projections have biases, and in Qwen3's norms over each query and key head. Windows, rope scaling and
-ties are data of the config. Biases and norms follow the models' code in transformers.
+A builder hands the frame what its family has: which projections have biases, norms over queries and keys, another block,
+another embedding, norm or head. Windows, wavelengths, ties and factors are data of the config. All of it follows the models'
+code in transformers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from tilewright.models.blocks import CappedHead, PostNormBlock, SandwichBlock, ScaledBlock, ScaledEmbedding, ScaledNorm
 from tilewright.models.config import ModelConfig
-from tilewright.models.decoder import Block, Decoder
-from tilewright.nn import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rope, unfilled
+from tilewright.models.decoder import Block, Decoder, FeedForward
+from tilewright.nn import Attention, ClampedMoE, Embedding, GatedMLP, Linear, MoE, RMSNorm, Rope, unfilled
 
-__all__ = ["llama", "mistral", "qwen2", "qwen3"]
+__all__ = [
+    "gemma2", "gemma3", "glm", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
+    "qwen3_moe",
+]  # fmt: skip
+
+Norm = Callable[[], RMSNorm]
+MakeBlock = Callable[[Attention, FeedForward, Norm], nn.Module]
+MakeFeedForward = Callable[[int], FeedForward]
+
+
+def _pre_norm(attn: Attention, ffn: FeedForward, norm: Norm) -> nn.Module:
+    return Block(attn_norm=norm(), attn=attn, ffn_norm=norm(), ffn=ffn)
+
+
+def _sandwich(attn: Attention, ffn: FeedForward, norm: Norm) -> nn.Module:
+    return SandwichBlock(
+        attn_norm=norm(), attn=attn, attn_post_norm=norm(), ffn_norm=norm(), ffn=ffn, ffn_post_norm=norm()
+    )  # fmt: skip
+
+
+def _post_norm(attn: Attention, ffn: FeedForward, norm: Norm) -> nn.Module:
+    return PostNormBlock(attn=attn, attn_post_norm=norm(), ffn=ffn, ffn_post_norm=norm())
 
 
 @unfilled()
 def _dense(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, mlp_bias: bool = False, **attention: Any
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    mlp_bias: bool = False,
+    block: MakeBlock = _pre_norm,
+    feed_forward: MakeFeedForward | None = None,
+    embed: Embedding | None = None,
+    norm: RMSNorm | None = None,
+    head: Linear | None = None,
+    norm_dtype: torch.dtype | None = None,
+    interleaved: bool = False,
+    **attention: Any,
 ) -> Decoder:
-    """The common frame; `attention` are the arguments of `nn.Attention` that the families differ in."""
+    """The common frame.
+
+    Args:
+        config: of the model.
+        device: of its parameters.
+        dtype: of its parameters.
+        mlp_bias: whether dense feed-forward layers have biases.
+        block: puts an attention, a feed-forward layer and norms together.
+        feed_forward: makes that of a layer; None for dense ones.
+        embed: None for the plain one.
+        norm: the last one; None for the plain one.
+        head: None for the plain one. A tied one shares the embedding's parameter.
+        norm_dtype: of the norms' weights; None for that of the others.
+        interleaved: whether neighbouring dims turn together.
+        attention: arguments of `nn.Attention` that the families differ in.
+    """
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     size, eps = config.hidden_size, config.rms_norm_eps
-    rope = Rope(
-        config.head_dim,
-        max_positions=config.max_position_embeddings,
-        base=config.rope_theta,
-        scaling=config.rope_scaling,
-        device=device,
-    )
-    heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    blocks = [
-        Block(
-            attn_norm=RMSNorm(size, eps=eps, **place),
-            attn=Attention(size, **heads, rope=rope, window=window, **attention, **place),
-            ffn_norm=RMSNorm(size, eps=eps, **place),
-            ffn=GatedMLP(size, config.intermediate_size, activation=config.activation, bias=mlp_bias, **place),
+    ropes = [
+        Rope(
+            config.rotated_dim, max_positions=config.max_position_embeddings, base=theta, scaling=scaling,
+            interleaved=interleaved, device=device,
         )
-        for window in config.windows
-    ]
-    embed = Embedding(config.vocab_size, size, **place)
-    head = Linear(size, config.vocab_size, bias=False, device="meta" if config.tie_word_embeddings else device, dtype=dtype)
+        for theta, scaling in config.ropes
+    ]  # fmt: skip
+    heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+    heads |= {"scale": config.attention_scale, "softcap": config.attention_softcap, "norm_dtype": norm_dtype}
+
+    def plain_norm() -> RMSNorm:
+        return RMSNorm(size, eps=eps, device=device, dtype=norm_dtype or dtype)
+
+    def gated(layer: int) -> FeedForward:
+        return GatedMLP(size, config.intermediate_size, activation=config.activation, bias=mlp_bias, **place)
+
+    blocks = []
+    for layer, window in enumerate(config.windows):
+        # Layers with a window may have wavelengths of their own.
+        attn = Attention(size, **heads, rope=ropes[0 if window is None else -1], window=window, **attention, **place)
+        blocks.append(block(attn, (feed_forward or gated)(layer), plain_norm))
+    embed = embed or Embedding(config.vocab_size, size, **place)
+    head = head or Linear(size, config.vocab_size, bias=False, **head_place(config, device, dtype))
     if config.tie_word_embeddings:
         head.weight = embed.weight
-    return Decoder(config, embed=embed, blocks=blocks, norm=RMSNorm(size, eps=eps, **place), head=head)
+    return Decoder(config, embed=embed, blocks=blocks, norm=norm or plain_norm(), head=head)
+
+
+def head_place(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Where a head is made: nowhere, where it will share the embedding's parameter."""
+    return {"device": "meta" if config.tie_word_embeddings else device, "dtype": dtype}
 
 
 def llama(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -57,12 +118,109 @@ def mistral(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> De
     return _dense(config, device, dtype)
 
 
+def phi3(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024): no biases; parts of heads may rotate, and factors stretch each pair."""
+    return _dense(config, device, dtype)
+
+
 def qwen2(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Qwen2 and Qwen2.5 (Yang et al., 2024): biases on q, k and v, always."""
     return _dense(config, device, dtype, qkv_bias=True)
 
 
-def qwen3(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+def qwen3(config: ModelConfig, device: torch.device, dtype: torch.dtype, **more: Any) -> Decoder:
     """Qwen3 (Yang et al., 2025): a norm over each query and key head."""
     bias = config.attention_bias
-    return _dense(config, device, dtype, qkv_bias=bias, out_bias=bias, head_norm_eps=config.rms_norm_eps)
+    return _dense(config, device, dtype, qkv_bias=bias, out_bias=bias, head_norm_eps=config.rms_norm_eps, **more)
+
+
+def glm(config: ModelConfig, device: torch.device, dtype: torch.dtype, **more: Any) -> Decoder:
+    """GLM-4 of 2024 (GLM Team, "ChatGLM", 2024): biases on q, k and v; of each head a part turns, in neighbouring pairs."""
+    return _dense(config, device, dtype, qkv_bias=config.attention_bias, interleaved=True, **more)
+
+
+def glm4(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """GLM-4-0414 (Z.ai, 2025): as `glm`, with norms on both sides."""
+    return glm(config, device, dtype, block=_sandwich)
+
+
+def olmo2(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """OLMo 2 (OLMo Team, 2024): norms behind the layers alone, and over all queries and all keys of a token."""
+    bias, eps = config.attention_bias, config.rms_norm_eps
+    return _dense(config, device, dtype, qkv_bias=bias, out_bias=bias, block=_post_norm, wide_norm_eps=eps)
+
+
+def gemma2(config: ModelConfig, device: torch.device, dtype: torch.dtype, **more: Any) -> Decoder:
+    """Gemma 2 (Gemma Team, 2024): norms on both sides, windows in turns, caps on scores and logits.
+
+    Weights of norms are stored less 1, and are float32 here, where that 1 is added (names.py).
+    """
+    bias, size = config.attention_bias, config.hidden_size
+    # The published code rounds the factor to the model's dtype.
+    scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+    with unfilled():
+        embed = ScaledEmbedding(config.vocab_size, size, scale=scale, device=device, dtype=dtype)
+        head = None
+        if config.logit_softcap is not None:
+            head = CappedHead(size, config.vocab_size, cap=config.logit_softcap, **head_place(config, device, dtype))
+    return _dense(
+        config, device, dtype, qkv_bias=bias, out_bias=bias, block=_sandwich, embed=embed, head=head,
+        norm_dtype=torch.float32, **more,
+    )  # fmt: skip
+
+
+def gemma3(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Gemma 3's text models (Gemma Team, 2025): as `gemma2`, with norms over heads, and short wavelengths within windows."""
+    return gemma2(config, device, dtype, head_norm_eps=config.rms_norm_eps)
+
+
+def granite(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Granite 3 (IBM, 2024): a Llama with factors on the embedding, on what layers add to the stream, and on the logits."""
+    bias, size = config.attention_bias, config.hidden_size
+
+    def scaled(attn: Attention, ffn: FeedForward, norm: Norm) -> nn.Module:
+        return ScaledBlock(attn_norm=norm(), attn=attn, ffn_norm=norm(), ffn=ffn, scale=config.residual_scale)
+
+    with unfilled():
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        embed = ScaledEmbedding(config.vocab_size, size, scale=config.embedding_scale, **place)
+        norm = ScaledNorm(size, scale=config.logit_scale, eps=config.rms_norm_eps, **place)
+    return _dense(
+        config, device, dtype, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias, block=scaled, embed=embed, norm=norm
+    )  # fmt: skip
+
+
+def _mixture(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> MakeFeedForward:
+    experts = config.experts
+    assert experts is not None
+    size, place = config.hidden_size, {"device": device, "dtype": dtype}
+
+    def feed_forward(layer: int) -> FeedForward:
+        if not experts.in_layer(layer):
+            return GatedMLP(size, config.intermediate_size, activation=config.activation, **place)
+        if experts.clamped is not None:
+            alpha, limit = experts.clamped
+            return ClampedMoE(size, experts.inner, routing=experts.routing, alpha=alpha, limit=limit, **place)
+        return MoE(
+            size, experts.inner, shared=experts.shared, routing=experts.routing, activation=config.activation, **place
+        )  # fmt: skip
+
+    return feed_forward
+
+
+def mixtral(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Mixtral (Jiang et al., 2024): a Mistral whose feed-forward layers are mixtures."""
+    return _dense(config, device, dtype, feed_forward=_mixture(config, device, dtype))
+
+
+def qwen3_moe(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Qwen3's mixtures (Yang et al., 2025): a Qwen3 with mixtures in all layers or some."""
+    return qwen3(config, device, dtype, feed_forward=_mixture(config, device, dtype))
+
+
+def gpt_oss(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """gpt-oss (OpenAI, 2025): biases everywhere, sinks in the attention, windows in turns, mixtures with a clamped gate."""
+    bias = config.attention_bias
+    return _dense(
+        config, device, dtype, qkv_bias=bias, out_bias=bias, sinks=True, feed_forward=_mixture(config, device, dtype)
+    )  # fmt: skip

@@ -1,5 +1,7 @@
 """A BERT encoder (Devlin et al., "BERT", 2019) under the names of transformers' `BertModel`: its state dicts load as they are.
 
+RoBERTa and XLM-RoBERTa are the same module; their positions begin behind that of the padding token (`first_position`).
+
     x = layer norm of word + position + token type embeddings; each block: self-attention, then a gelu layer of 4 E, each with
     a residual and a layer norm after it. The pooler is tanh of a linear layer of the first token.
 
@@ -24,9 +26,10 @@ __all__ = ["Bert"]
 class _Block(nn.Module):
     """Post-norm: norm(x + attention(x)), then norm(x + feed-forward(x))."""
 
-    def __init__(self, features: int, heads: int, inner: int, eps: float, place: dict):
+    def __init__(self, features: int, heads: int, inner: int, eps: float, activation: str, place: dict):
         super().__init__()
         self.heads = heads
+        self.activation = activation
 
         def linear(width_in: int, width_out: int) -> Linear:
             return Linear(width_in, width_out, bias=True, **place)
@@ -52,7 +55,7 @@ class _Block(nn.Module):
         attended = ops.attention(q, k, v, **packed)
         assert isinstance(attended, Tensor), "without return_lse there is one result"
         x = after["LayerNorm"](x + after["dense"](attended.flatten(-2)))
-        inner = self.intermediate["dense"](x, "gelu")
+        inner = self.intermediate["dense"](x, self.activation)
         return self.output["LayerNorm"](x + self.output["dense"](inner))
 
 
@@ -68,14 +71,18 @@ class Bert(nn.Module):
         positions: the longest sequence.
         token_types: rows of the token type table.
         eps: of the layer norms.
+        activation: between the feed-forward layers, as `ops.linear` calls it.
+        pooler: whether there is one.
+        first_position: row of the position table that a sequence's first token has.
     """
 
     def __init__(
         self, vocab_size: int = 30522, features: int = 768, layers: int = 12, heads: int = 12, inner: int = 3072,
-        positions: int = 512, token_types: int = 2, eps: float = 1e-12, *, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        positions: int = 512, token_types: int = 2, eps: float = 1e-12, *, activation: str = "gelu", pooler: bool = True,
+        first_position: int = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
+        self.first_position = first_position
         place = {"device": device, "dtype": dtype}
         self.embeddings = nn.ModuleDict(
             {
@@ -85,14 +92,16 @@ class Bert(nn.Module):
                 "LayerNorm": LayerNorm(features, eps=eps, **place),
             }
         )
-        blocks = [_Block(features, heads, inner, eps, place) for _ in range(layers)]
+        blocks = [_Block(features, heads, inner, eps, activation, place) for _ in range(layers)]
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(blocks)})
-        self.pooler = nn.ModuleDict({"dense": Linear(features, features, bias=True, **place)})
+        self.pooler = nn.ModuleDict({"dense": Linear(features, features, bias=True, **place)}) if pooler else None
 
     def forward(
         self, ids: Tensor, lengths: Lengths | None = None, positions: Tensor | None = None, token_types: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[B, S] -> ([B, S, E], [B, E]); or packed, [T] with lengths and positions -> ([T, E], [B, E]).
+        """[B, S] -> ([B, S, E], [B, E]); or packed, [T] with lengths and positions (from 0) -> ([T, E], [B, E]).
+
+        Without a pooler its output is the first tokens'.
 
         Raises:
             ValueError: packed ids without lengths or positions, or the other way round.
@@ -105,8 +114,8 @@ class Bert(nn.Module):
             token_types = torch.zeros_like(ids)
         tables = self.embeddings
         x = tables["word_embeddings"](ids) + tables["token_type_embeddings"](token_types)
-        x = tables["LayerNorm"](x + tables["position_embeddings"](positions))
+        x = tables["LayerNorm"](x + tables["position_embeddings"](positions + self.first_position))
         for block in self.encoder["layer"]:  # pyright: ignore[reportGeneralTypeIssues]
             x = block(x, lengths)
         first = x[:, 0] if lengths is None else x[lengths.cu[:-1].long()]
-        return x, ops.activation(self.pooler["dense"](first), "tanh")
+        return x, first if self.pooler is None else ops.activation(self.pooler["dense"](first), "tanh")

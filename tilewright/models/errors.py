@@ -1,7 +1,32 @@
-"""The one error of model folders."""
+"""The one error of model folders, and the sentence about a model that is none of ours."""
 
-__all__ = ["ModelError"]
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+__all__ = ["ModelError", "unknown"]
+
+_NEAREST = 3
 
 
 class ModelError(ValueError):
     """A model folder that cannot be used: what is wrong, and what to do."""
+
+
+def unknown(architecture: str, known: Iterable[str]) -> str:
+    """What to say about an architecture that is not supported: the nearest that are, then all."""
+    names, short = sorted(known), architecture[:100]
+    near = sorted(names, key=lambda name: -_likeness(short, name))[:_NEAREST]
+    return (
+        f"architecture {short} is not supported; the nearest that are: {', '.join(near)}; supported: {', '.join(names)}"
+    )  # fmt: skip
+
+
+def _likeness(a: str, b: str) -> float:
+    """How alike the families' names are, without what a model is for; a common beginning counts once more."""
+    one, other = (re.split("For[A-Z]", name)[0].lower() for name in (a, b))
+    return SequenceMatcher(None, one, other).ratio() + _begins_alike(one, other) / max(len(one), len(other), 1)
+
+
+def _begins_alike(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tilewright.models.errors import ModelError
 
-__all__ = ["MAX_LAYERS", "MAX_POSITIONS", "check_fields", "check_generation"]
+__all__ = ["MAX_LAYERS", "MAX_POSITIONS", "check_encoder_fields", "check_fields", "check_generation"]
 
 MAX_LAYERS = 512
 MAX_POSITIONS = 1 << 22
@@ -43,6 +43,10 @@ class _Rope(_Fields):
     mscale: Annotated[float, Field(ge=0, le=1e3)] | None = None
     mscale_all_dim: Annotated[float, Field(ge=0, le=1e3)] | None = None
     truncate: bool | None = None
+    short_factor: Annotated[list[Factor], Field(max_length=1 << 14)] | None = None
+    long_factor: Annotated[list[Factor], Field(max_length=1 << 14)] | None = None
+    full_attention: "_Rope | None" = None
+    sliding_attention: "_Rope | None" = None
 
 
 class _Config(_Fields):
@@ -75,7 +79,7 @@ class _Config(_Fields):
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
-    # Latent attention and mixtures of experts.
+    # Latent attention and mixtures of experts, by the names of several families.
     q_lora_rank: Width | None = None
     kv_lora_rank: Width | None = None
     qk_nope_head_dim: Width | None = None
@@ -93,6 +97,24 @@ class _Config(_Fields):
     topk_method: str | None = None
     norm_topk_prob: bool | None = None
     routed_scaling_factor: Factor | None = None
+    num_experts: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    num_local_experts: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    decoder_sparse_step: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    mlp_only_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
+    swiglu_alpha: Factor | None = None
+    swiglu_limit: Factor | None = None
+    # Caps, factors and windows of single families.
+    hidden_activation: str | None = None
+    attn_logit_softcapping: Factor | None = None
+    final_logit_softcapping: Factor | None = None
+    query_pre_attn_scalar: Factor | None = None
+    attention_multiplier: Factor | None = None
+    embedding_multiplier: Factor | None = None
+    residual_multiplier: Factor | None = None
+    logits_scaling: Factor | None = None
+    rope_local_base_freq: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    sliding_window_pattern: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    use_bidirectional_attention: bool | None = None
 
 
 class _Generation(_Fields):
@@ -100,6 +122,34 @@ class _Generation(_Fields):
 
     eos_token_id: EndIds = None
     bos_token_id: EndIds = None
+
+
+class _Encoder(_Config):
+    """Of an encoder's config.json, besides."""
+
+    type_vocab_size: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    layer_norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    norm_bias: bool | None = None
+    pad_token_id: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    position_embedding_type: str | None = None
+    id2label: Annotated[dict[str, str], Field(max_length=1 << 16)] | None = None
+    num_labels: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    is_decoder: bool | None = None
+    local_attention: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    global_attn_every_n_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    global_rope_theta: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    local_rope_theta: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    classifier_pooling: str | None = None
+    classifier_bias: bool | None = None
+    classifier_activation: str | None = None
+    is_matryoshka: bool | None = None
+    matryoshka_dimensions: Annotated[list[Width], Field(max_length=1024)] | None = None
+
+
+def check_encoder_fields(raw: Mapping[str, Any]) -> None:
+    """Check the contents of an encoder's config.json, as `check_fields` does."""
+    _check(raw, _Encoder, "config.json")
 
 
 def check_fields(raw: Mapping[str, Any]) -> None:
@@ -122,7 +172,7 @@ def _check(raw: Mapping[str, Any], fields: type[_Fields], file: str) -> None:
         raise ModelError(f"{file}: {'.'.join(names)} is {_short(first['input'])}, wanted {wanted}; {_ADVICE}") from None
 
 
-_KNOWN = {*_Config.model_fields, *_Rope.model_fields}
+_KNOWN = {*_Encoder.model_fields, *_Rope.model_fields}
 """Of a location in a union pydantic also names the branch."""
 _ADVICE = "mend it or download the model again"
 

@@ -11,61 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tilewright.models.decoder import Decoder
 from tilewright.models.errors import ModelError
+from tilewright.models.forms import FLOATS, Experts, Form, MXExperts
 from tilewright.models.layouts import Layout, Wanted
+from tilewright.models.names import EMBED, HEAD, Stored, stored
 from tilewright.models.quantization import Quantization
 from tilewright.models.weights import Checkpoint
 from tilewright.nn import Linear, Rope
 from tilewright.nn.filling import empty_parameter
 from tilewright.ops.weights import QuantizedWeight, stack_rows
 
-__all__ = ["Convert", "Progress", "check", "fill", "fill_random", "part_names", "replace_by_empty_codes"]
+__all__ = ["Convert", "Progress", "check", "fill", "fill_random", "part_names", "parts_of", "replace_by_empty_codes"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after every tensor."""
 Convert = Callable[[str, Linear], None]
 """Called with each linear layer, once it is filled; may replace its weight."""
 
-_FLOATS = ("BF16", "F16", "F32", "F64")
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
-
-# What a parameter of `models.decoder` is called in a Hugging Face checkpoint; merged ones in the order of their rows.
-_OUTER_NAMES = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-_BLOCK_NAMES = {
-    "attn_norm.weight": ("input_layernorm.weight",),
-    "attn.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    "attn.qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    "attn.q_norm": ("self_attn.q_norm.weight",),
-    "attn.q_norm.weight": ("self_attn.q_a_layernorm.weight",),
-    "attn.down.weight": ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
-    "attn.down.bias": ("self_attn.q_a_proj.bias", "self_attn.kv_a_proj_with_mqa.bias"),
-    "attn.q_and_down.weight": ("self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
-    "attn.q_up.weight": ("self_attn.q_b_proj.weight",),
-    "attn.kv_norm.weight": ("self_attn.kv_a_layernorm.weight",),
-    "attn.kv_up": ("self_attn.kv_b_proj.weight",),
-    "attn.k_norm": ("self_attn.k_norm.weight",),
-    "attn.out.weight": ("self_attn.o_proj.weight",),
-    "attn.out.bias": ("self_attn.o_proj.bias",),
-    "ffn_norm.weight": ("post_attention_layernorm.weight",),
-    "ffn.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "ffn.gate_up.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-    "ffn.down.weight": ("mlp.down_proj.weight",),
-    "ffn.down.bias": ("mlp.down_proj.bias",),
-    "ffn.router.weight": ("mlp.gate.weight",),
-    "ffn.router.bias": ("mlp.gate.e_score_correction_bias",),
-    "ffn.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-    "ffn.shared.down.weight": ("mlp.shared_experts.down_proj.weight",),
-    # Of every expert, one after the other.
-    "ffn.experts_gate_up.weight": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
-    "ffn.experts_down.weight": ("mlp.experts.{}.down_proj.weight",),
-}
-_EMBED, _HEAD = _OUTER_NAMES["embed.weight"], _OUTER_NAMES["head.weight"]
 
 
 class _Source(NamedTuple):
@@ -74,16 +40,29 @@ class _Source(NamedTuple):
     module: nn.Module
     parameter: nn.Parameter
     names: tuple[str, ...]
-    rows: tuple[int, ...]
+    form: Form
+    parts: tuple[int, ...]
+    """Rows of what the module merges."""
     layouts: tuple[Layout, ...]
     """One for each name; none where it is a float parameter."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of each name."""
+        return self.form.rows(self.parts)
+
+    def pieces(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, view of the parameter that it fills)."""
+        return zip(self.names, self.form.views(parameter, self.parts), strict=True)
 
     def wanted(self) -> dict[str, Wanted]:
         """Name in the checkpoint -> what must stand there."""
         rest = tuple(self.parameter.shape[1:])
+        found: dict[str, Wanted] = {}
         if not self.layouts:
-            return {name: Wanted(((rows, *rest),), _FLOATS) for name, rows in zip(self.names, self.rows, strict=True)}
-        found = {}
+            for name, view in self.pieces(self.parameter):
+                found |= self.form.tensors(name, view)
+            return found
         for name, rows, layout in zip(self.names, self.rows, self.layouts, strict=True):
             layer = name.removesuffix(".weight")
             try:
@@ -94,18 +73,13 @@ class _Source(NamedTuple):
         return found
 
 
-def part_names(parameter: str, parts: int) -> tuple[str, ...]:
-    """What the parts of a parameter of the model are called in a Hugging Face checkpoint, in the order of their rows."""
-    if parameter in _OUTER_NAMES:
-        return (_OUTER_NAMES[parameter],)
-    _, layer, inner = parameter.split(".", 2)
-    names = _BLOCK_NAMES[inner]
-    if "{}" in names[0]:
-        names = tuple(name.format(expert) for expert in range(parts // len(names)) for name in names)
-    return tuple(f"model.layers.{layer}.{name}" for name in names)
+def part_names(model: Decoder, parameter: str, parts: Sequence[int]) -> Stored:
+    """Where a parameter of the model lies in a Hugging Face checkpoint, given the rows of what it merges."""
+    experts = 0 if model.config.experts is None else model.config.experts.routing.experts
+    return stored(model.config.architecture, parameter, len(parts), experts)
 
 
-def _sources(model: nn.Module, quantization: Quantization | None, checkpoint: Checkpoint | None = None) -> Iterator[_Source]:
+def _sources(model: Decoder, quantization: Quantization | None, checkpoint: Checkpoint | None = None) -> Iterator[_Source]:
     """Every parameter once, in the order of `named_parameters`.
 
     A tied embedding that was saved under the head's name is looked for there.
@@ -114,17 +88,26 @@ def _sources(model: nn.Module, quantization: Quantization | None, checkpoint: Ch
     under_head = (
         checkpoint is not None
         and "head.weight" not in parameters
-        and _EMBED not in checkpoint.shapes
-        and _HEAD in checkpoint.shapes
+        and EMBED not in checkpoint.shapes
+        and HEAD in checkpoint.shapes
     )
     for path, parameter in parameters.items():
         module = model.get_submodule(path.rpartition(".")[0])
-        rows = tuple(getattr(module, "parts", parameter.shape[:1]))
-        names = (_HEAD,) if under_head and path == "embed.weight" else part_names(path, len(rows))
+        parts = parts_of(module, parameter)
+        names, form = part_names(model, path, parts)
+        if under_head and path == "embed.weight":
+            names = (HEAD,)
+        if isinstance(form, Experts) and checkpoint is not None and f"{names[0]}_blocks" in checkpoint.shapes:
+            form = MXExperts(form.experts, form.projections)
         layouts: tuple[Layout, ...] = ()
         if quantization is not None and isinstance(module, Linear) and path.endswith(".weight"):
             layouts = _layouts(quantization, names)
-        yield _Source(module, parameter, names, rows, layouts)
+        yield _Source(module, parameter, names, form, parts, layouts)
+
+
+def parts_of(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
+    """Rows of what a module's parameter merges; all of them where it merges nothing."""
+    return tuple(getattr(module, "parts", parameter.shape[:1]))
 
 
 def _layouts(quantization: Quantization, names: Sequence[str]) -> tuple[Layout, ...]:
@@ -142,7 +125,7 @@ def _ignorable(name: str, second_token: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or bool(second_token and name.startswith(second_token))
 
 
-def _second_token(model: nn.Module, checkpoint: Checkpoint) -> str:
+def _second_token(model: Decoder, checkpoint: Checkpoint) -> str:
     """The prefix of the layer behind the last that predicts a second token (DeepSeek-V3), "" where there is none.
 
     It is known by its norm of an embedding; a layer too many is something else.
@@ -154,7 +137,7 @@ def _second_token(model: nn.Module, checkpoint: Checkpoint) -> str:
 # ---- checks
 
 
-def check(model: nn.Module, checkpoint: Checkpoint, quantization: Quantization | None = None) -> None:
+def check(model: Decoder, checkpoint: Checkpoint, quantization: Quantization | None = None) -> None:
     """Compare the checkpoint's names, shapes and dtypes with the model's, which may be on "meta".
 
     Raises:
@@ -165,17 +148,17 @@ def check(model: nn.Module, checkpoint: Checkpoint, quantization: Quantization |
     wanted = {name: one for source in sources for name, one in source.wanted().items()}
     shapes = checkpoint.shapes
     for name, one in wanted.items():
-        if name in shapes and one.dtypes == _FLOATS and checkpoint.dtypes[name] not in _FLOATS:
+        if name in shapes and one.dtypes == FLOATS and checkpoint.dtypes[name] not in FLOATS:
             hint = "" if quantization else " (config.json has no quantization_config)"
-            raise ModelError(f"{name} is {checkpoint.dtypes[name]}; supported: {', '.join(_FLOATS)}, not quantised{hint}")
-    tied_twice = _HEAD in shapes and _HEAD not in wanted
+            raise ModelError(f"{name} is {checkpoint.dtypes[name]}; supported: {', '.join(FLOATS)}, not quantised{hint}")
+    tied_twice = HEAD in shapes and HEAD not in wanted
     second_token = _second_token(model, checkpoint)
     wrong = [line for name, one in wanted.items() for line in _faults(name, one, checkpoint)]
     wrong += [
         f"{name}: unexpected"
         for name in shapes
         if name not in wanted
-        and not (tied_twice and name == _HEAD)
+        and not (tied_twice and name == HEAD)
         and not _ignorable(name, second_token)
         and not _no_bias(name, wanted, checkpoint)
     ]
@@ -183,14 +166,14 @@ def check(model: nn.Module, checkpoint: Checkpoint, quantization: Quantization |
         shown = "".join(f"\n  {line}" for line in wrong[:12])
         more = f"\n  and {len(wrong) - 12} more" if len(wrong) > 12 else ""
         raise ModelError(f"config.json and the weights contradict each other, in {len(wrong)} tensors:{shown}{more}")
-    if tied_twice and not torch.equal(checkpoint.read(_HEAD), checkpoint.read(_EMBED)):
-        raise ModelError(f"config.json ties the word embeddings (tie_word_embeddings), but {_HEAD} differs from {_EMBED}")
+    if tied_twice and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBED)):
+        raise ModelError(f"config.json ties the word embeddings (tie_word_embeddings), but {HEAD} differs from {EMBED}")
 
 
 def _faults(name: str, wanted: Wanted, checkpoint: Checkpoint) -> Iterator[str]:
     if name not in checkpoint.shapes:
         if not wanted.optional:
-            yield f"{name}: missing" + ("" if wanted.dtypes == _FLOATS else ", of a quantised weight")
+            yield f"{name}: missing" + ("" if wanted.dtypes == FLOATS else ", of a quantised weight")
         return
     shape, dtype = checkpoint.shapes[name], checkpoint.dtypes[name]
     if shape not in wanted.shapes:
@@ -209,7 +192,7 @@ def _no_bias(name: str, wanted: dict[str, Wanted], checkpoint: Checkpoint) -> bo
 
 
 def fill(
-    model: nn.Module,
+    model: Decoder,
     checkpoint: Checkpoint,
     device: torch.device,
     *,
@@ -229,9 +212,9 @@ def fill(
             made = _read_codes(source, checkpoint, device)
         else:
             made = empty_parameter(*parameter.shape, device=device, dtype=parameter.dtype)
-            for name, rows in zip(source.names, made.split(source.rows), strict=True):
-                rows.copy_(checkpoint.read(name))
-                done += rows.nbytes
+            for name, view in source.pieces(made):
+                source.form.put(view, name, checkpoint.read)
+                done += view.nbytes
                 if progress:
                     progress(done, total)
         if source.layouts:
@@ -310,7 +293,7 @@ def _allocate(
             convert(path, module)
 
 
-def replace_by_empty_codes(model: nn.Module, quantization: Quantization, device: torch.device) -> None:
+def replace_by_empty_codes(model: Decoder, quantization: Quantization, device: torch.device) -> None:
     """Give a model the quantised weights that its checkpoint would fill, uninitialised."""
     for source in list(_sources(model, quantization)):
         if not source.layouts:

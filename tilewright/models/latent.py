@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.models.errors import ModelError
-from tilewright.nn import Routing
+from tilewright.models.experts import Experts, check_count, positive, routing
 
-__all__ = ["LATENT", "LATENT_DEFAULTS", "Experts", "Latent"]
+__all__ = ["LATENT", "LATENT_DEFAULTS", "Latent", "deepseek_experts"]
 
-MAX_EXPERTS = 1 << 16
-"""Of all layers together; each has three tensors. The largest published models have some 24 thousand."""
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 """Architectures with latent attention."""
 
@@ -32,13 +30,6 @@ LATENT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "moe_intermediate_size": 2048,
     },
 }  # fmt: skip
-
-
-def _positive(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {key} must be a positive integer, got {value}")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,55 +67,38 @@ class Latent:
         # DeepSeek's yarn sharpens the softmax: (0.1 m ln factor + 1)^2, for queries and for keys.
         sharper = (0.1 * weight * math.log(factor) + 1.0) ** 2 if weight and factor > 1 else 1.0
         return cls(
-            nope_dim=_positive(raw, "qk_nope_head_dim"),
-            rope_dim=_positive(raw, "qk_rope_head_dim"),
-            value_dim=_positive(raw, "v_head_dim"),
-            kv_rank=_positive(raw, "kv_lora_rank"),
-            q_rank=None if raw.get("q_lora_rank") is None else _positive(raw, "q_lora_rank"),
+            nope_dim=positive(raw, "qk_nope_head_dim"),
+            rope_dim=positive(raw, "qk_rope_head_dim"),
+            value_dim=positive(raw, "v_head_dim"),
+            kv_rank=positive(raw, "kv_lora_rank"),
+            q_rank=None if raw.get("q_lora_rank") is None else positive(raw, "q_lora_rank"),
             interleaved=bool(raw["rope_interleave"]),
             score_factor=sharper,
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """Sizes of `nn.MoE`: in every layer from `first_layer` on.
-
-    inner: width of a routed expert. shared: width of the experts that see every token, together.
-    """
-
-    first_layer: int
-    inner: int
-    shared: int
-    routing: Routing
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> "Experts":
-        """Raises ModelError."""
-        if raw.get("moe_layer_freq", 1) != 1:
-            raise ModelError(
-                f"moe_layer_freq must be 1 (experts in every layer behind the dense ones), got {raw['moe_layer_freq']}"
-            )
-        inner = _positive(raw, "moe_intermediate_size")
-        method = raw["topk_method"]
-        grouped = method != "greedy"
-        try:
-            routing = Routing(
-                method=method,
-                experts=_positive(raw, "n_routed_experts"),
-                chosen=_positive(raw, "num_experts_per_tok"),
-                groups=_positive(raw, "n_group") if grouped else 1,
-                chosen_groups=_positive(raw, "topk_group") if grouped else 1,
-                # DeepSeek-V2's code has the switch, its published models and transformers do not use it.
-                normalise=bool(raw.get("norm_topk_prob")) and method == "noaux_tc",
-                scale=float(raw["routed_scaling_factor"]),
-            )
-        except ValueError as error:
-            raise ModelError(f"config.json asks for a mixture of experts that is not supported: {error}") from error
-        experts, layers = routing.experts, raw.get("num_hidden_layers") or 0
-        if experts * layers > MAX_EXPERTS:
-            raise ModelError(f"config.json has {experts} experts in {layers} layers, wanted at most {MAX_EXPERTS} in all")
-        first = raw["first_k_dense_replace"]
-        if not isinstance(first, int) or first < 0:
-            raise ModelError(f"config.json: first_k_dense_replace must be a number of layers, got {first}")
-        return cls(first_layer=first, inner=inner, shared=inner * _positive(raw, "n_shared_experts"), routing=routing)
+def deepseek_experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The mixtures of a DeepSeek model, as an argument of `ModelConfig`. Raises ModelError."""
+    if raw.get("moe_layer_freq", 1) != 1:
+        raise ModelError(
+            f"moe_layer_freq must be 1 (experts in every layer behind the dense ones), got {raw['moe_layer_freq']}"
+        )
+    inner = positive(raw, "moe_intermediate_size")
+    method = raw["topk_method"]
+    grouped = method != "greedy"
+    chosen = routing(
+        method=method,
+        experts=positive(raw, "n_routed_experts"),
+        chosen=positive(raw, "num_experts_per_tok"),
+        groups=positive(raw, "n_group") if grouped else 1,
+        chosen_groups=positive(raw, "topk_group") if grouped else 1,
+        # DeepSeek-V2's code has the switch, its published models and transformers do not use it.
+        normalise=bool(raw.get("norm_topk_prob")) and method == "noaux_tc",
+        scale=float(raw["routed_scaling_factor"]),
+    )
+    check_count(chosen.experts, raw.get("num_hidden_layers") or 0)
+    first = raw["first_k_dense_replace"]
+    if not isinstance(first, int) or first < 0:
+        raise ModelError(f"config.json: first_k_dense_replace must be a number of layers, got {first}")
+    shared = inner * positive(raw, "n_shared_experts")
+    return {"experts": Experts(first_layer=first, inner=inner, shared=shared, routing=chosen)}

@@ -17,7 +17,8 @@ from tilewright.models.config import ModelConfig
 from tilewright.models.decoder import Decoder
 from tilewright.models.errors import ModelError
 from tilewright.models.files import read_json
-from tilewright.models.fill import part_names
+from tilewright.models.fill import part_names, parts_of
+from tilewright.models.forms import PLUS_ONE
 from tilewright.models.layouts import Own
 from tilewright.models.weights import resolve
 from tilewright.nn import Linear
@@ -102,13 +103,22 @@ _SAME_NAMES = (
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a dense model, with keys that transformers 4 and 5 read; `ModelConfig.from_hf` gives it back.
+    """What config.json says of a model, with keys that transformers 4 and 5 read; `ModelConfig.from_hf` gives it back.
+
+    Of the four families that need nothing else it is made from the config; of others it is the file that the config was read
+    from, with the end of a text as it is now.
 
     Raises:
-        ValueError: another architecture, or windows of several sizes.
+        ValueError: another architecture, of a config that was not read from a file; or windows of several sizes.
     """
     if config.architecture not in _MODEL_TYPES:
-        raise ValueError(f"config.json of {config.architecture} cannot be written; known: {', '.join(_MODEL_TYPES)}")
+        if config.raw is None:
+            raise ValueError(
+                f"config.json of {config.architecture} can be written only where it was read from one; others: "
+                f"{', '.join(_MODEL_TYPES)}"
+            )
+        given = {key: value for key, value in config.raw.items() if key not in ("quantization_config", "compression_config")}
+        return given | _ends(config)
     sizes = sorted({window for window in config.windows if window is not None})
     if len(sizes) > 1:
         raise ValueError(f"windows of several sizes ({sizes}) have no place in config.json")
@@ -118,9 +128,12 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     raw |= {"sliding_window": sizes[0] if sizes else None, "use_sliding_window": bool(sizes)}
     if sizes and config.architecture != "MistralForCausalLM":
         raw["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
-    raw["eos_token_id"] = (list(config.eos_token_ids) or None) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0]
-    raw["dtype"] = raw["torch_dtype"] = str(config.dtype).removeprefix("torch.")
-    return raw
+    return raw | _ends(config)
+
+
+def _ends(config: ModelConfig) -> dict[str, Any]:
+    ends, dtype = config.eos_token_ids, str(config.dtype).removeprefix("torch.")
+    return {"eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None, "dtype": dtype, "torch_dtype": dtype}
 
 
 def _taken_apart(model: Decoder) -> tuple[dict[str, Tensor], dict[str, Own]]:
@@ -129,11 +142,14 @@ def _taken_apart(model: Decoder) -> tuple[dict[str, Tensor], dict[str, Own]]:
     layers: dict[str, Own] = {}
     for path, parameter in model.named_parameters():
         module = model.get_submodule(path.rpartition(".")[0])
-        rows = list(getattr(module, "parts", parameter.shape[:1]))
-        for name, part in zip(part_names(path, len(rows)), parameter.detach().split(rows), strict=True):
-            tensors[name] = part.contiguous().cpu()
+        parts = parts_of(module, parameter)
+        names, form = part_names(model, path, parts)
+        for name, view in zip(names, form.views(parameter.detach(), parts), strict=True):
+            dtype = model.embed.weight.dtype if form is PLUS_ONE else view.dtype
+            tensors |= {each: tensor.to(dtype).contiguous().cpu() for each, tensor in form.get(view, name).items()}
     for layer, path, weight in _quantized(model):
-        for name, part in zip(part_names(f"{path}.weight", len(layer.parts)), weight.split_rows(layer.parts), strict=True):
+        names, form = part_names(model, f"{path}.weight", layer.parts)
+        for name, part in zip(names, weight.split_rows(form.rows(layer.parts)), strict=True):
             own, base = Own.of(part), name.removesuffix(".weight")
             layers[base] = own
             tensors |= {f"{base}.{suffix}": tensor for suffix, tensor in own.take(part).items()}

@@ -29,6 +29,7 @@ from tilewright.nn.channel_norm import (
     InstanceNorm2d,
     InstanceNorm3d,
 )
+from tilewright.nn.clamped_moe import ClampedMoE
 from tilewright.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from tilewright.nn.embedding import (
     Embedding,
@@ -80,6 +81,7 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "ClampedMoE",
     "Conv1d",
     "Conv2d",
     "Conv3d",

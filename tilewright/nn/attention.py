@@ -1,7 +1,7 @@
 """Causal grouped-query attention (Ainslie et al., "GQA", 2023): two matmuls, and between them what stores and attends.
 
 Where keys and values live is a value that the layer is handed (keys_values.py): pages of a cache in serving, the packed batch
-itself in training and scoring. Not here: attention over another sequence (multi_head.py), soft caps.
+itself in training and scoring. Not here: attention over another sequence (multi_head.py).
 """
 
 import math
@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from tilewright import ops
 from tilewright.nn.batch import Batch, Packed
 from tilewright.nn.filling import parameter
 from tilewright.nn.keys_values import Heads, KeysValues
@@ -33,12 +34,16 @@ class Attention(nn.Module):
         qkv_bias: whether q, k and v have biases.
         out_bias: whether the output projection has one.
         head_norm_eps: RMS norms over each query and key head before the rotation, with this eps; None for none.
+        wide_norm_eps: RMS norms over all query heads together, and all key heads; None for none.
+        norm_dtype: of the weights of these norms; None for that of the others.
         window: a token sees itself and the window - 1 before it; None for all.
         sinks: whether each head has a learned score that joins its softmax, with the value zero.
         scale: factor on q . k; None for 1 / sqrt(D).
+        softcap: scores z become softcap * tanh(z / softcap); None for none.
 
     Raises:
-        ValueError: heads are no multiple of kv_heads, a window sees nothing, or the scale is not above 0.
+        ValueError: heads are no multiple of kv_heads, a window sees nothing, the scale or the cap is not above 0, or there are
+            norms of both kinds.
     """
 
     def __init__(
@@ -52,9 +57,12 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         head_norm_eps: float | None = None,
+        wide_norm_eps: float | None = None,
+        norm_dtype: torch.dtype | None = None,
         window: int | None = None,
         sinks: bool = False,
         scale: float | None = None,
+        softcap: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -65,7 +73,11 @@ class Attention(nn.Module):
             raise ValueError(f"Attention: window is {window}, wanted at least 1, or None for all tokens")
         if scale is not None and not 0.0 < scale < math.inf:
             raise ValueError(f"Attention: scale is {scale}, wanted a finite number above 0, or None for 1 / sqrt(head_dim)")
-        self.head_dim, self.window = head_dim, window
+        if softcap is not None and not 0.0 < softcap < math.inf:
+            raise ValueError(f"Attention: softcap is {softcap}, wanted a finite number above 0, or None for no cap")
+        if head_norm_eps is not None and wide_norm_eps is not None:
+            raise ValueError("Attention: head_norm_eps and wide_norm_eps are both given, wanted one of them, or neither")
+        self.head_dim, self.window, self.softcap = head_dim, window, softcap
         self.head_counts = (heads, kv_heads, kv_heads)
         self.qkv_shape = (-1, sum(self.head_counts), head_dim)
         self.scale = head_dim**-0.5 if scale is None else float(scale)
@@ -73,10 +85,11 @@ class Attention(nn.Module):
         self.qkv = Linear(features, [n * head_dim for n in self.head_counts], bias=qkv_bias, device=device, dtype=dtype)
         self.out = Linear(heads * head_dim, features, bias=out_bias, device=device, dtype=dtype)
         self.q_norm = self.k_norm = None
-        self.head_norm_eps = 0.0 if head_norm_eps is None else head_norm_eps
-        if head_norm_eps is not None:
-            self.q_norm = parameter(head_dim, fill=nn.init.ones_, device=device, dtype=dtype)
-            self.k_norm = parameter(head_dim, fill=nn.init.ones_, device=device, dtype=dtype)
+        self.head_norm_eps, self.wide_norm_eps = head_norm_eps or 0.0, wide_norm_eps
+        if head_norm_eps is not None or wide_norm_eps is not None:
+            sizes = (head_dim, head_dim) if wide_norm_eps is None else (heads * head_dim, kv_heads * head_dim)
+            norm = {"fill": nn.init.ones_, "device": device, "dtype": norm_dtype or dtype}
+            self.q_norm, self.k_norm = (parameter(size, **norm) for size in sizes)
         self.sinks = parameter(heads, fill=nn.init.zeros_, device=device, dtype=dtype) if sinks else None
 
     @property
@@ -87,8 +100,17 @@ class Attention(nn.Module):
     def forward(self, x_TE: Tensor | Codes, batch: Batch | Packed, keys_values: KeysValues) -> Tensor:
         """[T, E], or its codes -> [T, E]. `keys_values` is this layer's; a cache is written."""
         q, k, v = self.qkv(x_TE, adapters=batch.adapters).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
-        heads = Heads(self.rope, self.q_norm, self.k_norm, self.head_norm_eps, self.scale, self.window, self.sinks)
+        norms = (self.q_norm, self.k_norm)
+        if self.wide_norm_eps is not None and self.q_norm is not None and self.k_norm is not None:
+            q, k = _normed(q, self.q_norm, self.wide_norm_eps), _normed(k, self.k_norm, self.wide_norm_eps)
+            norms = (None, None)
+        heads = Heads(self.rope, *norms, self.head_norm_eps, self.scale, self.window, self.sinks, self.softcap)
         return self.out(keys_values.attend(q, k, v, batch, heads).flatten(1), adapters=batch.adapters)
 
     def extra_repr(self) -> str:
         return f"{self.head_counts[0]} heads, {self.head_counts[1]} kv heads of {self.head_dim}, window={self.window}"
+
+
+def _normed(x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """An RMS norm over all heads of a token."""
+    return ops.rms_norm(x_THD.flatten(1), weight, eps).view(x_THD.shape)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from tilewright import ops
 from tilewright.nn.linear import Linear
 from tilewright.ops.linear import Codes
 
@@ -15,7 +16,8 @@ class GatedMLP(nn.Module):
     Args:
         features: in and out.
         inner: width of gate and of up.
-        activation: the epilogue of the merged gate and up projection: "silu_mul" or "gelu_mul" (the exact GELU).
+        activation: of the merged gate and up projection: "silu_mul" or "gelu_mul" (the exact GELU), which are epilogues of the
+            product, or "gelu_tanh_mul" (its tanh form), a launch of its own.
         bias: whether all three projections have one.
     """
 
@@ -41,6 +43,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor | Codes, adapters: Tensor | None = None) -> Tensor:
         """[..., features], or its codes -> [..., features]; adapters as in `Batch`."""
+        if self.activation == "gelu_tanh_mul":
+            gate, up = self.gate_up(x, adapters=adapters).chunk(2, -1)
+            return self.down(ops.gelu_mul(gate, up, approximate=True), adapters=adapters)
         return self.down(self.gate_up(x, self.activation, adapters), adapters=adapters)
 
     def extra_repr(self) -> str:

@@ -36,6 +36,7 @@ class Heads(NamedTuple):
     scale: float
     window: int | None
     sinks: Tensor | None
+    softcap: float | None = None
 
 
 class KeysValues(Protocol):
@@ -64,7 +65,7 @@ class PagedKeysValues(NamedTuple):
         )  # fmt: skip
         return ops.paged_attention(
             q_THD, self.k, self.v, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, heads.scale, heads.window,
-            self.k_scale, self.v_scale, heads.sinks,
+            self.k_scale, self.v_scale, heads.sinks, heads.softcap,
         )  # fmt: skip
 
 
@@ -88,7 +89,7 @@ class PackedKeysValues:
         q, k = ops.rope(q, k, batch.positions, heads.rope.cos_sin, heads.rope.interleaved)
         lengths = {"cu_q": batch.cu_q, "cu_k": batch.cu_q, "max_q": batch.max_q_len, "max_k": batch.max_q_len}
         o_THD = ops.attention(
-            q, k, v, causal=True, scale=heads.scale, window=heads.window, sinks=heads.sinks,
+            q, k, v, causal=True, scale=heads.scale, window=heads.window, sinks=heads.sinks, softcap=heads.softcap,
             deterministic=self.deterministic, **lengths,
         )  # fmt: skip
         assert isinstance(o_THD, Tensor)

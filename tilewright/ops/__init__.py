@@ -10,6 +10,7 @@ from tilewright.kernels.attention.mla.attention import mla_attention_op
 from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write_op
 from tilewright.kernels.attention.paged.attention import paged_attention_op
 from tilewright.kernels.attention.paged.cache_write import kv_cache_write_op
+from tilewright.kernels.attention.paged.capped import capped_paged_attention_op
 from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write_op
 from tilewright.kernels.conv.conv import conv_op
 from tilewright.kernels.conv.int8 import conv_codes, conv_codes_op
@@ -26,6 +27,13 @@ from tilewright.kernels.elementwise.rope import rope_op
 from tilewright.kernels.elementwise.scale_in_place import scale_in_place_op
 from tilewright.kernels.embedding.embedding_backward import embedding_backward_op
 from tilewright.kernels.embedding.embedding_bag import embedding_bag_op
+from tilewright.kernels.experts.combine import combine_gradient_op, combine_tokens_op
+from tilewright.kernels.experts.permute import permute_tokens_op
+from tilewright.kernels.experts.route import route_experts_op
+from tilewright.kernels.experts.sort import sort_by_expert_op
+from tilewright.kernels.gemm.grouped.block_scaled import grouped_block_scaled_linear, grouped_block_scaled_linear_op
+from tilewright.kernels.gemm.grouped.linear import grouped_linear_op
+from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
 from tilewright.kernels.gemm.linear import linear_op, matmul
 from tilewright.kernels.gemm.lora.expand import lora_expand_add, lora_expand_add_op
 from tilewright.kernels.gemm.lora.shrink import adapter_order, lora_shrink, lora_shrink_op
@@ -92,6 +100,15 @@ from tilewright.ops.conv import (
 )
 from tilewright.ops.cross_entropy import cross_entropy
 from tilewright.ops.embedding import embedding, embedding_bag
+from tilewright.ops.experts import (
+    ByExpert,
+    combine_tokens,
+    grouped_linear,
+    masked_grouped_linear,
+    permute_tokens,
+    route_experts,
+    sort_by_expert,
+)
 from tilewright.ops.linear import linear, linear_codes
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -128,6 +145,7 @@ __all__ = [
     "block_scaled_linear",
     "cast_linear",
     "check_paged",
+    "combine_tokens",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -145,6 +163,8 @@ __all__ = [
     "gelu_mul",
     "glu",
     "group_norm",
+    "grouped_block_scaled_linear",
+    "grouped_linear",
     "instance_norm",
     "kv_cache_write",
     "layer_norm",
@@ -156,6 +176,7 @@ __all__ = [
     "lora_expand_add",
     "lora_shrink",
     "mask_logits",
+    "masked_grouped_linear",
     "matmul",
     "max",
     "max_pool",
@@ -167,6 +188,7 @@ __all__ = [
     "mx_linear",
     "paged_attention",
     "permute",
+    "permute_tokens",
     "quantize_blocks",
     "quantize_fold",
     "quantize_mx",
@@ -177,12 +199,14 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_kv_write",
+    "route_experts",
     "sample",
     "scaled_linear",
     "sdpa",
     "silu_mul",
     "silu_mul_quantize",
     "softmax",
+    "sort_by_expert",
     "sum",
     "token_logprobs",
     "top_logprobs",

@@ -47,10 +47,9 @@ def hidden_of(model: Model, batch: Batch) -> Tensor:
 
 def _logits(model: Model, batch: Batch) -> Tensor:
     """[T, V] float32: what the model says behind each token."""
-    head = model.head.weight
-    if not isinstance(head, Tensor):
+    if not isinstance(model.head.weight, Tensor):
         raise TypeError("the head is quantised, and a policy needs gradients through it: leave lm_head as it is")
-    return ops.linear(hidden_of(model, batch), head, model.head.bias).float()
+    return model.logits(hidden_of(model, batch)).float()
 
 
 def _logprobs(logits_TV: Tensor, batch: Batch) -> Tensor:

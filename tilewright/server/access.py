@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tilewright.server.logs import FIELDS
 from tilewright.server.metrics import HttpCounts
 
-__all__ = ["Access", "Tokens", "request_id_of", "tokens_of"]
+__all__ = ["CLIENT_GONE", "Access", "Tokens", "note", "request_id_from", "request_id_of", "tokens_of"]
 
 CLIENT_GONE = 499
 """What proxies call a request whose client left; nobody receives it."""
@@ -63,7 +63,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        scope["request_id"] = given if _ID.fullmatch(given) else f"req-{token_hex(12)}"
+        scope["request_id"] = request_id_from(given)
         scope["tokens"] = Tokens()
         watched = _Watched(scope, receive, send)
         try:
@@ -78,27 +78,60 @@ class Access:
 
     def _note(self, scope: Scope, watched: "_Watched") -> None:
         status = CLIENT_GONE if watched.status is None or (watched.gone and not watched.whole) else watched.status
-        seconds, tokens = time.perf_counter() - watched.started_s, tokens_of(scope)
         first_s = None if watched.first_s is None else round(watched.first_s - watched.started_s, 4)
-        self._counts.count(scope["path"], status)
-        fields: dict[str, Any] = {
-            "request_id": request_id_of(scope),
-            "method": scope["method"],
-            "path": _UNPRINTABLE.sub("?", scope["path"][:MAX_PATH_CHARS]),
-            "status": status,
-            "duration_s": round(seconds, 4),
-            "first_byte_s": first_s,
-            "prompt_tokens": tokens.prompt,
-            "completion_tokens": None if tokens.prompt is None else tokens.completion(),
-            "client": (scope.get("client") or ("-",))[0],
-        }
-        level = logging.ERROR if status >= 500 and status != 503 else logging.INFO
-        words = [f"{fields['method']} {fields['path']} {status} {seconds:.3f}s"]
-        if tokens.prompt is not None:
-            first = "" if first_s is None else f", first byte {first_s:.3f}s"
-            words.append(f"{tokens.prompt}+{tokens.completion()} tokens{first}")
-        words.append(f"{fields['request_id']} {fields['client']}")
-        logger.log(level, "%s", "  ".join(words), extra={FIELDS: fields})
+        note(
+            self._counts,
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            seconds=time.perf_counter() - watched.started_s,
+            request_id=request_id_of(scope),
+            client=(scope.get("client") or ("-",))[0],
+            first_s=first_s,
+            tokens=tokens_of(scope),
+        )
+
+
+def note(
+    counts: HttpCounts,
+    *,
+    method: str,
+    path: str,
+    status: int,
+    seconds: float,
+    request_id: str,
+    client: str,
+    first_s: float | None = None,
+    tokens: Tokens | None = None,
+) -> None:
+    """Count a request, and write its line."""
+    counts.count(path, status)
+    level = logging.ERROR if status >= 500 and status != 503 else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    tokens = tokens or Tokens()
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "method": method,
+        "path": _UNPRINTABLE.sub("?", path[:MAX_PATH_CHARS]),
+        "status": status,
+        "duration_s": round(seconds, 4),
+        "first_byte_s": first_s,
+        "prompt_tokens": tokens.prompt,
+        "completion_tokens": None if tokens.prompt is None else tokens.completion(),
+        "client": client,
+    }
+    words = [f"{fields['method']} {fields['path']} {status} {seconds:.3f}s"]
+    if tokens.prompt is not None:
+        first = "" if first_s is None else f", first byte {first_s:.3f}s"
+        words.append(f"{tokens.prompt}+{tokens.completion()} tokens{first}")
+    words.append(f"{fields['request_id']} {fields['client']}")
+    logger.log(level, "%s", "  ".join(words), extra={FIELDS: fields})
+
+
+def request_id_from(given: str) -> str:
+    """A client's id where that is a plain word, else a new one."""
+    return given if _ID.fullmatch(given) else f"req-{token_hex(12)}"
 
 
 class _Watched:

@@ -1,6 +1,7 @@
 """The HTTP server: OpenAI's endpoints, their checks before the engine is touched, health, metrics and the page.
 
     POST /v1/completions  /v1/chat/completions     generation, whole or streamed (stream.py)
+    POST /v1/embeddings  /v1/score  /v1/rerank     numbers of whole texts (embeddings.py)
     GET  /v1/models  /v1/models/{name}             the model that is served, and its LoRA adapters
     POST /v1/load_lora_adapter  /v1/unload_lora_adapter     only with --adapter-dir (adapters.py)
     POST /tokenize  /detokenize                    text <-> token ids
@@ -18,33 +19,37 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
 from tilewright.asm.jit import CompileCounter
-from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.core import Engine
+from tilewright.engine.pooling import Pass
 from tilewright.server import errors
-from tilewright.server.access import Access, tokens_of
-from tilewright.server.adapters import LoadBody, UnloadBody, check_allowed, folder_below
+from tilewright.server.access import CLIENT_GONE, Access, tokens_of
+from tilewright.server.adapters import ModelEndpoints
+from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
-from tilewright.server.errors import ApiError, bad_request, unavailable
+from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, score_job
+from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.gate import Gate
 from tilewright.server.intake import Intake
 from tilewright.server.live import LiveView
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
 from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
+from tilewright.server.pool import Pool
 from tilewright.server.prompts import Served, encode
 from tilewright.server.protocol import Job, chat_job, completion_job, parse
-from tilewright.server.stream import Answer
+from tilewright.server.stream import Answer, unless_gone
 from tilewright.server.structured import GrammarGate
 from tilewright.server.watchdog import Watchdog
 from tilewright.server.worker import EngineStopped, EngineWorker
@@ -54,6 +59,8 @@ __all__ = ["Server", "create_app"]
 MAX_FAILURES = 10
 """Failed steps without a token in between, after which the device, not the requests, is to blame."""
 
+INLINE = ("/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+"""Paths whose short bodies take no time to read: neither a chat template nor pairs of texts."""
 LOOK_TIMEOUT_S = 10.0
 """How long /metrics and /live wait for the end of a step."""
 CLOSE_TIMEOUT_S = 5.0
@@ -84,8 +91,11 @@ class Server:
     grammars: GrammarGate
     watchdog: Watchdog
 
-    def __init__(self, engine: Engine, served: Served, config: ServerConfig):
+    pool: Pool | None
+
+    def __init__(self, engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None):
         self.engine = engine
+        self._run_pass = run_pass
         self.served = served
         self.config = config
         self.compiles = CompileCounter()
@@ -98,9 +108,9 @@ class Server:
         """What stopped the engine."""
         self.hung = False
         """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
-        self._body_bytes = 0  # of all requests whose body is being read
+        self._bodies = Bodies(config)
         self.live = LiveView(engine)
-        self._created_s = int(time.time())
+        self.models = ModelEndpoints(served, config, lambda: self.worker, self._prepared)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -108,6 +118,7 @@ class Server:
         self.intake = Intake()
         self.grammars = GrammarGate(self.engine)
         self.worker = EngineWorker(self.engine, self.metrics.latencies, self._failed, max_wait_s=self.config.max_wait_s)
+        self.pool = self._make_pool()
         self.watchdog = Watchdog(self.worker, self.config.step_timeout_s)
         watching = asyncio.ensure_future(self.watchdog.run())
         self.compiles.start().mark_ready()
@@ -115,6 +126,8 @@ class Server:
             yield
         finally:
             watching.cancel()
+            if self.pool is not None:
+                self.pool.close()
             await self._close()
             self.intake.close()
             self.grammars.close()
@@ -145,11 +158,15 @@ class Server:
         """POST /v1/chat/completions."""
         return await self._answer(request, chat_job)
 
-    async def _answer(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
+    def _check_open(self) -> None:
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
         if self.watchdog.hangs:
             raise unavailable("the engine is in a step that does not end; the server needs a restart", code="hanging")
+
+    async def _answer(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
+        self._check_open()
+        self.served.check_generates()
         job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
         grammar = job.params[0].grammar
         if grammar is not None:
@@ -159,10 +176,45 @@ class Server:
         tokens.prompt, tokens.completion = sum(map(len, job.prompts)), lambda: answer.completion_tokens
         return answer
 
+    # Numbers of texts ------------------------------------------------------------------------------------------------
+
+    def _make_pool(self) -> Pool | None:
+        pooled, run_pass = self.served.pooled, self._run_pass
+        if pooled is None or run_pass is None:
+            return None
+        return Pool(pooled, lambda work: self.worker.call(lambda: run_pass(work)))
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        return await self._numbers(request, embeddings_job)
+
+    async def score(self, request: Request) -> Response:
+        """POST /v1/score."""
+        return await self._numbers(request, score_job)
+
+    async def rerank(self, request: Request) -> Response:
+        """POST /v1/rerank."""
+        return await self._numbers(request, rerank_job)
+
+    async def _numbers(self, request: Request, read: Callable[[bytes, Served, ServerConfig], PoolJob]) -> Response:
+        self._check_open()
+        job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
+        assert self.pool is not None, "a job was made, so the model has numbers"
+        tokens_of(request.scope).prompt = job.tokens
+        try:
+            asking = self.pool.ask(job.texts, labels=job.labels, dimensions=job.dimensions)
+            rows = await unless_gone(request.receive, asking)
+        except EngineStopped as error:
+            raise unavailable(str(error)) from None
+        if rows is None:
+            return Response(status_code=CLIENT_GONE)
+        body = await asyncio.get_running_loop().run_in_executor(None, job.answer, rows)
+        return Response(body, media_type="application/json")
+
     async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
         """`read(body)`, off the event loop where that is worth it."""
         raw = await self._body(request)
-        return await self.intake.run(raw, read, inline=request.url.path != "/v1/chat/completions")
+        return await self.intake.run(raw, read, inline=request.url.path in INLINE)
 
     async def _body(self, request: Request) -> bytes:
         """The request's JSON body, as bytes. Raises `ApiError` 415, 413, 408 or 503."""
@@ -170,24 +222,7 @@ class Server:
         if kind != "application/json":
             wanted = "wanted application/json (curl: -H 'content-type: application/json')"
             raise ApiError(415, f"content-type is {kind[:80]!r}, {wanted}")
-        config, body = self.config, bytearray()
-        too_large = ApiError(413, f"the body is larger than {config.max_body_bytes} bytes, the most this server takes")
-        if int(request.headers.get("content-length", 0)) > config.max_body_bytes:
-            raise too_large
-        try:
-            async with asyncio.timeout(config.body_timeout_s):
-                async for chunk in request.stream():
-                    body += chunk
-                    self._body_bytes += len(chunk)
-                    if len(body) > config.max_body_bytes:
-                        raise too_large
-                    if self._body_bytes > config.max_bodies * config.max_body_bytes:
-                        raise unavailable("too many large bodies are arriving at once; come again later", code="bodies")
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
-        finally:
-            self._body_bytes -= len(body)
-        return bytes(body)
+        return await self._bodies.read(request)
 
     # Text and tokens -------------------------------------------------------------------------------------------------
 
@@ -215,57 +250,6 @@ class Server:
         return JSONResponse({"prompt": await self._prepared(request, work)})
 
     # About the server ------------------------------------------------------------------------------------------------
-
-    async def models(self, request: Request) -> Response:
-        """GET /v1/models: the model, and the adapters that the engine has for it."""
-        names = [self.served.name, *await self._look(self.worker.adapter_names)]
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
-
-    async def model(self, request: Request) -> Response:
-        """GET /v1/models/{name}."""
-        name = request.path_params["name"]
-        if self.served.adapter_of(name) is not None and name not in (known := await self._look(self.worker.adapter_names)):
-            raise self.served.no_model(name, f"this server has {', '.join([self.served.name, *known])[:400]}")
-        return JSONResponse(self._model(name))
-
-    def _model(self, name: str) -> dict[str, object]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created_s,
-            "owned_by": "tilewright",
-            "max_model_len": self.served.max_model_len,
-            "chat": self.served.has_chat,
-            **({} if name == self.served.name else {"parent": self.served.name}),
-        }
-
-    # Adapters --------------------------------------------------------------------------------------------------------
-
-    async def load_adapter(self, request: Request) -> Response:
-        """POST /v1/load_lora_adapter {lora_name, lora_path}: from here on it is a model."""
-        body = await self._prepared(request, lambda raw: parse(raw, LoadBody))
-        folder = folder_below(body.lora_path, self.config)
-        if body.lora_name == self.served.name:
-            raise bad_request(f"lora_name is {body.lora_name!r}, the name of the model itself", "lora_name")
-        await self._change_adapters(self.worker.load_adapter(body.lora_name, folder))
-        return JSONResponse(self._model(body.lora_name))
-
-    async def unload_adapter(self, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter {lora_name}: no new request may name it; those that have it end with it."""
-        check_allowed(self.config)
-        body = await self._prepared(request, lambda raw: parse(raw, UnloadBody))
-        await self._change_adapters(self.worker.unload_adapter(body.lora_name))
-        return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
-
-    async def _change_adapters(self, change: Awaitable[None]) -> None:
-        try:
-            await change
-        except UnknownAdapter as error:
-            raise ApiError(404, str(error), param="lora_name", code="model_not_found") from None
-        except ValueError as error:
-            raise bad_request(str(error), code="adapter_refused") from None
-        except EngineStopped as error:
-            raise unavailable(str(error)) from None
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while the engine's steps end and do not fail request after request; 503 asks for a restart."""
@@ -298,21 +282,19 @@ class Server:
 
     async def prometheus(self, request: Request) -> Response:
         """GET /metrics."""
-        return Response(
-            self.metrics.render(await self._look(lambda: self.worker.call(self.engine.stats))), media_type=CONTENT_TYPE
-        )
+        return Response(self.metrics.render(await self._look(self.engine.stats)), media_type=CONTENT_TYPE)
 
     async def live_view(self, request: Request) -> Response:
         """GET /live: the engine's state for the page; ask a few times a second."""
-        view = await self._look(lambda: self.worker.call(self.live.snapshot))
+        view = await self._look(self.live.snapshot)
         if self.draining:
             view = view.removesuffix(b"}") + b', "draining": true}'
         return Response(view, media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def _look(self, look: Callable[[], Awaitable[T]]) -> T:
+    async def _look(self, look: Callable[[], T]) -> T:
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                return await look()
+                return await self.worker.call(look)
         except EngineStopped as error:
             raise unavailable(str(error)) from None
         except TimeoutError:
@@ -328,9 +310,14 @@ class Server:
         return Response(path.read_bytes(), media_type=PAGE_TYPES[path.suffix], headers=PAGE_HEADERS)
 
 
-def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
-    """The ASGI app that serves `engine`; its `Server` is at `app.state.server`."""
-    server = Server(engine, served, config)
+def create_app(
+    engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None = None
+) -> FastAPI:
+    """The ASGI app that serves `engine`; its `Server` is at `app.state.server`.
+
+    `run_pass` answers for whole texts where `served.pooled` says that the model can; it is called in the engine's thread.
+    """
+    server = Server(engine, served, config, run_pass)
     counts = server.metrics.http
     # Generated docs would load scripts from elsewhere; the description is made of the bodies' own models (openapi.py).
     app = FastAPI(title="tilewright", lifespan=server.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -350,8 +337,11 @@ def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
     posts = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
-        "/v1/load_lora_adapter": server.load_adapter,
-        "/v1/unload_lora_adapter": server.unload_adapter,
+        "/v1/embeddings": server.embeddings,
+        "/v1/score": server.score,
+        "/v1/rerank": server.rerank,
+        "/v1/load_lora_adapter": server.models.load,
+        "/v1/unload_lora_adapter": server.models.unload,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
@@ -363,8 +353,8 @@ def create_app(engine: Engine, served: Served, config: ServerConfig) -> FastAPI:
         "/metrics": server.prometheus,
         "/openapi.json": server.description,
         "/ready": server.ready,
-        "/v1/models": server.models,
-        "/v1/models/{name:path}": server.model,
+        "/v1/models": server.models.list,
+        "/v1/models/{name:path}": server.models.one,
         "/version": server.version,
     }
     for paths, method in ((posts, "POST"), (gets, "GET")):

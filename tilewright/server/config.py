@@ -25,6 +25,9 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = option(8000, "port to listen on; 0 takes any free one")
     api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer <key>`; default: none")
+    grpc_port: int | None = option(
+        None, "port of the Open Inference Protocol over gRPC, for ordinary models; 0 takes any free one; default: none"
+    )
     max_body_bytes: int = option(16 << 20, "largest request body, in MiB")
     max_connections: int = option(4096, "connections open at once; idle ones are closed for new ones")
     drain_timeout_s: float = option(60.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C")
@@ -52,6 +55,8 @@ class ServerConfig:
     """Request bodies of `max_body_bytes` that may be in memory at once, all requests together."""
     max_prompts: int = 256
     """Most prompts in one completion request."""
+    max_inputs: int = 2048
+    """Most texts in one request for embeddings, scores or an order; OpenAI's number."""
     max_n: int = 128
     """Most samples for one prompt."""
     max_logit_bias: int = 1024
@@ -72,6 +77,8 @@ class ServerConfig:
             raise ValueError(f"max_wait_s is {self.max_wait_s}, wanted seconds above 0; a large number is no limit")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, wanted 0 to 65535 (0: any free port)")
+        if self.grpc_port is not None and not 0 <= self.grpc_port <= 65535:
+            raise ValueError(f"grpc_port is {self.grpc_port}, wanted 0 to 65535 (0: any free port)")
         if not self.host:
             raise ValueError("host is empty, wanted an address such as 127.0.0.1, or 0.0.0.0 for every interface")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):

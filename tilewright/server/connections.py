@@ -11,7 +11,8 @@
 A connection that is closed while its client still writes is first closed for writing only, and read for `LINGER_S` more.
 Closing it at once would make the kernel send a reset, which can destroy the answer before the client reads it.
 
-uvicorn parses, routes and writes; this file only decides when a connection has to end.
+uvicorn parses, routes and writes; this file only decides when a connection has to end. What a `Shortcut` takes does not go
+through uvicorn: small requests of one kind that come by the thousand. All deadlines hold for them too.
 """
 
 import asyncio
@@ -20,8 +21,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, Protocol, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -30,7 +31,7 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.files import files_free
 
-__all__ = ["Connection", "Connections"]
+__all__ = ["PARTIAL", "Connection", "Connections", "Short", "Shortcut", "Taken"]
 
 LINGER_S = 2.0
 REST_TIMEOUT_S = 30.0
@@ -42,7 +43,35 @@ LOOK_AGAIN_S = 2.0
 """How often the process is asked whether it has descriptors again."""
 HEAD, REST = "head", "rest"
 
+MAX_HELD_BYTES = 128 << 10
+"""Of what a client sends on while a shortcut answers it; more is not read yet."""
+PARTIAL = object()
+"""A shortcut's word for a request that it might take, once it is whole."""
+
 logger = logging.getLogger(__name__)
+
+
+class Short(NamedTuple):
+    """A shortcut's answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Taken(NamedTuple):
+    """A request that a shortcut answers: how many bytes of the data it is, and what makes the answer."""
+
+    bytes: int
+    answer: Coroutine[Any, Any, Short]
+
+
+class Shortcut(Protocol):
+    """Answers some requests without uvicorn; whatever is unusual about one is a reason not to take it."""
+
+    def take(self, data: bytes, client: str) -> Any:
+        """`Taken`, `PARTIAL`, or None: uvicorn's."""
+        ...
 
 
 class Connections:
@@ -56,6 +85,7 @@ class Connections:
         self.open: set[Connection] = set()
         self.ended: Counter[str] = Counter()
         """Reason -> connections that the server ended for it."""
+        self.shortcut: Shortcut | None = None
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle
         self._say_again_s = 0.0
 
@@ -129,6 +159,9 @@ class Connection(H11Protocol):
         self._unsent = 0
         self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
         self.lingering = False
+        self._held = b""  # what came behind or before a shortcut's request
+        self._short: asyncio.Task[Short] | None = None
+        self._ends = False  # once the shortcut has answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
@@ -146,16 +179,74 @@ class Connection(H11Protocol):
         """The connection is gone, whoever ended it."""
         self._pool.open.discard(self)
         self._pool.mark(self, idle=False)
-        for timer in (self._deadline, self._stall):
+        for timer in (self._deadline, self._stall, self._short):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
-        if not self.lingering:
-            super().data_received(data)
-            self._watch()
+        if self.lingering:
+            return
+        if self._pool.shortcut is not None and self._takes(data):
+            return
+        data, self._held = self._held + data, b""
+        super().data_received(data)
+        self._watch()
+
+    # Requests that do not go through uvicorn -------------------------------------------------------------------------
+
+    def _takes(self, data: bytes) -> bool:
+        """Whether the shortcut has these bytes, or keeps them until more are there."""
+        assert self._pool.shortcut is not None
+        if self._short is not None:
+            self._held += data
+            if len(self._held) > MAX_HELD_BYTES:
+                self.flow.pause_reading()
+            return True
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if busy or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+            return False
+        whole = self._held + data
+        taken = self._pool.shortcut.take(whole, self.client[0] if self.client else "-")
+        if taken is None:
+            return False
+        if taken is PARTIAL:
+            self._held = whole
+            return True
+        self._held = whole[taken.bytes :]
+        self._unset_keepalive_if_required()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline, self._phase = None, None
+        self._pool.mark(self, idle=False)
+        self._short = self.loop.create_task(taken.answer)
+        self._short.add_done_callback(self._answered)
+        return True
+
+    def _answered(self, task: "asyncio.Task[Short]") -> None:
+        """The shortcut's answer is there: send it, and go on with what came meanwhile."""
+        self._short = None
+        if task.cancelled() or self._real.is_closing():
+            return
+        error = task.exception()
+        if error is not None:
+            logger.error("the server failed on a request", exc_info=error)
+            self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
+            return
+        status, headers, body = task.result()
+        head = [b"HTTP/1.1 %d %s\r\n" % (status, STATUS_PHRASES[status])]
+        head += [b"%s: %s\r\n" % header for header in self.server_state.default_headers]
+        head += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
+        self._real.write(b"".join((*head, b"content-length: %d\r\n\r\n" % len(body), body)))
+        if self._ends:
+            self.close()
+            return
+        self._watch()
+        held, self._held = self._held, b""
+        if held:
+            self.flow.resume_reading()
+            self.data_received(held)
 
     def on_response_complete(self) -> None:
         """An answer has been written."""
@@ -166,6 +257,8 @@ class Connection(H11Protocol):
         """The server ends: close at once, or after the answer that is being written."""
         if self.lingering:
             self.abort()
+        elif self._short is not None:
+            self._ends = True
         else:
             super().shutdown()
 
@@ -195,6 +288,12 @@ class Connection(H11Protocol):
             self._deadline = self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
+        if self._held:  # the rest of what a shortcut would have taken did not come
+            held, self._held = self._held, b""
+            super().data_received(held)
+            self._watch()
+            if self._phase != HEAD:
+                return
         if self._phase == HEAD and self.conn.trailing_data[0]:
             self._pool.ended["head_timeout"] += 1
             wait = f"{self._pool.config.head_timeout_s:g} s"

@@ -40,10 +40,13 @@ class Gate:
         """Pass the request on, or refuse it."""
         refusal = None
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            refusal = _two_lengths(headers) or self._wrong_host(headers) or self._foreign_page(scope["method"], headers)
-            refusal = refusal or self._no_key(scope["path"], headers)
+            refusal = self.refusal(scope["method"], scope["path"], Headers(scope=scope))
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
+
+    def refusal(self, method: str, path: str, headers: Headers, *, counted: bool = True) -> ApiError | None:
+        """Why a request may not come in; None: it may. A wrong key is counted, unless it will be asked for again."""
+        refusal = _two_lengths(headers) or self._wrong_host(headers) or self._foreign_page(method, headers)
+        return refusal or self._no_key(path, headers, counted)
 
     def _wrong_host(self, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
@@ -61,13 +64,13 @@ class Gate:
         message = f"a web page of {origin[:80]!r} may not use this server; allow it with --cors-origin"
         return ApiError(403, message, code="foreign_origin")
 
-    def _no_key(self, path: str, headers: Headers) -> ApiError | None:
+    def _no_key(self, path: str, headers: Headers, counted: bool) -> ApiError | None:
         if self._key is None or path in OPEN_PATHS or path.startswith("/page/"):
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key):
             return None
-        self._counts.wrong_keys += 1
+        self._counts.wrong_keys += counted
         got = "a wrong key" if given else "none"
         message = (
             f"Incorrect API key: got {got}, wanted 'Authorization: Bearer <key>' with the key this server was started with"

@@ -36,6 +36,8 @@ COUNTERS = {
     "requests_failed": ("Samples that the model runner failed on", "failed"),
     "requests_expired": ("Samples given up because they were not started in time", "expired"),
 }
+ABOVE = ("/page/", "/v1/models/", "/v2/models/", "/v2/repository/", "/predict/")
+"""Where a path has a name in it: these are counted together."""
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 NEXT_TOKEN_BUCKETS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 
@@ -78,12 +80,14 @@ class HttpCounts:
         self.requests: Counter[tuple[str, int]] = Counter()
         """(path, status) -> requests."""
         self.wrong_keys = 0
+        self.further: list[Collector] = []
+        """What else stands in /metrics."""
         self._connections = connections
         self._ended = ended
 
     def count(self, path: str, status: int) -> None:
         """A request for `path` was answered with `status`."""
-        above = next((f"{start}*" for start in ("/page/", "/v1/models/") if path.startswith(start)), "other")
+        above = next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
         self.requests[path if path in self.paths else above, status] += 1
 
     def collect(self) -> Iterator[Metric]:
@@ -100,6 +104,8 @@ class HttpCounts:
         for reason, number in sorted(self._ended.items()):
             ended.add_metric((reason,), number)
         yield ended
+        for collector in self.further:
+            yield from collector.collect()
 
 
 class Metrics(Collector):

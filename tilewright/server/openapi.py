@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from tilewright import __version__
 from tilewright.server.adapters import LoadBody, UnloadBody
 from tilewright.server.config import ServerConfig
+from tilewright.server.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from tilewright.server.protocol import ChatBody, CompletionBody
 
 __all__ = ["DetokenizeBody", "TokenizeBody", "openapi"]
@@ -32,6 +33,9 @@ class DetokenizeBody(BaseModel):
 POSTS: dict[str, tuple[str, type[BaseModel], str]] = {
     "/v1/completions": ("Complete a prompt; with `stream`, as server-sent events", CompletionBody, "text_completion"),
     "/v1/chat/completions": ("Answer a chat; with `stream`, as server-sent events", ChatBody, "chat.completion"),
+    "/v1/embeddings": ("Embeddings of texts or token ids", EmbeddingsBody, "list of embeddings"),
+    "/v1/score": ("How well texts fit each other", ScoreBody, "list of scores"),
+    "/v1/rerank": ("Documents by how well they fit a query", RerankBody, "results, the best first"),
     "/v1/load_lora_adapter": ("Load a LoRA adapter, where the operator allows it", LoadBody, "model"),
     "/v1/unload_lora_adapter": ("Unload one", UnloadBody, "deleted model"),
     "/tokenize": ("The token ids of a text", TokenizeBody, "tokens, count, max_model_len"),

@@ -6,12 +6,13 @@ from typing import Any
 
 from tilewright.engine.chat import ChatTemplateError
 from tilewright.engine.core import Engine
+from tilewright.engine.pooling import Pooled
 from tilewright.engine.request import shown
 from tilewright.engine.tokenizer import Tokenizer, TokenizerError
 from tilewright.server.errors import ApiError, bad_request, not_supported
 from tilewright.server.spelling import Spellings
 
-__all__ = ["Served", "chat_prompt", "encode", "read_prompts"]
+__all__ = ["Served", "chat_prompt", "check_length", "encode", "read_prompts"]
 
 LONG_CHARS = 1 << 16
 """Texts beyond this are looked at in pieces first, so that what can never fit costs no more than what does."""
@@ -38,9 +39,13 @@ class Served:
     has_adapters: bool
     """Whether the engine has room for LoRA adapters, which requests name as their model."""
     spellings: Spellings
+    generates: bool = True
+    """False for an encoder."""
+    pooled: Pooled | None = None
+    """Embeddings and scores, where the model has them."""
 
     @classmethod
-    def of(cls, engine: Engine, name: str) -> "Served":
+    def of(cls, engine: Engine, name: str, *, pooled: Pooled | None = None, generates: bool = True) -> "Served":
         """What `engine` serves, under a name. Raises ValueError for an engine without a tokenizer."""
         scheduler, tokenizer = engine.scheduler, engine.tokenizer
         if tokenizer is None:
@@ -63,6 +68,8 @@ class Served:
             has_chat=has_chat,
             has_adapters=engine.adapters is not None,
             spellings=Spellings(tokenizer),
+            generates=generates,
+            pooled=pooled,
         )
 
     def adapter_of(self, name: str | None) -> str | None:
@@ -72,13 +79,24 @@ class Served:
         if name is None or name == self.name:
             return None
         if not self.has_adapters:
-            raise self.no_model(name, f"this server has {self.name!r}")
+            self.check_name(name)
         return name
+
+    def check_name(self, name: str | None) -> None:
+        """Raise a 404 unless `name` is the served model, without an adapter; no name means that model."""
+        if name is not None and name != self.name:
+            raise self.no_model(name, f"this server has {self.name!r}")
 
     def no_model(self, name: str, known: str) -> ApiError:
         """A 404."""
         message = f"The model {name[:200]!r} does not exist here; {known}"
         return ApiError(404, message, param="model", code="model_not_found")
+
+    def check_generates(self) -> None:
+        """Raise a 400 for an encoder."""
+        if not self.generates:
+            message = f"{self.name!r} is an encoder, which generates no text; wanted /v1/embeddings, /v1/score or /v1/rerank"
+            raise bad_request(message, "model", "not_supported")
 
     def check_ids(self, ids: list[int], param: str) -> list[int]:
         """The same ids. Raises a 400 for one that is no token of the model."""
@@ -111,7 +129,7 @@ def encode(text: str, served: Served, param: str = "prompt", *, add_special: boo
     except UnicodeEncodeError as error:
         raise bad_request(f"{param} has a lone surrogate at character {error.start}, wanted valid Unicode", param) from None
     try:
-        _check_length(text, served, param)
+        check_length(text, served, param)
         ids = served.tokenizer.encode(text, add_special=add_special)
     except TokenizerError as error:
         raise bad_request(f"{param}: {error}", param) from None
@@ -122,7 +140,7 @@ def encode(text: str, served: Served, param: str = "prompt", *, add_special: boo
     return [served.tokenizer.bos_id]
 
 
-def _check_length(text: str, served: Served, param: str) -> None:
+def check_length(text: str, served: Served, param: str) -> None:
     """Raise a 400 for a text that has far too many tokens, without encoding all of it: by its pieces, from the first on."""
     if len(text) <= LONG_CHARS:
         return
@@ -138,24 +156,27 @@ def _check_length(text: str, served: Served, param: str) -> None:
             raise bad_request(message, param, "context_length_exceeded")
 
 
-def read_prompts(prompt: Any, served: Served, max_prompts: int, *, add_special: bool = True) -> list[list[int]]:
-    """Token ids of every prompt in a completion request.
+def read_prompts(
+    prompt: Any, served: Served, max_prompts: int, *, add_special: bool = True, field: str = "prompt"
+) -> list[list[int]]:
+    """Token ids of every prompt in a completion request, or of every input for an embedding.
 
-    `prompt` is a string, a list of strings, a list of token ids or a list of lists of token ids. Raises `ApiError`.
+    `prompt` is a string, a list of strings, a list of token ids or a list of lists of token ids. Raises `ApiError`, which calls
+    it `field`.
     """
     if prompt is None:
-        raise bad_request("prompt is missing, wanted text or token ids", "prompt")
+        raise bad_request(f"{field} is missing, wanted text or token ids", field)
     if isinstance(prompt, str) or _is_ids(prompt):
         prompts = [prompt]
     elif isinstance(prompt, list) and prompt and all(isinstance(p, str) or _is_ids(p) for p in prompt):
         prompts = prompt
     else:
         wanted = "a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
-        raise bad_request(f"prompt is {_kind(prompt)}, wanted {wanted}", "prompt")
+        raise bad_request(f"{field} is {_kind(prompt)}, wanted {wanted}", field)
     if len(prompts) > max_prompts:
-        raise bad_request(f"prompt has {len(prompts)} prompts, wanted at most {max_prompts}", "prompt")
+        raise bad_request(f"{field} has {len(prompts)} {field}s, wanted at most {max_prompts}", field)
     return [
-        encode(p, served, add_special=add_special) if isinstance(p, str) else served.check_ids(p, "prompt") for p in prompts
+        encode(p, served, field, add_special=add_special) if isinstance(p, str) else served.check_ids(p, field) for p in prompts
     ]
 
 
@@ -194,9 +215,9 @@ def chat_prompt(
     tools = "tool" in (served.tokenizer.chat_template or "")
     turns = [_turn(message, f"messages.{index}", tools=tools) for index, message in enumerate(messages)]
     for index, turn in enumerate(turns):
-        _check_length(turn["content"], served, f"messages.{index}.content")
+        check_length(turn["content"], served, f"messages.{index}.content")
         for call in turn.get("tool_calls", ()):
-            _check_length(json.dumps(call["function"]), served, f"messages.{index}.tool_calls")
+            check_length(json.dumps(call["function"]), served, f"messages.{index}.tool_calls")
     try:
         ids = served.tokenizer.chat_ids(turns, allow_special=allow_special, **(variables or {}))
     except (ChatTemplateError, TokenizerError) as error:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -32,23 +32,24 @@ EVENT_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-cont
 
 WRITE_BYTES = 1 << 14
 
+T = TypeVar("T")
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or cancel it as soon as the client has gone. The request's body must have been read."""
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; or None, and it is cancelled, as soon as the client has gone. The request's body has been read."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(gone()))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            tasks[0].result()
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
-        for task in tasks:
+        for task in (working, leaving):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 def _together(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -19,6 +19,7 @@ from tilewright import ops
 from tilewright.models import Model
 from tilewright.nn import PackedKeysValues, without_adapters
 from tilewright.train.batch import IGNORED, Piece, TrainBatch, pack
+from tilewright.train.step import plain_head
 
 __all__ = ["Preference", "answer_logprobs", "pack_pairs", "preference_losses"]
 
@@ -32,11 +33,9 @@ def answer_logprobs(model: Model, batch: TrainBatch, keys_values: PackedKeysValu
     """[documents] float64: the log-probability of each document's targets together. Differentiable.
 
     Raises:
-        TypeError: the model's head is quantised.
+        TypeError: as `plain_head`.
     """
-    hidden_TE, head = model(batch.token_ids, batch.packed, keys_values), model.head.weight
-    if not isinstance(head, Tensor):
-        raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
+    hidden_TE, head = model(batch.token_ids, batch.packed, keys_values), plain_head(model)
     losses = ops.linear_cross_entropy(hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="none")
     lengths = batch.packed.cu_q.diff().to(torch.int64)
     return -torch.segment_reduce(losses.double(), "sum", lengths=lengths, unsafe=True)

@@ -20,7 +20,7 @@ from tilewright.nn import PackedKeysValues
 from tilewright.train.batch import IGNORED, TrainBatch
 from tilewright.train.optim import Muon, Optimizer
 
-__all__ = ["NextToken", "Objective", "StepResult", "SumOf", "running_sum", "train_step", "trainable", "tree_sum"]
+__all__ = ["NextToken", "Objective", "StepResult", "SumOf", "plain_head", "running_sum", "train_step", "trainable", "tree_sum"]
 
 
 class Objective(Protocol):
@@ -65,9 +65,7 @@ class NextToken:
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
         """The sum over the batch's targets."""
-        hidden_TE, head = model(batch.token_ids, batch.packed, self.keys_values), model.head.weight
-        if not isinstance(head, Tensor):
-            raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
+        hidden_TE, head = model(batch.token_ids, batch.packed, self.keys_values), plain_head(model)
         return ops.linear_cross_entropy(
             hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="sum",
             label_smoothing=self.label_smoothing, z_loss=self.z_loss,
@@ -76,6 +74,16 @@ class NextToken:
     def measures(self) -> dict[str, float]:
         """Nothing: the loss says it."""
         return {}
+
+
+def plain_head(model: Model) -> Tensor:
+    """The head's weight, for a loss that makes the logits itself. Raises TypeError where they are more than a product."""
+    head = model.head.weight
+    if not isinstance(head, Tensor):
+        raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
+    if model.config.logit_softcap is not None:
+        raise TypeError("the model caps its logits (final_logit_softcapping), and this loss is of plain ones: set it to null")
+    return head
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

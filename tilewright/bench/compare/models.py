@@ -13,18 +13,15 @@ takes no arguments and returns (model, example inputs). Nothing here is of tilew
 speed does not depend on what the weights say, correctness is measured against the same weights in float64.
 """
 
-import importlib
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tilewright.host.users import users_model
 
 __all__ = ["BUILT_IN", "Model", "load_model"]
 
@@ -234,7 +231,7 @@ def load_model(text: str, *, seed: int = 0, device: torch.device | str = "cpu") 
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module, inputs = _users(text) if ":" in text else _built_in(text)
+        module, inputs = users_model(text) if ":" in text else _built_in(text)
     return Model(text, module.eval().requires_grad_(False).to(device), tuple(x.to(device) for x in inputs))
 
 
@@ -269,37 +266,3 @@ def _settle(module: nn.Module, name: str) -> None:
     with torch.no_grad():
         module.train()(torch.randn(8, 3, size, size))
     module.eval()
-
-
-def _users(text: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    path, _, function = text.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(path), function)()
-    except Exception as error:  # whatever the user's code raises: said with its line
-        raise ValueError(f"--model {text} failed{_line_of(error)}: {type(error).__name__}: {error}") from error
-    return _checked(text, found)
-
-
-def _line_of(error: Exception) -> str:
-    """ " in FILE:LINE" of the innermost frame outside this file and the import system."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" in {error.filename}:{error.lineno}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and "importlib" not in f.filename]
-    users = [f for f in frames if "site-packages" not in f.filename] or frames
-    return f" in {users[-1].filename}:{users[-1].lineno}" if users else ""
-
-
-def _checked(text: str, found: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
-        got = type(found).__name__ if not isinstance(found, tuple) else f"({', '.join(type(x).__name__ for x in found)})"
-        raise ValueError(f"--model {text} returned {got}, wanted (torch.nn.Module, example inputs)")
-    module, inputs = found
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"--model {text} returned a module of TorchScript, wanted one with Python code of its own")
-    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-    if not isinstance(inputs, list | tuple) or not inputs or not all(isinstance(x, Tensor) for x in inputs):
-        raise ValueError(f"the example inputs of --model {text} are {type(inputs).__name__}, wanted a tuple of tensors")
-    return module, tuple(inputs)

@@ -8,8 +8,11 @@
     [max_pos, 2, R/2] float32. Products and sums are float32, rounded once. `inverse` turns the other way: a rotation's gradient
     is the inverse rotation of the gradient (times the factor that a scaling put into cos_sin).
 
-`rope_table` builds cos_sin for the scalings default, linear, llama3 and yarn, as transformers' modeling_rope_utils does, to the
-same float32 operations. Those that change with the length of the sequence (dynamic, longrope) are refused.
+`rope_table` builds cos_sin for the scalings default, linear, dynamic, llama3, yarn and longrope, as transformers'
+modeling_rope_utils does, to the same float32 operations. dynamic and longrope depend on a length. transformers takes that of
+the sequence at hand, so a key's angle changes while a text grows; here it is the table's, so that a key in a cache stays what
+it is. Both agree as long as the table is no longer than what the model was first trained with, and longrope also on longer
+sequences.
 
 Limited by bytes: q and k in and out; a token's row of the table is read once for BLOCK_H heads.
 Not supported: a gradient of cos_sin, tokens whose heads do not lie one after the other (the public function copies them first).
@@ -37,15 +40,19 @@ __all__ = ["rope", "rope_frequencies", "rope_op", "rope_table"]
 # ---- tables
 
 
-def rope_frequencies(rotated: int, base: float, scaling: Mapping[str, Any] | None = None) -> tuple[Tensor, float]:
-    """The angle per position of each pair, and the factor on cos and sin (yarn's attention factor, else 1).
+def rope_frequencies(
+    rotated: int, base: float, scaling: Mapping[str, Any] | None = None, positions: int | None = None
+) -> tuple[Tensor, float]:
+    """The angle per position of each pair, and the factor on cos and sin (of yarn and longrope, else 1).
 
     Args:
         rotated: R, how many dimensions of a head rotate; even.
         base: rope_theta. A "rope_theta" inside `scaling` (transformers 5) wins.
         scaling: a config's `rope_scaling` (transformers 4) or `rope_parameters` (5): "rope_type" or "type", and its numbers.
-            None is "default". llama3 and yarn need "original_max_position_embeddings"; where a config has none there,
-            transformers takes its max_position_embeddings: put that in.
+            None is "default". llama3, yarn, dynamic and longrope need "original_max_position_embeddings"; where a config has
+            none there, transformers takes its max_position_embeddings: put that in.
+        positions: how many the table has: what is more than the original ones stretches dynamic, and takes the long factors
+            of longrope. None: the original ones.
 
     Returns:
         ([R/2] float32 on the CPU, factor).
@@ -62,6 +69,8 @@ def rope_frequencies(rotated: int, base: float, scaling: Mapping[str, Any] | Non
     builder, needed = _SCALINGS[kind]
     if missing := [name for name in needed if scaling.get(name) is None]:
         raise ValueError(f"rope: scaling {kind!r} needs {', '.join(missing)}; got {dict(scaling)}")
+    if positions is not None:
+        scaling = {**scaling, "positions": positions}
     return builder(rotated, float(scaling.get("rope_theta") or base), scaling)
 
 
@@ -76,7 +85,7 @@ def rope_table(
 
     Computed on the CPU whatever the device, so that two machines hold the same bits.
     """
-    frequencies, factor = rope_frequencies(rotated, base, scaling)
+    frequencies, factor = rope_frequencies(rotated, base, scaling, max_pos)
     angles = torch.arange(max_pos, dtype=torch.float32)[:, None] * frequencies
     return torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1).to(device)
 
@@ -134,11 +143,37 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return mscale(1.0)
 
 
+def _dynamic_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """NTK-aware scaling: the base grows with the length, so that the longest wave is stretched most and the shortest stays."""
+    context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    longer = max(scaling.get("positions") or context, context) / context
+    if longer > 1.0:
+        if rotated < 4:
+            raise ValueError(f"rope: scaling 'dynamic' of a longer table needs 4 rotated dimensions at least, got {rotated}")
+        base = base * (factor * longer - (factor - 1)) ** (rotated / (rotated - 2))
+    return 1.0 / _wavenumbers(rotated, base), 1.0
+
+
+def _long_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Ding et al., "LongRoPE", 2024: a factor for each pair, found by search; one set for short contexts, one for long ones."""
+    context = scaling["original_max_position_embeddings"]
+    name = "long_factor" if (scaling.get("positions") or context) > context else "short_factor"
+    factors = torch.tensor(scaling[name], dtype=torch.float32)
+    if factors.shape != (rotated // 2,):
+        raise ValueError(f"rope: {name} must have {rotated // 2} numbers, one for each pair; got {list(factors.shape)}")
+    attention, factor = scaling.get("attention_factor"), scaling["factor"]
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 and context > 1 else 1.0
+    return 1.0 / (factors * _wavenumbers(rotated, base)), float(attention)
+
+
 _SCALINGS = {
     "default": (_default_scaling, ()),
     "linear": (_linear_scaling, ("factor",)),
+    "dynamic": (_dynamic_scaling, ("factor", "original_max_position_embeddings")),
     "llama3": (_llama3_scaling, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
     "yarn": (_yarn_scaling, ("factor", "original_max_position_embeddings")),
+    "longrope": (_long_scaling, ("factor", "short_factor", "long_factor", "original_max_position_embeddings")),
 }
 
 # ---- reference

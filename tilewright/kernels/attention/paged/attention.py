@@ -28,8 +28,8 @@ Six schedules:
 - `invariant_sm90` and `invariant`: `varlen_sm90` and `varlen` with one tile for every batch, so a row's bits are the same
   in prefill, in a chunk and in decode.
 
-Not supported: backward, dropout, biases, non-causal masks, soft caps. A GPU does not say that a length or a page is wrong, but
-never reads outside the cache for it (checks.py).
+Capped scores are an op of their own (capped.py). Not supported: backward, dropout, biases, non-causal masks. A GPU does not say
+that a length or a page is wrong, but never reads outside the cache for it (checks.py).
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,7 @@ from torch import Tensor
 from tilewright.formats import encode
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.attention.paged.capped import capped_paged_attention_op
 from tilewright.kernels.attention.paged.checks import at_hand, check_lengths, check_numbers, check_tables
 from tilewright.kernels.attention.paged.configs import (
     CODES,
@@ -371,7 +372,7 @@ def _check_sinks(q: Tensor, sinks: Tensor) -> None:
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
     max_q_len: int, scale: float, window: int | None = None,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of packed queries over a paged cache that already holds their own keys and values.
 
@@ -388,6 +389,7 @@ def paged_attention(
         k_scale: [P, G, S] float32, what a key's codes are multiplied by; for caches of codes only.
         v_scale: likewise for values, with the same strides: both may be views of one [P, G, 2, S].
         sinks: [H] floating point, a logit for each head that takes part in the softmax and has no value; None for none.
+        softcap: scores z become softcap * tanh(z / softcap), above 0; with caches of q's dtype and without sinks.
 
     Returns:
         [T, H, D] of q's dtype, contiguous. Sequences with kv_lens 0 give zeros.
@@ -406,6 +408,14 @@ def paged_attention(
         _check_sinks(q, sinks)
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1, or None for all keys; got {window}")
+    q = tokens_ready(q)
+    if softcap is not None:
+        if not 0.0 < softcap < float("inf") or k_scale is not None or sinks is not None:
+            raise ValueError(
+                f"paged_attention: softcap is {softcap}, with caches of {k_cache.dtype}, sinks {sinks is not None}; wanted a "
+                f"finite number above 0, caches of {q.dtype} and no sinks"
+            )
+        return capped_paged_attention_op(q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, softcap)
     return paged_attention_op(
-        tokens_ready(q), k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks
+        q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks
     )

@@ -1,0 +1,104 @@
+"""Model processes that are functions on the event loop: what they compute, and how they break, is the test's to say."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tilewright.host.config import ModelConfig
+from tilewright.host.instance import LoadFailed, Reply
+from tilewright.host.tensors import Signature, TensorSpec, Wire
+
+SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, 4)),), (TensorSpec("y", "FP32", (-1, 4)),), True)
+
+
+ADDS = Signature(
+    (TensorSpec("x", "FP32", (-1, 4)), TensorSpec("h", "FP32", (-1, 4))), (TensorSpec("y", "FP32", (-1, 4)),), True
+)
+"""Of a model whose second input is a sequence's state."""
+
+
+class Dies(Exception):
+    """The process ends in the middle of a batch."""
+
+
+class Hangs(Exception):
+    """The batch never comes back."""
+
+
+class Fake:
+    """An instance whose model is `compute`, from an array of rows to an array of rows."""
+
+    def __init__(self, compute: Callable[[np.ndarray], np.ndarray], seconds: float = 0.0):
+        self.compute, self.seconds = compute, seconds
+        self.busy = self.closed = False
+        self.batches: list[list[int]] = []
+        self.capacity, self.most = 1 << 20, None
+        self._done: Callable[[Reply | None], None] | None = None
+
+    def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Callable[[Reply | None], None]) -> None:
+        assert not self.busy
+        assert not self.closed
+        self.busy, self._done = True, done
+        self.batches.append(list(parts))
+        # What has several inputs is given their sum.
+        inputs = [[np.frombuffer(wire.data, np.float32).reshape(wire.shape) for wire in wires] for wires in batch]
+        rows = np.concatenate([np.sum(arrays, axis=0, dtype=np.float32) for arrays in inputs])
+        try:
+            found, errors = self.compute(rows), {}
+        except Hangs:
+            return
+        except Dies:
+            asyncio.get_running_loop().call_later(self.seconds, self.close)
+            return
+        except ValueError as error:
+            found, errors = rows, dict.fromkeys(range(len(parts)), f"the model raised {error}")
+        wire = Wire("FP32", found.shape, np.ascontiguousarray(found, np.float32).tobytes())
+        asyncio.get_running_loop().call_later(self.seconds, self._answer, Reply((wire,), errors, self.seconds))
+
+    def _answer(self, reply: Reply) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            self.busy = False
+            done(reply)
+
+    def close(self) -> None:
+        self.closed = self.busy = True
+        done, self._done = self._done, None
+        if done is not None:
+            done(None)
+
+
+class Makes:
+    """Starts fakes: `compute` is made anew for each, from the config's source, the folder and how many came before."""
+
+    def __init__(self, compute: Callable[[np.ndarray], np.ndarray], seconds: float = 0.0, signature: Signature = SIGNATURE):
+        self.compute, self.seconds, self.signature = compute, seconds, signature
+        self.made: list[Fake] = []
+        self.failing: str | None = None
+
+    async def __call__(self, config: ModelConfig, folder: Path | None, threads: int) -> tuple[Fake, Signature]:
+        await asyncio.sleep(0)
+        if self.failing is not None:
+            raise LoadFailed(self.failing)
+        factor = 1.0
+        if folder is not None:
+            said = (folder / "factor.txt").read_text()
+            if said == "broken":
+                raise LoadFailed("its weights are damaged")
+            factor = float(said)
+        compute = self.compute
+        self.made.append(Fake(lambda x: compute(x) * np.float32(factor), self.seconds))
+        return self.made[-1], self.signature
+
+
+def wire(rows: int = 1, value: float = 1.0) -> dict[str, Wire]:
+    """An input of that many rows, all of one value."""
+    array = np.full((rows, 4), value, np.float32)
+    return {"x": Wire("FP32", array.shape, array.tobytes())}
+
+
+def array(outputs: Sequence[Wire]) -> np.ndarray:
+    """The only output."""
+    return np.frombuffer(outputs[0].data, np.float32).reshape(outputs[0].shape)

@@ -1,0 +1,61 @@
+"""Models that a process of their own loads: healthy ones, and some that break on purpose."""
+
+import os
+import time
+
+import torch
+from torch import Tensor, nn
+
+
+class Marked(nn.Module):
+    """tanh(x) * weight; a row that begins with -1 raises, -2 ends the process, -3 hangs, -4 becomes NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        marks = x[:, 0].tolist()
+        if -1.0 in marks:
+            raise RuntimeError("a poisoned row\nand a second line")
+        if -2.0 in marks:
+            os._exit(3)
+        if -3.0 in marks:
+            time.sleep(3600)
+        found = torch.tanh(x) * self.weight
+        return torch.where(x[:, :1] == -4, torch.nan, found)
+
+
+class Two(nn.Module):
+    """Two inputs of different datatypes, three outputs by name."""
+
+    def forward(self, ids: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        scaled = ids * scale
+        return {"scaled": scaled, "half": scaled.to(torch.bfloat16), "positive": ids > 0}
+
+
+class Whole(nn.Module):
+    """Rows that look at each other: no batching."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(0)
+
+
+def marked() -> tuple[nn.Module, Tensor]:
+    return Marked(), torch.randn(3, 4)
+
+
+def two() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return Two(), (torch.randint(-5, 5, (2, 3)), torch.randn(2, 1))
+
+
+def whole() -> tuple[nn.Module, Tensor]:
+    return Whole(), torch.randn(4, 2)
+
+
+def raises() -> tuple[nn.Module, Tensor]:
+    raise RuntimeError("no weights here")
+
+
+def ends() -> tuple[nn.Module, Tensor]:
+    os._exit(1)

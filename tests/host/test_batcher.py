@@ -1,0 +1,205 @@
+"""The batcher on a simulated clock: random traffic against what its docstring promises."""
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.host.batcher import Batch, Batcher, BatchPolicy, Full, Item
+
+
+@dataclass
+class World:
+    """One queue, some instances, and a clock that jumps from event to event."""
+
+    policy: BatchPolicy
+    instances: int = 1
+    batch_s: float = 0.01
+    row_s: float = 0.0
+    now_s: float = 0.0
+    started: dict[int, float] = field(default_factory=dict)
+    expired: list[Item] = field(default_factory=list)
+    batches: list[tuple[float, Batch, list[Item]]] = field(default_factory=list)
+    """(when, what, who was left in the queue)."""
+
+    def run(self, arrivals: list[Item]) -> None:
+        """Let all of them arrive, and run until the queue is empty and all instances are free."""
+        batcher, free = Batcher(self.policy), self.instances
+        events: list[tuple[float, int, Item | Batch]] = [(item.arrival_s, i, item) for i, item in enumerate(arrivals)]
+        heapq.heapify(events)
+        number, waiting = len(arrivals), dict[int, Item]()
+        while True:
+            due = batcher.next_s(free=free > 0) if len(batcher) else None
+            times = [t for t in (due, events[0][0] if events else None) if t is not None]
+            if not times:
+                break
+            self.now_s = max(self.now_s, min(times))
+            while events and events[0][0] <= self.now_s:
+                _, _, what = heapq.heappop(events)
+                if isinstance(what, Item):
+                    batcher.add(what, self.instances)
+                    waiting[id(what)] = what
+                else:
+                    free += 1
+                    batcher.took(what, self.batch_s)
+            for item in batcher.expire(self.now_s):
+                self.expired.append(item)
+                del waiting[id(item)]
+            while free and (batch := batcher.take(self.now_s)) is not None:
+                free, number = free - 1, number + 1
+                for item in batch.items:
+                    assert id(item) not in self.started
+                    self.started[id(item)] = self.now_s
+                    del waiting[id(item)]
+                self.batches.append((self.now_s, batch, list(waiting.values())))
+                heapq.heappush(events, (self.now_s + self.batch_s + batch.rows * self.row_s, number, batch))
+        assert not waiting
+        assert len(batcher) == batcher.rows_waiting == 0
+
+
+policies = st.builds(
+    lambda most, delay, sizes: BatchPolicy(max_rows=most, max_delay_s=delay, preferred=tuple(s for s in sizes if s <= most)),
+    st.integers(1, 16),
+    st.sampled_from([0.0, 0.003, 0.02]),
+    st.lists(st.integers(1, 16), max_size=3),
+)
+traffic = st.lists(
+    st.tuples(
+        st.floats(0, 0.2),
+        st.integers(1, 16),
+        st.integers(0, 3),
+        st.sampled_from(["a", "a", "b"]),
+        st.none() | st.floats(0, 0.1),
+    ),
+    max_size=40,
+)
+
+
+def items(drawn: list[tuple[float, int, int, str, float | None]], most: int) -> list[Item]:
+    return [
+        Item(min(rows, most), at, priority, None if timeout is None else at + timeout, key)
+        for at, rows, priority, key, timeout in sorted(drawn, key=lambda one: one[0])
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies, traffic, st.integers(1, 3))
+def test_everybody_is_computed_once_or_expires(policy: BatchPolicy, drawn: list, instances: int) -> None:
+    world = World(policy, instances)
+    arrivals = items(drawn, policy.max_rows)
+    world.run(arrivals)
+    late = {id(item) for item in world.expired}
+    assert late.isdisjoint(world.started)
+    assert len(late) + len(world.started) == len(arrivals)
+    for item in arrivals:
+        if id(item) in world.started and item.deadline_s is not None:
+            assert world.started[id(item)] < item.deadline_s  # what is expired is never computed
+    for _, batch, _ in world.batches:
+        assert batch.rows == sum(item.rows for item in batch.items) <= policy.max_rows
+        assert len({item.key for item in batch.items}) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies, traffic, st.integers(1, 3))
+def test_nobody_is_passed_by_somebody_less_urgent_or_younger(policy: BatchPolicy, drawn: list, instances: int) -> None:
+    world = World(policy, instances)
+    world.run(items(drawn, policy.max_rows))
+    for _, batch, left in world.batches:
+        leader = batch.items[0]
+        for other in left:
+            assert (leader.priority, leader.number) < (other.priority, other.number)
+            for item in batch.items:
+                if other.key == item.key:
+                    assert (item.priority, item.number) < (other.priority, other.number)
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies, traffic)
+def test_with_an_instance_free_nobody_waits_longer_than_the_delay(policy: BatchPolicy, drawn: list) -> None:
+    world = World(policy, instances=len(drawn) + 1)
+    arrivals = items([(at, rows, priority, key, None) for at, rows, priority, key, _ in drawn], policy.max_rows)
+    world.run(arrivals)
+    for item in arrivals:
+        # A key waits for the leader's, whose delay ends first; then for its own.
+        assert world.started[id(item)] - item.arrival_s <= 2 * policy.max_delay_s + 1e-9
+        if len({one.key for one in arrivals}) == 1:
+            assert world.started[id(item)] - item.arrival_s <= policy.max_delay_s + 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies, traffic, st.floats(0.001, 0.05))
+def test_who_finds_room_in_the_next_batch_waits_for_the_delay_and_one_batch(
+    policy: BatchPolicy, drawn: list, batch_s: float
+) -> None:
+    """One instance, one key, one priority: whoever arrives while at most a batch of rows is before them."""
+    world = World(policy, batch_s=batch_s)
+    arrivals = items([(at, rows, 0, "a", None) for at, rows, _, _, _ in drawn], policy.max_rows)
+    world.run(arrivals)
+    for at, item in enumerate(arrivals):
+        before = [o for o in arrivals[:at] if world.started[id(o)] > item.arrival_s]
+        if sum(o.rows for o in before) + item.rows <= policy.max_rows and not policy.preferred:
+            assert world.started[id(item)] - item.arrival_s <= policy.max_delay_s + batch_s + 1e-9
+
+
+def test_preferred_sizes_leave_at_once_and_the_rest_after_the_delay() -> None:
+    batcher = Batcher(BatchPolicy(max_rows=8, max_delay_s=0.01, preferred=(2, 4)))
+    for at in range(5):
+        batcher.add(Item(1, at * 1e-4))
+    first = batcher.take(0.001)
+    assert first is not None
+    assert first.rows == 4
+    assert batcher.take(0.001) is None
+    assert batcher.next_s() == pytest.approx(4e-4 + 0.01)
+    second = batcher.take(4e-4 + 0.01)
+    assert second is not None
+    assert second.rows == 1
+
+
+def test_a_full_queue_says_when_it_has_room() -> None:
+    batcher = Batcher(BatchPolicy(max_rows=4, max_waiting=8))
+    for _ in range(4):
+        batcher.add(Item(1, 0.0))
+    batch = batcher.take(0.0)
+    assert batch is not None
+    batcher.took(batch, 0.4)  # 0.1 s a row
+    for _ in range(8):
+        batcher.add(Item(1, 0.0))
+    with pytest.raises(Full) as caught:
+        batcher.add(Item(1, 0.0))
+    assert caught.value.retry_after_s == pytest.approx(0.4 + 8 * 0.1)
+
+
+def test_withdrawn_items_are_never_computed_and_hold_nothing() -> None:
+    batcher, rng = Batcher(BatchPolicy(max_rows=4, max_waiting=1 << 20)), random.Random(0)
+    kept = list[Item]()
+    for number in range(5000):
+        item = Item(1, number * 1e-6, deadline_s=1e9)
+        batcher.add(item)
+        if rng.random() < 0.99:
+            assert batcher.withdraw(item)
+            assert not batcher.withdraw(item)
+        else:
+            kept.append(item)
+    assert len(batcher._heap) < 200 + 4 * len(kept)
+    assert len(batcher._deadlines) < 200 + 4 * len(kept)
+    found = list[Item]()
+    while (batch := batcher.take(1.0)) is not None:
+        found += batch.items
+    assert found == kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_rows": 0}, "max_batch is 0"),
+        ({"max_delay_s": -1.0}, "max_delay is -1000 ms"),
+        ({"max_rows": 4, "preferred": (5,)}, r"preferred sizes are \[5\]"),
+        ({"max_waiting": 0}, "max_waiting is 0"),
+    ],
+)
+def test_a_policy_that_is_none(fields: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        BatchPolicy(**fields)

@@ -1,0 +1,170 @@
+"""Models in processes of their own: what crosses the border, and what breaks behind it. One server process for all tests."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.host import models
+from tilewright.host.compare import array_of
+from tilewright.host.config import ModelConfig
+from tilewright.host.errors import Failed, HostError, Refused
+from tilewright.host.host import Host, Source
+from tilewright.host.tensors import Wire
+from tilewright.host.version import Ask
+
+CONFIGS = {
+    "marked": {"batch_timeout_s": 1.0},
+    "two": {},
+    "whole": {},
+    "raises": {},
+    "ends": {},
+    "nans": {"nan": "allow"},
+    "padded": {"same_shape": True, "max_batch": 8},
+}
+
+
+class Running:
+    """A host on its event loop, for tests that are not on it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.host = self(self._made())
+
+    async def _made(self) -> Host:
+        functions = {"nans": "marked", "padded": "marked"}
+        sources = {
+            name: Source(ModelConfig(source=f"{models.__name__}:{functions.get(name, name)}", threads=1, **config), None)
+            for name, config in CONFIGS.items()
+        }
+        host = Host(sources=sources)
+        await host.start()
+        return host
+
+    def __call__(self, work: Any) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 120))
+
+    def ask(self, name: str, **arrays: np.ndarray) -> Any:
+        return self(self.answered(name, **arrays))
+
+    async def answered(self, name: str, **arrays: np.ndarray) -> dict[str, np.ndarray]:
+        kinds = {"float32": "FP32", "int64": "INT64"}
+        inputs = {key: Wire(kinds[str(a.dtype)], a.shape, a.tobytes()) for key, a in arrays.items()}
+        answer = await self.host.infer(name, None, inputs, Ask())
+        return {key: array_of(wire) for key, wire in answer.outputs.items()}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    found = Running()
+    yield found
+    found(found.host.close())
+    found.loop.close()
+
+
+def rows(*marks: float) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((len(marks), 4), dtype=np.float32)
+    x[:, 0] = marks
+    return x
+
+
+def marked(x: np.ndarray) -> np.ndarray:
+    return torch.tanh(torch.from_numpy(x)).numpy() * np.arange(1.0, 5.0, dtype=np.float32)
+
+
+def test_what_a_model_takes_and_gives_is_read_off_its_example(running: Running) -> None:
+    found = {name: model.signature for name, model in running.host.models.items()}
+    assert [tuple(s) for s in found["marked"].inputs] == [("x", "FP32", (-1, 4))]
+    assert [tuple(s) for s in found["marked"].outputs] == [("output", "FP32", (-1, 4))]
+    assert [tuple(s) for s in found["two"].inputs] == [("ids", "INT64", (-1, 3)), ("scale", "FP32", (-1, 1))]
+    assert [(s.name, s.datatype) for s in found["two"].outputs] == [("scaled", "FP32"), ("half", "BF16"), ("positive", "BOOL")]
+    assert [tuple(s) for s in found["whole"].inputs] == [("x", "FP32", (4, 2))]
+    assert not found["whole"].batched
+
+
+def test_a_model_that_cannot_be_loaded_is_one_sentence_and_the_rest_is_served(running: Running) -> None:
+    assert "no weights here" in running.host.failed["raises"]
+    assert "models.py:" in running.host.failed["raises"]
+    assert running.host.failed["ends"].endswith("its process ended while the model was loaded")
+    assert set(running.host.models) == set(CONFIGS) - {"raises", "ends"}
+
+
+def test_tensors_of_all_kinds_come_back(running: Running) -> None:
+    ids, scale = np.array([[1, -2, 3]], np.int64), np.array([[0.5]], np.float32)
+    found = running.ask("two", ids=ids, scale=scale)
+    assert found["scaled"].tolist() == [[0.5, -1.0, 1.5]]
+    assert found["half"].tolist() == [[0.5, -1.0, 1.5]]
+    assert found["positive"].tolist() == [[True, False, True]]
+    x = np.random.default_rng(0).standard_normal((4, 2), dtype=np.float32)
+    assert np.allclose(running.ask("whole", x=x)["output"], torch.from_numpy(x).softmax(0).numpy())
+    with pytest.raises(Refused, match=r"has shape \[3, 2\], wanted \[4, 2\]"):
+        running.ask("whole", x=x[:3])
+
+
+def test_batched_answers_are_those_of_single_calls_bit_by_bit(running: Running) -> None:
+    """Elementwise: a row's bits depend on nothing but the row, whatever shape it is computed in."""
+    each = [rows(*np.random.default_rng(i).standard_normal(1 + i % 3)) for i in range(24)]
+
+    async def together(name: str) -> list[dict[str, np.ndarray]]:
+        return list(await asyncio.gather(*(running.answered(name, x=x) for x in each)))
+
+    before = running.host.models["marked"].versions[1].stats.executions
+    for name in ("marked", "padded"):
+        alone = [running.ask(name, x=x)["output"] for x in each]
+        for x, one, other in zip(each, alone, running(together(name)), strict=True):
+            assert one.tobytes() == other["output"].tobytes()
+            assert np.allclose(one, marked(x), rtol=1e-6)
+    assert running.host.models["marked"].versions[1].stats.executions - before < 24 + 24  # some did share
+
+
+def test_a_poisoned_row_costs_its_request_alone(running: Running) -> None:
+    good = [rows(0.5), rows(0.25, 0.125)]
+
+    async def together() -> list[Any]:
+        asks = [running.answered("marked", x=x) for x in (rows(0.0), good[0], rows(-1.0), good[1], rows(-4.0), rows(-1.0, 1.0))]
+        return list(await asyncio.gather(*asks, return_exceptions=True))
+
+    _, one, raised, two, nan, more = running(together())
+    assert np.array_equal(one["output"], marked(good[0]))
+    assert np.array_equal(two["output"], marked(good[1]))
+    assert str(raised) == str(more) == "model marked, version 1: the model raised RuntimeError: a poisoned row"
+    assert isinstance(nan, Failed)
+    assert "returned NaN in output 'output' for finite inputs" in str(nan)
+
+
+def test_nans_that_a_client_sends_or_the_config_allows_are_answers(running: Running) -> None:
+    x = rows(0.5)
+    x[0, 1] = np.nan
+    assert np.isnan(running.ask("marked", x=x)["output"][0, 1])
+    assert np.isnan(running.ask("nans", x=rows(-4.0))["output"]).all()
+
+
+@pytest.mark.parametrize("mark", [-2.0, -3.0], ids=["dies", "hangs"])
+def test_a_process_that_is_lost_is_replaced_and_others_are_answered(running: Running, mark: float) -> None:
+    async def together() -> list[Any]:
+        victim = asyncio.gather(*(running.answered("padded", x=rows(0.1 * i)) for i in range(20)))
+        found = await asyncio.gather(
+            *(running.answered("marked", x=rows(m)) for m in (0.0, 0.5, mark, 0.25)), return_exceptions=True
+        )
+        assert len(await victim) == 20
+        return list(found)
+
+    restarts = running.host.models["marked"].versions[1].stats.restarts
+    _, one, lost, two = running(together())
+    assert np.array_equal(one["output"], marked(rows(0.5)))
+    assert np.array_equal(two["output"], marked(rows(0.25)))
+    assert isinstance(lost, Failed)
+    assert "died, or hung and was killed" in str(lost)
+
+    async def again() -> dict[str, np.ndarray]:
+        while True:
+            try:
+                return await running.answered("marked", x=rows(0.5))
+            except HostError:
+                await asyncio.sleep(0.05)
+
+    assert np.array_equal(running(again())["output"], marked(rows(0.5)))
+    assert running.host.models["marked"].versions[1].stats.restarts >= restarts + 1

@@ -1,0 +1,50 @@
+"""Models of transformers with random weights, of every decoder family, as definitions."""
+
+from typing import Any
+
+import torch
+
+__all__ = ["FAMILIES", "SIZES", "make_oracle"]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, str]] = {
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "glm": ("GlmConfig", "GlmForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+}
+"""Family -> the names of transformers' classes."""
+
+
+def make_oracle(family: str, changes: dict[str, Any], seed: int = 3) -> Any:
+    """A model of transformers where no weight is trivial: matrices keep variance, norms and biases are not 1 and 0."""
+    import transformers
+
+    config_class, model_class = FAMILIES[family]
+    config = getattr(transformers, config_class)(**{**SIZES, **changes})
+    config._attn_implementation = config._experts_implementation = "eager"
+    oracle = getattr(transformers, model_class)(config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in oracle.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.normal_(0.0, 0.3, generator=generator)
+        elif family == "gpt-oss" and ".experts." in name:
+            parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)  # the input comes before the output
+        elif parameter.dim() > 1:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+        else:
+            parameter.normal_(0.0 if family.startswith("gemma") else 1.0, 0.3, generator=generator)
+    return oracle

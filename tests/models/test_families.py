@@ -1,0 +1,181 @@
+"""Every decoder family against transformers on random configs: through the engine, saved and loaded both ways, and trained."""
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models.oracles import FAMILIES, make_oracle
+from tests.models.running import run_logits
+from tilewright import SamplingParams
+from tilewright.engine.llm import EngineConfig, load_engine
+from tilewright.engine.outputs import Transcript
+from tilewright.models import Model, load_model, save_model
+from tilewright.models.fill import part_names, parts_of
+from tilewright.nn import Packed, PackedKeysValues
+
+transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is not installed")
+
+LIMIT = 1e-4
+
+
+def random_config(family: str, seed: int) -> dict[str, Any]:
+    """Sizes that nobody chose: odd numbers of heads, tied or not, with biases or not, windows, caps, factors."""
+    rng = random.Random(f"{family} {seed}")
+    groups, layers = rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
+    heads, head_dim = groups * rng.choice((1, 2, 3)), rng.choice((8, 12, 16))
+    found: dict[str, Any] = {
+        "num_attention_heads": heads, "num_key_value_heads": groups, "num_hidden_layers": layers, "head_dim": head_dim,
+        "hidden_size": heads * head_dim, "intermediate_size": rng.choice((20, 36, 50)), "vocab_size": rng.choice((61, 97)),
+        "tie_word_embeddings": rng.random() < 0.5, "rms_norm_eps": rng.choice((1e-6, 1e-3)),
+    }  # fmt: skip
+    theta = {"rope_theta": rng.choice((1e3, 1e4, 5e5))}
+    if family in ("glm", "glm4"):
+        found["rope_parameters"] = {**theta, "rope_type": "default", "partial_rotary_factor": 0.5}
+    elif family == "gemma3":
+        found["rope_parameters"] = {
+            "full_attention": {**theta, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": 99.0},
+        }
+    elif family == "phi3":
+        found["rope_parameters"] = {**theta, "rope_type": "default", "partial_rotary_factor": rng.choice((0.5, 1.0))}
+    else:
+        found["rope_parameters"] = {
+            **theta, "rope_type": rng.choice(("default", "linear", "dynamic", "llama3", "yarn")), "factor": 2.0,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        }  # fmt: skip
+        if found["rope_parameters"]["rope_type"] != "llama3":
+            del found["rope_parameters"]["low_freq_factor"], found["rope_parameters"]["high_freq_factor"]
+    if family in ("gemma2", "gemma3", "gpt-oss", "llama", "qwen3", "qwen3-moe", "olmo2", "granite", "glm", "glm4"):
+        found["attention_bias"] = rng.random() < 0.5
+    if family in ("llama", "granite"):
+        found["mlp_bias"] = rng.random() < 0.5
+    window = rng.choice((None, 3, 7))
+    if family in ("gemma2", "gemma3", "gpt-oss"):
+        found |= {"sliding_window": window or 5, "layer_types": rng.choices(("sliding_attention", "full_attention"), k=layers)}
+    elif family in ("mistral", "mixtral", "phi3"):
+        found["sliding_window"] = window
+    if family.startswith("gemma"):
+        found |= {"query_pre_attn_scalar": rng.choice((4, 10, 100)), "attn_logit_softcapping": None}
+        found["final_logit_softcapping"] = rng.choice((None, 2.0))
+        if family == "gemma2":
+            found["attn_logit_softcapping"] = rng.choice((None, 1.0, 20.0))
+    if family == "granite":
+        names = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+        found |= {name: rng.choice((0.4, 1.0, 2.5)) for name in names}
+    if family in ("mixtral", "gpt-oss"):
+        found |= {"num_local_experts": rng.choice((3, 5)), "num_experts_per_tok": rng.choice((1, 3))}
+    if family == "qwen3-moe":
+        found |= {"num_experts": 5, "num_experts_per_tok": rng.choice((1, 4)), "moe_intermediate_size": 28}
+        found |= {"norm_topk_prob": rng.random() < 0.5, "decoder_sparse_step": rng.choice((1, 2))}
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_configs(family: str, seed: int, tmp_path: Path) -> None:
+    """Logits of chunks; then what `save_model` writes, in both libraries."""
+    oracle = make_oracle(family, random_config(family, seed), seed)
+    oracle.save_pretrained(tmp_path / "theirs")
+    tokens = torch.randint(0, oracle.config.vocab_size, (19,), generator=torch.Generator().manual_seed(seed)).tolist()
+    want = oracle(torch.tensor([tokens])).logits[0]
+    model = load_model(tmp_path / "theirs", device="cpu")
+    got = run_logits(model, tokens, 7)
+    assert want.std() > 0.1  # else the limit would say nothing
+    assert (got - want).abs().max() < LIMIT
+    save_model(model, tmp_path / "ours")
+    again = load_model(tmp_path / "ours", device="cpu")
+    assert again.config == model.config
+    assert (run_logits(again, tokens, 19) - want).abs().max() < LIMIT
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **plain).eval()
+    with torch.no_grad():
+        assert (theirs(torch.tensor([tokens])).logits[0] - want).abs().max() < LIMIT
+
+
+ENGINE: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0},
+    "gemma3": {"head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "gpt-oss": {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 0.5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "phi3": {"sliding_window": 20},
+    "qwen3-moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+}
+
+
+@pytest.mark.parametrize("family", ENGINE)
+def test_engine(family: str, tmp_path: Path) -> None:
+    """Prompts that share a prefix, in chunks, in a batch, again from cached pages: each token the oracle's likeliest.
+
+    The log-probabilities of prompts and of what was generated are the oracle's of the whole text.
+    """
+    oracle = make_oracle(family, {**ENGINE[family], "max_position_embeddings": 64})
+    oracle.save_pretrained(tmp_path)
+    options = EngineConfig(
+        max_seqs=3, page_size=4, max_tokens_per_step=16, kv_cache_bytes=1 << 20, prefill_chunk=8, device="cpu"
+    )
+    engine = load_engine(tmp_path, options)
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(1, 97, (13,), generator=generator).tolist()
+    prompts = [[*shared, *torch.randint(1, 97, (n,), generator=generator).tolist()] for n in (1, 6, 12)] + [shared[:3]]
+    for asked in (0, None):  # the log-probabilities of a cached prompt are nobody's
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=asked)
+        done = {engine.submit(prompt, params): Transcript(prompt, 1) for prompt in prompts}
+        while engine.has_work:
+            for delta in engine.step():
+                done[delta.request_id].add(delta)
+        for prompt, transcript in zip(prompts, done.values(), strict=True):
+            completion = transcript.completion()
+            output = completion.outputs[0]
+            text = [*prompt, *output.token_ids]
+            want = oracle(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
+            assert output.token_ids == want[len(prompt) - 1 :].argmax(-1).tolist()
+            assert output.logprobs is not None
+            entries = [*(completion.prompt_logprobs or [])[-len(prompt) + 1 :], *output.logprobs]
+            got = torch.tensor([entry.logprob for entry in entries if entry is not None])
+            assert len(got) == len(output.token_ids) + (len(prompt) - 1 if asked == 0 else 0)
+            chosen = want.gather(1, torch.tensor(text[1:])[:, None])[-len(got) :, 0]
+            assert (got - chosen).abs().max() < LIMIT
+    assert engine.stats().prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["gemma3", "glm4", "granite", "olmo2"])
+def test_gradients_over_packed_documents(family: str, tmp_path: Path) -> None:
+    """The same model over the batch itself: loss and the gradient of every weight, of documents of unequal length."""
+    changes = {**ENGINE[family], "tie_word_embeddings": False}
+    oracle = make_oracle(family, changes).requires_grad_()
+    oracle.save_pretrained(tmp_path)
+    model = load_model(tmp_path, device="cpu").requires_grad_()
+    documents = [[5, 9, 31, 7, 80, 2], [11, 3, 3], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
+    flat = torch.tensor([token for document in documents for token in document])
+    ends = torch.tensor([0, *map(len, documents)]).cumsum(0)
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    packed = Packed(positions=positions, cu_q=ends.int(), max_q_len=12)
+    targets = torch.cat([torch.tensor([*document[1:], -100]) for document in documents])
+    ours = F.cross_entropy(model.logits(model(flat, packed, PackedKeysValues())), targets, reduction="sum")
+    nll = partial(F.cross_entropy, reduction="sum")
+    theirs = sum(nll(oracle(torch.tensor([document])).logits[0, :-1], torch.tensor(document[1:])) for document in documents)
+    assert isinstance(theirs, torch.Tensor)
+    assert abs((ours - theirs).item()) < 1e-3
+    ours.backward()
+    theirs.backward()
+    given = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    for name, parameter in model.named_parameters():
+        want = [given[each] for each in names_of(model, name, parameter)]
+        assert parameter.grad is not None
+        together = torch.cat([part for part in want if part is not None])
+        limit = 1e-4 * max(1.0, float(together.abs().max()))
+        assert (parameter.grad - together).abs().max() < limit, name
+
+
+def names_of(model: Model, name: str, parameter: torch.Tensor) -> tuple[str, ...]:
+    """What transformers calls the parts of a parameter."""
+    return part_names(model, name, parts_of(model.get_submodule(name.rpartition(".")[0]), parameter)).names

@@ -1,0 +1,59 @@
+"""Scores of pairs of texts: what goes through the model for them, and what becomes of its answer. Plain values, no torch."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tilewright.engine.pooling import Pooled, Text, cosines
+from tilewright.engine.tokenizer import Tokenizer
+
+__all__ = ["Asked", "scores"]
+
+
+class Asked:
+    """Pairs as texts for the model: together, or each side alone.
+
+    texts: what to run, with `labels` or not.
+    """
+
+    def __init__(self, pooled: Pooled, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str]):
+        if len(queries) not in (1, len(documents)):
+            raise ValueError(f"{len(queries)} queries and {len(documents)} documents, wanted as many of both, or one query")
+        if pooled.labels > 1:
+            raise ValueError(f"the model's head gives {pooled.labels} labels, which are no score; wanted a head of one label")
+        self.labels = pooled.labels == 1
+        self._queries = len(queries)
+        if self.labels:
+            each = queries if len(queries) == len(documents) else [queries[0]] * len(documents)
+            both = [tokenizer.encode_pair(*pair) for pair in zip(each, documents, strict=True)]
+            self.texts = [Text(ids, types if pooled.types else None) for ids, types in both]
+        else:
+            self.texts = [Text(tokenizer.encode(text)) for text in (*queries, *documents)]
+        for text in self.texts:
+            pooled.check(text.ids)
+
+    @property
+    def tokens(self) -> int:
+        """Of all texts."""
+        return sum(len(text.ids) for text in self.texts)
+
+    def read(self, answer: np.ndarray) -> list[float]:
+        """The score of each document, from what the model says of the texts."""
+        if self.labels:
+            return answer[:, 0].tolist()
+        return cosines(answer[: self._queries], answer[self._queries :]).tolist()
+
+
+class _Runs(Protocol):
+    pooled: Pooled
+
+    def run_all(self, texts: Sequence[Text], *, labels: bool = False, dimensions: int | None = None) -> np.ndarray:
+        """As `Pooler.run_all`."""
+        ...
+
+
+def scores(pooler: _Runs, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str]) -> list[float]:
+    """Of each document with its query. Raises ValueError where they do not fit each other or the model."""
+    pairs = Asked(pooler.pooled, tokenizer, queries, documents)
+    return pairs.read(pooler.run_all(pairs.texts, labels=pairs.labels)) if documents else []

@@ -1,0 +1,1 @@
+"""Ordinary models in processes of their own: batched, checked, replaced when they break."""

@@ -1,0 +1,259 @@
+"""Who is computed next, and with whom: dynamic batching as a pure function of its queue and of a clock that it is handed.
+
+An item is a request of some rows. Items whose tensors can lie in one batch have the same `key`. `take` is called whenever an
+instance of the model is free, and says what that instance should compute now, or nothing:
+
+- An item leads when it is the most urgent one, and the oldest of those. Smaller `priority` numbers are more urgent.
+- Items of the leader's key ride with it in that same order, until one does not fit. Nobody behind that one is taken, so that
+  within a key no item passes another that is as urgent or older.
+- A batch leaves at once where it fills one of the preferred sizes that cannot grow further, else when its oldest item has
+  waited for `max_delay_s`, or has to leave to meet its deadline.
+- An item whose deadline has passed is never computed: `expire` hands it back.
+
+What follows (and is tested on a simulated clock): with an instance free, no item waits longer than `max_delay_s`; with all
+instances busy, one that finds room in the next batch waits for the delay and for the batch that runs, whichever ends later.
+
+Not here: threads, tensors, the wall clock. Less urgent items starve while more urgent ones fill every batch; a deadline or the
+bound of the queue ends their wait.
+"""
+
+import heapq
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["Batch", "BatchPolicy", "Batcher", "Full", "Item"]
+
+SLACK_S = 1e-3
+"""How long before a deadline an item leaves that would have waited for company until then."""
+SMOOTHING = 0.2
+"""How much the latest batch weighs in what is known of the speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPolicy:
+    """How batches are formed.
+
+    Raises:
+        ValueError: a value out of range; the message names it.
+    """
+
+    max_rows: int = 64
+    """Most rows of a batch."""
+    max_delay_s: float = 0.0
+    """How long an item may wait for company while an instance is free."""
+    preferred: tuple[int, ...] = ()
+    """Sizes in rows that are worth leaving for before the delay is over; the largest that waiting rows fill is taken."""
+    max_waiting: int = 1024
+    """Most items in the queue; more are refused."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_rows <= 1 << 16:
+            raise ValueError(f"max_batch is {self.max_rows}, wanted 1 to {1 << 16}")
+        if not 0 <= self.max_delay_s <= 60:
+            raise ValueError(f"max_delay is {self.max_delay_s * 1e3:g} ms, wanted 0 to 60000")
+        if any(not 1 <= size <= self.max_rows for size in self.preferred):
+            raise ValueError(f"preferred sizes are {list(self.preferred)}, wanted sizes from 1 to max_batch={self.max_rows}")
+        if not 1 <= self.max_waiting <= 1 << 20:
+            raise ValueError(f"max_waiting is {self.max_waiting}, wanted 1 to {1 << 20}")
+
+
+@dataclass(slots=True)
+class Item:
+    """A request in the queue."""
+
+    rows: int
+    arrival_s: float
+    priority: int = 0
+    deadline_s: float | None = None
+    key: Hashable = None
+    most: int | None = None
+    """Most rows of a batch of this key, where that is less than the policy's."""
+    payload: Any = None
+    number: int = 0
+    """Set by the batcher: the order of arrival."""
+    gone: bool = False
+    """No longer in the queue."""
+
+
+class Batch(NamedTuple):
+    """Items to be computed together, in the order of their rows."""
+
+    items: tuple[Item, ...]
+    rows: int
+
+
+class Full(Exception):
+    """The queue is full; `retry_after_s` is when it will have room, as far as the last batches tell."""
+
+    def __init__(self, waiting: int, retry_after_s: float):
+        super().__init__(f"{waiting} requests are waiting, the most that this model's queue holds")
+        self.retry_after_s = retry_after_s
+
+
+class Batcher:
+    """One queue, for any number of instances of one model."""
+
+    def __init__(self, policy: BatchPolicy):
+        self.policy = policy
+        self._heap: list[tuple[int, int, Item]] = []  # (priority, number, item)
+        self._deadlines: list[tuple[float, int, Item]] = []
+        self._numbers = 0
+        self._waiting = 0
+        self._rows_waiting = 0
+        self._row_s: float | None = None
+        self._batch_s = 0.0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    @property
+    def rows_waiting(self) -> int:
+        """Rows of all items in the queue."""
+        return self._rows_waiting
+
+    def wait_s(self, instances: int = 1) -> float:
+        """How long a new item would wait for its start, as far as the batches that were measured tell."""
+        if self._row_s is None:
+            return 0.0
+        return self._batch_s + self._rows_waiting * self._row_s / max(1, instances)
+
+    def add(self, item: Item, instances: int = 1) -> None:
+        """Queue an item. Raises Full: the queue has no room."""
+        if self._waiting >= self.policy.max_waiting:
+            raise Full(self._waiting, self.wait_s(instances))
+        self._numbers += 1
+        item.number = self._numbers
+        heapq.heappush(self._heap, (item.priority, item.number, item))
+        if item.deadline_s is not None:
+            heapq.heappush(self._deadlines, (item.deadline_s, item.number, item))
+        self._waiting += 1
+        self._rows_waiting += item.rows
+
+    def withdraw(self, item: Item) -> bool:
+        """Take an item out whose owner no longer waits. Whether it was still in the queue."""
+        if item.gone:
+            return False
+        self._leave(item)
+        return True
+
+    def _leave(self, item: Item) -> None:
+        item.gone = True
+        self._waiting -= 1
+        self._rows_waiting -= item.rows
+        if len(self._heap) > 64 + 2 * self._waiting:
+            # Withdrawn and expired items lie in the heaps until they come up; an owner that only withdraws must not fill them.
+            self._heap = [entry for entry in self._heap if not entry[2].gone]
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].gone]
+            heapq.heapify(self._heap)
+            heapq.heapify(self._deadlines)
+
+    def expire(self, now_s: float) -> list[Item]:
+        """Take out the items whose deadline has passed."""
+        late: list[Item] = []
+        while self._deadlines and (self._deadlines[0][2].gone or self._deadlines[0][0] <= now_s):
+            item = heapq.heappop(self._deadlines)[2]
+            if not item.gone:
+                self._leave(item)
+                late.append(item)
+        return late
+
+    def take(self, now_s: float) -> Batch | None:
+        """The batch that a free instance should compute now; None: wait for `next_s`. Call `expire` first."""
+        chosen, full = self._led()
+        if not chosen:
+            return None
+        if not full and now_s < self._leaves_s(chosen):
+            rows = sum(item.rows for item in chosen)
+            size = max((size for size in self.policy.preferred if size <= rows), default=None)
+            if size is None:
+                return None
+            chosen = self._prefix(chosen, size)
+        items = tuple(chosen)
+        for item in items:
+            self._leave(item)
+        return Batch(items, sum(item.rows for item in items))
+
+    def next_s(self, *, free: bool = True) -> float | None:
+        """When `expire`, or `take` where an instance is `free`, will say something new if nothing arrives until then."""
+        times = list[float]()
+        chosen = self._led()[0] if free else []
+        if chosen:
+            times.append(self._leaves_s(chosen))
+        while self._deadlines and self._deadlines[0][2].gone:
+            heapq.heappop(self._deadlines)
+        if self._deadlines:
+            times.append(self._deadlines[0][0])
+        return min(times, default=None)
+
+    def took(self, batch: Batch, seconds: float) -> None:
+        """A batch was computed in so many seconds: what Retry-After is reckoned from."""
+        row_s = seconds / max(1, batch.rows)
+        if self._row_s is None:
+            self._row_s, self._batch_s = row_s, seconds
+        else:
+            self._row_s += SMOOTHING * (row_s - self._row_s)
+            self._batch_s += SMOOTHING * (seconds - self._batch_s)
+
+    def drain(self) -> Iterator[Item]:
+        """Take out everything: the model goes away."""
+        for _, _, item in sorted(self._heap):
+            if not item.gone:
+                self._leave(item)
+                yield item
+
+    # ---- choosing
+
+    def _most(self, leader: Item) -> int:
+        most = self.policy.max_rows if leader.most is None else min(leader.most, self.policy.max_rows)
+        return max(most, leader.rows)
+
+    def _led(self) -> tuple[list[Item], bool]:
+        """(the leader and who can ride with it, in order; whether nobody else could join them)."""
+        while self._heap and self._heap[0][2].gone:
+            heapq.heappop(self._heap)
+        if not self._heap:
+            return [], False
+        leader = self._heap[0][2]
+        chosen, rows, most = list[Item](), 0, self._most(leader)
+        for item in self._in_order():
+            if item.key != leader.key:
+                continue
+            if rows + item.rows > most:
+                return chosen, True
+            chosen.append(item)
+            rows += item.rows
+            if rows == most:
+                return chosen, True
+        return chosen, False
+
+    def _in_order(self) -> Iterator[Item]:
+        """The queue from the most urgent and oldest on, without taking it apart: a walk over the heap's tree."""
+        heap = self._heap
+        front = [(*heap[0][:2], 0)] if heap else []
+        while front:
+            _, _, at = heapq.heappop(front)
+            item = heap[at][2]
+            for child in (2 * at + 1, 2 * at + 2):
+                if child < len(heap):
+                    heapq.heappush(front, (*heap[child][:2], child))
+            if not item.gone:
+                yield item
+
+    def _leaves_s(self, chosen: list[Item]) -> float:
+        """When these leave though they could have more company: their delay is over, or a deadline is near."""
+        leaves = min(item.arrival_s for item in chosen) + self.policy.max_delay_s
+        due = min((item.deadline_s for item in chosen if item.deadline_s is not None), default=None)
+        # A deadline is about the start. One that is nearer than the delay leaves a moment for timers that are late.
+        return leaves if due is None else min(leaves, due - SLACK_S)
+
+    @staticmethod
+    def _prefix(chosen: list[Item], size: int) -> list[Item]:
+        """The first items that have at most `size` rows together; at least the leader."""
+        taken, rows = [], 0
+        for item in chosen:
+            if taken and rows + item.rows > size:
+                break
+            taken.append(item)
+            rows += item.rows
+        return taken

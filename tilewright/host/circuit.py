@@ -1,0 +1,41 @@
+"""Whether a model gets requests: a circuit that opens when the model is broken, and is tried again after a while.
+
+    closed --broken--> open, for 1, 2, 4 ... 60 seconds --then--> half open: one batch --answered--> closed
+                                                                            --broken----> open, twice as long
+
+Pure: the clock is handed in.
+"""
+
+__all__ = ["Circuit"]
+
+FIRST_S, LONGEST_S = 1.0, 60.0
+
+
+class Circuit:
+    """Of one version of a model."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        """How often it has opened."""
+        self._wait_s = 0.0
+        self._until_s: float | None = None
+
+    def broken(self, now_s: float) -> float:
+        """The model broke; returns how long it gets no requests."""
+        self._wait_s = min(LONGEST_S, max(FIRST_S, 2 * self._wait_s))
+        self._until_s = now_s + self._wait_s
+        self.opened += 1
+        return self._wait_s
+
+    def worked(self) -> None:
+        """The model answered."""
+        self._wait_s, self._until_s = 0.0, None
+
+    def open_s(self, now_s: float) -> float:
+        """How long no request is taken; 0 where the circuit is closed or half open."""
+        return 0.0 if self._until_s is None else max(0.0, self._until_s - now_s)
+
+    @property
+    def state(self) -> str:
+        """`closed`, or `open` (half open too: nothing has been answered yet)."""
+        return "closed" if self._until_s is None else "open"

@@ -1,0 +1,28 @@
+"""How far two answers are from one another."""
+
+import numpy as np
+
+from tilewright.host.tensors import DATATYPES, Wire
+
+__all__ = ["array_of", "differs"]
+
+
+def array_of(wire: Wire) -> np.ndarray:
+    """A tensor's numbers; those of BF16 as float32."""
+    kind = DATATYPES[wire.datatype].numpy
+    if kind is not None:
+        return np.frombuffer(wire.data, dtype=kind).reshape(wire.shape)
+    halves = np.frombuffer(wire.data, dtype=np.uint16).astype(np.uint32) << 16
+    return halves.view(np.float32).reshape(wire.shape)
+
+
+def differs(given: Wire, other: Wire) -> float:
+    """The largest difference of a number, relative to the largest of those given; inf where shape or datatype differ."""
+    if given[:2] != other[:2]:
+        return float("inf")
+    one, two = (np.asarray(array_of(wire), dtype=np.float64) for wire in (given, other))
+    if not one.size:
+        return 0.0
+    scale = float(np.max(np.abs(one), initial=0.0)) or 1.0
+    found = float(np.max(np.abs(one - two)) / scale)
+    return found if found == found else float("inf")

@@ -1,0 +1,249 @@
+"""What the owner of a model may say about it: the model's TOML, with a default for everything.
+
+    [model]
+    source = "my_pkg.my_model:build"   # default: the exported model in the version's folder
+    precision = "fp16"                 # optimise it; default: as it is
+    max_batch = 64
+    ...
+
+The keys are the fields of `ModelConfig`, which say what they mean; docs/deploy.md has them all. What is unknown is refused by
+name: a misspelled key must not pass for a default.
+"""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from tilewright.host.batcher import BatchPolicy
+
+__all__ = ["HostConfig", "Member", "ModelConfig", "Step", "check_name", "read_config"]
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+MAX_TOML_BYTES = 1 << 20
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+NAN = ("error", "allow")
+
+
+def _option(default: Any, help: str) -> Any:
+    """A field that is also an option of `serve`."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """What a server of ordinary models is told at its start; the models that it names get the last three."""
+
+    repository: str | None = _option(None, "a folder of ordinary models with numbered versions")
+    packages: tuple[str, ...] | None = _option(
+        None, "a package whose functions the repository's files may name; may be given several times"
+    )
+    precision: str | None = _option(None, "optimise the models: fp32, fp16, bf16 or int8; default: as they are")
+    max_batch: int = _option(64, "most rows of a batch")
+    max_delay_ms: float = _option(0.0, "milliseconds that a request may wait for company")
+
+
+def check_name(name: str) -> str:
+    """A model's name, which stands in URLs. Raises ValueError: it could not."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"the model name {name[:80]!r} is none; wanted letters, digits, '.', '_' and '-', at most 128")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of a pipeline: a model, and where its inputs come from and its outputs go.
+
+    `inputs` and `outputs` map the model's names to names of the pipeline.
+    """
+
+    model: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One of the versions that share a model's requests. A `shadow` computes a share too, and nobody gets its answers."""
+
+    version: int
+    weight: float
+    shadow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """How one model is served.
+
+    Raises:
+        ValueError: a value out of range; the message names it.
+    """
+
+    source: str | None = None
+    """MODULE:FUNCTION of a package that the operator allows; None: the files of the version's folder."""
+    precision: str | None = None
+    """Optimise the model in this precision; None: run it as it is."""
+    device: str | None = None
+    """cpu, cuda or cuda:N; None: the first GPU, else the CPU."""
+    max_batch: int = 64
+    max_delay_ms: float = 0.0
+    preferred: tuple[int, ...] = ()
+    """Sizes in rows that batches leave for at once and are padded to; (): nothing is padded unless `precision` is given."""
+    max_waiting: int = 1024
+    instances: int = 1
+    """Processes that compute this model side by side."""
+    threads: int | None = None
+    """Of each process on a CPU; None: its share of the cores but one, which is left to the server."""
+    batching: bool | None = None
+    """Whether the first dimension counts independent rows; None: found out by trying."""
+    same_shape: bool = False
+    """Pad every batch to `max_batch` rows, so that an answer cannot depend on how many others were in its batch."""
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes where the example's is too narrow; -1 is any size."""
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
+    nan: str = "error"
+    """What a NaN is that the model makes of finite inputs: `error` for the request, or `allow`."""
+    cache: int = 0
+    """Answers that are kept and given again for the same inputs."""
+    state: Mapping[str, str] = field(default_factory=dict)
+    """Of a sequence: inputs that are the outputs of the call before, by name. The first call of a sequence gets zeros."""
+    max_sequences: int = 1024
+    sequence_idle_s: float = 60.0
+    batch_timeout_s: float = 60.0
+    """A batch that takes longer hangs: its process is killed, and another takes its place."""
+    load_timeout_s: float = 600.0
+    max_failures: int = 3
+    """Batches in a row without one answer, after which the process is replaced and the circuit opens."""
+    max_bytes: int = 64 << 20
+    """Most bytes of a batch's inputs where a dimension is open."""
+    versions: tuple[Member, ...] = ()
+    """Who answers requests that name no version; (): the newest."""
+    steps: tuple[Step, ...] = ()
+    """A pipeline of other models instead of a model of its own."""
+
+    def __post_init__(self) -> None:
+        self.policy()
+        words = {"precision": (None, *PRECISIONS), "nan": NAN}
+        for name, known in words.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, wanted one of {', '.join(filter(None, known))}")
+        ranges: dict[str, tuple[float, float]] = {
+            "instances": (1, 64),
+            "cache": (0, 1 << 20),
+            "max_sequences": (1, 1 << 20),
+            "sequence_idle_s": (0.001, 86400),
+            "batch_timeout_s": (0.001, 86400),
+            "load_timeout_s": (0.1, 86400),
+            "max_failures": (1, 1000),
+            "max_bytes": (1, 1 << 34),
+        }
+        if self.threads is not None:
+            ranges["threads"] = (1, 1024)
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted {low:g} to {high:g}")
+        if any(not 0 <= member.weight <= 1e6 for member in self.versions):
+            raise ValueError("a weight of versions is out of range; wanted 0 to 1000000")
+        if self.versions and not any(member.weight > 0 and not member.shadow for member in self.versions):
+            raise ValueError("versions has nobody that answers; wanted one with a weight above 0 that is no shadow")
+
+    def policy(self, most: int | None = None) -> BatchPolicy:
+        """How batches are formed; `most` rows, where the model was made for no more."""
+        rows = self.max_batch if most is None else min(self.max_batch, most)
+        return BatchPolicy(
+            max_rows=rows,
+            max_delay_s=self.max_delay_ms / 1e3,
+            preferred=tuple(sorted({size for size in self.preferred if most is None or size <= rows})),
+            max_waiting=self.max_waiting,
+        )
+
+    def json(self) -> dict[str, Any]:
+        """For the message that starts a process; `of` reads it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> "ModelConfig":
+        """From a table of TOML or JSON. Raises ValueError: an unknown key, or a value of another type."""
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = [name for name in said if name not in fields]
+        if unknown:
+            raise ValueError(f"the key {unknown[0]!r} is unknown; wanted some of {', '.join(fields)}")
+        try:
+            return cls(**{name: _CONVERT.get(name, _plain(fields[name]))(value) for name, value in said.items()})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"a value has another type than wanted: {error}") from None
+
+
+def _plain(of: "dataclasses.Field[Any]") -> Any:
+    """A function that lets values of the field's type through."""
+    wanted = set(get_args(of.type) or (of.type,))
+    if float in wanted:
+        wanted.add(int)
+
+    def convert(value: Any) -> Any:
+        if type(value) not in wanted:
+            names = " or ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in wanted if kind is not type(None)))
+            raise TypeError(f"{of.name} is {value!r}, wanted {names}")
+        return value
+
+    return convert
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or any(type(n) is not int for n in value):
+        raise TypeError(f"{value!r} is no list of whole numbers")
+    return tuple(value)
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+        raise TypeError(f"{value!r} is no list of names")
+    return tuple(value)
+
+
+def _table(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
+        raise TypeError(f"{value!r} is no table of names")
+    return dict(value)
+
+
+_CONVERT: dict[str, Any] = {
+    "preferred": _numbers,
+    "input_names": _words,
+    "output_names": _words,
+    "state": _table,
+    "inputs": lambda value: {name: _numbers(shape) for name, shape in value.items()},
+    "steps": lambda value: tuple(
+        Step(model=check_name(s["model"]), inputs=_table(s["inputs"]), outputs=_table(s["outputs"])) for s in value
+    ),
+    "versions": lambda value: tuple(
+        Member(version=int(m["version"]), weight=float(m["weight"]), shadow=bool(m.get("shadow", False))) for m in value
+    ),
+}
+
+
+def read_config(path: Path, defaults: ModelConfig | None = None) -> ModelConfig:
+    """The config of a model's TOML; `defaults` where there is no file.
+
+    Raises:
+        ValueError: no TOML, or something in it that is not known; the message has the file and the key.
+    """
+    base = {} if defaults is None else {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
+    if not path.is_file():
+        return ModelConfig(**base)
+    try:
+        if path.stat().st_size > MAX_TOML_BYTES:
+            raise ValueError(f"it is larger than {MAX_TOML_BYTES} bytes")
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        unknown = [name for name in said if name != "model"]
+        if unknown or not isinstance(said.get("model", {}), dict):
+            raise ValueError(f"it has {', '.join(map(repr, said))}; wanted one table, [model]")
+        own = ModelConfig.of(said.get("model", {}))
+        given = {name: getattr(own, name) for name in said.get("model", {})}
+        return ModelConfig(**{**base, **given})
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,353 @@
+"""All models of a server by their names: loading, swapping, unloading them, and who answers a request.
+
+A model is swapped by loading the new version beside the old one. Requests that came before finish where they are; those that
+come after the new one is warm go there. Where the new one cannot be loaded, the old one stays, and the sentence says why.
+"""
+
+import asyncio
+import functools
+import hashlib
+import logging
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tilewright.host.compare import differs
+from tilewright.host.config import Member, ModelConfig, check_name
+from tilewright.host.errors import HostError, NotFound, Refused, Unavailable
+from tilewright.host.instance import Instance, Nursery, Runs
+from tilewright.host.pipeline import Pipeline, signature_of
+from tilewright.host.repository import Found, Repository
+from tilewright.host.sequences import Sequences, outer
+from tilewright.host.stats import Stats
+from tilewright.host.tensors import Signature, Wire
+from tilewright.host.version import Ask, Version
+
+__all__ = ["Answer", "Host", "Model", "Source"]
+
+DRAIN_S = 60.0
+"""How long requests of a version that was replaced may take."""
+MAX_SHADOWS = 64
+"""Shadow requests that may be under way; further ones are left out."""
+
+logger = logging.getLogger(__name__)
+
+
+Start = Callable[[ModelConfig, Path | None, int], Awaitable[tuple[Runs, Signature]]]
+"""(config, the version's folder, threads) -> (a process that has loaded the model and is warm, what it takes and gives)."""
+
+
+class Source(NamedTuple):
+    """A model that the command line names."""
+
+    config: ModelConfig
+    folder: Path | None
+
+
+class Answer(NamedTuple):
+    """What a request came to."""
+
+    model: str
+    version: int
+    outputs: dict[str, Wire]
+
+
+@dataclass
+class Model:
+    """A model that is loaded."""
+
+    name: str
+    config: ModelConfig
+    signature: Signature
+    versions: dict[int, Version] = field(default_factory=dict)
+    marks: dict[int, str] = field(default_factory=dict)
+    sequences: dict[int, Sequences] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
+    stats: Stats = field(default_factory=Stats)
+    """Of a pipeline."""
+    cache: OrderedDict[bytes, dict[str, Wire]] = field(default_factory=OrderedDict)
+    credit: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> int:
+        """The highest version."""
+        return max(self.versions, default=1)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the version that answers by default takes requests."""
+        return self.pipeline is not None or any(version.ready for version in self.versions.values())
+
+
+class Host:
+    """The models. Made and used on one event loop.
+
+    Args:
+        repository: a folder of models; None: there is none, and nothing can be loaded later.
+        sources: models that the command line names.
+        start: starts a process of a model; None: a fork of a process that has imported torch.
+    """
+
+    def __init__(
+        self,
+        repository: Repository | None = None,
+        sources: Mapping[str, Source] | None = None,
+        start: Start | None = None,
+    ):
+        self.repository, self.sources = repository, dict(sources or {})
+        self._nursery = Nursery()
+        self._start: Start = start or functools.partial(Instance.start, self._nursery)
+        self.models: dict[str, Model] = {}
+        self.failed: dict[str, str] = {}
+        """Model -> why it is not there."""
+        self.started = False
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._tasks = set[asyncio.Task[Any]]()
+        self._shadows = 0
+        for name in self.sources:
+            check_name(name)
+            if repository is not None and name in repository:
+                raise ValueError(f"two models have the name {name!r}: one of the command line, one of the repository")
+
+    # ---- coming and going
+
+    async def start(self) -> None:
+        """Load everything. What fails is logged and stands in the index; the rest is served."""
+        names = [*self.sources, *(self.repository.names() if self.repository is not None else ())]
+        # Pipelines last: they are made of the others.
+        for name in sorted(names, key=self._is_pipeline):
+            try:
+                await self.load(name)
+            except HostError as error:
+                logger.error("%s", error)
+        self.started = True
+
+    def _is_pipeline(self, name: str) -> bool:
+        try:
+            return bool(self._described(name).config.steps)
+        except (ValueError, OSError):
+            return False
+
+    def _described(self, name: str) -> Found:
+        source = self.sources.get(name)
+        if source is not None:
+            return Found(source.config, {1: source.folder}, {1: "command line"})
+        if self.repository is None:
+            raise ValueError(f"there is no model {name[:80]!r}, and no repository to load one from")
+        return self.repository.find(name)
+
+    async def load(self, name: str) -> None:
+        """Load a model, or what has changed of it. Raises NotFound, or Refused: it cannot be; what was there stays."""
+        if name not in self.sources and (self.repository is None or name not in self.repository):
+            raise NotFound(f"there is no model {name[:80]!r} to load")
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            try:
+                await self._load(name)
+            except (ValueError, OSError) as error:
+                self.failed[name] = str(error)
+                stays = "; the version that was there goes on" if name in self.models else ""
+                raise Refused(f"model {name} cannot be loaded: {error}{stays}") from None
+            self.failed.pop(name, None)
+
+    async def _load(self, name: str) -> None:
+        found = self._described(name)
+        config, old = found.config, self.models.get(name)
+        if config.steps:
+            signatures = {model: self.models[model].signature for model in self.models}
+            signature = signature_of(config.steps, signatures)
+            pipeline = Pipeline(name, config.steps, signature, self._step, config.max_batch)
+            self.models[name] = Model(name, config, signature, pipeline=pipeline)
+            return
+        wanted = [member.version for member in config.versions] or [max(found.versions)]
+        missing = [number for number in wanted if number not in found.versions]
+        if missing:
+            raise ValueError(f"versions names {missing[0]}, and there are {', '.join(map(str, sorted(found.versions)))}")
+        had, marks = (old.versions, old.marks) if old else ({}, {})
+        kept = {n: version for n, version in had.items() if n in wanted and marks[n] == found.marks[n]}
+        made = dict[int, Version]()
+        try:
+            for number in wanted:
+                if number not in kept:
+                    made[number] = await self._version(name, number, config, found.versions[number])
+            versions = {**kept, **made}
+            signature = self._common(versions)
+        except BaseException:
+            for version in made.values():
+                await version.close()
+            raise
+        sequences = {n: Sequences(v) for n, v in versions.items() if config.state}
+        new = {number: found.marks[number] for number in versions}
+        self.models[name] = Model(name, config, signature, versions, new, sequences)
+        for number, version in had.items():
+            if kept.get(number) is not version:
+                self._later(version.close(drain_s=DRAIN_S))
+
+    @staticmethod
+    def _common(versions: Mapping[int, Version]) -> Signature:
+        """The signature of a model, which all of its versions share."""
+        first = next(iter(versions.values()))
+        for version in versions.values():
+            if version.signature != first.signature:
+                raise ValueError(f"versions {first.number} and {version.number} have different inputs or outputs")
+        return outer(first.signature, first.config.state)
+
+    async def _version(self, name: str, number: int, config: ModelConfig, folder: Path | None) -> Version:
+        threads = config.threads or max(1, (os.cpu_count() or 1) // config.instances - 1)
+        first, signature = await self._start(config, folder, threads)
+        instances = [first]
+
+        async def another() -> Runs:
+            return (await self._start(config, folder, threads))[0]
+
+        try:
+            outer(signature, config.state)
+            while len(instances) < config.instances:
+                instances.append(await another())
+        except BaseException:
+            for instance in instances:
+                instance.close()
+            raise
+        return Version(name, number, config, signature, instances, another)
+
+    async def unload(self, name: str) -> None:
+        """Take a model out. Raises NotFound: it is not loaded."""
+        async with self._locks.setdefault(name, asyncio.Lock()) if name in self.models else asyncio.Lock():
+            model = self.models.pop(name, None)
+        if model is None:
+            raise NotFound(f"there is no model {name[:80]!r} that is loaded")
+        self.failed[name] = "unloaded"
+        for version in model.versions.values():
+            self._later(version.close(drain_s=DRAIN_S))
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def running(self) -> int:
+        """Requests that wait or are computed."""
+        return sum(v.waiting + v.running for model in self.models.values() for v in model.versions.values())
+
+    def abort(self, reason: str) -> None:
+        """Answer everything that is open with an error; the batches that run are lost."""
+        for model in self.models.values():
+            for version in model.versions.values():
+                version.abort(reason)
+
+    async def close(self) -> None:
+        """End all processes."""
+        for model in self.models.values():
+            for version in model.versions.values():
+                await version.close()
+        for task in self._tasks:
+            task.cancel()
+        self._nursery.close()
+
+    # ---- requests
+
+    def model(self, name: str) -> Model:
+        """A model that is loaded. Raises NotFound, or Unavailable: it could not be loaded."""
+        model = self.models.get(name)
+        if model is None:
+            why = self.failed.get(name)
+            if why is None:
+                known = ", ".join(sorted(self.models)[:20]) or "none"
+                raise NotFound(f"there is no model {name[:80]!r}; loaded are: {known}")
+            raise Unavailable(f"model {name} is not loaded: {why}", 10.0)
+        return model
+
+    def version(self, model: Model, number: str | None) -> int | None:
+        """The version that a request names, if it names one. Raises NotFound."""
+        if number in (None, ""):
+            return None
+        if model.pipeline is not None and number == "1":
+            return 1
+        if not (number.isascii() and number.isdecimal() and len(number) < 10 and int(number) in model.versions):
+            there = ", ".join(map(str, sorted(model.versions) or [1]))
+            raise NotFound(f"model {model.name} has no version {number[:20]!r}; loaded are: {there}")
+        return int(number)
+
+    async def infer(self, name: str, number: str | None, inputs: Mapping[str, Wire], ask: Ask) -> Answer:
+        """Answer a request. Raises HostError."""
+        model = self.model(name)
+        chosen = self.version(model, number)
+        if model.pipeline is not None:
+            outputs = await model.pipeline.infer(inputs, ask)
+            model.stats.inferences += 1
+            return Answer(name, 1, {s.name: wire for s, wire in zip(model.signature.outputs, outputs, strict=True)})
+        chosen = self._member(model) if chosen is None else chosen
+        version = model.versions[chosen]
+        key = _digest(chosen, inputs) if model.config.cache and not model.config.state else None
+        if key is not None and key in model.cache:
+            model.cache.move_to_end(key)
+            version.stats.times["cache_hit"].add(0.0)
+            version.stats.times["success"].add(0.0)
+            return Answer(name, chosen, model.cache[key])
+        asked = model.sequences[chosen].infer if chosen in model.sequences else version.infer
+        outputs = await asked(inputs, ask)
+        named = {spec.name: wire for spec, wire in zip(version.signature.outputs, outputs, strict=True)}
+        if key is not None:
+            version.stats.times["cache_miss"].add(0.0)
+            model.cache[key] = named
+            while len(model.cache) > model.config.cache:
+                model.cache.popitem(last=False)
+        if number in (None, ""):
+            self._shadow(model, inputs, outputs)
+        return Answer(name, chosen, named)
+
+    async def _step(self, name: str, inputs: Mapping[str, Wire], ask: Ask) -> Mapping[str, Wire]:
+        return (await self.infer(name, None, inputs, ask)).outputs
+
+    # ---- versions that share requests
+
+    def _member(self, model: Model) -> int:
+        """Who answers the next request that names no version: each gets its share, spread as evenly as can be."""
+        members = [member for member in model.config.versions if not member.shadow and member.weight > 0]
+        if len(members) < 2:
+            return members[0].version if members else model.newest
+        return _next(model.credit, members)
+
+    def _shadow(self, model: Model, inputs: Mapping[str, Wire], outputs: tuple[Wire, ...]) -> None:
+        """Let shadow versions compute their share of the requests, and compare."""
+        for member in model.config.versions:
+            # Drawn, not in turns: turns could fall together with those of the versions that answer.
+            if member.shadow and random.random() < member.weight and self._shadows < MAX_SHADOWS:
+                self._shadows += 1
+                self._later(self._compared(model.versions[member.version], dict(inputs), outputs))
+
+    async def _compared(self, version: Version, inputs: dict[str, Wire], given: tuple[Wire, ...]) -> None:
+        shadow = version.stats.shadow
+        try:
+            # The least urgent of all: a shadow must not delay whoever is answered.
+            found = await version.infer(inputs, Ask(priority=1 << 30))
+            largest = max((differs(one, two) for one, two in zip(given, found, strict=True)), default=0.0)
+            shadow.compared += 1
+            shadow.different += given != found
+            shadow.largest_difference = max(shadow.largest_difference, largest)
+        except HostError:
+            shadow.failed += 1
+        finally:
+            self._shadows -= 1
+
+
+def _next(credit: dict[int, float], members: list[Member]) -> int:
+    """Smooth weighted turns: everybody gains their weight, the richest goes and pays for all."""
+    for member in members:
+        credit[member.version] = credit.get(member.version, 0.0) + member.weight
+    chosen = max(members, key=lambda member: credit[member.version])
+    credit[chosen.version] -= sum(member.weight for member in members)
+    return chosen.version
+
+
+def _digest(version: int, inputs: Mapping[str, Wire]) -> bytes:
+    digest = hashlib.blake2b(str(version).encode(), digest_size=32)
+    for name in sorted(inputs):
+        wire = inputs[name]
+        digest.update(f"{name}\0{wire.datatype}\0{wire.shape}\0".encode())
+        digest.update(wire.data)
+    return digest.digest()

@@ -1,0 +1,97 @@
+"""A model repository: a folder of models, each with numbered versions.
+
+    models/
+      tabular/
+        model.toml          where the defaults do not do
+        1/                  what `tilewright export` wrote
+        2/
+      ranker/
+        1/ ...
+
+A model that has no numbered folder, but a source or a pipeline in its TOML, has the version 1. Names of files that a client
+sends are checked against `NAME` before they touch the file system; what is a link out of the repository is not followed.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tilewright.host.config import NAME, ModelConfig, read_config
+
+__all__ = ["CONFIG", "Found", "Repository"]
+
+CONFIG = "model.toml"
+MAX_MODELS = 4096
+
+
+class Found(NamedTuple):
+    """A model in the repository."""
+
+    config: ModelConfig
+    versions: dict[int, Path | None]
+    """Number -> its folder; None where the source is no folder."""
+    marks: dict[int, str]
+    """Number -> what changes when its files, or the config, change."""
+
+
+class Repository:
+    """The folder, read anew whenever it is asked."""
+
+    def __init__(self, folder: Path, packages: tuple[str, ...] = ()):
+        self.folder, self._packages = folder, packages
+        if not folder.is_dir():
+            raise ValueError(f"the model repository {folder} is no folder")
+
+    def names(self) -> Iterator[str]:
+        """Models that are there, whether or not they can be loaded. Raises ValueError: too many."""
+        found = sorted(path.name for path in self.folder.iterdir() if NAME.fullmatch(path.name) and self._inside(path))
+        if len(found) > MAX_MODELS:
+            raise ValueError(f"the model repository has {len(found)} folders, wanted at most {MAX_MODELS}")
+        yield from found
+
+    def __contains__(self, name: str) -> bool:
+        return bool(NAME.fullmatch(name)) and self._inside(self.folder / name)
+
+    def _inside(self, path: Path) -> bool:
+        return path.is_dir() and path.resolve().is_relative_to(self.folder.resolve())
+
+    def find(self, name: str) -> Found:
+        """A model. Raises ValueError: it is not there, or its TOML is wrong."""
+        if name not in self:
+            raise ValueError(f"the model repository has no model {name[:80]!r}")
+        folder = self.folder / name
+        config = read_config(folder / CONFIG)
+        self._check_source(name, config)
+        numbered = {
+            int(path.name): path
+            for path in folder.iterdir()
+            if path.name.isdecimal() and path.name.isascii() and len(path.name) <= 9 and int(path.name) and self._inside(path)
+        }
+        versions: dict[int, Path | None] = dict(numbered)
+        if not versions:
+            if config.source is None and not config.steps:
+                raise ValueError(f"model {name} has no version; wanted a folder {folder / '1'}")
+            versions = {1: None}
+        said = repr(config)
+        return Found(config, versions, {number: _mark(said, path) for number, path in versions.items()})
+
+    def _check_source(self, name: str, config: ModelConfig) -> None:
+        """A TOML may name functions of packages that the operator allows, and of no other: it is data."""
+        if config.source is None:
+            return
+        package = config.source.partition(":")[0].partition(".")[0]
+        if ":" not in config.source or package not in self._packages:
+            raise ValueError(
+                f"model {name} names the function {config.source!r}; allow its package with --package {package or 'NAME'} "
+                "if you trust it: it would be imported"
+            )
+
+
+def _mark(said: str, folder: Path | None) -> str:
+    """What differs once a file of the folder differs."""
+    digest = hashlib.sha256(said.encode())
+    for path in sorted(folder.rglob("*")) if folder is not None else ():
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,345 @@
+"""A loaded version of a model: its queue, its processes, its circuit and its statistics, on one event loop.
+
+What a broken model costs, and whom:
+
+| what happens                        | the request | its companions        | the model                                    |
+|-------------------------------------|-------------|-----------------------|----------------------------------------------|
+| it raises, or makes a NaN           | an error    | their answers         | goes on                                      |
+| it does so batch after batch        | an error    | an error              | is tried with zeros; where that fails too it |
+|                                     |             |                       | is replaced, and its circuit opens           |
+| its process dies, or a batch hangs  | an error    | computed again, alone | is replaced; its circuit is open while no    |
+|                                     |             |                       | other process of it lives                    |
+
+A request is tried a second time only where it shared its batch: whoever kills two processes is to blame.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tilewright.host.batcher import Batch, Batcher, Full, Item
+from tilewright.host.circuit import Circuit
+from tilewright.host.config import ModelConfig
+from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Unavailable
+from tilewright.host.instance import LoadFailed, Reply, Runs
+from tilewright.host.stats import Stats
+from tilewright.host.tensors import Signature, Wire, byte_size, checked
+
+__all__ = ["Ask", "Version"]
+
+MAX_TIMEOUT_S = 86400.0
+
+logger = logging.getLogger(__name__)
+_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class Ask:
+    """What a request may say beside its tensors."""
+
+    priority: int = 0
+    """Smaller is more urgent."""
+    timeout_s: float | None = None
+    """How long it may wait for its start."""
+    sequence: int | str | None = None
+    starts: bool = False
+    ends: bool = False
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An item's request."""
+
+    inputs: list[Wire]
+    answer: "asyncio.Future[tuple[Wire, ...]]"
+    tried: bool = False
+
+
+class Version:
+    """One version of one model.
+
+    Args:
+        name: the model's.
+        number: of the version.
+        config: of the model.
+        signature: of the model.
+        instances: processes that are loaded.
+        revive: makes another. Raises LoadFailed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        config: ModelConfig,
+        signature: Signature,
+        instances: Sequence[Runs],
+        revive: Callable[[], Awaitable[Runs]],
+    ):
+        self.name, self.number, self.config, self.signature = name, number, config, signature
+        self.stats, self.circuit = Stats(), Circuit()
+        self._instances = list(instances)
+        self._revive, self._capacity = revive, instances[0].capacity
+        self._policy = config.policy(instances[0].most)
+        self._batcher = Batcher(self._policy)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._failures = 0
+        self._running = 0
+        self._tasks = set[asyncio.Task[None]]()
+        self._idle = asyncio.Event()
+        self.closed = False
+
+    @property
+    def label(self) -> str:
+        """The model in a sentence."""
+        return f"model {self.name}, version {self.number}"
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return not self.closed and bool(self._instances) and not self.circuit.open_s(time.monotonic())
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a batch, and of a request."""
+        return self._policy.max_rows
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._batcher)
+
+    @property
+    def running(self) -> int:
+        """Requests that are being computed."""
+        return self._running
+
+    # ---- a request
+
+    async def infer(self, inputs: Mapping[str, Wire], ask: Ask) -> tuple[Wire, ...]:
+        """The outputs for these inputs, in the signature's order. Raises HostError."""
+        started_s = time.monotonic()
+        try:
+            answer = await self._asked(inputs, ask, started_s)
+        except HostError:
+            self.stats.times["fail"].add(time.monotonic() - started_s)
+            raise
+        self.stats.times["success"].add(time.monotonic() - started_s)
+        return answer
+
+    async def _asked(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float) -> tuple[Wire, ...]:
+        rows = checked(self.name, self.signature, inputs, self._policy.max_rows)
+        self._check_open(now_s)
+        wires = [inputs[spec.name] for spec in self.signature.inputs]
+        size = sum(len(wire.data) for wire in wires)
+        if size > self._capacity:
+            raise Overloaded(f"{self.label}: the inputs have {size} bytes, and a batch at most {self._capacity}", 0)
+        key, most = (tuple(wire.shape[1:] for wire in wires), max(rows, self._capacity // max(1, size // rows)))
+        if not self.signature.batched:
+            key, most = (next(_numbers), 1)
+        deadline_s = None if ask.timeout_s is None else now_s + min(ask.timeout_s, MAX_TIMEOUT_S)
+        waiting = _Waiting(wires, self._loop.create_future())
+        item = Item(rows, now_s, ask.priority, deadline_s, key, most, waiting)
+        try:
+            self._batcher.add(item, len(self._instances))
+        except Full as error:
+            self.stats.refused += 1
+            raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
+        self._pump()
+        try:
+            return await waiting.answer
+        finally:
+            self._batcher.withdraw(item)
+
+    def _check_open(self, now_s: float) -> None:
+        if self.closed:
+            raise Unavailable(f"{self.label} is being unloaded")
+        open_s = self.circuit.open_s(now_s)
+        if open_s or not self._instances:
+            raise Unavailable(f"{self.label} broke and is being replaced", max(open_s, 1.0))
+
+    # ---- batches
+
+    def _pump(self) -> None:
+        """Give every free instance what it should compute now, and come back when there will be more."""
+        now_s = time.monotonic()
+        for item in self._batcher.expire(now_s):
+            self.stats.expired += 1
+            waited_s = now_s - item.arrival_s
+            self._fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
+        free = [instance for instance in self._instances if not instance.busy]
+        while free and (batch := self._batcher.take(now_s)) is not None:
+            self._send(free.pop(), batch, now_s)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        again_s = self._batcher.next_s(free=bool(free)) if len(self._batcher) else None
+        if again_s is not None:
+            self._timer = self._loop.call_later(max(0.0, again_s - now_s), self._pump)
+        elif self.closed and not self._running:
+            self._idle.set()
+
+    def _send(self, instance: Runs, batch: Batch, now_s: float) -> None:
+        late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
+        self._running += len(batch.items)
+
+        def done(reply: Reply | None) -> None:
+            late.cancel()
+            self._running -= len(batch.items)
+            if reply is None:
+                self._lost(instance, batch)
+            else:
+                self._finished(instance, batch, reply, now_s)
+            self._pump()
+
+        instance.run([item.rows for item in batch.items], [item.payload.inputs for item in batch.items], done)
+
+    def _finished(self, instance: Runs, batch: Batch, reply: Reply, started_s: float) -> None:
+        ended_s = time.monotonic()
+        self._batcher.took(batch, ended_s - started_s)
+        times, at, answered = self.stats.times, 0, 0
+        for number, item in enumerate(batch.items):
+            rows, answer = item.rows, item.payload.answer
+            if number in reply.errors:
+                self._fail(item, Failed(f"{self.label}: {reply.errors[number]}"))
+            elif not answer.done():
+                answer.set_result(tuple(_cut(wire, at, rows, self.signature.batched) for wire in reply.outputs))
+                self.stats.inferences += rows
+                times["queue"].add(started_s - item.arrival_s)
+                answered += 1
+            at += rows
+        # Requests of a batch have its times in common. What is neither the model's nor spent below is the way there and back.
+        for kind, seconds in (
+            ("compute_infer", reply.seconds),
+            ("compute_input", ended_s - started_s - reply.seconds),
+            ("compute_output", time.monotonic() - ended_s),
+        ):
+            times[kind].add(seconds * answered, answered)
+        if len(reply.errors) < len(batch.items):
+            self._failures = 0
+            self.circuit.worked()
+            self.stats.batch(batch.rows, ended_s - started_s, reply.seconds)
+        else:
+            self._failures += 1
+            if self._failures >= self.config.max_failures:
+                self._probe(instance)
+
+    @staticmethod
+    def _fail(item: Item, error: HostError) -> None:
+        if not item.payload.answer.done():
+            item.payload.answer.set_exception(error)
+
+    # ---- what breaks
+
+    def _probe(self, instance: Runs) -> None:
+        """Compute zeros: a model that cannot even do that is broken, else the clients' inputs are to blame."""
+        shapes = [tuple((1 if at == 0 else 8) if n == -1 else n for at, n in enumerate(s.shape)) for s in self.signature.inputs]
+        zeros = [
+            Wire(spec.datatype, shape, bytes(byte_size(spec.datatype, shape)))
+            for spec, shape in zip(self.signature.inputs, shapes, strict=True)
+        ]
+        late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
+
+        def done(reply: Reply | None) -> None:
+            late.cancel()
+            if reply is None or reply.errors:
+                reason = "its process ended" if reply is None else reply.errors[0]
+                logger.error("%s: %d batches in a row failed, and so did zeros: %s", self.label, self._failures, reason)
+                instance.close()
+                self._replace(instance)
+            self._failures = 0
+            self._pump()
+
+        instance.run([1], [zeros], done)
+
+    def _hangs(self, instance: Runs) -> None:
+        logger.error("%s: a batch ran for more than %g s; its process is killed", self.label, self.config.batch_timeout_s)
+        instance.close()
+
+    def _lost(self, instance: Runs, batch: Batch) -> None:
+        """An instance died with a batch: its requests are tried again, each alone, and one that was alone has failed."""
+        for item in batch.items:
+            waiting: _Waiting = item.payload
+            if len(batch.items) == 1 or waiting.tried or self.closed:
+                self._fail(
+                    item, Failed(f"{self.label}: its process died, or hung and was killed, while it computed this request")
+                )
+            elif not waiting.answer.done():
+                waiting.tried = True
+                alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, next(_numbers), item.rows, waiting)
+                try:
+                    self._batcher.add(alone)
+                except Full as error:
+                    self._fail(item, Overloaded(f"{self.label}: {error}", 1.0))
+        self._replace(instance)
+
+    def _replace(self, instance: Runs) -> None:
+        if instance not in self._instances:
+            return
+        self._instances.remove(instance)
+        self.stats.restarts += 1
+        wait_s = 0.0 if self._instances else self.circuit.broken(time.monotonic())
+        if not self.closed:
+            task = self._loop.create_task(self._revived(wait_s))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _revived(self, wait_s: float) -> None:
+        """Load an instance in the place of a lost one, at once, then less and less often."""
+        while not self.closed:
+            try:
+                instance = await self._revive()
+            except LoadFailed as error:
+                logger.error("%s could not be loaded again: %s", self.label, error)
+                if not self._instances:
+                    self._drop(Unavailable(f"{self.label} could not be loaded again: {error}", max(1.0, wait_s)))
+                    wait_s = self.circuit.broken(time.monotonic())
+                await asyncio.sleep(max(1.0, wait_s))
+                continue
+            if self.closed:
+                instance.close()
+                return
+            self._instances.append(instance)
+            self._pump()
+            return
+
+    def _drop(self, error: HostError) -> None:
+        for item in self._batcher.drain():
+            self._fail(item, error)
+
+    # ---- the end
+
+    def abort(self, reason: str) -> None:
+        """Take no more requests, and give up those that are there."""
+        self.closed = True
+        self._drop(Unavailable(f"{self.label}: {reason}"))
+        for instance in list(self._instances):
+            instance.close()
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        """Take no more requests, finish those that are there for at most so long, and end the processes."""
+        self.closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._instances and (len(self._batcher) or self._running):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), drain_s)
+        self._drop(Unavailable(f"{self.label} was unloaded"))
+        if self._timer is not None:
+            self._timer.cancel()
+        for instance in list(self._instances):
+            instance.close()
+
+
+def _cut(wire: Wire, at: int, rows: int, batched: bool) -> Wire:
+    """A request's share of an output, copied out of the shared memory."""
+    if not batched:
+        return Wire(wire.datatype, wire.shape, bytes(wire.data))
+    row_bytes = byte_size(wire.datatype, wire.shape[1:])
+    data = bytes(wire.data[at * row_bytes : (at + rows) * row_bytes])
+    return Wire(wire.datatype, (rows, *wire.shape[1:]), data)

@@ -1,0 +1,198 @@
+"""The process of one instance of a model: it loads it, warms it up, and computes batches until it is told to end or killed.
+
+Messages are JSON, one a packet. First comes {"config", "folder", "threads"}; the answer is {"signature", "bytes", "capacity",
+"most"} with the arena's descriptor, or {"failed": sentence}. Then each {"parts": rows of each request, "inputs": [[offset,
+shape], ...]} is answered by {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "s": seconds,
+"bytes"}.
+
+Where a batch of several requests fails, each of them is computed alone: what one client sends must not cost the others their
+answers. A NaN that the model makes of finite inputs is an error of that request, unless the config allows it. What the model
+prints goes to stderr.
+"""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.host.arena import Arena, aligned
+from tilewright.host.config import ModelConfig
+from tilewright.host.loaded import NAMES as DTYPE_NAMES
+from tilewright.host.loaded import Loaded, load
+from tilewright.host.tensors import DATATYPES, byte_size
+
+__all__ = ["MAX_PACKET", "main"]
+
+MAX_PACKET = 1 << 17
+"""Bytes of a message."""
+MAX_ERROR_CHARS = 300
+
+
+def main(channel: socket.socket) -> None:
+    """Serve one model over a socket that is connected to the server."""
+    os.dup2(2, 1)
+    first = json.loads(channel.recv(MAX_PACKET))
+    config = ModelConfig.of(first["config"])
+    try:
+        torch.set_num_threads(first["threads"])
+        loaded = load(config, None if first["folder"] is None else Path(first["folder"]))
+        output_bytes = _warm_up(loaded, config)
+        arena, outputs_at = _arena(loaded, config, output_bytes)
+    except Exception as error:  # noqa: BLE001 (whatever a user's model raises while it loads is said, and ends the process)
+        _send(channel, {"failed": _sentence(error)})
+        return
+    said = {"signature": loaded.signature.json(), "bytes": arena.size, "capacity": outputs_at, "most": loaded.most}
+    socket.send_fds(channel, [json.dumps(said).encode()], [arena.fd])
+    instance = _Instance(loaded, config, arena, outputs_at)
+    while packet := channel.recv(MAX_PACKET):
+        _send(channel, instance.answer(json.loads(packet)))
+        if instance.broken:
+            return
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.send(json.dumps(message).encode())
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    return (text if type(error) is ValueError and text else f"{type(error).__name__}: {text}")[:MAX_ERROR_CHARS]
+
+
+def _warm_up(loaded: Loaded, config: ModelConfig) -> int:
+    """Call the model with every size of batch that it will be padded to, so that the first request finds it warm.
+
+    Returns the bytes of the largest outputs.
+    """
+    largest = 0
+    sizes = (loaded.buckets or (1, config.max_batch)) if loaded.signature.batched else (1,)
+    for rows in sizes:
+        inputs = [_zeros(spec.datatype, _closed(spec.shape, rows)) for spec in loaded.signature.inputs]
+        loaded.call(inputs)
+        outputs = loaded.call(inputs)
+        largest = max(largest, sum(aligned(x.numel() * x.element_size()) for x in outputs))
+    return largest
+
+
+def _closed(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """A shape with `rows` for its first open dimension, and 8 for others."""
+    return tuple((rows if at == 0 else 8) if n == -1 else n for at, n in enumerate(shape))
+
+
+def _zeros(datatype: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape, dtype=getattr(torch, DATATYPES[datatype].torch))
+
+
+def _arena(loaded: Loaded, config: ModelConfig, output_bytes: int) -> tuple[Arena, int]:
+    """(memory for the largest batch, where outputs begin in it)."""
+    inputs, rows = 0, max(config.max_batch, *loaded.buckets, 1)
+    for spec in loaded.signature.inputs:
+        inner = spec.shape[1:] if loaded.signature.batched else spec.shape
+        fixed = byte_size(spec.datatype, inner) * (rows if loaded.signature.batched else 1)
+        inputs += aligned(config.max_bytes if -1 in inner else fixed)
+    return Arena.create(inputs + output_bytes), inputs
+
+
+class _Instance:
+    """A loaded model, and the memory where its batches come and go."""
+
+    def __init__(self, loaded: Loaded, config: ModelConfig, arena: Arena, outputs_at: int):
+        self._loaded, self._config, self._arena, self._outputs_at = loaded, config, arena, outputs_at
+        self.broken = False
+        """The device is lost: every later call would fail as well."""
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Compute one batch."""
+        started = time.perf_counter()
+        parts = message["parts"]
+        inputs = [
+            self._tensor(offset, spec.datatype, shape)
+            for spec, (offset, shape) in zip(self._loaded.signature.inputs, message["inputs"], strict=True)
+        ]
+        outputs, errors = self._computed(inputs, parts)
+        if outputs is not None and self._config.nan == "error":
+            errors |= self._nans(inputs, outputs, parts)
+        placed = [] if outputs is None else self._placed(outputs)
+        seconds = time.perf_counter() - started
+        return {"outputs": placed, "errors": errors, "s": seconds, "bytes": self._arena.size}
+
+    def _tensor(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
+        dtype, count = getattr(torch, DATATYPES[datatype].torch), 1
+        for n in shape:
+            count *= n
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._arena.view, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def _computed(self, inputs: list[Tensor], parts: list[int]) -> tuple[list[Tensor] | None, dict[int, str]]:
+        """(outputs of all requests, errors by request); no outputs where no request has any."""
+        try:
+            return self._called(inputs, sum(parts)), {}
+        except Exception as error:  # noqa: BLE001 (whatever a user's model raises costs its request, and is said)
+            self.broken = self._loaded.device.type == "cuda" and "CUDA error" in str(error)
+            if len(parts) == 1 or self.broken:
+                return None, dict.fromkeys(range(len(parts)), f"the model raised {_sentence(error)}")
+        found, errors, at = list[list[Tensor] | None](), dict[int, str](), 0
+        for number, rows in enumerate(parts):
+            own, error = self._computed([x[at : at + rows] for x in inputs], [rows])
+            found.append(own)
+            if own is None:
+                errors[number] = error[0]
+            at += rows
+        some = next((own for own in found if own is not None), None)
+        if some is None:
+            return None, errors
+        filled = [
+            [x.new_zeros((rows, *x.shape[1:])) for x in some] if own is None else own
+            for own, rows in zip(found, parts, strict=True)
+        ]
+        return [torch.cat(pieces) for pieces in zip(*filled, strict=True)], errors
+
+    def _called(self, inputs: list[Tensor], rows: int) -> list[Tensor]:
+        """The model's outputs for `rows` rows."""
+        if not self._loaded.signature.batched:
+            return self._loaded.call(inputs)
+        padded = self._loaded.padded(rows)
+        if padded > rows:
+            inputs = [torch.cat([x, x.new_zeros((padded - rows, *x.shape[1:]))]) for x in inputs]
+        outputs = self._loaded.call(inputs)
+        for spec, x in zip(self._loaded.signature.outputs, outputs, strict=True):
+            if not x.dim() or len(x) != padded:
+                raise ValueError(f"output {spec.name!r} has shape {list(x.shape)} for {padded} rows; wanted as many rows")
+        return [x[:rows] for x in outputs]
+
+    def _nans(self, inputs: list[Tensor], outputs: list[Tensor], parts: list[int]) -> dict[int, str]:
+        """Requests whose outputs have a NaN though their inputs are finite."""
+        suspect = [
+            (spec.name, x)
+            for spec, x in zip(self._loaded.signature.outputs, outputs, strict=True)
+            if x.is_floating_point() and bool(torch.isnan(x).any())
+        ]
+        floats = [x for x in inputs if x.is_floating_point()]
+        errors, at = dict[int, str](), 0
+        for number, rows in enumerate(parts if suspect else ()):
+            mine = slice(at, at + rows) if self._loaded.signature.batched else slice(None)
+            at += rows
+            name = next((name for name, x in suspect if bool(torch.isnan(x[mine] if x.dim() else x).any())), None)
+            if name is not None and all(bool(torch.isfinite(x[mine] if x.dim() else x).all()) for x in floats):
+                errors[number] = f"the model returned NaN in output {name!r} for finite inputs"
+        return errors
+
+    def _placed(self, outputs: list[Tensor]) -> list[tuple[int, str, list[int]]]:
+        """Lay outputs into the arena, which grows where they are larger than any before."""
+        needed = self._outputs_at + sum(aligned(x.numel() * x.element_size()) for x in outputs)
+        if needed > self._arena.size:
+            self._arena.grow(needed)
+        at, placed = self._outputs_at, []
+        for x in outputs:
+            name = DTYPE_NAMES[x.dtype]
+            self._tensor(at, name, list(x.shape)).copy_(x)
+            placed.append((at, name, list(x.shape)))
+            at += aligned(x.numel() * x.element_size())
+        return placed

@@ -1,0 +1,1 @@
+"""Grouped products: rows sorted by expert, a weight for each expert."""

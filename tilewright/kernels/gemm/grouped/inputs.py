@@ -1,0 +1,135 @@
+"""Example arguments of the grouped products from dimensions: the `Op.make` of each."""
+
+# X experts, M rows of all experts, N rows of an expert's weight, K shared
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.op import Inputs
+
+__all__ = ["SKEWS", "grouped_arguments", "grouped_block_arguments", "grouped_gradient_arguments", "row_offsets"]
+
+Args = tuple[Any, ...]
+
+SKEWS = ("even", "random", "one", "tail")
+"""How rows are dealt out: as evenly as may be, at random, all to one expert, or half of them to nobody."""
+
+
+def row_offsets(inputs: Inputs, rows: int, experts: int, skew: str) -> Tensor:
+    """Offsets [X + 1], int32, of so many rows.
+
+    Raises:
+        ValueError: an unknown skew.
+    """
+    if skew not in SKEWS:
+        raise ValueError(f"grouped product: skew is {skew!r}, wanted {', '.join(SKEWS)}")
+    if inputs.device.type == "meta":
+        return inputs.randint(0, 1, experts + 1, dtype=torch.int32)
+    if skew == "random":
+        sizes = torch.bincount(inputs.randint(0, experts, rows), minlength=experts)
+        return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(torch.int32)
+    if skew == "one":
+        return inputs.tensor([0] * (experts // 2 + 1) + [rows] * (experts - experts // 2), torch.int32)
+    used = rows // 2 if skew == "tail" else rows
+    return inputs.tensor([used * e // experts for e in range(experts + 1)], torch.int32)
+
+
+def _counts(inputs: Inputs, experts: int, each: int, count: int) -> Tensor:
+    low, high = (count, count + 1) if count else (each // 2, each + 1)
+    return inputs.randint(low, high, experts, dtype=torch.int32)
+
+
+def grouped_arguments(
+    inputs: Inputs,
+    *,
+    X: int,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype = torch.bfloat16,
+    skew: str = "even",
+    layout: str = "sorted",
+    chosen: int = 0,
+    w_major: str = "k",
+    bias: bool = False,
+    activation: str = "none",
+    count: int = 0,
+    clear: bool = True,
+) -> Args:
+    """x [M, K] sorted by expert, weight [X, N, K]; with layout "masked" x [X, M / X, K]: `count` rows count, or half and more.
+
+    chosen: of how many experts each token is a row; then x is [M / chosen, K], gathered by an order. w_major: "k" or "n", along
+    which the weight is dense.
+
+    Raises:
+        ValueError: an unknown layout or skew.
+    """
+    if layout not in ("sorted", "masked"):
+        raise ValueError(f"grouped_linear: layout is {layout!r}, wanted sorted or masked")
+    weight = (
+        inputs.randn(X, K, N, dtype=dtype, scale=max(K, 1) ** -0.5).mT
+        if w_major == "n"
+        else inputs.randn(X, N, K, dtype=dtype, scale=max(K, 1) ** -0.5)
+    )
+    more = inputs.randn(X, N, dtype=dtype) if bias else None
+    if layout == "masked":
+        each = M // X
+        return inputs.randn(X, each, K, dtype=dtype), weight, _counts(inputs, X, each, count), more, activation, None, 1, clear
+    offsets = row_offsets(inputs, M, X, skew)
+    if not chosen:
+        return inputs.randn(M, K, dtype=dtype), weight, offsets, more, activation, None, 1, clear
+    order = inputs.permutation(M).to(torch.int32)
+    return inputs.randn(M // chosen, K, dtype=dtype), weight, offsets, more, activation, order, chosen, clear
+
+
+def grouped_gradient_arguments(
+    inputs: Inputs, *, X: int, M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16, skew: str = "even"
+) -> Args:
+    """dy [M, N] and x [M, K], sorted by expert."""
+    return inputs.randn(M, N, dtype=dtype), inputs.randn(M, K, dtype=dtype), row_offsets(inputs, M, X, skew)
+
+
+def grouped_block_arguments(
+    inputs: Inputs,
+    *,
+    X: int,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    skew: str = "even",
+    layout: str = "sorted",
+    bias: bool = False,
+    activation: str = "none",
+    out: torch.dtype = torch.bfloat16,
+    count: int = 0,
+    clear: bool = True,
+) -> Args:
+    """x [M, K] sorted by expert, or [X, M / X, K]; weight [X, N, K]; scales for 128 of K such that the product is about 1.
+
+    Raises:
+        ValueError: an unknown layout or skew.
+    """
+    if layout not in ("sorted", "masked"):
+        raise ValueError(f"grouped_block_scaled_linear: layout is {layout!r}, wanted sorted or masked")
+    lead, blocks, padded = (X, M // X) if layout == "masked" else (M,), -(-K // 128), -(-K // 16) * 16
+    x, weight = (inputs.randn(*rows, padded, scale=60.0).clamp(-448, 448).to(dtype)[..., :K] for rows in (lead, (X, N)))
+    if layout == "masked":
+        bounds = _counts(inputs, X, M // X, count)
+    else:
+        bounds = row_offsets(inputs, M, X, skew)
+    return (
+        x,
+        weight,
+        # Dense along rows, as quantisers leave them.
+        inputs.randn(blocks, math.prod(lead)).abs().add(0.1).div(60.0).t().unflatten(0, lead),
+        inputs.randn(X, -(-N // 128), blocks).abs().add(0.1).div(60.0 * max(K, 1) ** 0.5),
+        bounds,
+        inputs.randn(X, N, dtype=out) if bias else None,
+        activation,
+        out,
+        clear,
+    )

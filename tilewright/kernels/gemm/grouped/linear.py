@@ -1,0 +1,174 @@
+"""Grouped products, a weight for each expert: the matrix products of a mixture of experts.
+
+    y[r] = activation(x[r] @ weight[e]^T + bias[e])        for the rows r of expert e
+
+    sorted   x [R, K], rows sorted by expert; bounds: offsets [X + 1] int32, ascending from 0: expert e has the rows from
+             offsets[e] to offsets[e + 1], rows behind offsets[X] belong to nobody -> y [R, N]
+    gathered x [T, K] and order [R] int32: row r is x[order[r] // chosen], where `chosen` is how many experts a token goes to
+    masked   x [X, M, K]; bounds: counts [X] int32: expert e has the first counts[e] rows of x[e] -> y [X, M, N]
+
+    Rows of y that belong to nobody are zeros; without `clear` they are whatever the memory held.
+
+    weight [X, N, K], each expert's dense along K or along N; bias [X, N]. bf16, fp16 or fp32, one dtype. Accumulated in
+    float32, the epilogue is float32, one rounding. The bounds are read on the device: nothing waits for the host, a launch can
+    be captured. Bounds that are not as above give wrong rows, and never reach outside of a tensor.
+
+Activations are those of `linear`; with silu_mul, gelu_mul and clamped_silu_mul (gpt-oss's) the weight is [X, 2F, K], gate half
+first, and y is [.., F]. With few rows an expert the chosen experts' weights set the time, with many the tensor cores.
+
+    vendor      torch's grouped_mm (CUTLASS), bf16 on sm_90 and sm_100
+    triton      any card, layout and dtype; tiles of 16 rows for decoding
+    sm90        Hopper: Gluon, persistent, the producer and consumers of `linear`'s kernel on a schedule of groups
+    invariant   `triton` with one config for every number of rows
+
+Which of them is fastest where was not measured yet: `vendor` takes many rows an expert, `triton` the rest, and `sm90` is taken
+where a tuning record names it.
+
+Not supported: gradients (ops/experts.py has them), quantised weights, mixed dtypes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright.hw.device import Device
+from tilewright.kernels.gemm.grouped.inputs import grouped_arguments
+from tilewright.kernels.gemm.grouped.library import GROUPED_VENDOR
+from tilewright.kernels.gemm.grouped.problem import (
+    GROUPED_ACTIVATIONS,
+    GroupedProblem,
+    empty_grouped,
+    grouped_activated,
+    grouped_problem,
+)
+from tilewright.kernels.gemm.grouped.sm90 import GROUPED_SM90
+from tilewright.kernels.gemm.grouped.tile import INVARIANT, TRITON
+from tilewright.kernels.gemm.grouped.work import group_sizes, grouped_cost
+from tilewright.op import Example, Op
+
+__all__ = ["check_grouped", "check_shapes", "grouped_linear_op"]
+
+# ---- reference
+
+
+def _reference(
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
+    clear: bool = True,
+) -> Tensor:  # fmt: skip
+    y = empty_grouped(x, weight, activation, order).zero_()
+    if not y.numel():
+        return y
+    if order is not None:
+        x = x[(order.long() // chosen).clamp(0, x.shape[0] - 1)]
+    start = 0
+    for e, size in enumerate(group_sizes(x, bounds, weight.shape[0], None)):
+        rows, out = (x[e, :size], y[e, :size]) if x.dim() == 3 else (x[start : start + size], y[start : start + size])
+        start += size
+        if size:
+            z = F.linear(rows, weight[e], None if bias is None else bias[e])
+            out.copy_(z if activation == "none" else grouped_activated(_widened(z), activation))
+    return y
+
+
+def _widened(z: Tensor) -> Tensor:
+    return z.to(torch.promote_types(z.dtype, torch.float32))
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
+    clear: bool = True,
+) -> Tensor:  # fmt: skip
+    return empty_grouped(x, weight, activation, order)
+
+
+# ---- examples
+
+
+def _example(label: str, experts: int, rows: int, n: int, k: int, **more: object) -> Example:
+    return Example(label, lambda inputs: grouped_arguments(inputs, X=experts, M=rows, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
+
+
+EXAMPLES = (
+    _example("decode", 6, 4, 48, 128, chosen=4, skew="random", activation="silu_mul"),
+    _example("few", 5, 19, 40, 136, skew="random"),
+    _example("rows", 3, 150, 96, 128, bias=True),
+    _example("one expert", 4, 70, 64, 64, skew="one", activation="gelu_mul", dtype=torch.float16),
+    _example("ragged", 3, 41, 37, 75, skew="random", bias=True, activation="gelu"),
+    _example("clamped", 4, 24, 32, 64, chosen=2, skew="random", bias=True, activation="clamped_silu_mul"),
+    _example("tail", 3, 50, 40, 64, skew="tail", activation="silu"),
+    _example("masked", 3, 60, 40, 64, layout="masked", bias=True, activation="silu_mul"),
+    _example("float32", 3, 21, 24, 70, skew="random", dtype=torch.float32),
+    _example("n major", 3, 40, 48, 64, w_major="n"),
+    _example("one", 1, 1, 1, 1, dtype=torch.float32),
+    _example("no rows", 3, 0, 16, 32),
+    _example("no k", 2, 5, 8, 0, bias=True),
+)
+
+# ---- op
+
+_MANY = 64
+"""Rows of an expert from which on torch's kernel is called, until somebody measures."""
+
+
+def _first(device: Device, problem: GroupedProblem) -> str | None:
+    return "triton" if problem.rows_each < _MANY else None
+
+
+grouped_linear_op = Op(
+    name="grouped_linear",
+    reference=_reference,
+    problem=grouped_problem,
+    cost=grouped_cost,
+    examples=EXAMPLES,
+    make=grouped_arguments,
+    first=_first,
+    fake=_fake,
+    rows_in_problem=True,
+    impls=(GROUPED_VENDOR, TRITON, GROUPED_SM90, INVARIANT),
+)
+
+
+def check_shapes(op: str, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str) -> None:
+    """Raise ValueError where rows, experts' weights, bounds, bias and activation do not fit together."""
+    if activation not in GROUPED_ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(GROUPED_ACTIVATIONS)}; got {activation!r}")
+    if weight.dim() != 3 or x.dim() not in (2, 3) or x.shape[-1] != weight.shape[2]:
+        raise ValueError(
+            f"{op}: x must be [R, K], or [X, M, K] with counts, and weight [X, N, K]; "
+            f"got x {list(x.shape)} and weight {list(weight.shape)}"
+        )
+    experts, n, masked = weight.shape[0], weight.shape[1], x.dim() == 3
+    if not experts or (masked and x.shape[0] != experts):
+        raise ValueError(
+            f"{op}: x and weight must have as many experts, one at least; got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if n % 2 and GROUPED_ACTIVATIONS[activation][1]:
+        raise ValueError(f"{op}: {activation} needs a gate and an up half, an even N; got {n}")
+    wanted = experts + (not masked)
+    if bounds.shape != (wanted,) or bounds.dtype != torch.int32:
+        kind = "counts [X]" if masked else "offsets [X + 1]"
+        raise ValueError(f"{op}: wanted {kind}, int32 [{wanted}]; got {bounds.dtype} {list(bounds.shape)}")
+    if bias is not None and bias.shape != (experts, n):
+        raise ValueError(f"{op}: bias must be [{experts}, {n}]; got {list(bias.shape)}")
+    for name, other in (("weight", weight), ("bias", bias), ("bounds", bounds)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{op}: {name} must be on the device of x, {x.device}; got {other.device}")
+
+
+def check_grouped(
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
+) -> None:
+    """Raise ValueError where the arguments of `grouped_linear` do not fit together."""
+    check_shapes("grouped_linear", x, weight, bounds, bias, activation)
+    if order is not None and (x.dim() == 3 or order.dim() != 1 or order.dtype != torch.int32 or chosen < 1):
+        raise ValueError(
+            "grouped_linear: order is int32 [R], of rows sorted by expert, each of `chosen` experts of a token; "
+            f"got {order.dtype} {list(order.shape)}, chosen {chosen}, x {list(x.shape)}"
+        )
+    if order is not None and (order.device != x.device or (order.shape[0] and not x.shape[0])):
+        raise ValueError(
+            f"grouped_linear: order has {order.shape[0]} rows on {order.device} of an x {list(x.shape)} on {x.device}"
+        )
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.dtype != x.dtype:
+            raise ValueError(f"grouped_linear: {name} must have the dtype of x, {x.dtype}; got {other.dtype}")

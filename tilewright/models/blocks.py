@@ -1,0 +1,109 @@
+"""Blocks and ends that some families have in place of the plain ones of decoder.py.
+
+| part              | where the families differ                                           | in                   |
+|-------------------|---------------------------------------------------------------------|----------------------|
+| `SandwichBlock`   | what attention and feed-forward layer give is normed, too           | Gemma 2 and 3, GLM-4 |
+| `PostNormBlock`   | only what they give is normed                                       | OLMo-2               |
+| `ScaledBlock`     | what they give has a factor                                         | Granite              |
+| `ScaledEmbedding` | so has the embedding                                                | Gemma, Granite       |
+| `ScaledNorm`      | so have the logits: the last norm's output has it instead           | Granite              |
+| `CappedHead`      | logits z are cap tanh(z / cap)                                      | Gemma 2              |
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.decoder import Block, FeedForward
+from tilewright.nn import MLA, Attention, Batch, Embedding, Linear, Packed, RMSNorm
+from tilewright.ops.linear import Codes
+
+__all__ = ["CappedHead", "PostNormBlock", "SandwichBlock", "ScaledBlock", "ScaledEmbedding", "ScaledNorm"]
+
+
+class SandwichBlock(Block):
+    """Norm, attention, norm; norm, feed-forward, norm."""
+
+    def __init__(self, *, attn_post_norm: RMSNorm, ffn_post_norm: RMSNorm, **block: Any):
+        super().__init__(**block)
+        self.attn_post_norm = attn_post_norm
+        self.ffn_post_norm = ffn_post_norm
+
+    def after_attn(self, h: Tensor) -> Tensor:
+        """The second norm."""
+        return self.attn_post_norm(h)
+
+    def after_ffn(self, h: Tensor) -> Tensor:
+        """The fourth."""
+        return self.ffn_post_norm(h)
+
+
+class ScaledBlock(Block):
+    """Both summands of the residual stream are multiplied by `scale`."""
+
+    def __init__(self, *, scale: float, **block: Any):
+        super().__init__(**block)
+        self.scale = scale
+
+    def after_attn(self, h: Tensor) -> Tensor:
+        """Times the factor."""
+        return h * self.scale
+
+    def after_ffn(self, h: Tensor) -> Tensor:
+        """Times the factor."""
+        return h * self.scale
+
+
+class PostNormBlock(nn.Module):
+    """Attention, norm; feed-forward, norm: both read the stream itself."""
+
+    def __init__(self, *, attn: Attention | MLA, attn_post_norm: RMSNorm, ffn: FeedForward, ffn_post_norm: RMSNorm):
+        super().__init__()
+        self.attn = attn
+        self.attn_post_norm = attn_post_norm
+        self.ffn = ffn
+        self.ffn_post_norm = ffn_post_norm
+
+    def forward(self, h: Tensor, residual: Tensor | None, batch: Batch | Packed, cache: Any) -> tuple[Tensor, Tensor]:
+        """As `Block` does."""
+        stream = h if residual is None else h + residual
+        stream = stream + self.attn_post_norm(self.attn(stream, batch, cache))
+        return self.ffn_post_norm(self.ffn(stream, batch.adapters)), stream
+
+
+class ScaledEmbedding(Embedding):
+    """Rows of the table times `scale`."""
+
+    def __init__(self, rows: int, features: int, *, scale: float, **place: Any):
+        super().__init__(rows, features, **place)
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] int64 -> [..., features]."""
+        return super().forward(ids) * self.scale
+
+
+class ScaledNorm(RMSNorm):
+    """A norm whose output is multiplied by `scale`."""
+
+    def __init__(self, features: int, *, scale: float, **options: Any):
+        super().__init__(features, **options)
+        self.scale = scale
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, scaled; the sum)."""
+        normed, total = super().add(x, residual)
+        return normed * self.scale, total
+
+
+class CappedHead(Linear):
+    """A head whose logits stay within `cap` on both sides."""
+
+    def __init__(self, features: int, rows: int, *, cap: float, **place: Any):
+        super().__init__(features, rows, bias=False, **place)
+        self.cap = cap
+
+    def forward(self, x: Tensor | Codes, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
+        """[..., features] -> [..., rows]."""
+        return torch.tanh(super().forward(x, activation, adapters) / self.cap) * self.cap

@@ -1,0 +1,55 @@
+"""Sizes of mixtures of experts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.models.errors import ModelError
+from tilewright.nn import Routing
+
+__all__ = ["Experts", "check_count", "positive", "routing"]
+
+MAX_EXPERTS = 1 << 16
+"""Of all layers together; each has three tensors. The largest published models have some 24 thousand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Sizes of `nn.MoE`: in every layer from `first_layer` on, but for `dense_layers`.
+
+    inner: width of a routed expert. shared: width of the experts that see every token, together; 0 for none.
+    clamped: alpha and limit of gpt-oss's gate, and biases; None for the usual gated layer.
+    """
+
+    first_layer: int
+    inner: int
+    shared: int
+    routing: Routing
+    dense_layers: tuple[int, ...] = ()
+    clamped: tuple[float, float] | None = None
+
+    def in_layer(self, layer: int) -> bool:
+        """Whether that layer is a mixture."""
+        return layer >= self.first_layer and layer not in self.dense_layers
+
+
+def positive(raw: Mapping[str, Any], key: str) -> int:
+    """A number of config.json. Raises ModelError."""
+    value = raw.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key} must be a positive integer, got {value}")
+    return value
+
+
+def routing(**options: Any) -> Routing:
+    """`Routing`, whose refusals are ModelErrors here."""
+    try:
+        return Routing(**options)
+    except ValueError as error:
+        raise ModelError(f"config.json asks for a mixture of experts that is not supported: {error}") from error
+
+
+def check_count(experts: int, layers: int) -> None:
+    """Raises ModelError where a model of such numbers would be no model."""
+    if experts * layers > MAX_EXPERTS:
+        raise ModelError(f"config.json has {experts} experts in {layers} layers, wanted at most {MAX_EXPERTS} in all")

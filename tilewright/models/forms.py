@@ -1,0 +1,125 @@
+"""How a parameter of a model lies in a checkpoint: the tensors that stand for it, and the way there and back.
+
+| form             | tensors                                                                      | in checkpoints of          |
+|------------------|------------------------------------------------------------------------------|----------------------------|
+| `PARTS`          | one for each part of a merged parameter, in the order of its rows            | most                       |
+| `WHOLE`          | one for all parts                                                            | Phi-3, GLM                 |
+| `PLUS_ONE`       | the parameter less 1: a norm's weight that begins with zeros                 | Gemma                      |
+| `Experts`        | one for all experts, the input before the output, gate and up in turns       | gpt-oss                    |
+| `MXExperts`      | the same in mxfp4: `_blocks`, two codes a byte, and `_scales`, one for 32    | gpt-oss, as published      |
+
+`views` cuts a parameter into views, one for each name; `put` fills a view from what is read, `get` is its inverse. All of them
+work on "meta" as far as shapes go.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.formats import unpack_int4
+from tilewright.models.errors import ModelError
+from tilewright.models.layouts import Wanted
+
+__all__ = ["FLOATS", "PARTS", "PLUS_ONE", "WHOLE", "Experts", "Form", "MXExperts"]
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""dtypes of float tensors, as safetensors call them."""
+Read = Callable[[str], Tensor]
+
+# X experts, P projections of one input (gate and up, or one), R rows of one, C columns
+
+
+class Form:
+    """`PARTS`; the others change what differs."""
+
+    def rows(self, parts: Sequence[int]) -> tuple[int, ...]:
+        """Rows of each tensor of a parameter whose parts have so many."""
+        return tuple(parts)
+
+    def views(self, parameter: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
+        """One for each name."""
+        return parameter.split(self.rows(parts))
+
+    def tensors(self, name: str, view: Tensor) -> dict[str, Wanted]:
+        """What a checkpoint must have for a view."""
+        return {name: Wanted((tuple(view.shape),), FLOATS)}
+
+    def put(self, view: Tensor, name: str, read: Read) -> None:
+        """Fill a view."""
+        view.copy_(read(name))
+
+    def get(self, view: Tensor, name: str) -> dict[str, Tensor]:
+        """What `put` reads."""
+        return {name: view}
+
+
+class _Whole(Form):
+    def rows(self, parts: Sequence[int]) -> tuple[int, ...]:
+        return (sum(parts),)
+
+
+class _PlusOne(Form):
+    """The parameter should be float32: then what is added can be taken off again, to 2^-24."""
+
+    def put(self, view: Tensor, name: str, read: Read) -> None:
+        view.copy_(read(name)).add_(1)
+
+    def get(self, view: Tensor, name: str) -> dict[str, Tensor]:
+        return {name: view - 1}
+
+
+PARTS, WHOLE, PLUS_ONE = Form(), _Whole(), _PlusOne()
+
+
+@dataclass(frozen=True)
+class Experts(Form):
+    """A stacked parameter [X P R, C] (or a bias [X P R]) as one tensor [X, C, R P] (or [X, R P])."""
+
+    experts: int
+    projections: int
+
+    def rows(self, parts: Sequence[int]) -> tuple[int, ...]:
+        return (sum(parts),)
+
+    def views(self, parameter: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
+        split = parameter.unflatten(0, (self.experts, self.projections, -1))
+        return (split.permute(0, 3, 2, 1) if split.dim() == 4 else split.mT,)
+
+    def tensors(self, name: str, view: Tensor) -> dict[str, Wanted]:
+        return {name: Wanted(((*view.shape[:-2], view.shape[-2] * view.shape[-1]),), FLOATS)}
+
+    def put(self, view: Tensor, name: str, read: Read) -> None:
+        view.copy_(read(name).unflatten(-1, view.shape[-2:]))
+
+    def get(self, view: Tensor, name: str) -> dict[str, Tensor]:
+        return {name: view.flatten(-2)}
+
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BLOCK = 32
+
+
+class MXExperts(Experts):
+    """The weights of `Experts` in mxfp4, [X, R P, C / 32, 16] and scales [X, R P, C / 32]: read as floats, never written."""
+
+    def tensors(self, name: str, view: Tensor) -> dict[str, Wanted]:
+        experts, cols, rows, projections = view.shape
+        if cols % _BLOCK:
+            raise ModelError(f"{name}: mxfp4 has blocks of {_BLOCK} columns, which do not divide {cols}")
+        shape = (experts, rows * projections, cols // _BLOCK)
+        return {f"{name}_blocks": Wanted(((*shape, 16),), ("U8",)), f"{name}_scales": Wanted((shape,), ("U8",))}
+
+    def put(self, view: Tensor, name: str, read: Read) -> None:
+        codes, scales = read(f"{name}_blocks"), read(f"{name}_scales")
+        # The largest checkpoint has a billion codes a layer: one expert at a time.
+        for target, blocks, powers in zip(view, codes, scales, strict=True):
+            numbers = _decoded(blocks.to(view.device), powers.to(view.device))
+            target.copy_(numbers.mT.unflatten(-1, target.shape[-2:]))
+
+
+def _decoded(blocks: Tensor, powers: Tensor) -> Tensor:
+    """[R, B, 16] and [R, B], both uint8 -> [R, 32 B] float32: a code's sign is its highest bit, a scale is 2^(power - 127)."""
+    table = torch.tensor([*_FP4, *(-number for number in _FP4)], device=blocks.device)
+    return torch.ldexp(table[unpack_int4(blocks).long()], powers.to(torch.int32)[..., None] - 127).flatten(1)

@@ -1,0 +1,102 @@
+"""A mixture of experts as gpt-oss has it (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025): biases, a clamped gate.
+
+    # T tokens, E features, X experts, K of them a token, I width of an expert
+    weights = softmax of the K largest of router(x);   y = sum of w_i (down_i(act(gate_i(x), up_i(x))))
+    act(g, u) = (u' + 1) g' sigmoid(alpha g'),   g' = min(g, limit),   u' = u clamped to [-limit, limit]
+
+By the operators of nn.MoE: each expert multiplies its own tokens. Sums over a token's experts are float32. The product has the
+activation in its epilogue for the constants that gpt-oss has; for others it follows in plain torch.
+Not here: what nn.MoE leaves out, too.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+from tilewright.nn.filling import parameter, uniform
+from tilewright.nn.linear import Linear
+from tilewright.nn.moe import Routing
+
+__all__ = ["ClampedMoE"]
+
+_FUSED = (1.702, 7.0)
+"""alpha and limit of the operator's clamped_silu_mul."""
+
+
+class _Router(nn.Module):
+    def __init__(self, routing: Routing, features: int, place: dict):
+        super().__init__()
+        self.routing = routing
+        self.weight = parameter(routing.experts, features, fill=uniform(features), **place)
+        self.logit_bias = parameter(routing.experts, fill=nn.init.zeros_, **place)
+
+    def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, E] -> (weights [T, K] float32, experts [T, K])."""
+        logits = ops.linear(x_TE.float(), self.weight.float(), self.logit_bias.float())
+        return self.routing.choose(logits, None)
+
+
+class _Projection(nn.Module):
+    """One projection of all experts: weight [X R, C], bias [X R]; `parts` are those of each expert."""
+
+    def __init__(self, experts: int, parts: tuple[int, ...], in_features: int, place: dict):
+        super().__init__()
+        self.experts, self.parts = experts, parts * experts
+        rows = sum(self.parts)
+        self.weight = parameter(rows, in_features, fill=uniform(in_features), **place)
+        self.bias = parameter(rows, fill=nn.init.zeros_, **place)
+
+    def forward(self, x: Tensor, order: ops.ByExpert, activation: str = "none", *, gather: bool = False) -> Tensor:
+        """[T K, C], or with gather [T, C] -> [T K, R], rows by expert."""
+        weight, bias = (parameter.unflatten(0, (self.experts, -1)) for parameter in (self.weight, self.bias))
+        return ops.grouped_linear(x, weight, order, bias, activation, gather=gather)
+
+
+class ClampedMoE(nn.Module):
+    """Routed experts with biases and a clamped gate.
+
+    Args:
+        features: E, in and out.
+        inner: I, width of an expert.
+        routing: how experts are chosen; the router has a bias besides.
+        alpha: of the gate's sigmoid.
+        limit: what gate and up are clamped to.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        inner: int,
+        *,
+        routing: Routing,
+        alpha: float,
+        limit: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        place = {"device": device, "dtype": dtype}
+        self.alpha, self.limit = alpha, limit
+        self.router = _Router(routing, features, place)
+        self.experts_gate_up = _Projection(routing.experts, (inner, inner), features, place)
+        self.experts_down = _Projection(routing.experts, (features,), inner, place)
+
+    @property
+    def reader(self) -> Linear | None:
+        """The one layer that reads the input: there are several."""
+        return None
+
+    def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[T, E] -> [T, E]; adapters are of other layers."""
+        weights, experts = self.router(x_TE)
+        order = ops.sort_by_expert(experts, self.experts_down.experts)
+        if (self.alpha, self.limit) == _FUSED:
+            inner = self.experts_gate_up(x_TE, order, "clamped_silu_mul", gather=True)
+        else:
+            gate, up = self.experts_gate_up(x_TE, order, gather=True).chunk(2, -1)
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            inner = (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+        return ops.combine_tokens(self.experts_down(inner, order), order, weights)
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}, limit={self.limit}"

@@ -1,0 +1,1 @@
+"""Ordinary models over the Open Inference Protocol, version 2, and over plain JSON."""

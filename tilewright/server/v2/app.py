@@ -1,0 +1,169 @@
+"""A server of ordinary models: alone, or in the process and behind the port of a language model's server.
+
+`attach` adds models to an app that is there; `create_models_app` makes one that has nothing else. Both load the models before
+the server listens, and end their processes with it.
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from starlette.middleware.cors import CORSMiddleware
+
+from tilewright import __version__
+from tilewright.host.host import Host
+from tilewright.server import errors
+from tilewright.server.access import Access
+from tilewright.server.config import ServerConfig
+from tilewright.server.connections import Connections
+from tilewright.server.gate import Gate
+from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
+from tilewright.server.v2.http import Inference
+from tilewright.server.v2.metrics import HostMetrics
+from tilewright.server.v2.quick import Quick
+
+if TYPE_CHECKING:
+    from tilewright.server.v2.rpc import Rpc
+
+__all__ = ["ModelServer", "attach", "create_models_app"]
+
+logger = logging.getLogger(__name__)
+
+
+def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
+    """Serve `host` from an app whose server is at `app.state.server`."""
+    server = app.state.server
+    inference = Inference(host, config)
+    inference.draining = lambda: server.draining
+    counts: HttpCounts = server.counts if isinstance(server, ModelServer) else server.metrics.http
+    counts.paths |= inference.install(app)
+    counts.further.append(HostMetrics(host))
+    server.connections.shortcut = Quick(host, Gate(app, config, counts), counts, inference.draining)
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with inner(app):
+            started_s = time.monotonic()
+            await host.start()
+            logger.info(
+                "%d models loaded in %.1f s: %s", len(host.models), time.monotonic() - started_s, ", ".join(host.models)
+            )
+            missing = next((host.failed[name] for name in host.sources if name in host.failed), None)
+            if missing is not None:
+                server.failure = ValueError(missing)
+            server.rpc = await _rpc(host, config, inference)
+            try:
+                yield
+            finally:
+                if server.rpc is not None:
+                    await server.rpc.stop()
+                await host.close()
+
+    app.router.lifespan_context = lifespan  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def _rpc(host: Host, config: ServerConfig, inference: Inference) -> "Rpc | None":
+    if config.grpc_port is None:
+        return None
+    from tilewright.server.v2.rpc import Rpc  # which needs an extra
+
+    return await Rpc.start(host, config, inference.draining)
+
+
+@dataclass
+class _Requests:
+    """What serve.py asks of an engine's worker, of models."""
+
+    host: Host
+
+    @property
+    def open_channels(self) -> int:
+        """Requests that are not answered."""
+        return self.host.running
+
+    def stop_all(self, reason: str) -> None:
+        """Answer what is open with an error."""
+        self.host.abort(reason)
+
+
+@dataclass
+class _Named:
+    name: str
+
+
+class ModelServer:
+    """A server of ordinary models and of nothing else: what serve.py and the routes around the protocol ask of it."""
+
+    def __init__(self, host: Host, config: ServerConfig):
+        self.host, self.config = host, config
+        self.connections = Connections(config)
+        self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
+        self.draining = False
+        self.rpc: Rpc | None = None
+        self.failure: BaseException | None = None
+        self.hung = False
+        self.worker = _Requests(host)
+        self.served = _Named("models")
+        self._registry = CollectorRegistry()
+        self._registry.register(_Collected(self.counts))
+        ProcessCollector(registry=self._registry)
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while the process serves; a model that breaks is replaced, and needs no restart of the server."""
+        return JSONResponse({"status": "draining" if self.draining else "ready"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: 200 while new requests are taken."""
+        ready = self.host.started and not self.draining
+        return JSONResponse({"status": "ready" if ready else "draining"}, 200 if ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return JSONResponse({"version": __version__})
+
+    async def prometheus(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE)
+
+
+class _Collected(Collector):
+    def __init__(self, counts: HttpCounts):
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Prometheus' hook."""
+        yield from self._counts.collect()
+
+
+def create_models_app(host: Host, config: ServerConfig) -> FastAPI:
+    """The ASGI app that serves `host` alone; its `ModelServer` is at `app.state.server`."""
+    server = ModelServer(host, config)
+    app = FastAPI(title="tilewright", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = server
+    app.add_middleware(Gate, config=config, counts=server.counts)
+    if config.cors_origins:
+        exposed = ["x-request-id", "retry-after", "inference-header-content-length"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
+    app.add_middleware(Access, counts=server.counts)
+    errors.install(app)
+    gets = {"/health": server.health, "/ready": server.ready, "/version": server.version, "/metrics": server.prometheus}
+    for path, endpoint in gets.items():
+        app.add_route(path, endpoint, methods=["GET"])
+    server.counts.paths = frozenset(gets)
+    attach(app, host, config)
+    return app

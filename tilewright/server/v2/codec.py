@@ -1,0 +1,242 @@
+"""Inference requests and answers of the Open Inference Protocol over HTTP: JSON, with tensors in it or as bytes behind it.
+
+A body is a JSON object. With the header `Inference-Header-Content-Length` it is that many bytes of JSON, and then the data of
+those tensors that have `binary_data_size`, in their order. What a size says is compared with the bytes that are there; a
+tensor is never allocated by its declared shape. Bytes of a request are not copied: tensors are views of the body.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from tilewright.host.compare import array_of
+from tilewright.host.errors import Refused
+from tilewright.host.host import Answer
+from tilewright.host.tensors import DATATYPES, MAX_DIMS, Wire
+from tilewright.host.version import Ask
+
+__all__ = [
+    "DEFAULT_PRIORITY",
+    "InferRequest",
+    "answer_body",
+    "ask_of",
+    "inflated",
+    "numbers",
+    "parse_infer",
+    "parse_json",
+    "shape_of",
+]
+
+DEFAULT_PRIORITY = 100
+"""Of a request that names none, or 0; 1 is the most urgent."""
+MAX_PRIORITY = 1 << 20
+MAX_INPUTS = 1024
+UNSUPPORTED = {
+    "shared_memory_region": "shared memory is not supported: send the tensor's data",
+    "classification": "classification is not supported: take the scores and choose",
+}
+
+
+@dataclass(slots=True)
+class InferRequest:
+    """A request, as far as its own words go; whether a model takes it is the model's to say."""
+
+    inputs: dict[str, Wire]
+    outputs: dict[str, bool | None] = field(default_factory=dict)
+    """Outputs that are wanted, and whether as bytes; {}: all of them."""
+    binary: bool = False
+    """Whether outputs that do not say so are wanted as bytes."""
+    ask: Ask = field(default_factory=Ask)
+    id: str = ""
+
+
+def parse_json(raw: bytes | memoryview, what: str = "the body") -> dict[str, Any]:
+    """A JSON object. Raises Refused: it is none."""
+    try:
+        found = json.loads(bytes(raw)) if raw else {}
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{what} is no JSON: {str(error)[:100]}") from None
+    if not isinstance(found, dict):
+        raise Refused(f"{what} is JSON, but no object: got {type(found).__name__}")
+    return found
+
+
+def inflated(raw: bytes, encoding: str, most: int) -> bytes:
+    """A body as it was before it was compressed. Raises Refused: another encoding, damaged, or larger than `most` bytes."""
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return raw
+    if encoding not in ("gzip", "deflate"):
+        raise Refused(f"content-encoding is {encoding[:40]!r}, wanted gzip, deflate or none")
+    unpacker = zlib.decompressobj(wbits=47)  # a header of zlib or gzip
+    try:
+        body = unpacker.decompress(raw, most + 1)
+    except zlib.error:
+        raise Refused(f"the body is not {encoding}, which content-encoding says it is") from None
+    if len(body) > most:
+        raise Refused(f"the body is larger than {most} bytes once it is unpacked, the most this server takes")
+    if not unpacker.eof:
+        raise Refused(f"the body's {encoding} data ends too early")
+    return body
+
+
+def parse_infer(raw: bytes, header_length: str | None) -> InferRequest:
+    """A request from its body and its `Inference-Header-Content-Length`. Raises Refused."""
+    whole, json_bytes = memoryview(raw), len(raw)
+    if header_length is not None:
+        if not (header_length.isascii() and header_length.isdecimal() and int(header_length[:12]) <= len(raw)):
+            raise Refused(f"Inference-Header-Content-Length is {header_length[:20]!r}, and the body has {len(raw)} bytes")
+        json_bytes = int(header_length[:12])
+    said = parse_json(whole[:json_bytes])
+    listed = said.get("inputs")
+    if not isinstance(listed, list) or not listed or len(listed) > MAX_INPUTS:
+        raise Refused(f"inputs is no list of 1 to {MAX_INPUTS} tensors")
+    inputs, at = dict[str, Wire](), json_bytes
+    for one in listed:
+        name, wire, at = _input(one, whole, at)
+        if name in inputs:
+            raise Refused(f"two inputs have the name {name!r}")
+        inputs[name] = wire
+    if at != len(raw):
+        raise Refused(f"{len(raw) - at} bytes are left behind the tensors' binary data; the sizes do not add up to the body")
+    parameters = _parameters(said, "the request")
+    identity = said.get("id", "")
+    if not isinstance(identity, str) or len(identity) > 1024:
+        raise Refused("id is no text of at most 1024 characters")
+    binary = parameters.get("binary_data_output", False)
+    return InferRequest(inputs, _wanted(said.get("outputs")), bool(binary), ask_of(parameters), identity)
+
+
+def _parameters(of: Mapping[str, Any], whose: str) -> Mapping[str, Any]:
+    found = of.get("parameters") or {}
+    if not isinstance(found, dict):
+        raise Refused(f"the parameters of {whose} are no object")
+    for name, why in UNSUPPORTED.items():
+        if found.get(name):
+            raise Refused(f"{whose}: {why}")
+    return found
+
+
+def _input(one: Any, whole: memoryview, at: int) -> tuple[str, Wire, int]:
+    """(name, tensor, where the next tensor's bytes begin)."""
+    if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+        raise Refused("an input is no object with a name")
+    name = one["name"][:200]
+    datatype, shape = one.get("datatype"), shape_of(one.get("shape"), name)
+    if datatype not in DATATYPES:
+        raise Refused(f"input {name!r} has datatype {str(datatype)[:40]!r}, wanted one of {', '.join(DATATYPES)}")
+    size = _parameters(one, f"input {name!r}").get("binary_data_size")
+    if size is None:
+        if "data" not in one:
+            raise Refused(f"input {name!r} has neither data nor binary_data_size")
+        return name, Wire(datatype, shape, numbers(one["data"], datatype, shape, name)), at
+    if "data" in one:
+        raise Refused(f"input {name!r} has data and binary_data_size, wanted one of them")
+    if type(size) is not int or not 0 <= size <= len(whole) - at:
+        raise Refused(f"input {name!r} has binary_data_size {str(size)[:30]}, and {len(whole) - at} bytes are left in the body")
+    return name, Wire(datatype, shape, whole[at : at + size]), at + size
+
+
+def shape_of(said: Any, name: str) -> tuple[int, ...]:
+    """A declared shape. Raises Refused: it is none."""
+    if (
+        not isinstance(said, list | tuple)
+        or len(said) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 48 for n in said)
+    ):
+        raise Refused(f"input {name!r} has a shape that is none: {str(said)[:80]}; wanted at most {MAX_DIMS} whole numbers")
+    return tuple(said)
+
+
+def numbers(said: Any, datatype: str, shape: tuple[int, ...], name: str) -> bytes:
+    """The bytes of a tensor whose numbers stand in JSON, nested or flat. Raises Refused: they are others than declared."""
+    try:
+        array = np.asarray(said if isinstance(said, list) else [said])
+    except (ValueError, OverflowError, RecursionError):
+        raise Refused(f"input {name!r} has data that is no list of numbers, or whose rows differ in length") from None
+    if array.size != prod(shape):
+        raise Refused(f"input {name!r} has {array.size} numbers, and shape {list(shape)} has {prod(shape)}")
+    if not array.size:
+        return b""
+    kind = DATATYPES[datatype].numpy or "float32"
+    wanted = np.dtype(kind)
+    takes = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[wanted.kind]
+    if array.dtype.kind not in takes:
+        words = {"b": "true and false", "i": "whole numbers", "u": "whole numbers", "f": "numbers"}[wanted.kind]
+        raise Refused(f"input {name!r} is {datatype}, and its data is not only {words}")
+    if wanted.kind in "iu":
+        limits = np.iinfo(wanted)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise Refused(f"input {name!r} has numbers outside of {datatype}, {limits.min} to {limits.max}")
+    with np.errstate(over="ignore"):
+        array = array.astype(wanted)
+    if datatype == "BF16":
+        bits = array.view(np.uint32)
+        # Round to nearest, ties to even; what is not finite only loses its lowest bits.
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        array = (np.where(np.isfinite(array), rounded, bits) >> 16).astype(np.uint16)
+    return array.tobytes()
+
+
+def _wanted(said: Any) -> dict[str, bool | None]:
+    if said is None:
+        return {}
+    if not isinstance(said, list) or len(said) > MAX_INPUTS:
+        raise Refused("outputs is no list of outputs")
+    found = dict[str, bool | None]()
+    for one in said:
+        if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+            raise Refused("an output is no object with a name")
+        binary = _parameters(one, f"output {one['name'][:200]!r}").get("binary_data")
+        found[one["name"]] = None if binary is None else bool(binary)
+    return found
+
+
+def ask_of(parameters: Mapping[str, Any]) -> Ask:
+    """Priority, timeout and sequence from a request's parameters. Raises Refused."""
+    for name in ("priority", "timeout"):
+        value = parameters.get(name, 0)
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise Refused(f"{name} is {str(value)[:40]!r}, wanted a whole number that is not negative")
+    sequence = parameters.get("sequence_id")
+    if sequence is not None and (type(sequence) not in (int, str) or len(str(sequence)) > 128):
+        raise Refused("sequence_id is neither a whole number nor a short text")
+    timeout_us = parameters.get("timeout", 0)
+    return Ask(
+        priority=min(parameters.get("priority", 0), MAX_PRIORITY) or DEFAULT_PRIORITY,
+        timeout_s=timeout_us / 1e6 if timeout_us else None,
+        sequence=sequence,
+        starts=bool(parameters.get("sequence_start")),
+        ends=bool(parameters.get("sequence_end")),
+    )
+
+
+def answer_body(answer: Answer, request: InferRequest) -> tuple[bytes, int | None]:
+    """(the body, how many bytes of it are JSON where bytes of tensors follow). Raises Refused: no such output."""
+    names: Sequence[str] = tuple(request.outputs) or tuple(answer.outputs)
+    listed, blobs = list[dict[str, Any]](), list[bytes]()
+    for name in names:
+        wire = answer.outputs.get(name)
+        if wire is None:
+            raise Refused(f"model {answer.model} has no output {name[:200]!r}; it has {', '.join(answer.outputs)}")
+        said: dict[str, Any] = {"name": name, "datatype": wire.datatype, "shape": list(wire.shape)}
+        binary = request.outputs.get(name)
+        if request.binary if binary is None else binary:
+            said["parameters"] = {"binary_data_size": len(wire.data)}
+            blobs.append(bytes(wire.data))
+        else:
+            said["data"] = array_of(wire).ravel().tolist()
+        listed.append(said)
+    whole: dict[str, Any] = {"model_name": answer.model, "model_version": str(answer.version), "outputs": listed}
+    if request.id:
+        whole["id"] = request.id
+    try:
+        head = json.dumps(whole, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        raise Refused("the outputs have numbers that JSON does not have (NaN or infinity); ask for binary_data") from None
+    return (b"".join((head, *blobs)), len(head)) if blobs else (head, None)

@@ -1,0 +1,190 @@
+"""Routes of the Open Inference Protocol v2, and POST /predict/NAME beside it.
+
+    GET  /v2  /v2/health/live  /v2/health/ready                    the server
+    GET  /v2/models/NAME[/versions/N]                              metadata; /ready, /config and /stats below it
+    POST /v2/models/NAME[/versions/N]/infer                        inference
+    POST /v2/repository/index  /v2/repository/models/NAME/load  /unload
+    POST /predict/NAME                                             JSON, CSV or an image (predict.py)
+
+Errors are the protocol's: `{"error": sentence}`.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from tilewright import __version__
+from tilewright.host.errors import Expired, Failed, HostError, NotFound, Overloaded, Refused, Unavailable
+from tilewright.host.host import Host, Model
+from tilewright.server.bodies import Bodies
+from tilewright.server.config import ServerConfig
+from tilewright.server.v2.codec import answer_body, inflated, parse_infer, parse_json
+from tilewright.server.v2.describe import EXTENSIONS, config_of, index_of, metadata_of, stats_of
+from tilewright.server.v2.predict import predict
+
+__all__ = ["STATUS", "Inference", "failure"]
+
+STATUS: dict[type[HostError], int] = {
+    Refused: 400,
+    NotFound: 404,
+    Overloaded: 429,
+    Failed: 500,
+    Unavailable: 503,
+    Expired: 504,
+}
+INLINE_BYTES = 64 << 10
+"""Bodies whose JSON is larger are read on a thread: nobody else should wait for it."""
+
+
+def failure(error: HostError) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of an error."""
+    headers = {"content-type": "application/json"}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1e3))
+    return STATUS[type(error)], headers, json.dumps({"error": str(error)}).encode()
+
+
+def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HostError)
+    status, headers, body = failure(error)
+    return Response(body, status, headers=headers)
+
+
+class Inference:
+    """The endpoints around one host."""
+
+    def __init__(self, host: Host, config: ServerConfig):
+        self.host, self.config = host, config
+        self._bodies = Bodies(config)
+        self.draining: Callable[[], bool] = lambda: False
+
+    def install(self, app: FastAPI) -> frozenset[str]:
+        """Add the routes to an app; their paths."""
+        for kind in STATUS:
+            app.add_exception_handler(kind, _error)
+        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v2": self.server,
+            "/v2/health/live": self.live,
+            "/v2/health/ready": self.ready,
+            "/v2/models/stats": self.stats,
+            "/v2/models/{name}": self.metadata,
+            "/v2/models/{name}/ready": self.model_ready,
+            "/v2/models/{name}/config": self.model_config,
+            "/v2/models/{name}/stats": self.stats,
+        }
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v2/models/{name}/infer": self.infer,
+            "/v2/repository/index": self.index,
+            "/v2/repository/models/{name}/load": self.load,
+            "/v2/repository/models/{name}/unload": self.unload,
+            "/predict/{name}": self.predict,
+            "/predict/{name}/versions/{version}": self.predict,
+        }
+        for paths, method in ((gets, "GET"), (posts, "POST")):
+            for path, endpoint in paths.items():
+                app.add_route(path, endpoint, methods=[method])
+                if path.startswith("/v2/models/{name}"):
+                    versioned = path.replace("{name}", "{name}/versions/{version}")
+                    app.add_route(versioned, endpoint, methods=[method])
+        return frozenset(path for path in (*gets, *posts) if "{" not in path)
+
+    # ---- about
+
+    async def server(self, request: Request) -> Response:
+        """GET /v2."""
+        return JSONResponse({"name": "tilewright", "version": __version__, "extensions": list(EXTENSIONS)})
+
+    async def live(self, request: Request) -> Response:
+        """GET /v2/health/live."""
+        return Response(status_code=200)
+
+    async def ready(self, request: Request) -> Response:
+        """GET /v2/health/ready: 200 while requests are taken and every model that is loaded takes them."""
+        ready = self.host.started and not self.draining() and all(model.ready for model in self.host.models.values())
+        return Response(status_code=200 if ready else 503)
+
+    def _model(self, request: Request) -> tuple[Model, int | None]:
+        model = self.host.model(request.path_params["name"])
+        return model, self.host.version(model, request.path_params.get("version"))
+
+    async def metadata(self, request: Request) -> Response:
+        """GET /v2/models/NAME."""
+        model, version = self._model(request)
+        return JSONResponse(metadata_of(model, version))
+
+    async def model_ready(self, request: Request) -> Response:
+        """GET /v2/models/NAME/ready."""
+        model, version = self._model(request)
+        ready = model.ready if version is None or model.pipeline else model.versions[version].ready
+        return Response(status_code=200 if ready and not self.draining() else 503)
+
+    async def model_config(self, request: Request) -> Response:
+        """GET /v2/models/NAME/config."""
+        return JSONResponse(config_of(self._model(request)[0]))
+
+    async def stats(self, request: Request) -> Response:
+        """GET /v2/models/stats and /v2/models/NAME/stats."""
+        if "name" not in request.path_params:
+            return JSONResponse({"model_stats": [one for m in self.host.models.values() for one in stats_of(m, None)]})
+        return JSONResponse({"model_stats": stats_of(*self._model(request))})
+
+    # ---- the repository
+
+    async def index(self, request: Request) -> Response:
+        """POST /v2/repository/index."""
+        said = parse_json(await self._bodies.read(request))
+        return JSONResponse(index_of(self.host, ready=bool(said.get("ready"))))
+
+    async def load(self, request: Request) -> Response:
+        """POST /v2/repository/models/NAME/load."""
+        said = parse_json(await self._bodies.read(request))
+        if said.get("parameters"):
+            raise Refused("load takes no parameters: a model's config is its TOML, and its files are those of the repository")
+        await self.host.load(request.path_params["name"])
+        return JSONResponse({})
+
+    async def unload(self, request: Request) -> Response:
+        """POST /v2/repository/models/NAME/unload."""
+        parse_json(await self._bodies.read(request))
+        await self.host.unload(request.path_params["name"])
+        return JSONResponse({})
+
+    # ---- inference
+
+    def _check_open(self) -> None:
+        if self.draining():
+            raise Unavailable("the server is shutting down and takes no new requests")
+
+    async def infer(self, request: Request) -> Response:
+        """POST /v2/models/NAME/infer."""
+        self._check_open()
+        raw, headers = await self._bodies.read(request), request.headers
+        if "content-encoding" in headers:
+            raw = await asyncio.to_thread(inflated, raw, headers["content-encoding"], self.config.max_body_bytes)
+        length = headers.get("inference-header-content-length")
+        small = len(raw) <= INLINE_BYTES or (length is not None and length.isdecimal() and int(length[:12]) <= INLINE_BYTES)
+        asked = parse_infer(raw, length) if small else await asyncio.to_thread(parse_infer, raw, length)
+        answer = await self.host.infer(request.path_params["name"], request.path_params.get("version"), asked.inputs, asked.ask)
+        size = sum(len(wire.data) for wire in answer.outputs.values())
+        made = answer_body(answer, asked) if size <= INLINE_BYTES else await asyncio.to_thread(answer_body, answer, asked)
+        body, json_bytes = made
+        if json_bytes is None:
+            return Response(body, media_type="application/json")
+        said = {"inference-header-content-length": str(json_bytes)}
+        return Response(body, media_type="application/octet-stream", headers=said)
+
+    async def predict(self, request: Request) -> Response:
+        """POST /predict/NAME."""
+        self._check_open()
+        model = self.host.model(request.path_params["name"])
+        raw = await self._bodies.read(request)
+        kind = request.headers.get("content-type", "")
+        inputs = await asyncio.to_thread(predict, model.signature, raw, kind)
+        answer = await self.host.infer(model.name, request.path_params.get("version"), inputs.inputs, inputs.ask)
+        media, body = inputs.answered(answer, request.headers.get("accept", ""))
+        return Response(body if isinstance(body, bytes) else json.dumps(body, allow_nan=False), media_type=media)

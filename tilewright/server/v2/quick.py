@@ -1,0 +1,126 @@
+"""The short way of small inference requests: from the connection's bytes to the model's queue, and back.
+
+A request for a batched tensor of a few hundred bytes costs the model some microseconds, and a web framework half a
+millisecond. So `POST /v2/models/NAME/infer` is read here where it is plain: HTTP/1.1, a Content-Length of at most
+`MAX_BODY_BYTES`, no transfer or content encoding, nobody's Origin, nothing that gate.py refuses. Everything else goes the
+usual way, and is answered or refused there: this file never refuses a request for the form of its head.
+
+A head that came before is not read again: clients send the same one over and over.
+"""
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+
+from tilewright.host.errors import HostError
+from tilewright.host.host import Host
+from tilewright.server.access import note, request_id_from
+from tilewright.server.connections import PARTIAL, Short, Taken
+from tilewright.server.gate import Gate
+from tilewright.server.metrics import HttpCounts
+from tilewright.server.v2.codec import answer_body, parse_infer
+from tilewright.server.v2.http import failure
+
+__all__ = ["Quick"]
+
+MAX_BODY_BYTES = 64 << 10
+MAX_HEAD_BYTES = 8 << 10
+MAX_HEADS = 1024
+"""Heads that are remembered."""
+START = b"POST /v2/models/"
+PATH = re.compile(rb"/v2/models/([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:/versions/([0-9]{1,9}))?/infer")
+NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+UNUSUAL = {"transfer-encoding", "content-encoding", "expect", "upgrade", "origin", "te", "trailer", "http2-settings"}
+
+
+class _Head(NamedTuple):
+    """What a head says."""
+
+    path: str
+    model: str
+    version: str | None
+    body_bytes: int
+    json_bytes: str | None
+    request_id: str | None
+
+
+class Quick:
+    """The shortcut of one server's connections.
+
+    Args:
+        host: the models.
+        gate: refuses who may not come in, as on the usual way.
+        counts: of requests.
+        draining: whether new requests are refused.
+    """
+
+    def __init__(self, host: Host, gate: Gate, counts: HttpCounts, draining: Callable[[], bool]):
+        self._host, self._gate, self._counts, self._draining = host, gate, counts, draining
+        self._heads: OrderedDict[bytes, _Head] = OrderedDict()
+
+    def take(self, data: bytes, client: str) -> Taken | object | None:
+        """The request that the data begins with, `PARTIAL`, or None: the usual way."""
+        if not data.startswith(START):
+            return PARTIAL if START.startswith(data) else None
+        end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
+        if end < 0:
+            return PARTIAL if len(data) < MAX_HEAD_BYTES else None
+        raw = data[:end]
+        head = self._heads.get(raw) or self._read(raw)
+        if head is None or self._draining():
+            return None
+        whole = end + 4 + head.body_bytes
+        if len(data) < whole:
+            return PARTIAL
+        return Taken(whole, self._answer(head, data[end + 4 : whole], client))
+
+    def _read(self, raw: bytes) -> _Head | None:
+        """A head that was not seen before; None: it is unusual."""
+        lines = raw.split(b"\r\n")
+        words = lines[0].split(b" ")
+        if len(words) != 3 or words[2] != b"HTTP/1.1" or raw.count(b"\n") != len(lines) - 1 or b"\0" in raw:
+            return None
+        path, fields = PATH.fullmatch(words[1]), dict[str, str]()
+        for line in lines[1:]:
+            name, colon, value = line.partition(b":")
+            key = name.decode("latin-1").lower()
+            if not colon or not NAME.fullmatch(name) or key in fields or key in UNUSUAL or b"\r" in value:
+                return None
+            fields[key] = value.decode("latin-1").strip(" \t")
+        length = fields.get("content-length", "")
+        if path is None or not (length.isascii() and length.isdecimal()) or int(length[:9]) > MAX_BODY_BYTES:
+            return None
+        if fields.get("connection", "keep-alive").lower() != "keep-alive" or "host" not in fields:
+            return None
+        where = words[1].decode()
+        # Asked last: a wrong key is counted, and what is refused is asked again on the usual way.
+        if self._gate.refusal("POST", where, Headers(fields), counted=False) is not None:
+            return None
+        version = None if path[2] is None else path[2].decode()
+        json_bytes, identity = fields.get("inference-header-content-length"), fields.get("x-request-id")
+        head = _Head(where, path[1].decode(), version, int(length), json_bytes, identity)
+        if identity is None:
+            self._heads[raw] = head
+            if len(self._heads) > MAX_HEADS:
+                self._heads.popitem(last=False)
+        return head
+
+    async def _answer(self, head: _Head, body: bytes, client: str) -> Short:
+        started_s, request_id = time.perf_counter(), request_id_from(head.request_id or "")
+        try:
+            request = parse_infer(body, head.json_bytes)
+            answer = await self._host.infer(head.model, head.version, request.inputs, request.ask)
+            found, json_bytes = answer_body(answer, request)
+            status, headers = 200, {"content-type": "application/json"}
+            if json_bytes is not None:
+                headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(json_bytes)}
+        except HostError as error:
+            status, headers, found = failure(error)
+        headers["x-request-id"] = request_id
+        seconds = time.perf_counter() - started_s
+        note(self._counts, method="POST", path=head.path, status=status, seconds=seconds, request_id=request_id, client=client)
+        return Short(status, headers, found)
