@@ -17,7 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tests.server.tiny_model import write_tiny_model
-from tests.train.options import TRAIN_OPTIONS
+from tests.train.options import TRAIN_VERBS
 from tilewright import __version__
 from tilewright.cli import app
 
@@ -47,8 +47,7 @@ OPTIONS = {
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
         *("--invariant", "--no-invariant", "--max-adapters", "--max-adapter-rank"),
     },
-    "merge": {"--out", "--dtype"},
-    "train run": TRAIN_OPTIONS,
+    **TRAIN_VERBS,
     "bench engine": {
         *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),
         *("--page-size", "--max-tokens-per-step", "--out", "--resume", "--json"),

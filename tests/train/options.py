@@ -1,4 +1,4 @@
-"""The options of `tilewright train run`: frozen, because one that goes or is renamed breaks somebody's script."""
+"""The options of `tilewright train run` and `merge`: frozen, because one that goes or is renamed breaks somebody's script."""
 
 TRAIN_OPTIONS = {
     *("--json", "--model", "--init", "--init-std", "--depth-scaled", "--no-depth-scaled", "--mup-base", "--tokenizer"),
@@ -22,3 +22,4 @@ TRAIN_OPTIONS = {
     *("--save-every", "--save-async", "--no-save-async", "--keep", "--eval-data", "--eval-every", "--eval-rows"),
     *("--sample-every", "--sample-prompt", "--sample-tokens", "--tensorboard", "--no-tensorboard"),
 }
+TRAIN_VERBS = {"merge": {"--out", "--dtype"}, "train run": TRAIN_OPTIONS}
