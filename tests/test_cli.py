@@ -23,9 +23,8 @@ from tilewright.cli import app
 
 ENGINE_OPTIONS = {
     *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
-    "--memory-fraction",
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
-    *("--max-tokens-per-step", "--prefill-chunk"),
+    *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {
@@ -45,13 +44,14 @@ OPTIONS = {
     "warmup": {
         *("--out", "--arch", "--card", "--jobs", "--json"),
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
-        *("--invariant", "--no-invariant", "--max-adapters", "--max-adapter-rank"),
+        *("--invariant", "--no-invariant", "--speculate", "--max-adapters", "--max-adapter-rank"),
     },
     **TRAIN_VERBS,
     "bench engine": {
         *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),
-        *("--page-size", "--max-tokens-per-step", "--out", "--resume", "--json"),
+        *("--page-size", "--max-tokens-per-step", "--speculate", "--out", "--resume", "--json"),
     },
+    "bench engine-host": {"--running", "--context", "--steps", "--speculate", "--json"},
     "compare": {
         *("--model", "--ours", "--baseline", "--beside", "--claim", "--report", "--budget", "--whole", "--seed", "--threads"),
         *("--device", "--json", "--counters", "--no-counters"),

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.request import SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
-from tilewright.engine.step import FillMasks, Row, Step, StepResult
+from tilewright.engine.step import FillMasks, Row, Step, StepResult, agreed
 from tilewright.engine.tokenizer import Tokenizer
 
 EMPTY = -1
@@ -124,7 +124,8 @@ class _Work:
         assert request.slot is not None
         self.slot = request.slot
         self.start, self.count, self.samples = row.start, row.count, row.samples
-        self.tokens = request.tokens(row.start, row.start + row.count)
+        self.drafts = row.drafts
+        self.tokens = [*request.tokens(row.start, row.start + row.count), *row.drafts]
         self.pages = list(request.pages)
         self.seed = request.seed
         self.wants = request.params.logprobs is not None
@@ -162,7 +163,9 @@ class FakeRunner:
         self.faults(self.launched)
         rows = [_Work(row) for row in step.rows]
         for row, work in zip(step.rows, rows, strict=True):
-            assert work.start + work.count <= len(row.request) + 1, "more than one token of a row is not known"
+            drafted = len(row.drafts)
+            assert work.start + work.count <= len(row.request) + drafted + (not drafted), "more than one token is not known"
+            assert not drafted or work.start + work.count == len(row.request) + drafted, "drafts that follow nothing"
             assert len(work.pages) * self.page_size >= work.start + work.count, "a row writes beyond its pages"
         sources, destinations = {a for a, _ in step.copies}, [b for _, b in step.copies]
         assert len(set(destinations)) == len(destinations)
@@ -200,15 +203,27 @@ class FakeRunner:
                 state = mix(state, value)
                 cells.append(state)
             self._write(1, work, cells[work.start :])
-        tokens = [draw(fold(self._read(1, work)), work.seed, self.vocab_size) if work.samples else None for work in rows]
-        for work, token in zip(rows, tokens, strict=True):
-            if token is not None:
-                self.latest[work.slot] = token
-        self.results[ticket] = StepResult(
-            tokens=tokens,
-            logprobs=[_logprob(t) if w.wants and t is not None else None for w, t in zip(rows, tokens, strict=True)],
+        tokens = [self._sampled(i, work) for i, work in enumerate(rows)]
+        for work, drawn in zip(rows, tokens, strict=True):
+            if drawn:
+                self.latest[work.slot] = drawn[-1]
+        self.results[ticket] = StepResult.of(
+            tokens,
+            logprobs=[_logprob(t) if work.wants else None for work, drawn in zip(rows, tokens, strict=True) for t in drawn],
             prompt_logprobs=[None if w.prompt is None else [_logprob(t) for t in w.prompt] for w in rows],
         )
+
+    def _sampled(self, number: int, work: _Work) -> list[int]:
+        """The samples of a row that count: up to the first that is not its draft."""
+        if not work.samples:
+            return []
+        cells, drafts = self._read(1, work), len(work.drafts)
+        drawn = [self.draw(number, i, fold(cells[: len(cells) - drafts + i]), work.seed) for i in range(drafts + 1)]
+        return drawn[: agreed(work.drafts, drawn)]
+
+    def draw(self, row: int, sample: int, state: int, seed: int) -> int:
+        """Sample number `sample` of a row."""
+        return draw(state, seed, self.vocab_size)
 
     def _write(self, layer: int, work: _Work, cells: list[int]) -> None:
         for position, cell in enumerate(cells, start=work.start):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.engine.fake_runner import FakeRunner, Fault, draw, fold, next_token
+from tests.engine.fake_runner import FakeRunner, Fault, next_token
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.step import FillMasks, Step, StepResult
 
@@ -19,7 +19,8 @@ class MaskedRunner(FakeRunner):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.masked: dict[int, tuple[int, ...]] = {}
-        self.masks: dict[int, dict[int, np.ndarray]] = {}
+        self.masks: dict[int, dict[tuple[int, int], np.ndarray]] = {}
+        self.flags: dict[tuple[int, int], np.ndarray] = {}
         self.hurt = False
 
     def launch(self, step: Step) -> int:
@@ -39,10 +40,11 @@ class MaskedRunner(FakeRunner):
         while self.queue[0][0] < ticket:
             assert self.hurt, "a step before it has not been run"
             self.masked.pop(self.queue.pop(0)[0], None)  # dropped with the step that failed
-        bits = np.zeros((len(self.masked[ticket]), words), np.int32)
+        lines = [(i, sample) for i in self.masked.pop(ticket) for sample in range(len(self.queue[0][1][i].drafts) + 1)]
+        bits = np.zeros((len(lines), words), np.int32)
         fill(bits)
         flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-        self.masks[ticket] = dict(zip(self.masked.pop(ticket), flags, strict=True))
+        self.masks[ticket] = dict(zip(lines, flags, strict=True))
 
     def collect(self, ticket: int) -> StepResult:
         """The result of a launch, masks applied."""
@@ -54,15 +56,16 @@ class MaskedRunner(FakeRunner):
             raise
 
     def _run(self) -> None:
-        ticket, rows, _ = self.queue[0]
+        ticket = self.queue[0][0]
         assert ticket not in self.masked, "run before it was sampled"
-        masks = self.masks.pop(ticket, {})
+        self.flags = self.masks.pop(ticket, {})
         super()._run()
-        tokens = list(self.results[ticket].tokens)
-        for i, flags in masks.items():
-            token = allowed_from(draw(fold(self._read(1, rows[i])), rows[i].seed, self.vocab_size), flags.__getitem__)
-            tokens[i] = self.latest[rows[i].slot] = token
-        self.results[ticket] = StepResult(tokens, self.results[ticket].logprobs, self.results[ticket].prompt_logprobs)
+
+    def draw(self, row: int, sample: int, state: int, seed: int) -> int:
+        """As the fake runner, but for what the mask forbids."""
+        token = super().draw(row, sample, state, seed)
+        flags = self.flags.get((row, sample))
+        return token if flags is None else allowed_from(token, flags.__getitem__)
 
 
 def allowed_from(token: int, allowed: Callable[[int], object], vocab_size: int = 257) -> int:

@@ -74,7 +74,7 @@ class Pair:
             assert blocked or not queued or fault is not None, "nothing is in flight and nothing is scheduled"
         while len(self.in_flight) > (step is not None and self.runner.asynchronous):
             done, ticket = self.in_flight.pop(0)
-            self.scheduler.complete(done, self.runner.collect(ticket).tokens)
+            self.scheduler.complete(done, self.runner.collect(ticket))
             check(self.scheduler)
         return step
 

@@ -84,6 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "few pages, small chunks": {"kv_cache_bytes": 30 << 10, "page_size": 4, "prefill_chunk": 5},
     "no prefix cache": {"prefix_cache": False, "page_size": 4},
+    "guessing ahead": {"speculate": "ngram", "draft_tokens": 3},
 }
 
 

@@ -1,5 +1,7 @@
 """The packed arrays of a step against what the contract of `Step` says, computed token by token."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -8,11 +10,12 @@ from tilewright.engine.request import Request, SamplingParams
 from tilewright.engine.step import Row, Step
 
 PAGE = 4
+LEASES = itertools.count()
 
 
 def request(slot: int, prompt: int, output: int = 0, pending: int = 0, **params: object) -> Request:
     made = Request(f"r{slot}", list(range(100 * slot, 100 * slot + prompt)), SamplingParams(seed=7, **params))  # type: ignore[arg-type]
-    made.slot = slot
+    made.slot, made.lease = slot, next(LEASES)
     made.output_ids = [900 + i for i in range(output)]
     made.pending = pending
     made.pages = [10 * slot + i for i in range(-(-(made.total + 1) // PAGE))]
@@ -29,7 +32,7 @@ def packed(step: Step, tokens: int, seqs: int, sampled: int, packer: Packer | No
     return views
 
 
-MIXED = Step(
+MIXED = Step.of(
     (
         Row(request(3, 5, 2), 6, 1, True),
         Row(request(1, 4, 0, pending=1), 4, 1, True),
@@ -67,13 +70,13 @@ def test_mixed_step() -> None:
 
 def test_parameters_follow_the_slot() -> None:
     row = MIXED.rows[3]._replace(samples=True)
-    got = packed(Step((row,)), 7, 1, 1)
+    got = packed(Step.of((row,)), 7, 1, 1)
     names = ("temperature", "top_k", "top_p", "min_p")
     assert [got[name][0] for name in names] == pytest.approx([0.5, 3, 0.9, 0.1])
 
 
 def test_padding_rows_write_nowhere_and_see_nothing() -> None:
-    got = packed(Step(MIXED.rows[:2]), 5, 5, 5)
+    got = packed(Step.of(MIXED.rows[:2]), 5, 5, 5)
     assert got["slots"][2:].tolist() == [-1] * 3
     assert got["kv_lens"][2:].tolist() == [0] * 3
     assert got["feed"][2:].tolist() == [-1] * 3
@@ -85,16 +88,16 @@ def test_padding_rows_write_nowhere_and_see_nothing() -> None:
 def test_tables_follow_growth_preemption_and_a_new_owner() -> None:
     packer = Packer(page_size=PAGE, max_seqs=8, max_pages=16)
     first = request(0, 6)
-    assert packer.refresh(Step((Row(first, 0, 6, True),))) == len(first.pages)
+    assert packer.refresh(Step.of((Row(first, 0, 6, True),))) == len(first.pages)
     first.pages.append(77)
-    packer.refresh(Step((Row(first, 6, 1, True),)))
+    packer.refresh(Step.of((Row(first, 6, 1, True),)))
     assert packer.tables[0, : len(first.pages)].tolist() == first.pages
-    first.preemptions, first.pages = 1, [5, 6, 8]
-    packer.refresh(Step((Row(first, 0, 6, True),)))
+    first.lease, first.pages = next(LEASES), [5, 6, 8]
+    packer.refresh(Step.of((Row(first, 0, 6, True),)))
     assert packer.tables[0, :3].tolist() == [5, 6, 8]
     second = request(0, 6, temperature=0.25)
     second.pages = [1, 2, 3]
-    packer.refresh(Step((Row(second, 0, 6, True),)))
+    packer.refresh(Step.of((Row(second, 0, 6, True),)))
     assert packer.tables[0, :3].tolist() == [1, 2, 3]
 
 

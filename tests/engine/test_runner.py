@@ -45,7 +45,7 @@ def test_whatever_thread_steps_it_launches_on_the_models_device(monkeypatch: pyt
         while engine.has_work:
             engine.step()
         arrived = SimpleNamespace(synchronize=lambda: note("wait"))
-        runner.collect(Ticket(Step(()), [], None, arrived))  # type: ignore[arg-type]
+        runner.collect(Ticket(Step.of(()), None, arrived))  # type: ignore[arg-type]
 
     thread = Thread(target=work)
     thread.start()

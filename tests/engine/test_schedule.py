@@ -3,6 +3,7 @@
 import random
 import time
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.engine.fake_runner import expected, scheduler
 from tests.engine.pair import VOCAB, Pair, check, request, rows, start_again
 from tilewright.engine.request import QueueFull, Request, RequestTooLong, SamplingParams, State
-from tilewright.engine.step import Step
+from tilewright.engine.step import Step, StepResult
 
 
 def test_decode_first_then_prompts_in_pieces():
@@ -352,7 +353,7 @@ def test_scheduling_256_requests_costs_well_under_a_millisecond(capsys):
     sched.add(*(request(str(i), [rng.randrange(VOCAB) for _ in range(500)], 2000) for i in range(256)))
 
     def complete(step: Step) -> None:
-        sched.complete(step, [7 if row.samples else None for row in step.rows])
+        sched.complete(step, StepResult.of([[7] * row.samples for row in step.rows]))
 
     while sched.waiting or any(r.total - r.computed > 1 for r in sched.running):
         step = sched.schedule()
@@ -366,12 +367,11 @@ def test_scheduling_256_requests_costs_well_under_a_millisecond(capsys):
             start = time.perf_counter()
             step = sched.schedule()
             assert step is not None
-            assert len(step.rows) == 256
+            assert len(step.requests) == 256
             flying.append(step)
             while len(flying) > depth:
                 done = flying.pop(0)
-                tokens = [7] * len(done.rows)
-                sched.complete(done, tokens)
+                sched.complete(done, StepResult(np.full(256, 7), np.ones(256, np.int64)))
             times.append(time.perf_counter() - start)
         for step in flying:
             complete(step)

@@ -6,6 +6,7 @@ from tests.engine.fake_runner import scheduler
 from tests.engine.pair import start_again
 from tilewright.engine.request import QueueFull, Request, SamplingParams, State
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.step import StepResult
 
 
 class Queue:
@@ -30,7 +31,7 @@ class Queue:
         step = self.sched.schedule()
         assert step is not None
         self.now_s += 1
-        self.sched.complete(step, [7])
+        self.sched.complete(step, StepResult.of([[7]]))
         return late
 
 

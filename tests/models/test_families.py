@@ -14,13 +14,15 @@ from tests.models.running import run_logits
 from tilewright import SamplingParams
 from tilewright.engine.llm import EngineConfig, load_engine
 from tilewright.engine.outputs import Transcript
-from tilewright.models import Model, load_model, save_model
+from tilewright.models import Model, load_model, save_model, save_quantized
 from tilewright.models.fill import part_names, parts_of
 from tilewright.nn import Packed, PackedKeysValues
+from tilewright.quant import quantize
 
 transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is not installed")
 
 LIMIT = 1e-4
+TOKENS = [5, 9, 31, 7, 80, 2, 44]
 
 
 def random_config(family: str, seed: int) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_configs(family: str, seed: int, tmp_path: Path) -> None:
     """Logits of chunks; then what `save_model` writes, in both libraries."""
@@ -145,6 +147,41 @@ def test_engine(family: str, tmp_path: Path) -> None:
             chosen = want.gather(1, torch.tensor(text[1:])[:, None])[-len(got) :, 0]
             assert (got - chosen).abs().max() < LIMIT
     assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_longrope_follows_the_longest_text(tmp_path: Path) -> None:
+    """Short factors for an engine that takes no more than the model was first trained with; long ones for a text beyond it."""
+    long = {"short_factor": [1.0, 1.1, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8], "long_factor": [2.0 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **long}
+    oracle = make_oracle("phi3", {"rope_parameters": rope, "original_max_position_embeddings": 16})
+    oracle.save_pretrained(tmp_path)
+    prompt = torch.randint(1, 97, (30,), generator=torch.Generator().manual_seed(5)).tolist()
+    for longest, ids in ((16, prompt[:12]), (64, prompt)):
+        options = EngineConfig(max_seqs=1, max_model_len=longest, kv_cache_bytes=1 << 20, device="cpu")
+        engine = load_engine(tmp_path, options)
+        name = engine.submit(ids, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+        transcript = Transcript(ids, 1)
+        while engine.has_work:
+            for delta in engine.step():
+                assert delta.request_id == name
+                transcript.add(delta)
+        tokens = transcript.completion().outputs[0].token_ids
+        want = oracle(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1]
+        assert tokens == want.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["gemma2", "glm4", "olmo2", "phi3"])
+def test_quantised_models_are_saved_and_loaded(family: str, format: str, tmp_path: Path) -> None:
+    """Merged and whole tensors alike: the same logits from the folder as from the model that was quantised."""
+    changes = {**ENGINE[family], "hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 1}
+    make_oracle(family, changes).save_pretrained(tmp_path / "floats")
+    model = load_model(tmp_path / "floats", device="cpu")
+    quantize(model, format)
+    save_quantized(model, tmp_path / "codes", tmp_path / "floats")
+    want = run_logits(model, TOKENS, 5)
+    assert torch.equal(run_logits(load_model(tmp_path / "codes", device="cpu"), TOKENS, 5), want)
+    assert (want - run_logits(load_model(tmp_path / "floats", device="cpu"), TOKENS, 5)).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("family", ["gemma3", "glm4", "granite", "olmo2"])

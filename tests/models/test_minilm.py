@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tilewright import LLM
 from tilewright.hw import env
 from tilewright.models.encoder import Bert
 from tilewright.nn.multi_head import Lengths
@@ -85,3 +86,12 @@ def test_sentences_of_one_meaning_are_near(encoder: Bert, ids: list[list[int]]) 
     similar = near @ near.T
     assert similar[0, 1] > 0.6
     assert similar[0, 2:].max() < 0.2
+
+
+def test_embeddings_are_those_of_sentence_transformers(folder: Path) -> None:
+    """Texts in, embeddings out: tokenizer, pooling and length as the folder says; one text is longer than a pass."""
+    theirs = pytest.importorskip("sentence_transformers", reason="the oracle is sentence-transformers")
+    texts = [*SENTENCES, "word " * 180]
+    want = theirs.SentenceTransformer(str(folder), device="cpu").encode(texts)
+    got = LLM(str(folder), device="cpu", max_tokens_per_step=128, max_seqs=8).embed(texts)
+    assert abs(got - want).max() < 1e-5

@@ -58,7 +58,7 @@ def test_logprobs_are_those_of_transformers_one_sequence_at_a_time() -> None:
     copied = 0
     for path, parameter in model.named_parameters():
         rows = list(getattr(model.get_submodule(path.rpartition(".")[0]), "parts", parameter.shape[:1]))
-        for name, piece in zip(part_names(path, len(rows)), parameter.detach().split(rows), strict=True):
+        for name, piece in zip(part_names(model, path, rows).names, parameter.detach().split(rows), strict=True):
             theirs[name].data.copy_(piece)
             copied += 1
     assert copied == len(theirs)

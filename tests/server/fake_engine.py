@@ -80,7 +80,7 @@ class LetterRunner:
 
     def sample(self, ticket: Step, words: int, fill: FillMasks) -> None:
         """Keeps the masks of a step."""
-        bits = np.zeros((len(ticket.masked), words), np.int32)
+        bits = np.zeros((int(ticket.samples[list(ticket.masked)].sum()), words), np.int32)
         fill(bits)
         flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
         self._flags = {ticket: dict(zip(ticket.masked, flags, strict=True))}
@@ -92,13 +92,14 @@ class LetterRunner:
     def collect(self, ticket: Step) -> StepResult:
         """Letters."""
         time.sleep(self.delay_s)
-        result = StepResult([self.token(row.request, row.start + row.count) if row.samples else None for row in ticket.rows])
+        tokens = [[self.token(row.request, row.start + row.count)] if row.samples else [] for row in ticket.rows]
         for row, flags in self._flags.pop(ticket, {}).items():
-            wanted = result.tokens[row] or 0
-            result.tokens[row] = next(t % VOCAB for t in range(wanted, wanted + VOCAB) if flags[t % VOCAB])
-        for row, token in zip(ticket.rows, result.tokens, strict=True):
+            wanted = tokens[row][0]
+            tokens[row] = [next(t % VOCAB for t in range(wanted, wanted + VOCAB) if flags[t % VOCAB])]
+        result = StepResult.of(tokens)
+        for row, drawn in zip(ticket.rows, tokens, strict=True):
             wanted, asked = row.request.params.logprobs, row.request.params.prompt_logprobs
-            result.logprobs.append(None if wanted is None or token is None else logprob(token, wanted))
+            result.logprobs.extend(None if wanted is None else logprob(token, wanted) for token in drawn)
             targets = row.request.prompt_ids[row.start + 1 : row.start + row.count + 1]
             result.prompt_logprobs.append(None if asked is None else [logprob(t, asked) for t in targets])
         return result

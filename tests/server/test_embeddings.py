@@ -222,6 +222,7 @@ def test_a_fault_of_the_model_ends_its_own_requests(decoder: LLM) -> None:
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.long
 def test_a_stream_does_not_feel_it(tmp_path: Path) -> None:
     """The command line serves a decoder's text and its embeddings: a stream goes on while clients send all they may."""
     folder = write_tiny_model(tmp_path / "tiny")
@@ -230,7 +231,7 @@ def test_a_stream_does_not_feel_it(tmp_path: Path) -> None:
         alone = json.loads(server.post(**body)[2])["choices"][0]["text"]
         with victim(server.port, body, alone), ThreadPoolExecutor(4) as threads:
             done = threads.map(
-                lambda _: server.post("/v1/embeddings", input=["a" * 100] * 60, encoding_format="base64"), range(4)
+                lambda _: server.post("/v1/embeddings", input=["a" * 100] * 200, encoding_format="base64"), range(16)
             )
             assert {status for status, _, _ in done} == {200}
         assert not [line for line in server.lines if "Traceback" in line]

@@ -155,7 +155,7 @@ class Ledger:
 
     def _queues(self) -> None:
         scheduler = self.engine.scheduler
-        slots = [request.slot for request in scheduler.running]
+        slots = [request.slot for request in scheduler.running if request.slot is not None]
         assert sorted([*slots, *scheduler._slots]) == list(range(scheduler.max_seqs)), "a slot is lost or taken twice"
         for request in scheduler.running:
             assert request.state is State.RUNNING, "a request runs that is not RUNNING"
@@ -193,12 +193,27 @@ class Ledger:
         assert len(set(request.pages)) == len(request.pages) >= blocks.pages_for(request.computed), "too few pages"
         assert 0 <= request.pending <= 2, f"{request.pending} samples are pending"
         assert request.computed < request.total, "more is computed than is known"
+        assert request.accepted <= request.drafted, "more was right than was guessed"
+        self._arrays(request)
         size, digest = blocks.page_size, b""
         for index in range(min(request.registered, len(request.pages))):
             tokens = tuple(request.tokens(index * size, index * size + size))
             digest = _digest(digest, tokens)
             assert request.digests[index] == digest, "a page's digest is not that of its tokens"
             self.known[digest] = [token * 10_007 + index * size + i for i, token in enumerate(tokens)]
+
+    def _arrays(self, request: Request) -> None:
+        """What stands in the arrays by slot is what the request says."""
+        decoders, slot = self.engine.scheduler.decoders, request.slot
+        assert decoders.lease[slot] == request.lease, "somebody else's number is in the slot"
+        assert (request.decoders is None) == (request in self.engine.scheduler._prompts), (
+            "it decodes, or its prompt is computed"
+        )
+        if request.decoders is not None:
+            assert request in decoders.members()[0], "it decodes, and has no turn"
+            found = (decoders.known[slot], decoders.left[slot], decoders.cells[slot])
+            left = request.max_tokens - len(request.output_ids) - request.pending
+            assert found == (len(request), left, len(request.pages) * self.engine.scheduler.blocks.page_size), "stale arrays"
 
     def _contents(self) -> None:
         """Pages that can be found hold what their digest says. Once everything launched has run."""

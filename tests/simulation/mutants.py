@@ -5,12 +5,15 @@ A simulation that finds nothing proves something only if it finds these.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from tilewright.engine import prefixes, schedule
+from tests.engine import fake_runner
+from tilewright.engine import prefixes
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
+from tilewright.engine.decoding import Decoders
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.waiting import WaitingQueue
 from tilewright.server.worker import Channel, EngineWorker
@@ -72,7 +75,7 @@ def _copies_are_dropped() -> AbstractContextManager[Any]:
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def planned(self: Scheduler) -> Any:
             step = old(self)
-            return step and schedule.Step(step.rows)
+            return step and replace(step, copies=())
 
         return planned
 
@@ -87,7 +90,7 @@ def _stop_tokens_count_one_token_early() -> AbstractContextManager[Any]:
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def complete(self: Scheduler, step: Any, samples: Any) -> Any:
             found = old(self, step, samples)
-            for request, token in found:
+            for request, (*_, token), _ in found.each():
                 early = token in request.stop_ids and len(request.output_ids) == request.params.min_tokens
                 if early and request.finish_reason is None:
                     self.finish(request, "stop")
@@ -193,6 +196,30 @@ def _pages_of_a_withdrawn_row_are_trusted() -> AbstractContextManager[Any]:
     return _wrapped(Scheduler, "withdraw", make)
 
 
+def _accepted_drafts_are_not_counted_as_computed() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def take(self: Decoders, step: Any, counts: Any) -> Any:
+            here = old(self, step, counts)
+            self.computed[step.slots[here]] -= counts[here] - 1
+            return here
+
+        return take
+
+    return _wrapped(Decoders, "take", make)
+
+
+def _drafts_are_written_beyond_the_pages() -> AbstractContextManager[Any]:
+    def reserve(self: Scheduler, request: Any, count: int) -> int:
+        self.decoders.cells[request.slot] += count
+        return count
+
+    return patch.object(Scheduler, "reserve", reserve)
+
+
+def _a_wrong_draft_is_believed() -> AbstractContextManager[Any]:
+    return patch.object(fake_runner, "agreed", lambda drafts, samples: len(drafts) + 1)
+
+
 @contextmanager
 def _a_stopped_engine_tells_nobody() -> Iterator[None]:
     with patch.object(EngineWorker, "_fail", lambda self, error: None):
@@ -207,7 +234,8 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         _pages_are_trusted_after_a_fault, _stop_tokens_count_one_token_early, _prefix_hits_skip_a_page, _aborts_are_forgotten,
         _the_engine_stops_before_its_work_is_done, _last_deltas_are_lost, _deltas_come_out_of_order, _newest_first,
         _deadlines_are_forgotten, _everybody_is_given_up_at_once, _priorities_are_ignored, _a_faulty_row_fails_its_neighbours,
-        _pages_of_a_withdrawn_row_are_trusted, _a_stopped_engine_tells_nobody,
+        _pages_of_a_withdrawn_row_are_trusted, _accepted_drafts_are_not_counted_as_computed,
+        _drafts_are_written_beyond_the_pages, _a_wrong_draft_is_believed, _a_stopped_engine_tells_nobody,
     )
 }  # fmt: skip
 """What is wrong -> a context in which it is."""

@@ -56,6 +56,10 @@ class Scenario:
     """Launches that one of their rows, as the number says, makes impossible."""
     max_wait_s: float | None = None
     """How long a request may wait for its start; None: for ever."""
+    guesses: float | None = None
+    """Tokens are guessed ahead, and this share of them is right; None: nothing is guessed."""
+    silent: bool = False
+    """They are guessed in silence first."""
 
 
 def _prompt(rng: random.Random, longest: int) -> tuple[int, ...]:
@@ -118,6 +122,8 @@ def draw_scenario(seed: int) -> Scenario:
         lethal=rng.randint(1, 150) if rng.random() < 0.05 else None,
         row_faults=tuple(rng.randint(1, 120) for _ in range(rng.choice((0, 0, 1, 4)))),
         max_wait_s=rng.choice((None, None, 2.0, 20.0)),
+        guesses=rng.choice((None, 0.1, 0.6, 0.9, 1.0)),
+        silent=rng.random() < 0.5,
     )
 
 

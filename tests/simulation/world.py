@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 from tests.engine.fake_runner import FakeRunner, Fault
 from tests.engine.fake_runner import scheduler as make_scheduler
+from tests.engine.guesses import Oracle
 from tests.simulation.checks import EOS, TOKENIZER, Ledger, check_answer
 from tests.simulation.loop import SimulatedExecutor, SimulatedLoop
 from tests.simulation.scenario import VOCAB, Client, Scenario
@@ -43,6 +44,8 @@ class Outcome:
     preemptions: int = 0
     hits: int = 0
     answers: int = 0
+    drafted: int = 0
+    accepted: int = 0
     ends: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -62,7 +65,9 @@ class _Episode:
         self.runner = FakeRunner(
             s.pages, s.page_size, vocab_size=VOCAB, asynchronous=s.asynchronous, faults=self._fault
         )  # fmt: skip
-        self.engine = Engine(self.runner, TOKENIZER, EOS, self.scheduler)
+        self.scheduler.max_samples = max(self.scheduler.max_seqs, 24)
+        guesses = None if s.guesses is None else Oracle(s.guesses, s.seed, free=s.silent, vocab_size=VOCAB)
+        self.engine = Engine(self.runner, TOKENIZER, EOS, self.scheduler, proposer=guesses, draft_tokens=1 + s.seed % 6)
         self.ledger = Ledger(self.engine, self.runner, clock, ordered=not (s.faults or s.row_faults))
         self.orphans: dict[str, int] = {}
         """Requests without a client -> the steps that they have had since."""
@@ -159,6 +164,7 @@ class _Episode:
         if not stopped:
             self.ledger.idle()
         stats = self.engine.stats()
+        self.outcome.drafted, self.outcome.accepted = stats.drafted_tokens, stats.accepted_tokens
         self.outcome.steps, self.outcome.preemptions, self.outcome.hits = (
             self.ledger.steps,
             stats.preemptions,
@@ -171,7 +177,7 @@ class _Episode:
     async def _client(self, number: int, client: Client) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, client.at_s - loop.time()))
-        params = SamplingParams(**client.params)
+        params = SamplingParams(**client.params, speculate=number % 4 != 3)
         deltas: dict[tuple[str, int], list[Delta]] = defaultdict(list)
         end = "cancelled"
         try:

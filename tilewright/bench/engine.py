@@ -4,7 +4,9 @@
         nano-vllm's benchmark, 142,827 tokens in and 133,966 out
     W2  256 requests of exactly 1024 in and 1024 out
     B1  one request, 128 in, 256 out, decode only: the time from the first token to the last
-    B64 the same for 64 requests at once
+    B8, B64 the same for 8 and 64 requests at once; random weights soon repeat themselves, so with `speculate` most of
+        what is guessed is right
+    S64 64 requests that are sampled: they repeat nothing, and nothing that is guessed is right
 
     E0  128 requests, 128 in, 256 out, decode only, sampled: what a plain step takes (median_step_ms)
     E50 the same, half of the requests with penalties, a bias, log-probabilities and min_tokens: at most 5 % more is the aim
@@ -100,6 +102,13 @@ WORKLOADS = {
     "W1": Workload("W1", lambda rng: public_lengths()),
     "W2": Workload("W2", lambda rng: [(1024, 1024)] * 256),
     "B1": Workload("B1", lambda rng: [(128, 256)], decode_only=True),
+    "B8": Workload("B8", lambda rng: [(128, 256)] * 8, decode_only=True),
+    "S64": Workload(
+        "S64",
+        lambda rng: [(128, 256)] * 64,
+        decode_only=True,
+        params=lambda rng, out: SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30)),
+    ),
     "B64": Workload("B64", lambda rng: [(128, 256)] * 64, decode_only=True),
     "E0": Workload(
         "E0",
@@ -141,6 +150,7 @@ def run_engine(
                     "shape": shape,
                     "weights": config.quantize or config.dtype,
                     "kv_cache": config.kv_cache or config.dtype,
+                    "speculate": config.speculate,
                     "workload": name,
                     "run": run,
                     "start_to_ready_s": round(ready_s, 2),
@@ -206,5 +216,7 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card)
         "steps": len(stamps),
         "median_step_ms": round(1e3 * statistics.median(gaps), 3) if gaps else None,
         "preemptions": engine.stats().preemptions - before.preemptions,
+        "drafted": engine.stats().drafted_tokens - before.drafted_tokens,
+        "accepted": engine.stats().accepted_tokens - before.accepted_tokens,
         **card.shares(workload, lengths, len(stamps), seconds),
     }

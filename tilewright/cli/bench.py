@@ -106,7 +106,7 @@ def bench_engine(
     context: typer.Context,
     shape: Annotated[str, typer.Argument(help="Model shape, random weights: qwen3-0.6b, qwen3-8b, llama-1b, llama-8b.")],
     workload: Annotated[
-        list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B64, E0, E50, P4096, R2000; any.")
+        list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B8, B64, S64, E0, E50, P4096, R2000; any.")
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process: the first is cold.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
@@ -115,6 +115,7 @@ def bench_engine(
     quantize: Annotated[str | None, typer.Option(help="Format of the weights: int8, fp8, int4 ...; default: dtype.")] = None,
     kv_cache: Annotated[str | None, typer.Option(help="Codes of keys and values: int8 or fp8; default: dtype.")] = None,
     max_tokens_per_step: Annotated[int, typer.Option(min=256, help="Tokens of one pass of the model.")] = 8192,
+    speculate: Annotated[str | None, typer.Option(help="Guess tokens ahead: ngram; default: not.")] = None,
     out: _Out = None,
     resume: _Resume = False,
     as_json: _Json = False,
@@ -144,6 +145,7 @@ def bench_engine(
             max_tokens_per_step=max_tokens_per_step,
             quantize=quantize,
             kv_cache=kv_cache,
+            speculate=speculate,
         )
         results = Results(out, f"engine, {shape}, random weights", resume=resume)
         done = Counter(row["workload"] for row in results.before)
@@ -152,6 +154,26 @@ def bench_engine(
             results.keep(run_engine(shape, wanted, runs=runs, config=config, progress=say))
         results.finish()
         _print(results.all_rows, as_json)
+
+
+@bench.command("engine-host")
+def bench_engine_host(
+    context: typer.Context,
+    running: Annotated[int, typer.Option(min=1, max=4096, help="Requests that decode.")] = 512,
+    tokens: Annotated[int, typer.Option("--context", min=32, max=1 << 16, help="Tokens of each prompt.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, max=1 << 16, help="Steps to measure.")] = 300,
+    speculate: Annotated[bool, typer.Option("--speculate", help="Look in each text for what comes next.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """What a decode step costs the host: processor microseconds of each part, without a device. Needs no GPU.
+
+    Example: tilewright bench engine-host --running 512
+    """
+    with plain_errors(context):
+        from tilewright.bench.engine_host import host_times
+
+        found = host_times(running=running, context=tokens, steps=steps, speculate=speculate)
+        _print([{"running": running, "context": tokens, **found}], as_json)
 
 
 @bench.command("layers")

@@ -25,6 +25,8 @@ _WITHOUT = {
     "max_waiting",
     "prefix_cache",
     "bundle",
+    "draft",
+    "draft_tokens",
     "strict",
 }
 

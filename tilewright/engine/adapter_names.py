@@ -4,8 +4,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["MAX_NAME", "Held", "UnknownAdapter", "check_name", "named_folders"]
+from tilewright.engine.request import shown
+
+if TYPE_CHECKING:
+    from tilewright.engine.adapters import Adapters  # imports torch
+
+__all__ = ["MAX_NAME", "Held", "UnknownAdapter", "check_name", "named_folders", "place_of"]
 
 MAX_NAME = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]*")
@@ -45,3 +51,13 @@ def check_name(name: str) -> None:
     """Raise ValueError for a name that no adapter may have."""
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise ValueError(f"the adapter's name is {name[:200]!r}, wanted at most {MAX_NAME} letters, digits and . _ / : -")
+
+
+def place_of(adapters: "Adapters | None", name: str | None) -> tuple[int, bytes]:
+    """(number, salt) of the adapter of a request; 0 and nothing where it names none. Raises UnknownAdapter."""
+    if name is None:
+        return 0, b""
+    if adapters is None or not isinstance(name, str):
+        raise UnknownAdapter(f"there is no adapter {shown(name)} here: the engine has room for none, or it is no name")
+    held = adapters.get(name)
+    return held.number, held.salt

@@ -6,7 +6,7 @@ Rows of the batch are the step's rows in their order. Whatever the host does not
 named by the slot that will hold it (`feed`), and is filled in on the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.request import Request
-from tilewright.engine.step import HOST_ERRORS, Row, RowFault, Step
+from tilewright.engine.step import HOST_ERRORS, RowFault, Step
 from tilewright.nn import Batch
 
 __all__ = ["Inputs", "Layout", "Packer"]
@@ -71,9 +71,13 @@ _TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float3
 
 
 class Layout:
-    """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers."""
+    """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers.
 
-    def __init__(self, tokens: int, seqs: int, sampled: int):
+    each: tokens of each sequence, where all have room for as many, whether they bring them or not; None: they lie close.
+    """
+
+    def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None):
+        self.seqs, self.each = seqs, each
         counts = {"T": tokens, "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
         self.fields: list[tuple[str, Any, int, int]] = []
         at = 0
@@ -105,8 +109,8 @@ class Layout:
 class Packer:
     """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
 
-    `place` is called with each request that has come to its slot since the step before; `always_adapted`: every step names
-    adapters, even if no row has one. What a request's own numbers raise on
+    `always_adapted`: every step names adapters, even if no row has one.
+    `place` is called with each request that has come to its slot since the step before. What a request's own numbers raise on
     the way is a `RowFault` that names it: nothing has been sent to the device then.
     """
 
@@ -118,7 +122,7 @@ class Packer:
         self._place, self._always_adapted = place, always_adapted
         self.padding_slot = max_seqs
         self.tables = np.zeros((max_seqs, max_pages), np.int32)
-        self._known: list[tuple[Request | None, int, int]] = [(None, 0, 0)] * max_seqs
+        self._leases, self._held = np.full(max_seqs, -2, np.int64), np.zeros(max_seqs, np.int64)
         # One line a slot, plus one for padding: greedy, everything off.
         self._temperature = np.zeros(max_seqs + 1, np.float32)
         self._top_k = np.zeros(max_seqs + 1, np.int32)
@@ -126,6 +130,7 @@ class Packer:
         self._min_p = np.zeros(max_seqs + 1, np.float32)
         self._seed = np.zeros(max_seqs + 1, np.int64)
         self._alternatives = np.full(max_seqs + 1, -1, np.int32)
+        self._explains = np.zeros(max_seqs, bool)
         self._adapter = np.zeros(max_seqs + 1, np.int32)
 
     def refresh(self, step: Step) -> int:
@@ -134,94 +139,140 @@ class Packer:
         Raises:
             RowFault: those of one request cannot be written.
         """
-        longest = 1
-        for request, *_ in step.rows:
-            slot, pages = request.slot, request.pages
-            assert slot is not None
-            count = len(pages)
-            longest = max(longest, count)
-            owner, preemptions, held = self._known[slot]
-            moved = owner is not request or preemptions != request.preemptions
-            if held == count and not moved:
-                continue
+        slots = step.slots
+        moved = self._leases[slots] != step.leases
+        held = self._held[slots]
+        grown = ~moved & (step.pages == held + 1)
+        if grown.any():  # by one page: what a decoding request asks for
+            rows = np.flatnonzero(grown)
+            last = [step.requests[i].pages[-1] for i in rows.tolist()]
             try:
-                if moved:
+                self.tables[slots[rows], held[rows]] = last
+            except HOST_ERRORS:
+                grown[:] = False  # one by one, to find out whose it is
+            else:
+                self._held[slots[rows]] += 1
+        for i in np.flatnonzero(moved | (~grown & (held != step.pages))).tolist():
+            request, slot = step.requests[i], int(slots[i])
+            held, pages = 0 if moved[i] else int(self._held[slot]), request.pages
+            try:
+                if moved[i]:
                     self._arrive(slot, request)
-                    held = 0
-                self.tables[slot, held:count] = pages[held:]
+                self.tables[slot, held : len(pages)] = pages[held:]
             except HOST_ERRORS as error:
                 raise RowFault(request, error) from error
-            self._known[slot] = (request, request.preemptions, count)
-        return longest
+            self._leases[slot], self._held[slot] = step.leases[i], len(pages)
+        return max(1, int(step.pages.max(initial=1)))
 
     def _arrive(self, slot: int, request: Request) -> None:
         s = request.settings
         self._temperature[slot], self._top_k[slot], self._top_p[slot] = s.temperature, s.top_k, s.top_p
         self._min_p[slot], self._seed[slot] = s.min_p, request.seed
         self._alternatives[slot] = -1 if request.params.logprobs is None else request.params.logprobs
+        self._explains[slot] = request.params.prompt_logprobs is not None
         self._adapter[slot] = request.adapter
         self._place(request)
 
     def adapted(self, step: Step) -> bool:
         """Whether the model is to be told adapters: any of the step's rows has one. After `refresh`."""
-        return self._always_adapted or bool(self._adapter[[row.request.slot or 0 for row in step.rows]].any())
+        return self._always_adapted or bool(self._adapter[step.slots].any())
 
-    def fill(self, out: dict[str, np.ndarray], step: Step) -> None:
-        """Write a step into host arrays, which may be longer than the step: the rest becomes padding rows of one token."""
-        rows = step.rows
-        requests, starts, counts, samples = zip(*rows, strict=True)
-        count, start = np.array(counts, np.int64), np.array(starts, np.int64)
-        slot = np.array([request.slot for request in requests], np.int64)
-        ends = np.cumsum(count)
-        tokens, seqs = int(ends[-1]), len(rows)
+    def explained(self, step: Step) -> bool:
+        """Whether any of a step's rows wants log-probabilities of its samples."""
+        return bool((self._alternatives[step.slots[step.samples > 0]] >= 0).any())
+
+    def prompts_explained(self, step: Step) -> bool:
+        """Whether any of a step's rows wants log-probabilities of its prompt."""
+        return bool(self._explains[step.slots].any())
+
+    def fill(self, out: dict[str, np.ndarray], step: Step, each: int | None = None) -> None:
+        """Write a step into host arrays, which may be longer than the step: the rest becomes padding rows of one token, or of
+        `each` (see `Layout`), which then also stands behind the tokens of each row."""
+        if each is not None:
+            self._fill_apart(out, step, each)
+            return
+        slot, start, count = step.slots, step.starts, step.counts
+        ends, seqs = np.cumsum(count), slot.size
+        tokens = int(ends[-1])
         out["cu_q"][0] = 0
         out["cu_q"][1 : seqs + 1] = ends
         out["cu_q"][seqs + 1 :] = np.arange(tokens + 1, tokens + 1 + out["kv_lens"].size - seqs)
         out["kv_lens"][:seqs] = start + count
         out["kv_lens"][seqs:] = 0
-        position = np.arange(tokens) + np.repeat(start - (ends - count), count)
+        if tokens == seqs:
+            position, owner = start, slot
+        else:
+            position = np.arange(tokens) + np.repeat(start - (ends - count), count)
+            owner = np.repeat(slot, count)
         out["positions"][:tokens] = position
         out["positions"][tokens:] = 0
-        pages = self.tables[np.repeat(slot, count), position // self.page_size]
-        out["slots"][:tokens] = pages.astype(np.int64) * self.page_size + position % self.page_size
+        page, offset = np.divmod(position, self.page_size)
+        out["slots"][:tokens] = self.tables[owner, page].astype(np.int64) * self.page_size + offset
         out["slots"][tokens:] = -1
-        if self._always_adapted or self._adapter.any():
-            self._fill_adapters(out["adapters"], np.repeat(slot, count))
-        self._fill_tokens(out, rows, ends, slot)
-        self._fill_sampled(out, np.flatnonzero(samples), ends, slot)
+        self._fill_adapters(out["adapters"], slice(tokens), owner)
+        self._fill_tokens(out, step, ends)
+        self._fill_sampled(out, step, ends)
 
-    def _fill_adapters(self, out: np.ndarray, owner: np.ndarray) -> None:
-        """Tokens in the order of their adapters, and these; padding has none."""
+    def _fill_apart(self, out: dict[str, np.ndarray], step: Step, each: int) -> None:
+        """The last tokens of a row may be padding: they are written nowhere, and no other token sees them."""
+        slot, start, count = step.slots, step.starts, step.counts
+        seqs, begins = slot.size, np.arange(slot.size) * each
+        out["cu_q"][:] = np.arange(out["cu_q"].size) * each
+        out["kv_lens"][:seqs] = start + each
+        out["kv_lens"][seqs:] = 0
+        offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        where, position = np.repeat(begins, count) + offset, np.repeat(start, count) + offset
+        page, cell = np.divmod(position, self.page_size)
+        out["positions"].fill(0)
+        out["positions"][where] = position
+        out["slots"].fill(-1)
+        out["slots"][where] = self.tables[np.repeat(slot, count), page].astype(np.int64) * self.page_size + cell
+        self._fill_adapters(out["adapters"], where, np.repeat(slot, count))
+        self._fill_tokens(out, step, begins + count)
+        self._fill_sampled(out, step, begins + count)
+
+    def _fill_adapters(self, out: np.ndarray, where: Any, owner: np.ndarray) -> None:
+        """Tokens in the order of their adapters, and these; padding has none. where: places of the tokens that slots own."""
+        if not (self._always_adapted or self._adapter.any()):
+            return
         ids = np.zeros(out.size // 2, np.int32)
-        ids[: owner.size] = self._adapter[owner]
+        ids[where] = self._adapter[owner]
         order = np.argsort(ids, kind="stable")
         out[: ids.size], out[ids.size :] = order, ids[order]
 
-    def _fill_tokens(self, out: dict[str, np.ndarray], rows: Sequence[Row], ends: np.ndarray, slot: np.ndarray) -> None:
-        ids, feed = out["token_ids"], out["feed"]
+    def _fill_tokens(self, out: dict[str, np.ndarray], step: Step, ends: np.ndarray) -> None:
+        ids, feed, fed = out["token_ids"], out["feed"], step.fed
         ids.fill(0)
         feed.fill(-1)
-        fed: list[int] = []
-        for i, (request, start, count, _) in enumerate(rows):
-            known = min(start + count, len(request.prompt_ids) + len(request.output_ids))
-            if known > start:
-                begin = int(ends[i]) - count
-                try:
-                    ids[begin : begin + known - start] = request.tokens(start, known)
-                except HOST_ERRORS as error:
-                    raise RowFault(request, error) from error
-            if known < start + count:
-                fed.append(i)
-        feed[ends[fed] - 1] = slot[fed]
+        feed[ends[fed] - 1] = step.slots[fed]
+        for i in np.flatnonzero(step.counts > fed).tolist():
+            request, start, drafts = step.requests[i], int(step.starts[i]), step.drafts.get(i, ())
+            first, end = int(ends[i] - step.counts[i]), int(ends[i]) - len(drafts)
+            known = end - first - int(fed[i])
+            try:
+                ids[first : first + known] = request.tokens(start, start + known)
+                ids[end : end + len(drafts)] = drafts
+            except HOST_ERRORS as error:
+                raise RowFault(request, error) from error
 
-    def _fill_sampled(self, out: dict[str, np.ndarray], chosen: np.ndarray, ends: np.ndarray, slot: np.ndarray) -> None:
-        n = chosen.size
+    def _fill_sampled(self, out: dict[str, np.ndarray], step: Step, ends: np.ndarray) -> None:
+        """Of a row with several samples they follow each other, as its tokens do."""
+        slot, at, lens = step.slots, ends - 1, step.starts + step.counts
+        if step.drafts:
+            samples = step.samples
+            back = np.repeat(np.cumsum(samples), samples) - 1 - np.arange(samples.sum())
+            slot, at, lens = (np.repeat(part, samples) for part in (slot, at, lens))
+            at, lens = at - back, lens - back
+        elif not step.samples.all():
+            chosen = np.flatnonzero(step.samples)
+            slot, at, lens = slot[chosen], at[chosen], lens[chosen]
+        n = slot.size
         lines = np.full(out["sampled_slots"].size, self.padding_slot, np.int64)
-        lines[:n] = slot[chosen]
+        lines[:n] = slot
         out["sampled_slots"][:] = lines
-        out["logits_rows"][:n] = ends[chosen] - 1
+        out["logits_rows"][:n] = at
         out["logits_rows"][n:] = 0
-        out["sampled_at"][:n] = out["kv_lens"][chosen]
+        out["sampled_at"][:n] = lens
         out["sampled_at"][n:] = 0
         out["temperature"][:] = self._temperature[lines]
         out["top_k"][:], out["top_p"][:] = self._top_k[lines], self._top_p[lines]

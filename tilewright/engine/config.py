@@ -3,13 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KV_CACHE", "QUANTIZE", "EngineConfig", "option"]
+__all__ = ["KV_CACHE", "QUANTIZE", "SPECULATE", "EngineConfig", "option"]
 
 QUANTIZE = ("int8", "fp8", "fp8-block", "mxfp8", "int4", "int8-weight")
 """The formats of `quantize`. A test compares them with those of `tilewright.ops.weights`, which imports torch."""
 
+SPECULATE = ("ngram",)
+"""What guesses tokens ahead without a model: "ngram" looks where the end of the text has stood before."""
+
 KV_CACHE = ("int8", "fp8")
 """What a cache of codes may hold."""
+
+
+MOST_DRAFTS = 15
+"""The attention kernel for few queries takes 16 tokens of a request."""
+LEAST_SAMPLES = 64
+"""Samples that a step may have where tokens are guessed ahead, also if fewer requests run."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -40,6 +49,9 @@ class EngineConfig:
     prefill_chunk: int | None = option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
     max_waiting: int = option(4096, "requests that may wait; beyond it they are refused")
     prefix_cache: bool = option(True, "share pages of the KV cache between requests that begin alike")
+    speculate: str | None = option(None, f"guess tokens ahead, without loss, by {' or '.join(SPECULATE)}; see also draft")
+    draft: str | None = option(None, "guess tokens ahead by a small model of the same vocabulary: a folder or a hub name")
+    draft_tokens: int = option(8, "tokens guessed ahead of one request in one pass at most")
     adapters: tuple[str, ...] | None = option(
         None, "NAME=FOLDER of a LoRA adapter that requests may ask for by its name; may be given several times"
     )
@@ -61,6 +73,14 @@ class EngineConfig:
             raise ValueError(f"quantize is {self.quantize!r}, wanted one of {', '.join(QUANTIZE)}")
         if self.kv_cache is not None and self.kv_cache not in KV_CACHE:
             raise ValueError(f"kv_cache is {self.kv_cache!r}, wanted one of {', '.join(KV_CACHE)}")
+        if self.speculate is not None and self.speculate not in SPECULATE:
+            raise ValueError(f"speculate is {self.speculate!r}, wanted {' or '.join(SPECULATE)}")
+        if self.speculate is not None and self.draft is not None:
+            raise ValueError(f"speculate is {self.speculate!r} and draft is {self.draft!r}, wanted one of them")
+        if self.draft is not None and self.bundle is not None:
+            raise ValueError(f"bundle is {self.bundle!r}, which has no kernels of a draft model; leave draft or bundle out")
+        if not 1 <= self.draft_tokens <= MOST_DRAFTS:
+            raise ValueError(f"draft_tokens is {self.draft_tokens}, wanted 1 to {MOST_DRAFTS}")
         object.__setattr__(self, "adapters", tuple(self.adapters or ()) or None)
         for name, high in (("max_adapters", 4096), ("max_adapter_rank", 1024)):
             if getattr(self, name) > high:
@@ -72,3 +92,13 @@ class EngineConfig:
     def adapter_places(self) -> int:
         """LoRA adapters that there is room for."""
         return max(self.max_adapters, len(self.adapters or ()))
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a decoding request may bring in one step: its last, and drafts."""
+        return 1 if self.speculate is None and self.draft is None else 1 + self.draft_tokens
+
+    @property
+    def max_samples(self) -> int:
+        """Samples that one step may have."""
+        return self.max_seqs if self.speculate is None and self.draft is None else max(self.max_seqs, LEAST_SAMPLES)

@@ -6,6 +6,7 @@ error of the runner those of the step. Only a lost device ends them all, and the
 """
 
 import itertools
+import logging
 import math
 import threading
 from collections import deque
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.engine.adapter_names import UnknownAdapter
+from tilewright.engine.adapter_names import place_of
 from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
-from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs, shown
+from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.speculation import Proposer, Speculator
 from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
 from tilewright.engine.stops import OutputText
 from tilewright.engine.tokenizer import Detokenizer, Tokenizer
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from tilewright.engine.adapters import Adapters  # imports torch
 
 __all__ = ["GRAMMAR_FAILED", "Engine"]
+
+logger = logging.getLogger(__name__)
 
 RUNNER_ERRORS = (*HOST_ERRORS, RuntimeError)
 """What a runner may raise: a fault of its own, or of the device (RuntimeError: out of memory, a kernel). Not here: interrupts
@@ -57,6 +61,7 @@ class Engine:
         eos_ids: tokens that end a text, unless a request ignores them.
         vocab_size: token ids are below this; the tokenizer's, unless the model has fewer. Needed without a tokenizer.
         adapters: those that the model has room for; None: requests may have none.
+        proposer: guesses tokens ahead, `draft_tokens` of a request in a step at most; None: every row brings one token.
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class Engine:
         *,
         vocab_size: int | None = None,
         adapters: "Adapters | None" = None,
+        proposer: Proposer | None = None,
+        draft_tokens: int = 8,
     ):
         self.runner = runner
         self.tokenizer = tokenizer
@@ -85,6 +92,9 @@ class Engine:
         self._grammars_lock = threading.Lock()
         self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
         self._deltas: list[Delta] = []  # not handed out yet
+        self._speculator: Speculator | None = None
+        if proposer is not None:
+            self._speculator = Speculator(proposer, scheduler, longest=draft_tokens, allowed=self._allowed)
         self.failed_steps = 0
         """Steps that failed since one brought a token."""
         self.lost: DeviceLost | None = None
@@ -140,7 +150,7 @@ class Engine:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop is {params.stop!r}, but this engine has no tokenizer to find text with; use stop_token_ids")
-        adapter = self._adapter(params.adapter)
+        adapter = place_of(self.adapters, params.adapter)
         constraints = [] if params.grammar is None else [self.grammars.start(params.grammar) for _ in range(params.n)]
         prompt_ids = list(prompt_ids)  # the caller's may change
         waits = (max_wait_s, *[None] * (params.n - 1))
@@ -177,6 +187,7 @@ class Engine:
             waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
             request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
             self._end(request, retry_s)
+        self._speculate()
         step = self.scheduler.schedule()
         # A step that is not launched keeps none in flight: who was preempted for it starts again with all its samples known.
         launched = step is not None and self._launch(step)
@@ -186,28 +197,15 @@ class Engine:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def stats(self) -> EngineStats:
-        """Queues, pages and counters, now."""
-        return self.scheduler.stats()
-
-    def _adapter(self, name: str | None) -> tuple[int, bytes]:
-        """(number, salt) of an adapter."""
-        if name is None:
-            return 0, b""
-        if self.adapters is None or not isinstance(name, str):
-            raise UnknownAdapter(f"there is no adapter {shown(name)} here: the engine has room for none, or it is no name")
-        held = self.adapters.get(name)
-        return held.number, held.salt
-
     def hold_adapter(self, name: str, adapter: Any, folder: str) -> None:
-        """Hold what `adapters.read` gave under a name, for requests from now on.
-
-        Raises:
-            ValueError: the name is taken or is none, or no place is free.
-        """
+        """Hold what `adapters.read` gave under a name, for requests from now on. Raises ValueError, as `Adapters.put`."""
         assert self.adapters is not None
         unfinished = (*self.scheduler.running, *self.scheduler.waiting)
         self.adapters.put(name, adapter, folder, lambda: {request.adapter for request in unfinished})
+
+    def stats(self) -> EngineStats:
+        """Queues, pages and counters, now."""
+        return self.scheduler.stats()
 
     def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
         # One id beyond the embedding is a device fault, which would end every request.
@@ -240,10 +238,26 @@ class Engine:
                 return True
         return False
 
+    def _speculate(self) -> None:
+        """Drafts for the next step. Whoever guesses may fail: everything goes on without."""
+        if self._speculator is not None:
+            try:
+                self._speculator.prepare()
+            except DeviceLost as error:
+                self._lose(error)
+            except RUNNER_ERRORS as error:
+                logger.warning("no tokens are guessed ahead any more: %s: %s", type(error).__name__, error)
+                self._speculator.release()
+                self._speculator = None
+
+    def _allowed(self, request: Request, drafts: Sequence[int]) -> int:
+        constraint = self._constraints.get(request)
+        return len(drafts) if constraint is None else constraint.agrees(request.output_ids, drafts)
+
     def _masked(self, step: Step) -> Step:
         constraints = self._constraints
-        rows = enumerate(step.rows)
-        return replace(step, masked=tuple(i for i, row in rows if row.samples and row.request in constraints))
+        rows = enumerate(zip(step.requests, step.samples.tolist()))
+        return replace(step, masked=tuple(i for i, (request, samples) in rows if samples and request in constraints))
 
     def _sample(self) -> None:
         """Sample the step that was launched last. Its masks need the tokens of those before it; the device is busy with it."""
@@ -255,9 +269,11 @@ class Engine:
         failed: list[tuple[Request, str]] = []
 
         def fill(bits: np.ndarray) -> None:
-            requests = [step.rows[i].request for i in step.masked]
+            requests = [step.requests[i] for i in step.masked]
+            drafts = [step.drafts.get(i, ()) for i in step.masked]
             # One that has ended meanwhile has no constraint; its sample will be dropped.
-            failed.extend(self.grammars.fill(requests, [self._constraints.get(request) for request in requests], bits))
+            constraints = [self._constraints.get(request) for request in requests]
+            failed.extend(self.grammars.fill(requests, constraints, bits, drafts))
 
         try:
             self.runner.sample(ticket, self.grammars.words, fill)
@@ -304,10 +320,12 @@ class Engine:
 
     def _accept(self, step: Step, result: StepResult) -> None:
         self.failed_steps = 0
-        logprobs: dict[Request, TokenLogprobs] = {}
-        for row, entry in zip(step.rows, result.logprobs):
-            if entry is not None:
-                logprobs[row.request] = entry
+        if result.prompt_logprobs:
+            self._keep_prompt_logprobs(step, result)
+        for request, tokens, logprobs in self.scheduler.complete(step, result).each():
+            self._publish(request, tokens, [entry for entry in logprobs if entry is not None])
+
+    def _keep_prompt_logprobs(self, step: Step, result: StepResult) -> None:
         for row, entries in zip(step.rows, result.prompt_logprobs):
             output = self._outputs.get(row.request)
             if entries is not None and output is not None:
@@ -315,26 +333,31 @@ class Engine:
                 output.prompt_logprobs[row.start :] = entries
                 if any(math.isnan(entry.logprob) for entry in entries):
                     self._fail_request(row.request, NOT_NUMBERS)
-        for request, token in self.scheduler.complete(step, result.tokens):
-            self._publish(request, token, logprobs.get(request))
 
-    def _publish(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _publish(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         output = self._outputs[request]
-        if logprobs is not None and math.isnan(logprobs.logprob):
+        if any(math.isnan(entry.logprob) for entry in logprobs):
             self.scheduler.finish(request, "error")
             request.finish_reason, request.error = "error", NOT_NUMBERS
             self._end(request)
             return
-        text, stop = "", None
-        if output.text is not None and request.finish_reason != "stop":
-            text, stop = output.text.push(token)
+        text, stop, used = "", None, 0
+        if output.text is not None:
+            # The token that ends a text is not in it.
+            readable = tokens[:-1] if request.finish_reason == "stop" else tokens
+            for token in readable:
+                piece, stop = output.text.push(token)
+                text, used = text + piece, used + 1
+                if stop is not None:
+                    break
         if stop is not None:
             # The text may have reached its last token, too: what a reader sees is that it was stopped.
             self.scheduler.finish(request, "stop")
             request.finish_reason, request.stop_reason = "stop", stop
+            tokens, logprobs = tokens[:used], logprobs[:used]
         elif output.text is not None and request.finish_reason is not None:
             text += output.text.finish()
-        self._deltas.append(self._delta(request, output, (token,), text, () if logprobs is None else (logprobs,)))
+        self._deltas.append(self._delta(request, output, tuple(tokens), text, tuple(logprobs)))
         if request.finish_reason is not None:
             del self._outputs[request]
             self._constraints.pop(request, None)

@@ -73,6 +73,15 @@ class Constraint:
             raise GrammarError(_why(matcher) or "a token came that the grammar does not allow")
         return matcher
 
+    def agrees(self, output_ids: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the first `drafts` behind these tokens are allowed. Where anything may come, none is drafted: the answer
+        may begin with any of them."""
+        try:
+            matcher = self.advance(output_ids)
+        except GrammarError:
+            return 0  # which the next mask will tell
+        return 0 if matcher is None else matcher.validate_tokens(list(drafts))
+
 
 def _ends(ids: Sequence[int], stop: int, last: tuple[int, ...]) -> bool:
     return stop >= len(last) and tuple(ids[stop - len(last) : stop]) == last
@@ -147,31 +156,43 @@ class Grammars:
             raise GrammarError(f"the {grammar.kind} is too complex: its first mask takes {took_s:.2f} s, wanted {MAX_MASK_S:g}")
 
     def fill(
-        self, requests: Sequence[Request], constraints: Sequence[Constraint | None], bits: np.ndarray
+        self,
+        requests: Sequence[Request],
+        constraints: Sequence[Constraint | None],
+        bits: np.ndarray,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> list[tuple[Request, str]]:
-        """Write the masks of requests into bits [len(requests), words] int32, C-contiguous; returns whose grammar has failed.
+        """Write the masks of requests into bits [masks, words] int32, C-contiguous; returns whose grammar has failed.
 
-        Everything is allowed where there is no constraint, where it has failed, and where anything may be said still.
+        A request has a mask for its next token, and behind it one for the token behind each of its `drafts`, which its grammar
+        allows. Everything is allowed where there is no constraint, where it has failed, and where anything may be said still.
         """
         bits.fill(-1)
         failed: list[tuple[Request, str]] = []
-        asked: list[tuple[LLMatcher, int]] = []
+        asked: list[tuple[LLMatcher, int, list[int]]] = []
+        owners: list[Request] = []
+        line = 0
         for i, (request, constraint) in enumerate(zip(requests, constraints, strict=True)):
-            if constraint is None:
-                continue
+            guessed = [] if drafts is None else list(drafts[i])
             try:
-                matcher = constraint.advance(request.output_ids)
+                matcher = constraint and constraint.advance(request.output_ids)
             except GrammarError as error:
                 failed.append((request, str(error)))
-                continue
+                matcher = None
             if matcher is not None:
-                asked.append((matcher, i))
-        if asked:
-            self._executor.unsafe_compute_mask_ptr(asked, bits.ctypes.data, 4 * bits.shape[1], bits.shape[0])
-        for matcher, i in asked:
+                asked.append((matcher, line, guessed))
+                owners.append(request)
+            line += len(guessed) + 1
+        where = (bits.ctypes.data, 4 * bits.shape[1], bits.shape[0])
+        plain = [(matcher, line) for matcher, line, guessed in asked if not guessed]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if len(plain) < len(asked):
+            self._executor.unsafe_compute_mask_ptr_with_draft_token([one for one in asked if one[2]], *where)
+        for request, (matcher, line, guessed) in zip(owners, asked, strict=True):
             if matcher.is_error():
-                failed.append((requests[i], _why(matcher)))
-                bits[i] = -1
+                failed.append((request, _why(matcher)))
+                bits[line : line + len(guessed) + 1] = -1
         return failed
 
     def _compile(self, grammar: Grammar) -> Any:

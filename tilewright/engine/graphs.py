@@ -1,5 +1,7 @@
 """Decode steps captured as CUDA graphs: the launches of a whole step cost the host two calls.
 
+Steps in which some rows have drafts are captured for few rows: there a row has room for as many tokens as it may ever bring.
+
 The model's body and what follows it, head and sampling, are captured apart, and there are two tails: one for steps whose rows
 want nothing but a sample, one for steps in which any row wants more of its logits. These graphs are made
 for a number of rows; a step with fewer runs in the next larger one, with padding rows that write nowhere and attend to nothing.
@@ -16,7 +18,7 @@ from torch import Tensor
 from tilewright.engine.batch import Inputs, Layout
 from tilewright.engine.sampler import LogprobTensors
 
-__all__ = ["Bodies", "Body", "DecodeGraph", "DecodeGraphs", "Sampled", "Tail", "Tails", "graph_sizes", "rehearse"]
+__all__ = ["Bodies", "Body", "DecodeGraph", "DecodeGraphs", "Sampled", "Tail", "Tails", "graph_sizes", "layout_of", "rehearse"]
 
 
 class Sampled(NamedTuple):
@@ -44,12 +46,24 @@ def graph_sizes(max_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size < max_seqs} | {max_seqs})
 
 
+def drafted_sizes(max_seqs: int, row_tokens: int, max_samples: int) -> list[int]:
+    """Numbers of rows to capture with room for `row_tokens` in each, ascending; none where a row has one token anyway."""
+    return [rows for rows in (1, 2, 4, 8, 16) if row_tokens > 1 and rows <= max_seqs and rows * row_tokens <= max_samples]
+
+
+def layout_of(rows: int, row_tokens: int = 1) -> Layout:
+    """The layout of a captured step."""
+    tokens = rows * row_tokens
+    return Layout(tokens, rows, tokens, None if row_tokens == 1 else row_tokens)
+
+
 class DecodeGraph:
-    """One captured step. `hidden` [rows, E] holds the result of `replay` until the next."""
+    """One captured step. `hidden` [rows * row_tokens, E] holds the result of `replay` until the next."""
 
     def __init__(
         self,
         rows: int,
+        row_tokens: int,
         max_pages: int,
         bodies: Bodies,
         tails: Tails,
@@ -58,7 +72,7 @@ class DecodeGraph:
         stream: torch.cuda.Stream,
         pool: Any,
     ):
-        self.layout = Layout(rows, rows, rows)
+        self.layout = layout_of(rows, row_tokens)
         self._buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         inputs = _padding(self.layout, self._buffer, self._table)
@@ -100,18 +114,19 @@ class DecodeGraph:
 
 def _padding(layout: Layout, buffer: Tensor, table: Tensor) -> Inputs:
     """Rows that are all padding: slot -1 writes nothing, and the sample goes to the row past the last slot."""
-    inputs = layout.device(buffer, table, 1)
+    inputs = layout.device(buffer, table, layout.each or 1)
     inputs.feed.fill_(-1)
     inputs.batch.slots.fill_(-1)
     return inputs
 
 
-def rehearse(bodies: Bodies, tails: Tails, *, max_seqs: int, max_pages: int) -> None:
+def rehearse(bodies: Bodies, tails: Tails, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int) -> None:
     """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
-    for rows in graph_sizes(max_seqs):
-        layout = Layout(rows, rows, rows)
+    layouts = [layout_of(rows) for rows in graph_sizes(max_seqs)]
+    layouts += [layout_of(rows, row_tokens) for rows in drafted_sizes(max_seqs, row_tokens, max_samples)]
+    for layout in layouts:
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
-        inputs = _padding(layout, buffer, torch.zeros(rows, max_pages, dtype=torch.int32, device="meta"))
+        inputs = _padding(layout, buffer, torch.zeros(layout.seqs, max_pages, dtype=torch.int32, device="meta"))
         for body in filter(None, bodies):
             hidden = body(inputs)
             for tail in tails:
@@ -129,17 +144,29 @@ class DecodeGraphs:
         device: torch.device,
         max_seqs: int,
         max_pages: int,
+        row_tokens: int,
+        max_samples: int,
         progress: Callable[[str], None],
     ):
         stream = torch.cuda.Stream(device)
         pool = torch.cuda.graph_pool_handle()
         self._sizes = graph_sizes(max_seqs)
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._drafted_sizes = drafted_sizes(max_seqs, row_tokens, max_samples)
+        self._row_tokens = row_tokens
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
+        sizes = [(rows, 1) for rows in self._sizes] + [(rows, row_tokens) for rows in self._drafted_sizes]
         # Largest first: the smaller ones then live in memory that the pool has already.
-        for i, rows in enumerate(reversed(self._sizes)):
-            progress(f"capturing decode graphs {i + 1}/{len(self._sizes)}")
-            self._graphs[rows] = DecodeGraph(rows, max_pages, bodies, tails, device=device, stream=stream, pool=pool)
+        for i, (rows, tokens) in enumerate(sorted(sizes, key=lambda size: -size[0] * size[1])):
+            progress(f"capturing decode graphs {i + 1}/{len(sizes)}")
+            self._graphs[rows, tokens] = DecodeGraph(
+                rows, tokens, max_pages, bodies, tails, device=device, stream=stream, pool=pool
+            )
 
     def for_rows(self, rows: int) -> DecodeGraph:
         """The smallest graph that holds so many rows; there is one for every number up to max_seqs."""
-        return self._graphs[self._sizes[bisect_left(self._sizes, rows)]]
+        return self._graphs[self._sizes[bisect_left(self._sizes, rows)], 1]
+
+    def for_drafts(self, rows: int) -> DecodeGraph | None:
+        """The smallest graph that holds so many rows with all their drafts, if there is one."""
+        at = bisect_left(self._drafted_sizes, rows)
+        return None if at == len(self._drafted_sizes) else self._graphs[self._drafted_sizes[at], self._row_tokens]

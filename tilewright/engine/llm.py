@@ -11,6 +11,7 @@ nor for one `generate` or `stream` inside another: each takes all deltas of the 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,12 @@ from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
+from tilewright.engine.draft_model import DraftModel
 from tilewright.engine.outputs import Completion, EngineStats, Transcript
 from tilewright.engine.pooling import Text
 from tilewright.engine.request import Delta, QueueFull, SamplingParams
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.speculation import FromText, Proposer
 from tilewright.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ waits for such a step."""
 
 class LLM:
     """A loaded model. Attributes: `engine`, `tokenizer`, `config` (the model's), `plan` (what the loader decided; of an encoder
-    None), `pooler` (embeddings and scores; None where the model has none)."""
+    None)."""
 
     plan: Any
 
@@ -58,15 +61,21 @@ class LLM:
         self.generates = encoder is None
         """False for an encoder, which has embeddings and scores alone."""
         if encoder is not None:
-            self.config, self.plan, self.pooler = encoder.model.config, None, encoder.pooler
+            self.config, self.plan = encoder.model.config, None
             self.tokenizer, self.engine = encoder.tokenizer, encoder.engine
+            self._make_pooler: Callable[[], Pooler | None] = lambda: encoder.pooler
             return
         loaded = _load(options_of, progress)
         self.config, self.plan = loaded.config, loaded.plan
         assert loaded.tokenizer_path is not None, "a model by name has a folder"
         self.tokenizer = loaded.tokenizer or Tokenizer.load(loaded.tokenizer_path)
         self.engine = _engine(options_of, loaded, self.tokenizer)
-        self.pooler = _pooler(options_of, loaded)
+        self._make_pooler = lambda: _pooler(options_of, loaded)
+
+    @cached_property
+    def pooler(self) -> "Pooler | None":
+        """Embeddings and scores; None where the model has none. Raises ModelError where its folder pools in another way."""
+        return self._make_pooler()
 
     def generate(
         self,
@@ -126,23 +135,6 @@ class LLM:
             self.engine.reset()
             raise
 
-    def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Hold the LoRA adapter in a folder under a name, where the model was loaded with room (`max_adapters`).
-
-        Raises:
-            ValueError: there is no room, the name is taken or is none, or (ModelError) the folder cannot be taken.
-        """
-        adapters = self.engine.adapters
-        if adapters is None:
-            raise ValueError("there is no room for adapters: load the model with max_adapters")
-        self.engine.hold_adapter(name, adapters.read(folder), str(folder))
-
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; unfinished requests that have it end with it. Raises UnknownAdapter."""
-        if self.engine.adapters is None:
-            raise UnknownAdapter(f"there is no adapter {name!r} here")
-        self.engine.adapters.remove(name)
-
     def embed(self, texts: str | Sequence[str] | Sequence[list[int]], *, dimensions: int | None = None) -> "np.ndarray":
         """Embeddings of texts, or of lists of token ids: float32 [texts, numbers].
 
@@ -186,6 +178,23 @@ class LLM:
     def _check_generates(self) -> None:
         if not self.generates:
             raise ValueError("this model is an encoder, which generates no text; wanted embed or score")
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Hold the LoRA adapter in a folder under a name, where the model was loaded with room (`max_adapters`).
+
+        Raises:
+            ValueError: there is no room, the name is taken or is none, or (ModelError) the folder cannot be taken.
+        """
+        adapters = self.engine.adapters
+        if adapters is None:
+            raise ValueError("there is no room for adapters: load the model with max_adapters")
+        self.engine.hold_adapter(name, adapters.read(folder), str(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; unfinished requests that have it end with it. Raises UnknownAdapter."""
+        if self.engine.adapters is None:
+            raise UnknownAdapter(f"there is no adapter {name!r} here")
+        self.engine.adapters.remove(name)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -254,8 +263,16 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
         max_model_len=loaded.plan.max_model_len,
         max_waiting=options.max_waiting,
         prefill_chunk=options.prefill_chunk,
+        max_samples=options.max_samples,
     )
     eos_ids = loaded.config.eos_token_ids if tokenizer is None else tokenizer.eos_ids
+    proposer: Proposer | None = None
+    if options.speculate == "ngram":
+        proposer = FromText(seqs)
+    elif options.draft is not None:
+        assert loaded.draft is not None
+        proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens)
     return Engine(
-        loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size, adapters=loaded.adapters
+        loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size, proposer=proposer,
+        draft_tokens=options.draft_tokens, adapters=loaded.adapters,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 can launch, or take those from a bundle that was made without a GPU.
 """
 
+import json
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ class Loaded:
     plan: MemoryPlan
     adapters: Adapters | None
     """Those that the model has room for."""
+    draft: ModelRunner | None = None
+    """Of the model that guesses ahead, with pages of the same numbers and size."""
 
 
 def place_of(options: EngineConfig) -> tuple[torch.device, torch.dtype | None]:
@@ -101,9 +104,11 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
     shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))
+    draft = None if options.draft is None else _draft_of(options.draft, config, tokenizer)
+    drafting = None if draft is None else empty_model(draft[1], device="meta", dtype=dtype)
     beside(shape, options)
     read = read_adapters(shape, options)  # before the weights, so that a damaged one costs no time
-    plan = plan_memory(shape, options, device=on, dtype=dtype)
+    plan = plan_memory(shape, options, device=on, dtype=dtype, draft=drafting)
     report(str(plan))
     config = config.limited(plan.max_model_len)
     if options.bundle is not None:
@@ -126,10 +131,52 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
+        guesses = None if draft is None else _draft_runner(draft, options, plan, on, dtype, report)
     compiles.mark_ready()
     return Loaded(
-        runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters
+        runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters, draft=guesses
     )  # fmt: skip
+
+
+def _draft_of(name: str, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[Path, ModelConfig]:
+    """The folder and the config of a draft model. Raises ValueError where its tokens are not the model's."""
+    folder, draft = _found(name)
+    theirs = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
+    why = None
+    if draft.vocab_size != config.vocab_size:
+        why = f"has {draft.vocab_size} tokens, the model {config.vocab_size}"
+    elif tokenizer is not None and theirs is not None and _numbers(tokenizer) != _numbers(theirs):
+        why = "gives other numbers to its tokens than the model"
+    if why is not None:
+        raise ValueError(f"draft is {name!r}, which {why}; wanted a model with the same vocabulary, such as one of its family")
+    return folder, draft
+
+
+def _draft_runner(
+    draft: tuple[Path, ModelConfig],
+    options: EngineConfig,
+    plan: MemoryPlan,
+    on: torch.device,
+    dtype: torch.dtype,
+    say: Progress,
+) -> ModelRunner:
+    """Load and warm up a draft model. Raises ValueError where its positions end before the model's contexts do."""
+    folder, config = draft
+    if config.max_position_embeddings < plan.max_model_len:
+        raise ValueError(
+            f"draft is {options.draft!r}, whose positions end at {config.max_position_embeddings}, and the model's contexts "
+            f"have up to {plan.max_model_len} tokens; set max_model_len to no more than that, or take another draft model"
+        )
+    say(f"loading the draft model {options.draft}")
+    small = load_model(folder, device=on, dtype=dtype, max_positions=plan.max_model_len)
+    runner = runner_of(small, plan.num_pages, plan.max_model_len, options, page_size=plan.page_size, guesses=True)
+    runner.warmup(say)
+    return runner
+
+
+def _numbers(tokenizer: Tokenizer) -> tuple[Any, Any]:
+    told = json.loads(tokenizer.to_json())
+    return told["model"].get("vocab"), [(token["id"], token["content"]) for token in told.get("added_tokens", ())]
 
 
 def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: Device) -> tuple[Model, Convert | None]:
@@ -169,15 +216,25 @@ def _watched(runner: ModelRunner, *, strict: bool) -> CompileCounter:
     return CompileCounter(on_late=late).start()
 
 
-def runner_of(model: Model, num_pages: int, max_model_len: int, options: EngineConfig) -> ModelRunner:
-    """A runner of a model, by the engine's options."""
+def runner_of(
+    model: Model,
+    num_pages: int,
+    max_model_len: int,
+    options: EngineConfig,
+    page_size: int | None = None,
+    *,
+    guesses: bool = False,
+) -> ModelRunner:
+    """A runner of a model, by the engine's options. `guesses`: of a draft model, whose rows have no drafts."""
     return ModelRunner(
         model,
         num_pages=num_pages,
-        page_size=page_size_of(model.config, options),
+        page_size=page_size or page_size_of(model.config, options),
         max_seqs=options.max_seqs,
         max_model_len=max_model_len,
         max_tokens_per_step=options.max_tokens_per_step,
+        max_samples=options.max_samples,
+        row_tokens=1 if guesses else options.row_tokens,
         batch_invariant=options.invariant,
         cache_dtype=cache_dtype(model, options),
     )
@@ -187,7 +244,8 @@ def runner_of(model: Model, num_pages: int, max_model_len: int, options: EngineC
 
 
 _SHAPE_FIELDS = ("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-_SHAPE_FIELDS += ("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings")
+_SHAPE_FIELDS += ("head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "partial_rotary_factor")
+_SHAPE_FIELDS += ("attention_softcap", "logit_softcap")
 
 
 def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> dict[str, Any]:
@@ -195,7 +253,10 @@ def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> 
     shape = {name: getattr(config, name) for name in _SHAPE_FIELDS}
     shape["windows"] = sorted({str(window) for window in config.windows})
     shape |= {name: asdict(part) for name, part in (("latent", config.latent), ("experts", config.experts)) if part is not None}
-    engine = {name: getattr(options, name) for name in ("max_seqs", "max_tokens_per_step", "invariant", "kv_cache")}
+    engine = {
+        name: getattr(options, name)
+        for name in ("max_seqs", "max_samples", "row_tokens", "max_tokens_per_step", "invariant", "kv_cache")
+    }
     engine["page_size"] = page_size_of(config, options)
     if options.adapter_places:
         engine["max_adapter_rank"] = options.max_adapter_rank

@@ -106,6 +106,10 @@ class EngineStats:
     prompt_tokens: int
     """Of all requests accepted."""
     generated_tokens: int
+    drafted_tokens: int
+    """Guessed ahead, and tried."""
+    accepted_tokens: int
+    """Those of them that were right."""
     finished: int
     """Ended by stop or length."""
     aborted: int

@@ -84,7 +84,7 @@ def _tables_bytes(model: Model) -> int:
     return sum(module.cos_sin.nbytes for module in model.modules() if isinstance(module, Rope))
 
 
-def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, max_seqs: int) -> int:
+def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, max_samples: int) -> int:
     """Upper bound of what one step allocates beside weights and cache.
 
     Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
@@ -102,7 +102,7 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     stacks = [module for module in model.modules() if isinstance(module, LoraStack)]
     shrunk = max((-(-stack.a.shape[2] // 512) * stack.a.shape[1] for stack in stacks), default=0)
     extra += max_tokens_per_step * (4 * shrunk + dtype.itemsize * (config.intermediate_size if stacks else 0))
-    return tokens + extra + max_seqs * config.vocab_size * (dtype.itemsize + 14)
+    return tokens + extra + max_samples * config.vocab_size * (dtype.itemsize + 14)
 
 
 def _attention_numbers(config: ModelConfig) -> int:
@@ -168,8 +168,11 @@ def _cuts(
     return tuple(found)
 
 
-def plan_memory(model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
-    """Divide the memory of a device between a model, which may be on "meta", and what runs it.
+def plan_memory(
+    model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype, draft: Model | None = None
+) -> MemoryPlan:
+    """Divide the memory of a device between a model, which may be on "meta", and what runs it. `draft`: a second model, which
+    guesses for it, and has its keys and values in pages of its own beside each of the model's.
 
     Of the options: without `max_model_len` it is the model's own limit, or what the cache holds if that is less; without
     `kv_cache_bytes` the cache gets what `memory_fraction` of a GPU leaves, on a CPU 1 GiB.
@@ -184,7 +187,11 @@ def plan_memory(model: Model, options: EngineConfig, *, device: torch.device, dt
         raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {longest}")
     page_bytes = page_size * kv_bytes_per_token(config, cache_dtype(model, options) or dtype)
     weights, tables, adapters = weight_bytes_of(model), _tables_bytes(model), adapter_bytes(model)
-    working = _working_bytes(model, dtype, options.max_tokens_per_step, options.max_seqs)
+    working = _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
+    if draft is not None:
+        page_bytes += page_size * kv_bytes_per_token(draft.config, cache_dtype(draft, options) or dtype)
+        weights, tables = weights + weight_bytes_of(draft), tables + _tables_bytes(draft)
+        working += _working_bytes(draft, dtype, options.max_tokens_per_step, options.max_samples)
     limit, reserve = None, 0
     if device.type == "cuda":
         limit = min(int(memory_bytes(device) * options.memory_fraction), free_bytes(device))

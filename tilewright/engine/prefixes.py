@@ -1,25 +1,24 @@
 """Pages that requests share: which of them continue what a request has computed, and which become known to others.
 
-Pure Python. `Draft` is the step that the scheduler is making: pages that it fills may be read by its later rows.
+Pure Python. `StepPlan` is the step that the scheduler is making: pages that it fills may be read by its later rows.
 """
 
 from tilewright.engine.blocks import BlockPool, page_digest
 from tilewright.engine.request import Request
 from tilewright.engine.step import Row
 
-__all__ = ["Draft", "Prefixes"]
+__all__ = ["Prefixes", "StepPlan"]
 
 
-class Draft:
+class StepPlan:
     """A step in the making."""
 
-    __slots__ = ("budget", "copies", "decode", "first", "fresh", "others", "prefill", "promised", "sources")
+    __slots__ = ("budget", "copies", "first", "fresh", "others", "prefill", "promised", "sources")
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be added
         self.first: Request | None = None  # the oldest whose prompt is computed
         self.others: list[Request] = []  # the others, by age
-        self.decode: list[Row] = []
         self.prefill: list[Row] = []
         self.copies: list[tuple[int, int]] = []
         self.sources: list[int] = []  # pages to copy from; owned while the step is made, so that none is given away in it
@@ -33,7 +32,7 @@ class Prefixes:
     def __init__(self, blocks: BlockPool):
         self.blocks = blocks
 
-    def hits(self, request: Request, draft: Draft) -> list[int]:
+    def hits(self, request: Request, plan: StepPlan) -> list[int]:
         """Pages of the prefix cache that continue what the request has computed. Owns nothing yet."""
         size = self.blocks.page_size
         first = len(request.pages)
@@ -47,7 +46,7 @@ class Prefixes:
             hits.append(page)
         everything = hits and (first + len(hits)) * size == len(request)
         # The last page is to be copied. If it is filled in this very step, or there is no page for the copy, it is computed.
-        if everything and (hits[-1] in draft.fresh or self.blocks.available <= self.unowned(hits)):
+        if everything and (hits[-1] in plan.fresh or self.blocks.available <= self.unowned(hits)):
             hits.pop()
         return hits
 
@@ -55,7 +54,7 @@ class Prefixes:
         """How many of these pages nobody owns."""
         return sum(self.blocks.owners(page) == 0 for page in pages)
 
-    def take(self, request: Request, hits: list[int], draft: Draft) -> int:
+    def take(self, request: Request, hits: list[int], plan: StepPlan) -> int:
         """Put pages that `hits` found at the end of the request's block table; returns how many tokens they hold for it."""
         if not hits:
             return 0
@@ -66,9 +65,9 @@ class Prefixes:
         request.registered = len(request.pages)
         request.computed = len(request.pages) * blocks.page_size
         if request.computed == len(request):
-            draft.sources.append(hits[-1])
+            plan.sources.append(hits[-1])
             request.pages[-1] = blocks.allocate()
-            draft.copies.append((hits[-1], request.pages[-1]))
+            plan.copies.append((hits[-1], request.pages[-1]))
             request.computed -= 1
         return request.computed - before
 
@@ -79,6 +78,18 @@ class Prefixes:
             start = len(digests) * size
             digests.append(page_digest(digests[-1] if digests else request.salt, request.tokens(start, start + size)))
         return digests[index]
+
+    def register_next(self, request: Request) -> None:
+        """Make known the first page of a decoding request that is not known yet, and is full."""
+        index, size = request.registered, self.blocks.page_size
+        if len(request.digests) == index:
+            start = index * size - len(request.prompt_ids)
+            tokens = (
+                request.output_ids[start : start + size] if start >= 0 else request.tokens(index * size, (index + 1) * size)
+            )
+            request.digests.append(page_digest(request.digests[-1] if index else b"", tokens))
+        self.blocks.register(request.pages[index], request.digests[index])
+        request.registered = index + 1
 
     def register(self, request: Request) -> list[int]:
         """Make known to the prefix cache the pages that are full and whose tokens are known; returns them."""

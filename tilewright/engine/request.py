@@ -5,35 +5,29 @@ Parameters are checked, and brought to the widths that a device has, when a requ
 Not supported: beam search.
 """
 
-import math
 import reprlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 from tilewright.engine.grammar import Grammar
+from tilewright.engine.logit_edits import MAX_LOGIT_ENTRIES, LogitEdits, Settings
 
 __all__ = [
-    "MAX_LOGIT_ENTRIES",
     "RANGES",
     "Delta",
-    "LogitEdits",
     "QueueFull",
     "Request",
     "RequestTooLong",
     "SamplingParams",
-    "Settings",
     "State",
     "TokenLogprobs",
     "sample_seed",
     "shown",
 ]
-
-MAX_LOGIT_ENTRIES = 1024
-"""Tokens that one request may bias or ban by their ids: entries of `logit_bias`, and the tokens that `min_tokens` bans."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
@@ -107,6 +101,8 @@ class SamplingParams:
     """Likeliest alternatives reported with every generated token (0: only the token's own); None: no logprobs at all."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, from its second on. Such a request does not use the prefix cache."""
+    speculate: bool = True
+    """Whether the engine may guess tokens ahead, where it can. It changes no token, only when they come."""
     n: int = 1
     seed: int | None = None
     priority: int = 0
@@ -127,6 +123,8 @@ class SamplingParams:
             raise ValueError(f"min_tokens is {self.min_tokens}, wanted 0 to {self.max_tokens}, which is max_tokens")
         if self.top_p == 0:
             raise ValueError("top_p is 0, wanted above 0 and at most 1; for the likeliest token set temperature=0")
+        if not isinstance(self.speculate, bool):
+            raise ValueError(f"speculate is {shown(self.speculate)}, wanted True or False")
         self._check_stops()
         self._check_grammar()
         if not isinstance(self.logit_bias, Mapping):
@@ -198,50 +196,11 @@ def sample_seed(seed: int | None, index: int) -> int:
     return (seed + index + 2**63) % 2**64 - 2**63
 
 
-class Settings(NamedTuple):
-    """What `ops.sample` takes of a request, in its widths: top_k 0 is off."""
+class Decoders(Protocol):
+    """Arrays by slot that hold what changes of a request in every step."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-
-class LogitEdits(NamedTuple):
-    """What a request does to its logits before they are sampled; `ops.edit_logits` says in which order."""
-
-    repetition: float
-    presence: float
-    frequency: float
-    entries: tuple[tuple[int, float, float], ...]
-    """(token id, what is added to its logit at positions below `until`, what is added from there on), each id once."""
-    until: int
-    allowed: tuple[int, ...] | None
-
-    @property
-    def counts(self) -> bool:
-        """Whether the tokens before matter."""
-        return self.repetition != 1 or self.presence != 0 or self.frequency != 0
-
-
-def _logit_edits(params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int]) -> LogitEdits | None:
-    banned = stop_ids if params.min_tokens else frozenset()
-    biases = params.logit_bias
-    entries = [(token, -math.inf, float(biases.get(token, 0.0))) for token in sorted(banned)]
-    entries += [(token, float(bias), float(bias)) for token, bias in biases.items() if token not in banned]
-    if len(entries) > MAX_LOGIT_ENTRIES:  # a model with very many end-of-text tokens
-        raise ValueError(
-            f"logit_bias and the tokens that min_tokens bans are {len(entries)}, wanted at most {MAX_LOGIT_ENTRIES}"
-        )
-    made = LogitEdits(
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-        entries=tuple(entries),
-        until=prompt_tokens + params.min_tokens,
-        allowed=params.allowed_token_ids,
-    )
-    return made if made.counts or entries or made.allowed is not None else None
+    computed: Any
+    pending: Any
 
 
 class State(Enum):
@@ -264,20 +223,28 @@ class Request:
         max_wait_s               how long it may wait for its start; None: for ever
         stop_ids                 tokens that end the text: the model's end-of-text tokens unless ignored, and the caller's
         pages                    the block table: physical page of every `page_size` tokens; [] unless RUNNING
-        computed                 tokens whose keys and values are in the cache, or will be once launched steps have run
-        pending                  samples launched whose value is not known yet: 0 or 1 between two steps of the engine
+        computed                 tokens whose keys and values are in the cache, or will be once launched steps have run; drafts
+                                 do not count before they are accepted
+        pending                  rows launched whose samples are not known yet: 0 or 1 between two steps of the engine
+        drafted, accepted        tokens that were guessed for it, and how many of them were right
         cached                   prompt tokens that the prefix cache had, when first started
         slot                     stable row 0..max_seqs-1 while RUNNING, else None
+        lease                    number of its stay in that slot: no other stay of any request has it
+        decoders                 what holds `computed` and `pending` while one token at a time is computed, else None
         digests, registered      chain hashes of its first full pages; how many pages the prefix cache knows about
         arrival_s ...            by the scheduler's clock
     """
 
     __slots__ = (
+        "_computed",
+        "_pending",
+        "accepted",
         "adapter",
         "arrival_s",
         "cached",
-        "computed",
+        "decoders",
         "digests",
+        "drafted",
         "edits",
         "error",
         "finish_reason",
@@ -285,13 +252,13 @@ class Request:
         "first_token_s",
         "id",
         "index",
+        "lease",
         "max_tokens",
         "max_wait_s",
         "order",
         "output_ids",
         "pages",
         "params",
-        "pending",
         "preemptions",
         "prompt_ids",
         "registered",
@@ -315,22 +282,31 @@ class Request:
         max_wait_s: float | None = None,
         adapter: tuple[int, bytes] = (0, b""),
     ):
-        self.id, self.index, (self.adapter, self.salt) = id, index, adapter
-        self.prompt_ids, self.params = prompt_ids, params
+        self.id, (self.adapter, self.salt) = id, adapter
+        self.index = index
+        self.prompt_ids = prompt_ids
+        self.params = params
         self.seed = sample_seed(params.seed, index)
         # A grammar's end leaves no token but the end of the text.
         ignore_eos = params.ignore_eos and params.grammar is None
         self.stop_ids = frozenset(params.stop_token_ids if ignore_eos else (*eos_ids, *params.stop_token_ids))
         self.max_tokens = params.max_tokens  # read for every request in every step
         self.settings = Settings(float(params.temperature), max(0, params.top_k), float(params.top_p), float(params.min_p))
-        self.edits = _logit_edits(params, len(prompt_ids), self.stop_ids)
+        self.edits = LogitEdits.of(
+            repetition=params.repetition_penalty, presence=params.presence_penalty, frequency=params.frequency_penalty,
+            biases=params.logit_bias, banned=self.stop_ids if params.min_tokens else (),
+            until=len(prompt_ids) + params.min_tokens, allowed=params.allowed_token_ids,
+        )  # fmt: skip
         self.order: tuple[int, int] = (params.priority, 0)
         self.max_wait_s = max_wait_s
         self.output_ids: list[int] = []
         self.pages: list[int] = []
-        self.computed = 0
-        self.pending = 0
+        self.decoders: Decoders | None = None
+        self.lease = -1
+        self._computed = 0
+        self._pending = 0
         self.cached = 0
+        self.drafted = self.accepted = 0
         self.slot: int | None = None
         self.digests: list[bytes] = []
         self.registered = 0
@@ -348,6 +324,30 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<Request {self.id}/{self.index} {self.state.value} {len(self.prompt_ids)}+{len(self.output_ids)} tokens>"
+
+    @property
+    def computed(self) -> int:
+        """See the class."""
+        return self._computed if self.decoders is None else int(self.decoders.computed[self.slot])
+
+    @computed.setter
+    def computed(self, count: int) -> None:
+        if self.decoders is None:
+            self._computed = count
+        else:
+            self.decoders.computed[self.slot] = count
+
+    @property
+    def pending(self) -> int:
+        """See the class."""
+        return self._pending if self.decoders is None else int(self.decoders.pending[self.slot])
+
+    @pending.setter
+    def pending(self, count: int) -> None:
+        if self.decoders is None:
+            self._pending = count
+        else:
+            self.decoders.pending[self.slot] = count
 
     @property
     def total(self) -> int:

@@ -17,17 +17,18 @@ as its current one, and Triton launches on the current device, whatever device i
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright import ops
 from tilewright.engine.batch import Inputs, Layout, Packer
-from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Sampled, rehearse
+from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, rehearse
+from tilewright.engine.head import Head, turns_of
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
-from tilewright.engine.step import DeviceLost, FillMasks, Row, Step, StepResult
+from tilewright.engine.step import DeviceLost, FillMasks, Step, StepResult, agreed
 from tilewright.models import Model
 from tilewright.nn import LoraStack
 from tilewright.op import invariant
@@ -50,12 +51,10 @@ class Ticket:
     """A launched step: where its results arrive, and when they have."""
 
     step: Step
-    sampled: list[int]
-    """Indices of the rows that sample."""
     tokens: Tensor | None
     done: torch.cuda.Event | None
     logprobs: LogprobTensors | None = None
-    """Of the rows that sample; None where none asks."""
+    """Of the samples; None where no row asks."""
     prompt_logprobs: list[tuple[int, LogprobTensors]] | None = None
     waiting: "_Waiting | None" = None
     """What the samples need, until `ModelRunner.sample` has made them."""
@@ -68,7 +67,6 @@ class _Waiting:
     inputs: Inputs
     hidden: Tensor
     graph: DecodeGraph | None
-    edited: bool
     turn: int
 
 
@@ -77,11 +75,14 @@ class ModelRunner:
 
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
-        batch_invariant: bool = False, cache_dtype: torch.dtype | None = None,
+        max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ):  # fmt: skip
+        """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
+        self.max_samples, self._row_tokens = max(max_seqs, max_samples or 0), row_tokens
         self.max_tokens_per_step = max_tokens_per_step
         self._scope: Callable[[], AbstractContextManager[None]] = invariant if batch_invariant else nullcontext
         self.asynchronous = self.device.type == "cuda"
@@ -91,7 +92,7 @@ class ModelRunner:
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
-        self._masks = Masks(max_seqs=max_seqs, device=self.device)
+        self._masks = Masks(most=self.max_samples, device=self.device)
         self._adapts = any(isinstance(module, LoraStack) for module in model.modules())
         self._packer = Packer(
             page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
@@ -99,14 +100,16 @@ class ModelRunner:
             always_adapted=self._adapts and batch_invariant,
         )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
+        self._head = Head(model, self._edits, self._last)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
-        longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, max_seqs).nbytes + max_seqs * self._max_pages * 4
+        longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples).nbytes
+        longest += max_seqs * self._max_pages * 4
         self._staging = [torch.zeros(longest, dtype=torch.uint8, pin_memory=self.asynchronous) for _ in range(3)]
         self._arrivals = [
             (
-                torch.zeros(max_seqs, dtype=torch.int64, pin_memory=self.asynchronous),
-                LogprobTensors.on_host(max_seqs, pinned=self.asynchronous),
+                torch.zeros(self.max_samples, dtype=torch.int64, pin_memory=self.asynchronous),
+                LogprobTensors.on_host(self.max_samples, pinned=self.asynchronous),
             )
             for _ in range(3)
         ]
@@ -148,34 +151,38 @@ class ModelRunner:
 
     def _launch(self, step: Step) -> Ticket:
         width = self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
-        rows = step.rows
-        sampled = [i for i, row in enumerate(rows) if row.samples]
-        decode = self._graphs is not None and len(sampled) == len(rows) and all(row.count == 1 for row in rows)
-        if decode:
-            assert self._graphs is not None
-            graph = self._graphs.for_rows(len(rows))
-            layout, longest = graph.layout, 1
+        graph = self._graph(step)
+        if graph is not None:
+            layout, longest = graph.layout, graph.layout.each or 1
         else:
-            graph = None
-            layout = Layout(sum(row.count for row in rows), len(rows), len(sampled))
-            longest = max(row.count for row in rows)
+            tokens, samples = int(step.counts.sum()), int(step.samples.sum())
+            layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
         packed, table = self._to_device(step, layout, width)
         self._copy_pages(step)
         inputs = layout.device(packed, table, longest)
-        ticket = Ticket(step, sampled, None, None)
+        ticket = Ticket(step, None, None)
         adapted = self._adapts and self._packer.adapted(step)
         if graph is None:
             hidden = (self._adapted_body if adapted else self._body)(inputs)
         else:
             graph.replay(packed, table, adapted)
             hidden = graph.hidden
-        ticket.prompt_logprobs = self._prompt_logprobs(rows, hidden)
-        edited = any(self._edits.edited[rows[i].request.slot or 0] for i in sampled)
-        ticket.waiting = _Waiting(inputs, hidden, graph, edited, self._turn)
+        ticket.prompt_logprobs = self._prompt_logprobs(step, hidden)
+        ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
         if not step.masked:
             self._finish(ticket, None)
         self._turn = (self._turn + 1) % 3
         return ticket
+
+    def _graph(self, step: Step) -> DecodeGraph | None:
+        """The captured step that this one fits into: nobody's prompt is computed in it."""
+        if self._graphs is None or not (step.counts == step.samples).all():
+            return None
+        if not step.drafts:
+            return self._graphs.for_rows(step.slots.size)
+        # Where rows have room for more tokens than they bring, these must have places in the block table.
+        room = self._max_pages * self._packer.page_size - int(step.starts.max())
+        return self._graphs.for_drafts(step.slots.size) if room >= self._row_tokens >= step.counts.max() else None
 
     def sample(self, ticket: Ticket, words: int, fill: FillMasks) -> None:
         """The samples of a step with masked rows; see `Runner.sample`. Raises DeviceLost."""
@@ -183,8 +190,8 @@ class ModelRunner:
         self.launching = True
         try:
             with self._entered(), self._told_apart():
-                masked = set(ticket.step.masked)
-                rows = [at for at, i in enumerate(ticket.sampled) if i in masked]
+                ends = np.cumsum(ticket.step.samples)
+                rows = [at for i in ticket.step.masked for at in range(ends[i] - ticket.step.samples[i], ends[i])]
                 self._finish(ticket, self._masks.sent(rows, words, fill))
         finally:
             self.launching = False
@@ -193,7 +200,7 @@ class ModelRunner:
         """Head and samples of a launched step."""
         waiting, ticket.waiting = ticket.waiting, None
         assert waiting is not None
-        if ticket.sampled:
+        if ticket.step.samples.any():
             self._send_samples(ticket, waiting, mask)
         if self.asynchronous:
             ticket.done = torch.cuda.Event()
@@ -209,35 +216,44 @@ class ModelRunner:
         if ticket.done is not None:
             with on_device(self.device), self._told_apart():  # else CUDA may open a context on device 0 in order to wait
                 ticket.done.synchronize()
-        rows = ticket.step.rows
-        tokens: list[int | None] = [None] * len(rows)
-        if ticket.tokens is not None:
-            for i, token in zip(ticket.sampled, ticket.tokens.tolist(), strict=True):
-                tokens[i] = token
-        result = StepResult(tokens)
+        step = ticket.step
+        lines, samples = step.samples, np.zeros(0, np.int64) if ticket.tokens is None else ticket.tokens.numpy()
+        counts, logprobs = lines, []
         if ticket.logprobs is not None:
-            result.logprobs.extend([None] * len(rows))
-            read = ticket.logprobs.read([rows[i].request.params.logprobs for i in ticket.sampled])
-            for i, logprobs in zip(ticket.sampled, read, strict=True):
-                result.logprobs[i] = logprobs
-        if ticket.prompt_logprobs:
-            found: list[list[TokenLogprobs] | None] = [None] * len(rows)
-            for i, tensors in ticket.prompt_logprobs:
-                wanted = rows[i].request.params.prompt_logprobs or 0
-                read = tensors.read([wanted] * tensors.token_ids.shape[0])
-                found[i] = (found[i] or []) + [entry for entry in read if entry is not None]
-            result.prompt_logprobs.extend(found)
-        return result
+            wanted = [r.params.logprobs for r, n in zip(step.requests, lines.tolist()) for _ in range(n)]
+            logprobs = ticket.logprobs.read(wanted)
+        if step.drafts:
+            counts, stays = self._agreed(step, samples)
+            samples, logprobs = samples[stays], list(compress(logprobs, stays))
+        return StepResult(samples.copy(), counts, logprobs, self._read_prompt_logprobs(ticket))
+
+    def _agreed(self, step: Step, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How many of each row's samples count, and which of all samples that are."""
+        counts, stays, ends = step.samples.copy(), np.ones(samples.size, bool), np.cumsum(step.samples)
+        for i, drafts in step.drafts.items():
+            first = int(ends[i]) - len(drafts) - 1
+            counts[i] = agreed(drafts, samples[first : ends[i]].tolist())
+            stays[first + counts[i] : ends[i]] = False
+        return counts, stays
+
+    def _read_prompt_logprobs(self, ticket: Ticket) -> list[list[TokenLogprobs] | None]:
+        if not ticket.prompt_logprobs:
+            return []
+        found: list[list[TokenLogprobs] | None] = [None] * len(ticket.step.requests)
+        for i, tensors in ticket.prompt_logprobs:
+            wanted = ticket.step.requests[i].params.prompt_logprobs or 0
+            read = tensors.read([wanted] * tensors.token_ids.shape[0])
+            found[i] = (found[i] or []) + [entry for entry in read if entry is not None]
+        return found
 
     def _to_device(self, step: Step, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
         """One copy to the device: (the packed arrays, the block table [B, width])."""
         staging = self._staging[self._turn]
-        seqs = len(step.rows)
+        seqs = step.slots.size
         table_bytes = 4 * seqs * width
-        self._packer.fill(layout.host(staging.numpy()), step)
+        self._packer.fill(layout.host(staging.numpy()), step, layout.each)
         host_table = staging[layout.nbytes : layout.nbytes + table_bytes].view(torch.int32).view(seqs, width)
-        slots = np.fromiter((row.request.slot for row in step.rows), np.int64, seqs)
-        np.take(self._packer.tables[:, :width], slots, axis=0, out=host_table.numpy())
+        np.take(self._packer.tables[:, :width], step.slots, axis=0, out=host_table.numpy())
         arrived = staging[: layout.nbytes + table_bytes].to(self.device, non_blocking=True)
         return arrived[: layout.nbytes], arrived[layout.nbytes :].view(torch.int32).view(seqs, width)
 
@@ -255,51 +271,28 @@ class ModelRunner:
     def _bodies(self) -> Bodies:
         return self._body, self._adapted_body if self._adapts else None
 
-    def _tail(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
-        """Tokens [R] of rows that want nothing but a sample, masked or not; they are also left in `_last` for the next step."""
-        logits = self._logits(inputs, hidden)
-        if mask is not None:
-            ops.mask_logits(logits, mask.rows, mask.bits)
-        return Sampled(self._sample(logits, inputs))
-
-    def _full_tail(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
-        """The same where rows want more: logits are edited and masked first; log-probabilities are of what the head gave."""
-        logits = self._logits(inputs, hidden)
-        edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
-        if mask is not None:
-            ops.mask_logits(edited, mask.rows, mask.bits)
-        tokens = self._sample(edited, inputs)
-        self._edits.count(inputs.sampled_slots, tokens)
-        return Sampled(tokens, likelihoods(logits, tokens, inputs.alternatives))
-
-    def _logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden[inputs.batch.logits_rows])
-
-    def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
-        tokens = ops.sample(
-            logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.sampled_at
-        )
-        self._last.index_copy_(0, inputs.sampled_slots, tokens)
-        return tokens
-
     def _send_samples(self, ticket: Ticket, waiting: _Waiting, mask: Mask | None) -> None:
         """Draw the step's samples, and send them to the host; with them their log-probabilities, where rows ask."""
-        requests = [ticket.step.rows[i].request for i in ticket.sampled]
-        explained = any(request.params.logprobs is not None for request in requests)
-        more = explained or waiting.edited
-        if mask is None and waiting.graph is not None:
-            drawn = waiting.graph.sample(more)
-        else:  # the captured tails have no mask
-            drawn = (self._full_tail if more else self._tail)(waiting.inputs, waiting.hidden, mask)
+        step, inputs = ticket.step, waiting.inputs
+        count, explained = int(step.samples.sum()), self._packer.explained(step)
+        edited = self._edits.edited[step.slots[step.samples > 0]].any()
+        if any(self._edits.edited[step.slots[i]] for i in step.drafts):
+            drawn = self._head.in_turns(inputs, waiting.hidden, mask, turns_of(step, self.device))
+        elif mask is None and waiting.graph is not None:
+            drawn = waiting.graph.sample(bool(explained or edited))
+        else:  # the captured ways have no mask
+            drawn = (self._head.full if explained or edited else self._head.plain)(inputs, waiting.hidden, mask)
         tokens, logprobs = self._arrivals[waiting.turn]
-        ticket.tokens = tokens[: len(requests)]
-        ticket.tokens.copy_(drawn.tokens[: len(requests)], non_blocking=True)
+        ticket.tokens = tokens[:count]
+        ticket.tokens.copy_(drawn.tokens[:count], non_blocking=True)
         if explained and drawn.logprobs is not None:
-            ticket.logprobs = drawn.logprobs.sent(len(requests), logprobs)
+            ticket.logprobs = drawn.logprobs.sent(count, logprobs)
 
-    def _prompt_logprobs(self, rows: tuple[Row, ...], hidden: Tensor) -> list[tuple[int, LogprobTensors]]:
+    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, LogprobTensors]]:
         found, begin = [], 0
-        for i, (request, start, count, _) in enumerate(rows):
+        if not self._packer.prompts_explained(step):
+            return found
+        for i, (request, start, count, *_) in enumerate(step.rows):
             alternatives = request.params.prompt_logprobs
             targets = request.prompt_ids[start + 1 : start + count + 1]
             if alternatives is not None:
@@ -327,18 +320,21 @@ class ModelRunner:
             for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
                 self._warm_prefill(tokens, longest)
         if self.device.type == "meta":
-            rehearse(self._bodies, (self._tail, self._full_tail), max_seqs=self.max_seqs, max_pages=self._max_pages)
+            rehearse(
+                self._bodies, (self._head.plain, self._head.full), max_seqs=self.max_seqs, max_pages=self._max_pages,
+                row_tokens=self._row_tokens, max_samples=self.max_samples,
+            )  # fmt: skip
             return
         self._graphs = DecodeGraphs(
-            self._bodies, (self._tail, self._full_tail), device=self.device, max_seqs=self.max_seqs,
-            max_pages=self._max_pages, progress=progress,
+            self._bodies, (self._head.plain, self._head.full), device=self.device, max_seqs=self.max_seqs,
+            max_pages=self._max_pages, row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress,
         )  # fmt: skip
         torch.cuda.synchronize(self.device)
 
     def _warm_prefill(self, tokens: int, longest: int) -> None:
         """One eager step of so many tokens, all padding: it reads and writes no page that counts."""
         seqs = min(tokens, self.max_seqs)
-        layout = Layout(tokens, seqs, seqs)
+        layout = Layout(tokens, seqs, min(tokens, self.max_samples))
         inputs = layout.device(
             torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device),
             torch.zeros(seqs, 1, dtype=torch.int32, device=self.device),
@@ -352,8 +348,8 @@ class ModelRunner:
         if self._adapts:
             hidden = self._adapted_body(inputs)
         for mask in (None, self._masks.unused()):
-            self._tail(inputs, hidden, mask)
-            self._full_tail(inputs, hidden, mask)
+            self._head.plain(inputs, hidden, mask)
+            self._head.full(inputs, hidden, mask)
 
 
 def _powers(limit: int) -> list[int]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.engine.request import MAX_LOGIT_ENTRIES, RANGES, Request, TokenLogprobs
+from tilewright.engine.logit_edits import MAX_LOGIT_ENTRIES
+from tilewright.engine.request import RANGES, Request, TokenLogprobs
 from tilewright.engine.step import FillMasks
 
 __all__ = ["MOST_ALTERNATIVES", "LogitTables", "LogprobTensors", "Mask", "Masks", "likelihoods"]
@@ -44,7 +45,7 @@ class LogitTables:
         self._after = torch.zeros(slots, MAX_LOGIT_ENTRIES, device=device)
         self._until = torch.zeros(slots, dtype=torch.int64, device=device)
         self._allowed = torch.full((slots, words), -1, dtype=torch.int32, device=device)
-        self.edited = [False] * max_seqs
+        self.edited = np.zeros(max_seqs, bool)
         """By slot: whether the request that has it edits its logits."""
 
     def place(self, request: Request) -> None:
@@ -132,8 +133,8 @@ class Masks:
     One buffer is enough: when the masks of a step are written, every step before it has been collected.
     """
 
-    def __init__(self, *, max_seqs: int, device: torch.device):
-        self._max_seqs = max_seqs
+    def __init__(self, *, most: int, device: torch.device):
+        self._most = most
         self._device = device
         self._buffers: tuple[Mask, Mask] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -165,8 +166,8 @@ class Masks:
         if self._buffers is None or self._buffers[0].bits.shape[1] != words:
             pinned = self._device.type == "cuda"
             host = Mask(
-                torch.zeros(self._max_seqs, dtype=torch.int64, pin_memory=pinned),
-                torch.zeros(self._max_seqs, words, dtype=torch.int32, pin_memory=pinned),
+                torch.zeros(self._most, dtype=torch.int64, pin_memory=pinned),
+                torch.zeros(self._most, words, dtype=torch.int32, pin_memory=pinned),
             )
             self._buffers = (host, Mask(host.rows.to(self._device), host.bits.to(self._device)))
         return self._buffers

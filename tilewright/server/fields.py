@@ -104,6 +104,7 @@ class CompletionBody(_Body):
     stop: Any = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    speculate: bool | None = None
     seed: Annotated[int | None, _within("seed")] = None
     n: Annotated[int | None, _within("n")] = None
     best_of: Annotated[int | None, _within("n")] = None

@@ -30,6 +30,8 @@ COUNTERS = {
     "generation_tokens": ("Tokens generated", "generated_tokens"),
     "prefix_query_tokens": ("Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
     "prefix_hit_tokens": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
+    "drafted_tokens": ("Tokens guessed ahead", "drafted_tokens"),
+    "accepted_tokens": ("Those of them that were right", "accepted_tokens"),
     "preemptions": ("Samples put back into the queue for want of pages", "preemptions"),
     "requests_finished": ("Samples that came to their end", "finished"),
     "requests_aborted": ("Samples aborted, mostly by clients that went away", "aborted"),

@@ -253,7 +253,7 @@ def _answer_fields(body: CompletionBody) -> dict[str, Any]:
 # Fields that SamplingParams knows by the same name and checks.
 _SAME = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "ignore_eos", "seed", "n", "priority"),
+    *("repetition_penalty", "ignore_eos", "speculate", "seed", "n", "priority"),
 )
 
 

@@ -1,0 +1,80 @@
+"""Which of a step's samples count: those that requests still want."""
+
+from collections.abc import Iterator, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewright.engine.request import Request, State, TokenLogprobs
+from tilewright.engine.step import Step, StepResult
+
+__all__ = ["Accepted", "accepted"]
+
+
+class Accepted(NamedTuple):
+    """The samples of a step that count, with an entry a request that has any."""
+
+    requests: Sequence[Request]
+    slots: np.ndarray
+    """[N] int64: where the requests were when the step was made."""
+    counts: np.ndarray
+    """[N] int64"""
+    ids: np.ndarray
+    """int64: the tokens of all requests, one behind the other."""
+    tokens: list[int]
+    """The same."""
+    logprobs: list[TokenLogprobs | None]
+    """[], or an entry a token."""
+    here: np.ndarray
+    """[N] bool: the request is still in its slot."""
+
+    def append(self) -> None:
+        """Add the tokens to their requests."""
+        if len(self.tokens) == len(self.requests):
+            for request, token in zip(self.requests, self.tokens):
+                request.output_ids.append(token)
+        else:
+            for request, tokens, _ in self.each():
+                request.output_ids += tokens
+
+    def each(self) -> Iterator[tuple[Request, list[int], list[TokenLogprobs | None]]]:
+        """(request, its tokens, their log-probabilities or [])"""
+        begin = 0
+        for request, count in zip(self.requests, self.counts.tolist()):
+            end = begin + count
+            yield request, self.tokens[begin:end], self.logprobs[begin:end]
+            begin = end
+
+    def only(self, stays: np.ndarray) -> "Accepted":
+        """Without the requests where `stays` [N] is False."""
+        lines = np.repeat(stays, self.counts)
+        return Accepted(
+            list(compress(self.requests, stays.tolist())),
+            self.slots[stays],
+            self.counts[stays],
+            self.ids[lines],
+            self.ids[lines].tolist(),
+            list(compress(self.logprobs, lines)),
+            self.here[stays],
+        )
+
+
+def accepted(step: Step, result: StepResult, here: np.ndarray) -> Accepted:
+    """What counts of a result. `here` [rows]: the row's request is still in its slot.
+
+    Of the others those that have ended need no more, and those that were preempted keep their samples.
+    """
+    rows = np.flatnonzero(result.counts)
+    requests = step.requests if rows.size == result.counts.size else [step.requests[i] for i in rows.tolist()]
+    here = here[rows]
+    ids = result.tokens
+    found = Accepted(requests, step.slots[rows], result.counts[rows], ids, ids.tolist(), result.logprobs, here)
+    if here.all():
+        return found
+    stays = here.copy()
+    for i in np.flatnonzero(~here).tolist():
+        request = requests[i]
+        request.pending -= 1
+        stays[i] = request.state is not State.FINISHED
+    return found.only(stays)

@@ -1,0 +1,95 @@
+"""A small model that guesses for a large one: it reads the same tokens, keeps its keys and values in pages of the same numbers,
+and draws with each request's own settings and noise, so that where the two models agree their samples do.
+
+Its cache has as many pages as the large model's, and a request's block table serves both: whoever owns a page owns it here too.
+What stands in a page is never trusted beyond what this request has written itself, and a wrong guess costs time alone. It runs
+only for requests that wait for drafts, so a request that has none for a while, or starts again, is read up to its end first.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tilewright.engine.request import Request, SamplingParams
+from tilewright.engine.step import Row, Runner, Step, StepResult
+
+__all__ = ["DraftModel"]
+
+
+class _Guest:
+    """A request as the small model sees it: no penalties, no log-probabilities."""
+
+    __slots__ = ("computed", "guessed", "known", "seen")
+
+    def __init__(self, request: Request):
+        self.seen = Request("draft", request.prompt_ids, SamplingParams())
+        self.seen.seed, self.seen.settings = request.seed, request.settings
+        self.seen.output_ids = request.output_ids
+        self.computed = 0
+        self.known = 0
+        self.guessed: Sequence[int] = ()
+
+    def meet(self, request: Request) -> Request:
+        """Bring it up to date: which of the guesses came true, and where the request is now."""
+        came = request.tokens(self.known, self.known + len(self.guessed))
+        right = next((i for i, (a, b) in enumerate(zip(self.guessed, came)) if a != b), min(len(self.guessed), len(came)))
+        # The last guess was never read.
+        self.computed = min(self.known + min(right, max(0, len(self.guessed) - 1)), len(request) - 1)
+        self.seen.slot, self.seen.lease, self.seen.pages = request.slot, request.lease, request.pages
+        self.known = len(request)
+        return self.seen
+
+
+class DraftModel:
+    """Proposes what a runner of its own samples. `most_tokens`: of one pass."""
+
+    free = False
+
+    def __init__(self, runner: Runner, *, max_seqs: int, most_tokens: int):
+        self.runner = runner
+        self._most = most_tokens
+        self._guests: list[tuple[int, _Guest] | None] = [None] * max_seqs
+
+    def propose(self, asked: Mapping[Request, int]) -> dict[Request, list[int]]:
+        """See `Proposer`: one pass over what is new of each request, then one for each further token."""
+        guests = {request: self._guest(request) for request in asked}
+        rows = {request: guest.meet(request) for request, guest in guests.items()}
+        tokens = self._read(list(asked), guests, rows)
+        found = {request: [token] for request, token in zip(asked, tokens)}
+        for more in range(1, max(asked.values(), default=1)):
+            going = [request for request, most in asked.items() if most > more]
+            step = Step.of([Row(rows[r], len(r) + more - 1, 1, True) for r in going])
+            for request, token in zip(going, self._run(step).tokens.tolist()):
+                found[request].append(token)
+        for request, guest in guests.items():
+            guest.guessed = found[request]
+        return found
+
+    def _guest(self, request: Request) -> _Guest:
+        slot = request.slot
+        assert slot is not None
+        known = self._guests[slot]
+        if known is None or known[0] != request.lease:
+            self._guests[slot] = known = (request.lease, _Guest(request))
+        return known[1]
+
+    def _read(
+        self, requests: Sequence[Request], guests: Mapping[Request, _Guest], rows: Mapping[Request, Request]
+    ) -> list[int]:
+        """The token behind each request, once all of its tokens have been read; long ones in pieces."""
+        tokens: dict[Request, int] = {}
+        while len(tokens) < len(requests):
+            room, step = self._most, list[Row]()
+            served: list[Request] = []
+            for request in requests:
+                guest = guests[request]
+                count = min(room, len(request) - guest.computed)
+                if request not in tokens and count:
+                    room -= count
+                    guest.computed += count
+                    step.append(Row(rows[request], guest.computed - count, count, guest.computed == len(request)))
+                    served.append(request)
+            samples = iter(self._run(Step.of(step)).tokens.tolist())
+            tokens.update((request, next(samples)) for request, row in zip(served, step) if row.samples)
+        return [tokens[request] for request in requests]
+
+    def _run(self, step: Step) -> StepResult:
+        return self.runner.collect(self.runner.launch(step))

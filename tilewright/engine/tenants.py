@@ -1,0 +1,271 @@
+"""Who is in the engine and what each holds: the queues, the slots, the pages.
+
+Pure Python and numpy: no tensors, no model. What is decided here: who is let in, who ends, and who gives up its pages for whom.
+Pages and slot of a request that ends are free at once, also while its row is in flight, because the device runs steps in order.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from tilewright.engine.blocks import BlockPool
+from tilewright.engine.decoding import Decoders
+from tilewright.engine.outputs import EngineStats
+from tilewright.engine.prefixes import Prefixes
+from tilewright.engine.request import Request, RequestTooLong, State
+from tilewright.engine.step import Row, Step
+from tilewright.engine.waiting import WaitingQueue
+
+__all__ = ["Tenants"]
+
+COUNTERS = ("preemptions", "finished", "aborted", "failed", "expired")
+COUNTERS += ("prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens")
+COUNTERS += ("drafted_tokens", "accepted_tokens")
+_LEASES = itertools.count()
+"""Of all engines in the process: what a runner remembers of one is never taken for another's."""
+
+
+class Tenants:
+    """Queues, pages and slots of one engine.
+
+    Args:
+        max_seqs: requests that run at once, and slots.
+        max_tokens_per_step: bound on the tokens of one step; at least `max_seqs`, so that every running request fits.
+        max_model_len: bound on prompt and generated tokens together, per request.
+        max_waiting: requests that `add` lets wait at once.
+        prefill_chunk: most prompt tokens of one request in one step; None is no such bound.
+        max_samples: samples of one step at most, where that is more than `max_seqs`; what is left is for drafts.
+        clock: the present in seconds; for tests.
+
+    `drafts` is set before `schedule`: guesses of what requests will sample next.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: BlockPool,
+        max_seqs: int,
+        max_tokens_per_step: int,
+        max_model_len: int,
+        max_waiting: int,
+        prefill_chunk: int | None = None,
+        max_samples: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if max_seqs < 1 or max_waiting < 1 or (prefill_chunk is not None and prefill_chunk < 1):
+            got = f"max_seqs={max_seqs}, max_waiting={max_waiting}, prefill_chunk={prefill_chunk}"
+            raise ValueError(f"{got}; wanted at least 1 each (prefill_chunk may be None)")
+        if max_tokens_per_step < max_seqs:
+            got = f"max_tokens_per_step is {max_tokens_per_step}, wanted at least max_seqs, {max_seqs}"
+            raise ValueError(f"{got}: every running request gets a token each step")
+        self.blocks = blocks
+        self.prefixes = Prefixes(blocks)
+        self.max_seqs = max_seqs
+        self.max_tokens_per_step = max_tokens_per_step
+        self.max_model_len = max_model_len
+        self.max_waiting = max_waiting
+        self.prefill_chunk = prefill_chunk
+        self.max_samples = max(max_seqs, max_samples or 0)
+        self._clock = clock
+        self._arrivals = itertools.count()
+        self.preemptions = self.finished = self.aborted = self.failed = self.expired = 0
+        self.prompt_tokens = self.generated_tokens = self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.running: dict[Request, None] = {}  # a set, by `Request.order`
+        self.waiting = WaitingQueue(self.max_waiting, self._clock)
+        self._prompts: dict[Request, None] = {}  # those of them whose prompts are computed, in the same order
+        self.decoders = Decoders(self.max_seqs, self.blocks.page_size, registers=self.blocks.prefix_cache)
+        self.drafts: Mapping[Request, Sequence[int]] = {}
+        self._slots = list(range(self.max_seqs - 1, -1, -1))
+        self._by_id: dict[str, list[Request]] = {}
+
+    # In and out ------------------------------------------------------------------------------------------------------
+
+    def add(self, *requests: Request) -> None:
+        """Let requests wait, all of them or none.
+
+        Raises:
+            RequestTooLong: one can never run: its prompt and max_tokens exceed the model's length or the whole pool.
+            QueueFull: too many wait already, or the first would wait for longer than it may.
+        """
+        for request in requests:
+            self._check_length(request)
+        self.waiting.check_room(len(requests), (requests[0].order[0], next(self._arrivals)), requests[0].max_wait_s)
+        now_s = self._clock()
+        for request in requests:
+            request.order, request.arrival_s = (request.order[0], next(self._arrivals)), now_s
+            self.waiting.push(request)
+            self._by_id.setdefault(request.id, []).append(request)
+            self.prompt_tokens += len(request.prompt_ids)
+
+    def _check_length(self, request: Request) -> None:
+        prompt, asked = len(request.prompt_ids), request.max_tokens
+        got = f"the prompt has {prompt} tokens and max_tokens is {asked}, together {prompt + asked}"
+        if not prompt:
+            raise ValueError("the prompt has no tokens, wanted at least one; begin with the model's BOS token")
+        if prompt + asked > self.max_model_len:
+            raise RequestTooLong(f"{got}; the model takes {self.max_model_len}. Shorten the prompt or lower max_tokens")
+        # Keys and values of the last sample are never needed.
+        if self.blocks.pages_for(prompt + asked - 1) > self.blocks.num_pages:
+            holds = self.blocks.num_pages * self.blocks.page_size
+            raise RequestTooLong(f"{got}; the whole page pool holds {holds}. Lower them, or give the cache more memory")
+
+    def live(self, request_id: str) -> list[Request]:
+        """The unfinished requests of this id."""
+        return list(self._by_id.get(request_id, ()))
+
+    def abort(self, request_id: str) -> list[Request]:
+        """End the unfinished requests of this id, also those in flight; returns them. An unknown id is none."""
+        requests = self.live(request_id)
+        for request in requests:
+            self.finish(request, "abort")
+        return requests
+
+    def expire(self) -> list[tuple[Request, float]]:
+        """End the requests that have waited too long, with all samples of their ids; returns (request, when to ask again)."""
+        late = [(sample, retry_s) for request, retry_s in self.waiting.overdue() for sample in self.live(request.id)]
+        for request, _ in late:
+            self.finish(request, "expired")
+        return late
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request: "stop", "length", "abort", "error" or "expired". Its pages and slot are free at once."""
+        if request.state is State.RUNNING:
+            self._leave(request)
+        elif request.state is State.WAITING:
+            self.waiting.remove(request)
+        else:
+            return
+        request.state = State.FINISHED
+        request.finish_reason = reason
+        request.finished_s = self._clock()
+        self._by_id[request.id].remove(request)
+        if not self._by_id[request.id]:
+            del self._by_id[request.id]
+        self.aborted += reason == "abort"
+        self.failed += reason == "error"
+        self.expired += reason == "expired"
+        self.finished += reason in ("stop", "length")
+
+    def reset(self) -> list[Request]:
+        """Abort all requests and free all pages and slots, whatever half-done state an interrupt left; returns them."""
+        requests = [request for siblings in self._by_id.values() for request in siblings]
+        for request in requests:
+            request.decoders = None
+            request.state, request.finish_reason, request.slot = State.FINISHED, "abort", None
+            request.pages.clear()
+        self.aborted += len(requests)
+        self._clear()
+        self.blocks.reset()
+        return requests
+
+    def distrust(self, steps: Sequence[Step]) -> None:
+        """Steps have not written what they should: forget the content of their pages. Requests beside theirs that share one
+        start again; none of these may be in flight."""
+        rows = [row for step in steps for row in step.rows]
+        spoiled = {page for row in rows for page in self._written(row)}.union(*(step.fills for step in steps))
+        self._spoil(spoiled, {row.request for row in rows})
+
+    def withdraw(self, step: Step, request: Request) -> Step | None:
+        """A step that was not launched, without the row of `request`, which is to be ended, and without those that would have
+        read what it writes: these start again. None where no row is left."""
+        out, spoiled = {request}, {page for row in step.rows if row.request is request for page in self._written(row)}
+        found = True
+        while found:
+            readers = [r for r in step.rows if r.request not in out and not spoiled.isdisjoint(r.request.pages)]
+            found = bool(readers)
+            out.update(row.request for row in readers)
+            spoiled.update(page for row in readers for page in self._written(row))
+        for row in step.rows:
+            row.request.pending -= row.request in out and row.samples
+        self._spoil(spoiled, {request})
+        kept = tuple(row for row in step.rows if row.request not in out)
+        return Step.of(kept, copies=step.copies, fills=step.fills - spoiled) if kept else None
+
+    def _written(self, row: Row) -> list[int]:
+        return row.request.pages[row.start // self.blocks.page_size :]
+
+    def _spoil(self, pages: set[int], ended: set[Request]) -> None:
+        self.blocks.forget(pages)
+        for request in reversed(tuple(self.running)):
+            if request not in ended and not pages.isdisjoint(request.pages):
+                self._preempt(request)
+
+    def page_map(self, per_cell: int = 1) -> list[tuple[str | int, int]]:
+        """(state, owners) of cells of `per_cell` pages: "free", "cached" or the slot of the first request that owns it."""
+        return self.blocks.page_map(((request.slot, request.pages) for request in self.running), per_cell)
+
+    def stats(self) -> EngineStats:
+        """Queues, pages and counters, now."""
+        blocks = self.blocks
+        return EngineStats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages_total=blocks.num_pages,
+            pages_used=blocks.num_pages - blocks.available,
+            pages_cached=blocks.cached,
+            **{name: getattr(self, name) for name in COUNTERS},
+        )
+
+    # Slots and pages -------------------------------------------------------------------------------------------------
+
+    def _enter(self, request: Request) -> None:
+        behind = bool(self.running) and next(reversed(self.running)).order > request.order
+        self.running[request] = None
+        self._prompts[request] = None
+        if behind:
+            self.running = dict.fromkeys(sorted(self.running, key=lambda r: r.order))
+            self._prompts = dict.fromkeys(sorted(self._prompts, key=lambda r: r.order))
+        request.state = State.RUNNING
+        request.slot, request.lease = self._slots.pop(), next(_LEASES)
+        self.decoders.lease[request.slot] = request.lease
+
+    def _make_room(self, request: Request, count: int) -> int:
+        """Allocates pages for up to `count` more tokens; preempts those behind while not one fits. Returns how many fit."""
+        blocks, pages = self.blocks, request.pages
+        while (fits := (len(pages) + blocks.available) * blocks.page_size - request.computed) <= 0:
+            youngest = next(reversed(self.running))
+            if youngest is request:
+                return 0  # it keeps its pages: the older ones take them if they need to, and go on in any case
+            self._preempt(youngest)
+        count = min(count, fits)
+        self._allocate(request, count)
+        return count
+
+    def reserve(self, request: Request, count: int) -> int:
+        """Give a decoding request pages for `count` more tokens, as far as pages are left that nobody will ask for in the next
+        step; returns how many tokens fit."""
+        spare = self.blocks.available - len(self.running)
+        fits = (len(request.pages) + max(0, spare)) * self.blocks.page_size - request.computed
+        count = min(count, fits)
+        if count > 0:
+            self._allocate(request, count)
+        return max(0, count)
+
+    def _allocate(self, request: Request, count: int) -> None:
+        pages, blocks = request.pages, self.blocks
+        for _ in range(blocks.pages_for(request.computed + count) - len(pages)):
+            pages.append(blocks.allocate())
+        if request.decoders is not None:
+            self.decoders.grown(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        request.state = State.WAITING
+        request.computed = request.registered = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        self.waiting.push(request)
+
+    def _leave(self, request: Request) -> None:
+        del self.running[request]
+        self._prompts.pop(request, None)
+        assert request.slot is not None
+        self.decoders.leave(request)
+        self._slots.append(request.slot)
+        request.slot = None
+        self.blocks.release(request.pages)
+        request.pages = []
