@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.bench.load.options import CONFIGURE_OPTIONS, LOAD_OPTIONS
 from tests.server.tiny_model import write_tiny_model
-from tests.train.options import TRAIN_OPTIONS
+from tests.train.options import TRAIN_VERBS
 from tilewright import __version__
 from tilewright.cli import app
 
@@ -33,6 +33,7 @@ OPTIONS = {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
         *("--max-wait", "--prefix-cache", "--no-prefix-cache", "--config", "--replicas", "--fronts", "--max-connections"),
+        *("--adapter", "--max-adapters", "--max-adapter-rank", "--adapter-dir"),
         *("--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),
     },
@@ -44,9 +45,9 @@ OPTIONS = {
     "warmup": {
         *("--out", "--arch", "--card", "--jobs", "--json"),
         *("--dtype", "--quantize", "--max-model-len", "--max-seqs", "--page-size", "--kv-cache", "--max-tokens-per-step"),
-        *("--invariant", "--no-invariant", "--speculate"),
+        *("--invariant", "--no-invariant", "--speculate", "--max-adapters", "--max-adapter-rank"),
     },
-    "train run": TRAIN_OPTIONS,
+    **TRAIN_VERBS,
     "bench engine": {
         *("--workload", "-w", "--runs", "--dtype", "--quantize", "--kv-cache", "--max-model-len"),
         *("--page-size", "--max-tokens-per-step", "--speculate", "--out", "--resume", "--json"),

@@ -29,6 +29,7 @@ def make(monkeypatch, tmp_path):
                 tokenizer=None,
                 config=SimpleNamespace(vocab_size=VOCAB + 7),
                 plan=SimpleNamespace(num_pages=pages, page_size=size, max_model_len=200),
+                adapters=None,
             )
 
         TOKENIZER._backend.save(str(tmp_path / "tokenizer.json"))

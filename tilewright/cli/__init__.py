@@ -20,6 +20,7 @@ try:
     import tilewright.cli.hw
     import tilewright.cli.lab
     import tilewright.cli.load
+    import tilewright.cli.merge
     import tilewright.cli.ops
     import tilewright.cli.optimize
     import tilewright.cli.quantize

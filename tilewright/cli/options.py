@@ -26,6 +26,7 @@ FRIENDLY: dict[str, tuple[str, Any, int]] = {
     "max_delay_ms": ("max_delay", float, 1),
     "packages": ("package", list[str] | None, 1),
     "cors_origins": ("cors_origin", list[str] | None, 1),
+    "adapters": ("adapter", list[str] | None, 1),
 }
 
 

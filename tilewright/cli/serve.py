@@ -133,6 +133,8 @@ def _serve(
         )
     if config.fronts and host is not None:
         raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
+    if (config.fronts or config.replicas > 1) and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
+        raise ValueError("LoRA adapters are served by one process: leave out --fronts and --replicas, or the adapters")
     if model is None:
         from tilewright.server.v2.app import create_models_app
 
@@ -184,6 +186,7 @@ def _serve_in_processes(
 
 
 SAMPLING = "Sampling"
+_RUN_WITHOUT = {"model", "max_seqs", "max_waiting", "prefix_cache", "adapters", "max_adapters", "max_adapter_rank"}
 
 
 @app.command(
@@ -193,7 +196,7 @@ SAMPLING = "Sampling"
     "cat story.txt | tilewright run --max-tokens 200 > more.txt\n\n"
     'tilewright run --prompt "Once" --json | jq .timings'
 )
-@options(EngineConfig, into="engine", panel="Engine", without={"model", "max_seqs", "max_waiting", "prefix_cache"})
+@options(EngineConfig, into="engine", panel="Engine", without=_RUN_WITHOUT)
 def run(
     context: typer.Context,
     engine: dict[str, Any],

@@ -24,7 +24,12 @@ def _given() -> type:
     """The fields of `TrainConfig`, each unset unless it is given, so that the file's value stands."""
     made = []
     for one in dataclasses.fields(TrainConfig):
-        listed = {"data": list[str] | None, "weights": list[float] | None, "parallel": str | None}
+        listed = {
+            "data": list[str] | None,
+            "weights": list[float] | None,
+            "lora_targets": list[str] | None,
+            "parallel": str | None,
+        }
         default = "" if one.default in (None, (), "") else f"; default: {one.default}"
         help = one.metadata["help"] + (default if "default" not in one.metadata["help"] else "")
         own: Any = one.type
@@ -125,7 +130,7 @@ def _sampler(folder: Path | None, config: TrainConfig) -> Callable[[Any], Callab
 
 
 def _render(folder: Path | None, config: TrainConfig) -> Callable[[list[dict[str, Any]]], Any] | None:
-    if folder is None or not config.chat:
+    if folder is None or not (config.chat or config.loss != "next-token"):
         return None
     from tilewright.engine.chat_runs import chat_runs
     from tilewright.engine.tokenizer import Tokenizer

@@ -16,6 +16,7 @@ from tilewright.engine.config import EngineConfig
 __all__ = ["warmup"]
 
 _WITHOUT = {
+    "adapters",
     "model",
     "device",
     "kv_cache_bytes",

@@ -7,6 +7,7 @@ named by the slot that will hold it (`feed`), and is filled in on the device.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,13 @@ class Inputs(NamedTuple):
     """[R] int32: likeliest tokens to report beside the sample; -1: no log-probabilities at all."""
     sampled_at: Tensor
     """[R] int64: position that the sample will have."""
+    adapters: Tensor
+    """[2 T] int32, as `Batch.adapters`; nothing where no row has an adapter."""
+
+    @property
+    def adapted(self) -> Batch:
+        """The batch, whose rows have adapters."""
+        return replace(self.batch, adapters=self.adapters.view(2, -1))
 
 
 _FIELDS = (
@@ -57,6 +65,7 @@ _FIELDS = (
     ("temperature", "R", np.float32),
     ("top_p", "R", np.float32),
     ("min_p", "R", np.float32),
+    ("adapters", "2T", np.int32),
 )
 _TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
 
@@ -69,7 +78,7 @@ class Layout:
 
     def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None):
         self.seqs, self.each = seqs, each
-        counts = {"T": tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
+        counts = {"T": tokens, "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
         self.fields: list[tuple[str, Any, int, int]] = []
         at = 0
         for name, axis, dtype in _FIELDS:
@@ -100,15 +109,17 @@ class Layout:
 class Packer:
     """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
 
+    `always_adapted`: every step names adapters, even if no row has one.
     `place` is called with each request that has come to its slot since the step before. What a request's own numbers raise on
     the way is a `RowFault` that names it: nothing has been sent to the device then.
     """
 
     def __init__(
-        self, *, page_size: int, max_seqs: int, max_pages: int, place: Callable[[Request], None] = lambda request: None
-    ):
+        self, *, page_size: int, max_seqs: int, max_pages: int, place: Callable[[Request], None] = lambda request: None,
+        always_adapted: bool = False,
+    ):  # fmt: skip
         self.page_size = page_size
-        self._place = place
+        self._place, self._always_adapted = place, always_adapted
         self.padding_slot = max_seqs
         self.tables = np.zeros((max_seqs, max_pages), np.int32)
         self._leases, self._held = np.full(max_seqs, -2, np.int64), np.zeros(max_seqs, np.int64)
@@ -120,6 +131,7 @@ class Packer:
         self._seed = np.zeros(max_seqs + 1, np.int64)
         self._alternatives = np.full(max_seqs + 1, -1, np.int32)
         self._explains = np.zeros(max_seqs, bool)
+        self._adapter = np.zeros(max_seqs + 1, np.int32)
 
     def refresh(self, step: Step) -> int:
         """Bring tables and parameters of the step's slots up to date; returns the pages of the longest table.
@@ -158,7 +170,12 @@ class Packer:
         self._min_p[slot], self._seed[slot] = s.min_p, request.seed
         self._alternatives[slot] = -1 if request.params.logprobs is None else request.params.logprobs
         self._explains[slot] = request.params.prompt_logprobs is not None
+        self._adapter[slot] = request.adapter
         self._place(request)
+
+    def adapted(self, step: Step) -> bool:
+        """Whether the model is to be told adapters: any of the step's rows has one. After `refresh`."""
+        return self._always_adapted or bool(self._adapter[step.slots].any())
 
     def explained(self, step: Step) -> bool:
         """Whether any of a step's rows wants log-probabilities of its samples."""
@@ -192,6 +209,7 @@ class Packer:
         page, offset = np.divmod(position, self.page_size)
         out["slots"][:tokens] = self.tables[owner, page].astype(np.int64) * self.page_size + offset
         out["slots"][tokens:] = -1
+        self._fill_adapters(out["adapters"], slice(tokens), owner)
         self._fill_tokens(out, step, ends)
         self._fill_sampled(out, step, ends)
 
@@ -209,8 +227,18 @@ class Packer:
         out["positions"][where] = position
         out["slots"].fill(-1)
         out["slots"][where] = self.tables[np.repeat(slot, count), page].astype(np.int64) * self.page_size + cell
+        self._fill_adapters(out["adapters"], where, np.repeat(slot, count))
         self._fill_tokens(out, step, begins + count)
         self._fill_sampled(out, step, begins + count)
+
+    def _fill_adapters(self, out: np.ndarray, where: Any, owner: np.ndarray) -> None:
+        """Tokens in the order of their adapters, and these; padding has none. where: places of the tokens that slots own."""
+        if not (self._always_adapted or self._adapter.any()):
+            return
+        ids = np.zeros(out.size // 2, np.int32)
+        ids[where] = self._adapter[owner]
+        order = np.argsort(ids, kind="stable")
+        out[: ids.size], out[ids.size :] = order, ids[order]
 
     def _fill_tokens(self, out: dict[str, np.ndarray], step: Step, ends: np.ndarray) -> None:
         ids, feed, fed = out["token_ids"], out["feed"], step.fed

@@ -19,7 +19,7 @@ __all__ = ["BlockPool", "page_digest"]
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The chain hash of a page: `parent` is the digest of the page before it, b"" for a request's first."""
+    """The chain hash of a page: `parent` is the digest of the page before it, for a request's first its salt."""
     return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 

@@ -52,13 +52,18 @@ class EngineConfig:
     speculate: str | None = option(None, f"guess tokens ahead, without loss, by {' or '.join(SPECULATE)}; see also draft")
     draft: str | None = option(None, "guess tokens ahead by a small model of the same vocabulary: a folder or a hub name")
     draft_tokens: int = option(8, "tokens guessed ahead of one request in one pass at most")
+    adapters: tuple[str, ...] | None = option(
+        None, "NAME=FOLDER of a LoRA adapter that requests may ask for by its name; may be given several times"
+    )
+    max_adapters: int = option(0, "LoRA adapters that there is room for; default: as many as are given")
+    max_adapter_rank: int = option(16, "largest rank of a LoRA adapter")
     invariant: bool = option(False, "the same bits for a request whatever else is in the batch; slower")
     bundle: str | None = option(None, "folder that `tilewright warmup` made for this use: no kernel is compiled then")
     strict: bool = option(False, "fail a step that compiles a kernel after the start, instead of logging it")
 
     def __post_init__(self) -> None:
         least = {"max_seqs": 1, "page_size": 1, "max_tokens_per_step": self.max_seqs, "max_waiting": 1}
-        least |= {"max_model_len": 2, "kv_cache_bytes": 1, "prefill_chunk": 1}
+        least |= {"max_model_len": 2, "kv_cache_bytes": 1, "prefill_chunk": 1, "max_adapters": 0, "max_adapter_rank": 1}
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and value < low:
@@ -76,8 +81,17 @@ class EngineConfig:
             raise ValueError(f"bundle is {self.bundle!r}, which has no kernels of a draft model; leave draft or bundle out")
         if not 1 <= self.draft_tokens <= MOST_DRAFTS:
             raise ValueError(f"draft_tokens is {self.draft_tokens}, wanted 1 to {MOST_DRAFTS}")
+        object.__setattr__(self, "adapters", tuple(self.adapters or ()) or None)
+        for name, high in (("max_adapters", 4096), ("max_adapter_rank", 1024)):
+            if getattr(self, name) > high:
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted at most {high}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {self.memory_fraction}, wanted above 0 and at most 1")
+
+    @property
+    def adapter_places(self) -> int:
+        """LoRA adapters that there is room for."""
+        return max(self.max_adapters, len(self.adapters or ()))
 
     @property
     def row_tokens(self) -> int:

@@ -15,11 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.engine.deltas import Note, StepDeltas, StepRows
+from tilewright.engine.adapter_names import place_of
+from tilewright.engine.deltas import Note, OutputState, StepDeltas, StepRows
 from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.reader import Reader
@@ -28,6 +29,9 @@ from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import Proposer, Speculator
 from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
 from tilewright.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tilewright.engine.adapters import Adapters  # imports torch
 
 __all__ = ["GRAMMAR_FAILED", "Engine"]
 
@@ -42,17 +46,6 @@ GRAMMAR_FAILED = "its grammar cannot be followed any further"
 NOT_NUMBERS = "the model's logits are not numbers (NaN): look at its weights"
 
 
-class _Output:
-    """What the engine knows of a request beside its tokens."""
-
-    __slots__ = ("prompt_logprobs", "published", "stream")
-
-    def __init__(self, stream: int):
-        self.stream = stream
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.published = False
-
-
 class Engine:
     """Steps a scheduler and a runner.
 
@@ -60,6 +53,7 @@ class Engine:
         tokenizer: makes the text of `step`, and bounds the token ids that are taken; None: deltas have ids and no text.
         eos_ids: tokens that end a text, unless a request ignores them.
         vocab_size: token ids are below this; the tokenizer's, unless the model has fewer. Needed without a tokenizer.
+        adapters: those that the model has room for; None: requests may have none.
         proposer: guesses tokens ahead, `draft_tokens` of a request in a step at most; None: every row brings one token.
     """
 
@@ -71,6 +65,7 @@ class Engine:
         scheduler: Scheduler,
         *,
         vocab_size: int | None = None,
+        adapters: "Adapters | None" = None,
         proposer: Proposer | None = None,
         draft_tokens: int = 8,
     ):
@@ -78,13 +73,14 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.scheduler = scheduler
+        self.adapters = adapters
         bounds = [size for size in (vocab_size, tokenizer and tokenizer.vocab_size) if size is not None]
         if not bounds:
             raise ValueError("Engine: give a tokenizer, or the vocab_size of the model")
         self.vocab_size = min(bounds)
         self._names = itertools.count()
         self._numbers = itertools.count()
-        self._outputs: dict[Request, _Output] = {}
+        self._outputs: dict[Request, OutputState] = {}
         self._streams: dict[int, Request] = {}  # of the same requests
         self._reader = Reader(tokenizer)
         self._constraints: dict[Request, Constraint] = {}
@@ -136,8 +132,8 @@ class Engine:
             wait as long as it takes. None: so does the first.
 
         Raises:
-            ValueError: a token id is not the model's, the id or a stream is in use, (GrammarError) the grammar cannot be
-                followed, or (RequestTooLong) prompt and max_tokens do not fit.
+            ValueError: a token id is not the model's, the id or a stream is in use, (UnknownAdapter) there is no such adapter,
+                (GrammarError) the grammar cannot be followed, or (RequestTooLong) prompt and max_tokens do not fit.
             QueueFull: too many requests wait, or it would wait for longer than `max_wait_s`.
             DeviceLost: the engine has ended.
         """
@@ -156,11 +152,13 @@ class Engine:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop and self.tokenizer is None and streams is None:
             raise ValueError(f"stop is {params.stop!r}, but this engine has no tokenizer to find text with; use stop_token_ids")
+        adapter = place_of(self.adapters, params.adapter)
         constraints = [] if params.grammar is None else [self.grammars.start(params.grammar) for _ in range(params.n)]
         prompt_ids = list(prompt_ids)  # the caller's may change
         waits = (max_wait_s, *[None] * (params.n - 1))
         samples = [
-            Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids, max_wait_s=wait) for i, wait in enumerate(waits)
+            Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids, max_wait_s=wait, adapter=adapter)
+            for i, wait in enumerate(waits)
         ]
         self.scheduler.add(*samples)
         self._constraints.update(zip(samples, constraints))
@@ -168,7 +166,7 @@ class Engine:
             streams = [-1 - next(self._numbers) for _ in samples]  # beside those of callers, which count from 0
             self._reader.open(streams, name, prompt_ids, params)
         for stream, request in zip(streams, samples, strict=True):
-            self._outputs[request] = _Output(stream)
+            self._outputs[request] = OutputState(stream)
             self._streams[stream] = request
         return name
 
@@ -216,6 +214,12 @@ class Engine:
         while len(self._in_flight) > stays:
             self._collect()
         return self._rows.take()
+
+    def hold_adapter(self, name: str, adapter: Any, folder: str) -> None:
+        """Hold what `adapters.read` gave under a name, for requests from now on. Raises ValueError, as `Adapters.put`."""
+        assert self.adapters is not None
+        unfinished = (*self.scheduler.running, *self.scheduler.waiting)
+        self.adapters.put(name, adapter, folder, lambda: {request.adapter for request in unfinished})
 
     def stats(self) -> EngineStats:
         """Queues, pages and counters, now."""
@@ -375,7 +379,7 @@ class Engine:
         self,
         row: int,
         request: Request,
-        output: _Output,
+        output: OutputState,
         logprobs: tuple[TokenLogprobs, ...] = (),
         retry_after_s: float | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tilewright.engine.request import TokenLogprobs
 
-__all__ = ["Note", "StepDeltas", "StepRows"]
+__all__ = ["Note", "OutputState", "StepDeltas", "StepRows"]
 
 
 class Note(NamedTuple):
@@ -94,3 +94,14 @@ class StepRows:
         )
         self.clear()
         return made
+
+
+class OutputState:
+    """What the engine knows of a request beside its tokens."""
+
+    __slots__ = ("prompt_logprobs", "published", "stream")
+
+    def __init__(self, stream: int):
+        self.stream = stream
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.published = False

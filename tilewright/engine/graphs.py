@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewright.engine.batch import Inputs, Layout
 from tilewright.engine.sampler import LogprobTensors
 
-__all__ = ["Body", "DecodeGraph", "DecodeGraphs", "Sampled", "Tail", "Tails", "graph_sizes", "layout_of", "rehearse"]
+__all__ = ["Bodies", "Body", "DecodeGraph", "DecodeGraphs", "Sampled", "Tail", "Tails", "graph_sizes", "layout_of", "rehearse"]
 
 
 class Sampled(NamedTuple):
@@ -32,6 +32,8 @@ class Sampled(NamedTuple):
 
 Body = Callable[[Inputs], Tensor]
 """A step's inputs -> hidden [T, E], without waiting for the device."""
+Bodies = tuple[Body, Body | None]
+"""For steps whose rows have no adapters, and for others where the model has room for adapters."""
 Tail = Callable[[Inputs, Tensor], Sampled]
 """(inputs, hidden) -> what the sampled rows draw, without waiting for the device."""
 Tails = tuple[Tail, Tail]
@@ -63,7 +65,7 @@ class DecodeGraph:
         rows: int,
         row_tokens: int,
         max_pages: int,
-        body: Body,
+        bodies: Bodies,
         tails: Tails,
         *,
         device: torch.device,
@@ -76,12 +78,18 @@ class DecodeGraph:
         inputs = _padding(self.layout, self._buffer, self._table)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            hidden = body(inputs)
-            for tail in tails:
-                tail(inputs, hidden)
+            for body in filter(None, bodies):
+                hidden = body(inputs)
+                for tail in tails:
+                    tail(inputs, hidden)
         self._body = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._body, pool=pool, stream=stream):
-            self.hidden = body(inputs)
+            self.hidden = bodies[0](inputs)
+        self._adapted = self._body
+        if bodies[1] is not None:
+            self._adapted = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._adapted, pool=pool, stream=stream):
+                self.hidden.copy_(bodies[1](inputs))  # where the tails read
         self._tails: list[tuple[torch.cuda.CUDAGraph, Sampled]] = []
         for tail in tails:
             graph = torch.cuda.CUDAGraph()
@@ -90,11 +98,12 @@ class DecodeGraph:
             self._tails.append((graph, sampled))
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    def replay(self, packed: Tensor, block_table: Tensor) -> None:
-        """Run a step's body: `packed` [layout.nbytes] uint8 and `block_table` [B, W] int32, on the device."""
+    def replay(self, packed: Tensor, block_table: Tensor, adapted: bool = False) -> None:
+        """Run a step's body: `packed` [layout.nbytes] uint8 and `block_table` [B, W] int32, on the device; adapted: rows have
+        adapters."""
         self._buffer.copy_(packed)
         self._table[: block_table.shape[0], : block_table.shape[1]].copy_(block_table)
-        self._body.replay()
+        (self._adapted if adapted else self._body).replay()
 
     def sample(self, more: bool) -> Sampled:
         """Run head and sampling behind the body; `more`: a row wants more than a sample. The result holds until the next."""
@@ -111,16 +120,17 @@ def _padding(layout: Layout, buffer: Tensor, table: Tensor) -> Inputs:
     return inputs
 
 
-def rehearse(body: Body, tails: Tails, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int) -> None:
+def rehearse(bodies: Bodies, tails: Tails, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int) -> None:
     """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
     layouts = [layout_of(rows) for rows in graph_sizes(max_seqs)]
     layouts += [layout_of(rows, row_tokens) for rows in drafted_sizes(max_seqs, row_tokens, max_samples)]
     for layout in layouts:
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
         inputs = _padding(layout, buffer, torch.zeros(layout.seqs, max_pages, dtype=torch.int32, device="meta"))
-        hidden = body(inputs)
-        for tail in tails:
-            tail(inputs, hidden)
+        for body in filter(None, bodies):
+            hidden = body(inputs)
+            for tail in tails:
+                tail(inputs, hidden)
 
 
 class DecodeGraphs:
@@ -128,7 +138,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        body: Body,
+        bodies: Bodies,
         tails: Tails,
         *,
         device: torch.device,
@@ -149,7 +159,7 @@ class DecodeGraphs:
         for i, (rows, tokens) in enumerate(sorted(sizes, key=lambda size: -size[0] * size[1])):
             progress(f"capturing decode graphs {i + 1}/{len(sizes)}")
             self._graphs[rows, tokens] = DecodeGraph(
-                rows, tokens, max_pages, body, tails, device=device, stream=stream, pool=pool
+                rows, tokens, max_pages, bodies, tails, device=device, stream=stream, pool=pool
             )
 
     def for_rows(self, rows: int) -> DecodeGraph:

@@ -10,10 +10,12 @@ nor for one `generate` or `stream` inside another: each takes all deltas of the 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
@@ -79,8 +81,12 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Completions of all prompts (texts or token ids), in their order. `params` is for all of them, or one for each.
+
+        adapter: the name of the LoRA adapter that all of them have, as `params` may say of each.
 
         A failure of the model ends as finish_reason "error" of the completions that it hit. An interrupt aborts everything.
 
@@ -92,6 +98,8 @@ class LLM:
         each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else params
         if len(each) != len(texts):
             raise ValueError(f"params has {len(each)} entries for {len(texts)} prompts, wanted one for all or one for each")
+        if adapter is not None:
+            each = [replace(one, adapter=adapter) for one in each]
         queue = deque((self._encode(prompt), param) for prompt, param in zip(texts, each))
         by_id: dict[str, Transcript] = {}
         try:
@@ -171,6 +179,23 @@ class LLM:
         if not self.generates:
             raise ValueError("this model is an encoder, which generates no text; wanted embed or score")
 
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Hold the LoRA adapter in a folder under a name, where the model was loaded with room (`max_adapters`).
+
+        Raises:
+            ValueError: there is no room, the name is taken or is none, or (ModelError) the folder cannot be taken.
+        """
+        adapters = self.engine.adapters
+        if adapters is None:
+            raise ValueError("there is no room for adapters: load the model with max_adapters")
+        self.engine.hold_adapter(name, adapters.read(folder), str(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; unfinished requests that have it end with it. Raises UnknownAdapter."""
+        if self.engine.adapters is None:
+            raise UnknownAdapter(f"there is no adapter {name!r} here")
+        self.engine.adapters.remove(name)
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -249,5 +274,5 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
         proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens)
     return Engine(
         loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size, proposer=proposer,
-        draft_tokens=options.draft_tokens,
+        draft_tokens=options.draft_tokens, adapters=loaded.adapters,
     )  # fmt: skip

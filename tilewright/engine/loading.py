@@ -13,6 +13,7 @@ import torch
 from tilewright.asm import bundle
 from tilewright.asm.compile import compile_only
 from tilewright.asm.jit import CompileCounter, Compiled, log_late, raise_late
+from tilewright.engine.adapters import Adapters, beside, held_adapters, read_adapters
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.plan import MemoryPlan, cache_dtype, page_size_of, plan_memory
 from tilewright.engine.runner import ModelRunner, Progress, on_device
@@ -66,6 +67,8 @@ class Loaded:
     """Read before the weights, so that a damaged one costs no time; None where the folder has no tokenizer.json."""
     config: ModelConfig
     plan: MemoryPlan
+    adapters: Adapters | None
+    """Those that the model has room for."""
     draft: ModelRunner | None = None
     """Of the model that guesses ahead, with pages of the same numbers and size."""
 
@@ -102,8 +105,10 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
     shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))
     draft = None if options.draft is None else _draft_of(options.draft, config, tokenizer)
-    beside = None if draft is None else empty_model(draft[1], device="meta", dtype=dtype)
-    plan = plan_memory(shape, options, device=on, dtype=dtype, draft=beside)
+    drafting = None if draft is None else empty_model(draft[1], device="meta", dtype=dtype)
+    beside(shape, options)
+    read = read_adapters(shape, options)  # before the weights, so that a damaged one costs no time
+    plan = plan_memory(shape, options, device=on, dtype=dtype, draft=drafting)
     report(str(plan))
     config = config.limited(plan.max_model_len)
     if options.bundle is not None:
@@ -122,12 +127,15 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
                 convert=convert,
                 max_positions=plan.max_model_len,
             )
+        adapters = held_adapters(built, options, read)
         runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
         guesses = None if draft is None else _draft_runner(draft, options, plan, on, dtype, report)
     compiles.mark_ready()
-    return Loaded(runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, draft=guesses)
+    return Loaded(
+        runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters, draft=guesses
+    )  # fmt: skip
 
 
 def _draft_of(name: str, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[Path, ModelConfig]:
@@ -250,6 +258,8 @@ def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> 
         for name in ("max_seqs", "max_samples", "row_tokens", "max_tokens_per_step", "invariant", "kv_cache")
     }
     engine["page_size"] = page_size_of(config, options)
+    if options.adapter_places:
+        engine["max_adapter_rank"] = options.max_adapter_rank
     stored = options.quantize or (config.quantization and config.quantization.format)
     return {"model": shape, "dtype": str(dtype).removeprefix("torch."), "quantize": stored, **engine}
 
@@ -269,6 +279,7 @@ def make_bundle(
     """
     dtype = _dtype(options.dtype) or config.dtype
     model, _ = _shape(config, dtype, options.quantize, card)
+    beside(model, options)
     runner = runner_of(model, 1024, options.max_model_len or config.max_position_embeddings, options)
 
     def compile() -> None:

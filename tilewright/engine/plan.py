@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.engine.adapters import adapter_bytes
 from tilewright.engine.config import EngineConfig
 from tilewright.hw.device import free_bytes, memory_bytes
 from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
-from tilewright.nn import Linear, Rope
+from tilewright.nn import Linear, LoraStack, Rope
 from tilewright.ops.weights import MixedWeight, QuantizedWeight
 
 __all__ = ["MemoryPlan", "NoMemory", "cache_dtype", "page_size_of", "plan_memory", "weights_format"]
@@ -37,6 +38,7 @@ class MemoryPlan:
     """The rope table, as long as the model's positions: 64 MiB for 131072 of them with heads of 128."""
     working_bytes: int
     reserve_bytes: int
+    adapters_bytes: int = 0
     page_bytes: int
     page_size: int
     num_pages: int
@@ -52,11 +54,13 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.weights_bytes + self.tables_bytes + self.working_bytes + self.reserve_bytes + self.cache_bytes
+        held = self.weights_bytes + self.adapters_bytes + self.tables_bytes
+        return held + self.working_bytes + self.reserve_bytes + self.cache_bytes
 
     def __str__(self) -> str:
         rows = [
             ("weights", self.weights_bytes, self.weights_format),
+            *([("adapters", self.adapters_bytes, "room for LoRA adapters")] if self.adapters_bytes else []),
             ("rope table", self.tables_bytes, ""),
             ("working memory", self.working_bytes, ""),
             ("reserve", self.reserve_bytes, ""),
@@ -95,6 +99,9 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     coded = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
     widened = max((weight.shape.numel() for weight in quantised if isinstance(weight, MixedWeight)), default=0)
     extra = max(max_tokens_per_step * coded * 33 // 32, widened * dtype.itemsize)
+    stacks = [module for module in model.modules() if isinstance(module, LoraStack)]
+    shrunk = max((-(-stack.a.shape[2] // 512) * stack.a.shape[1] for stack in stacks), default=0)
+    extra += max_tokens_per_step * (4 * shrunk + dtype.itemsize * (config.intermediate_size if stacks else 0))
     return tokens + extra + max_samples * config.vocab_size * (dtype.itemsize + 14)
 
 
@@ -179,7 +186,7 @@ def plan_memory(
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {longest}")
     page_bytes = page_size * kv_bytes_per_token(config, cache_dtype(model, options) or dtype)
-    weights, tables = weight_bytes_of(model), _tables_bytes(model)
+    weights, tables, adapters = weight_bytes_of(model), _tables_bytes(model), adapter_bytes(model)
     working = _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
     if draft is not None:
         page_bytes += page_size * kv_bytes_per_token(draft.config, cache_dtype(draft, options) or dtype)
@@ -192,7 +199,7 @@ def plan_memory(
     useful = options.max_seqs * -(-(wanted or longest) // page_size)
     room = options.kv_cache_bytes
     if room is None:
-        room = _CPU_CACHE_BYTES if limit is None else max(0, limit - weights - tables - working - reserve)
+        room = _CPU_CACHE_BYTES if limit is None else max(0, limit - weights - adapters - tables - working - reserve)
     num_pages = min(room // page_bytes, useful)
     fitting = wanted or min(longest, num_pages * page_size)
     plan = MemoryPlan(
@@ -203,6 +210,7 @@ def plan_memory(
         tables_bytes=tables,
         working_bytes=working,
         reserve_bytes=reserve,
+        adapters_bytes=adapters,
         page_bytes=page_bytes,
         page_size=page_size,
         num_pages=num_pages,

@@ -76,7 +76,7 @@ class Prefixes:
         digests, size = request.digests, self.blocks.page_size
         while len(digests) <= index:
             start = len(digests) * size
-            digests.append(page_digest(digests[-1] if digests else b"", request.tokens(start, start + size)))
+            digests.append(page_digest(digests[-1] if digests else request.salt, request.tokens(start, start + size)))
         return digests[index]
 
     def register_next(self, request: Request) -> None:

@@ -108,6 +108,8 @@ class SamplingParams:
     priority: int = 0
     """Who starts first, and who keeps its pages when they run out: lower numbers before higher ones, then by arrival. A request
     can put itself behind others, never before those that say nothing."""
+    adapter: str | None = None
+    """The name of the LoRA adapter that the model has for this request; None: the model alone."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "min_tokens", "top_k", "n", "priority"):
@@ -214,6 +216,7 @@ class Request:
 
     Compared and hashed by identity. The texts of its attributes:
         prompt_ids, output_ids   the tokens known so far, in two parts; `len(request)` counts both
+        adapter, salt            number of its adapter, 0 for none; what its pages' digests begin with
         seed                     int64, resolved: the same seed, tokens and position draw the same sample
         settings, edits          what the sampler takes, and what is done to the logits before (None: nothing)
         order                    (priority, number of arrival): who goes first
@@ -236,6 +239,7 @@ class Request:
         "_computed",
         "_pending",
         "accepted",
+        "adapter",
         "arrival_s",
         "cached",
         "decoders",
@@ -258,6 +262,7 @@ class Request:
         "preemptions",
         "prompt_ids",
         "registered",
+        "salt",
         "seed",
         "settings",
         "slot",
@@ -275,8 +280,9 @@ class Request:
         index: int = 0,
         eos_ids: Sequence[int] = (),
         max_wait_s: float | None = None,
+        adapter: tuple[int, bytes] = (0, b""),
     ):
-        self.id = id
+        self.id, (self.adapter, self.salt) = id, adapter
         self.index = index
         self.prompt_ids = prompt_ids
         self.params = params

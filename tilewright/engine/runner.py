@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.batch import Inputs, Layout, Packer
-from tilewright.engine.graphs import DecodeGraph, DecodeGraphs, rehearse
+from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, rehearse
 from tilewright.engine.head import Head, turns_of
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
 from tilewright.engine.step import DeviceLost, FillMasks, Step, StepResult, agreed
 from tilewright.models import Model
+from tilewright.nn import LoraStack
 from tilewright.op import invariant
 from tilewright.ops.paged import FEW_QUERIES
 
@@ -92,7 +93,12 @@ class ModelRunner:
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
         self._masks = Masks(most=self.max_samples, device=self.device)
-        self._packer = Packer(page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place)
+        self._adapts = any(isinstance(module, LoraStack) for module in model.modules())
+        self._packer = Packer(
+            page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
+            # The products' epilogues are others beside adapters, and so are a row's bits.
+            always_adapted=self._adapts and batch_invariant,
+        )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._head = Head(model, self._edits, self._last)
         self._graphs: DecodeGraphs | None = None
@@ -155,10 +161,11 @@ class ModelRunner:
         self._copy_pages(step)
         inputs = layout.device(packed, table, longest)
         ticket = Ticket(step, None, None)
+        adapted = self._adapts and self._packer.adapted(step)
         if graph is None:
-            hidden = self._body(inputs)
+            hidden = (self._adapted_body if adapted else self._body)(inputs)
         else:
-            graph.replay(packed, table)
+            graph.replay(packed, table, adapted)
             hidden = graph.hidden
         ticket.prompt_logprobs = self._prompt_logprobs(step, hidden)
         ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
@@ -256,6 +263,14 @@ class ModelRunner:
         token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
         return self.model(token_ids, inputs.batch, self.cache)
 
+    def _adapted_body(self, inputs: Inputs) -> Tensor:
+        """The same where rows have adapters."""
+        return self._body(inputs._replace(batch=inputs.adapted))
+
+    @property
+    def _bodies(self) -> Bodies:
+        return self._body, self._adapted_body if self._adapts else None
+
     def _send_samples(self, ticket: Ticket, waiting: _Waiting, mask: Mask | None) -> None:
         """Draw the step's samples, and send them to the host; with them their log-probabilities, where rows ask."""
         step, inputs = ticket.step, waiting.inputs
@@ -306,12 +321,12 @@ class ModelRunner:
                 self._warm_prefill(tokens, longest)
         if self.device.type == "meta":
             rehearse(
-                self._body, (self._head.plain, self._head.full), max_seqs=self.max_seqs, max_pages=self._max_pages,
+                self._bodies, (self._head.plain, self._head.full), max_seqs=self.max_seqs, max_pages=self._max_pages,
                 row_tokens=self._row_tokens, max_samples=self.max_samples,
             )  # fmt: skip
             return
         self._graphs = DecodeGraphs(
-            self._body, (self._head.plain, self._head.full), device=self.device, max_seqs=self.max_seqs,
+            self._bodies, (self._head.plain, self._head.full), device=self.device, max_seqs=self.max_seqs,
             max_pages=self._max_pages, row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress,
         )  # fmt: skip
         torch.cuda.synchronize(self.device)
@@ -330,6 +345,8 @@ class ModelRunner:
         inputs.batch.cu_q[1:] = tokens
         inputs.sampled_slots.fill_(self.max_seqs)
         hidden = self._body(inputs)
+        if self._adapts:
+            hidden = self._adapted_body(inputs)
         for mask in (None, self._masks.unused()):
             self._head.plain(inputs, hidden, mask)
             self._head.full(inputs, hidden, mask)

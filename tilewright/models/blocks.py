@@ -69,7 +69,7 @@ class PostNormBlock(nn.Module):
         """As `Block` does."""
         stream = h if residual is None else h + residual
         stream = stream + self.attn_post_norm(self.attn(stream, batch, cache))
-        return self.ffn_post_norm(self.ffn(stream)), stream
+        return self.ffn_post_norm(self.ffn(stream, batch.adapters)), stream
 
 
 class ScaledEmbedding(Embedding):
@@ -104,6 +104,6 @@ class CappedHead(Linear):
         super().__init__(features, rows, bias=False, **place)
         self.cap = cap
 
-    def forward(self, x: Tensor | Codes, activation: str = "none") -> Tensor:
+    def forward(self, x: Tensor | Codes, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
         """[..., features] -> [..., rows]."""
-        return torch.tanh(super().forward(x, activation) / self.cap) * self.cap
+        return torch.tanh(super().forward(x, activation, adapters) / self.cap) * self.cap

@@ -49,11 +49,14 @@ class Block(nn.Module):
 
         cache: this layer's, as its attention takes it.
         """
-        normed, residual = self.attn_norm.add_for(self.attn.reader, h, residual)
+        normed, residual = self.attn_norm.add_for(self.attn.reader, h, residual, batch.adapters)
         h = self.after_attn(self.attn(normed, batch, cache))
         reader = self.ffn.reader
-        normed, residual = self.ffn_norm.add(h, residual) if reader is None else self.ffn_norm.add_for(reader, h, residual)
-        return self.after_ffn(self.ffn(normed)), residual
+        if reader is None:
+            normed, residual = self.ffn_norm.add(h, residual)
+        else:
+            normed, residual = self.ffn_norm.add_for(reader, h, residual, batch.adapters)
+        return self.after_ffn(self.ffn(normed, batch.adapters)), residual
 
     def after_attn(self, h: Tensor) -> Tensor:
         """What becomes of the attention's output before it joins the stream: nothing. A family may put a norm here."""

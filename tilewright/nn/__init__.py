@@ -39,6 +39,7 @@ from tilewright.nn.ffn import GatedMLP
 from tilewright.nn.filling import unfilled
 from tilewright.nn.keys_values import KeysValues, KVCache, LatentCache, PackedKeysValues, PagedKeysValues
 from tilewright.nn.linear import Linear
+from tilewright.nn.lora import Lora, LoraStack, without_adapters
 from tilewright.nn.loss import CrossEntropyLoss, LogSoftmax, Softmax
 from tilewright.nn.mla import MLA
 from tilewright.nn.moe import MoE, Routing
@@ -106,6 +107,8 @@ __all__ = [
     "Lengths",
     "Linear",
     "LogSoftmax",
+    "Lora",
+    "LoraStack",
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
@@ -125,4 +128,5 @@ __all__ = [
     "Tanh",
     "Upsample",
     "unfilled",
+    "without_adapters",
 ]

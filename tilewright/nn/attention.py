@@ -99,13 +99,13 @@ class Attention(nn.Module):
 
     def forward(self, x_TE: Tensor | Codes, batch: Batch | Packed, keys_values: KeysValues) -> Tensor:
         """[T, E], or its codes -> [T, E]. `keys_values` is this layer's; a cache is written."""
-        q, k, v = self.qkv(x_TE).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
+        q, k, v = self.qkv(x_TE, adapters=batch.adapters).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
         norms = (self.q_norm, self.k_norm)
         if self.wide_norm_eps is not None and self.q_norm is not None and self.k_norm is not None:
             q, k = _normed(q, self.q_norm, self.wide_norm_eps), _normed(k, self.k_norm, self.wide_norm_eps)
             norms = (None, None)
         heads = Heads(self.rope, *norms, self.head_norm_eps, self.scale, self.window, self.sinks, self.softcap)
-        return self.out(keys_values.attend(q, k, v, batch, heads).flatten(1))
+        return self.out(keys_values.attend(q, k, v, batch, heads).flatten(1), adapters=batch.adapters)
 
     def extra_repr(self) -> str:
         return f"{self.head_counts[0]} heads, {self.head_counts[1]} kv heads of {self.head_dim}, window={self.window}"

@@ -20,6 +20,8 @@ class Batch:
     cu_q: [B + 1] int32, where each sequence's tokens start, and T.
     max_q_len: the most tokens any sequence has in this step; 1 says that each has exactly one.
     logits_rows: [R] int64, which of the T rows to project to logits.
+    adapters: [2, T] int32, the tokens in the order of their adapters, and the adapter of each in that order, as a `LoraStack`
+        counts them, 0 for none; None: no token has one.
     """
 
     positions: Tensor
@@ -29,6 +31,7 @@ class Batch:
     cu_q: Tensor
     max_q_len: int
     logits_rows: Tensor
+    adapters: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +41,10 @@ class Packed:
     positions: [T] int64, each token's position in its document.
     cu_q: [B + 1] int32, where each document starts, and T. Both on the model's device.
     max_q_len: the most tokens of a document, or more.
+    adapters: as in `Batch`.
     """
 
     positions: Tensor
     cu_q: Tensor
     max_q_len: int
+    adapters: Tensor | None = None

@@ -86,8 +86,8 @@ class ClampedMoE(nn.Module):
         """The one layer that reads the input: there are several."""
         return None
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        """[T, E] -> [T, E]."""
+    def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[T, E] -> [T, E]; adapters are of other layers."""
         weights, experts = self.router(x_TE)
         order = ops.sort_by_expert(experts, self.experts_down.experts)
         if (self.alpha, self.limit) == _FUSED:

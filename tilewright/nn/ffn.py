@@ -41,12 +41,12 @@ class GatedMLP(nn.Module):
         """The one layer that reads the input."""
         return self.gate_up
 
-    def forward(self, x: Tensor | Codes) -> Tensor:
-        """[..., features], or its codes -> [..., features]."""
+    def forward(self, x: Tensor | Codes, adapters: Tensor | None = None) -> Tensor:
+        """[..., features], or its codes -> [..., features]; adapters as in `Batch`."""
         if self.activation == "gelu_tanh_mul":
-            gate, up = self.gate_up(x).chunk(2, -1)
-            return self.down(ops.gelu_mul(gate, up, approximate=True))
-        return self.down(self.gate_up(x, self.activation))
+            gate, up = self.gate_up(x, adapters=adapters).chunk(2, -1)
+            return self.down(ops.gelu_mul(gate, up, approximate=True), adapters=adapters)
+        return self.down(self.gate_up(x, self.activation, adapters), adapters=adapters)
 
     def extra_repr(self) -> str:
         return self.activation

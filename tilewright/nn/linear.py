@@ -2,7 +2,7 @@
 
 A merged layer is one matmul instead of several. `parts` remembers where each projection's rows lie, for whoever fills,
 shards or takes apart the weight. What runs is decided by the weight's type, in `ops.linear`: a quantised weight replaces
-`weight`, not the layer.
+`weight`, not the layer. Low-rank adapters stand beside it (lora.py).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.nn.filling import parameter, uniform
+from tilewright.nn.lora import Lora, LoraStack
 from tilewright.ops.linear import Codes
+from tilewright.ops.linear_gradient import activated
 from tilewright.ops.weights import QuantizedWeight
 
 __all__ = ["Linear"]
@@ -45,6 +47,7 @@ class Linear(nn.Module):
             rows, in_features, fill=uniform(in_features), device=device, dtype=dtype
         )
         self.bias = parameter(rows, fill=uniform(in_features), device=device, dtype=dtype) if bias else None
+        self.adapter: Lora | LoraStack | None = None
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear begins: uniform, with a bound of 1 / sqrt(in_features)."""
@@ -56,9 +59,19 @@ class Linear(nn.Module):
         del self.weight  # torch lets no module take the name of a parameter
         self.weight = weight
 
-    def forward(self, x: Tensor | Codes, activation: str = "none") -> Tensor:
-        """[..., in] -> [..., out]; or [..., out / 2] where the activation multiplies two halves ("silu_mul", "gelu_mul")."""
-        return ops.linear(x, self.weight, self.bias, activation)
+    def adapted(self, adapters: Tensor | None) -> bool:
+        """Whether an adapter adds something to a batch with these ids; then x must not be `Codes`."""
+        return self.adapter is not None and self.adapter.applies(adapters)
+
+    def forward(self, x: Tensor | Codes, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
+        """[..., in] -> [..., out]; or [..., out / 2] where the activation multiplies two halves ("silu_mul", "gelu_mul").
+
+        adapters: which adapter of a `LoraStack` each token takes, as in `Batch`.
+        """
+        if self.adapter is None or not self.adapter.applies(adapters):
+            return ops.linear(x, self.weight, self.bias, activation)
+        assert isinstance(x, Tensor)
+        return activated(self.adapter.add(ops.linear(x, self.weight, self.bias), x, adapters), activation)
 
     def extra_repr(self) -> str:
         rows, cols = self.weight.shape

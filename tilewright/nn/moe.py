@@ -150,10 +150,10 @@ class MoE(nn.Module):
         """The one layer that reads the input: there are several."""
         return None
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        """[T, E] -> [T, E]."""
+    def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[T, E] -> [T, E]; adapters as in `Batch`, of the shared experts."""
         weights, experts = self.router(x_TE)
         order = ops.sort_by_expert(experts, self.experts_down.experts)
         inner = ops.grouped_linear(x_TE, self.experts_gate_up.stacked(), order, activation=self.activation, gather=True)
         routed = ops.combine_tokens(ops.grouped_linear(inner, self.experts_down.stacked(), order), order, weights)
-        return routed if self.shared is None else self.shared(x_TE) + routed
+        return routed if self.shared is None else self.shared(x_TE, adapters) + routed

@@ -64,9 +64,14 @@ class RMSNorm(nn.Module):
             return ops.rms_norm(x, self.weight, self.eps_of(x)), x
         return ops.add_rms_norm(x, residual, self.weight, self.eps_of(x))
 
-    def add_for(self, reader: Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Codes, Tensor]:
-        """`add` for the one layer that reads the norm; where that would quantise its input, codes are written here instead."""
-        format = codes_for(reader.weight, x)
+    def add_for(
+        self, reader: Linear, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None
+    ) -> tuple[Tensor | Codes, Tensor]:
+        """`add` for the one layer that reads the norm; where that would quantise its input, codes are written here instead.
+
+        adapters: what the reader is handed; an adapter reads x itself.
+        """
+        format = None if reader.adapted(adapters) else codes_for(reader.weight, x)
         if format is None:
             return self.add(x, residual)
         if residual is None:

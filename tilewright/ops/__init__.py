@@ -35,6 +35,8 @@ from tilewright.kernels.gemm.grouped.block_scaled import grouped_block_scaled_li
 from tilewright.kernels.gemm.grouped.linear import grouped_linear_op
 from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
 from tilewright.kernels.gemm.linear import linear_op, matmul
+from tilewright.kernels.gemm.lora.expand import lora_expand_add, lora_expand_add_op
+from tilewright.kernels.gemm.lora.shrink import adapter_order, lora_shrink, lora_shrink_op
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.mx import mx_linear, mx_linear_op
 from tilewright.kernels.gemm.quantized.requantized import cast_linear, cast_linear_op
@@ -129,6 +131,7 @@ from tilewright.ops.upsample import upsample
 __all__ = [
     "ALL",
     "activation",
+    "adapter_order",
     "adaptive_avg_pool",
     "adaptive_max_pool",
     "add_layer_norm",
@@ -170,6 +173,8 @@ __all__ = [
     "linear_codes",
     "linear_cross_entropy",
     "log_softmax",
+    "lora_expand_add",
+    "lora_shrink",
     "mask_logits",
     "masked_grouped_linear",
     "matmul",

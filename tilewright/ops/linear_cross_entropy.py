@@ -10,8 +10,9 @@ for the factor that the backward pass brings, and serve one backward pass. The g
 float32.
 
 Limited by the tensor cores: three products where gradients are wanted, as without chunks. A chunk has enough rows that its
-products fill a card.
-Not supported: losses that are not reduced, together with gradients; what cross_entropy does not support; quantised weights.
+products fill a card. Losses that are not reduced get a factor each, which the backward pass brings: their logits are made once
+more there, four products in all.
+Not supported: what cross_entropy does not support; quantised weights.
 """
 
 from typing import Any
@@ -92,6 +93,55 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *made, None, None, None, None
 
 
+class _RowLosses(torch.autograd.Function):
+    """The loss of each row, differentiable once in x, weight and bias; each chunk's logits are made again for that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions, chunk: int
+    ) -> Tensor:  # fmt: skip
+        """Runs without gradients, as torch does inside of a Function."""
+        ctx.save_for_backward(x, weight, bias, targets)
+        ctx.options, ctx.chunk = options, chunk
+        return _row_losses(x, weight, bias, targets, options, chunk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of x, of weight, of bias), and nothing for the rest."""
+        (x, weight, bias, targets), chunk = ctx.saved_tensors, ctx.chunk
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else None
+        dweight = torch.zeros(weight.shape, dtype=grads[0].dtype, device=x.device) if of_weight else None
+        dbias = torch.zeros(weight.shape[0], dtype=grads[0].dtype, device=x.device) if of_bias else None
+        for start in range(0, x.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = matmul(x[rows], weight.mT, bias)
+            cross_entropy_gradient_in_place_op(logits, targets[rows], grads[0][rows].contiguous(), *ctx.options.kernel)
+            if dx is not None:
+                dx[rows] = matmul(logits, weight)
+            if of_weight:
+                dweight = add_product(dweight, logits.mT, x[rows])
+            if dbias is not None:
+                dbias += logits.sum(0, dtype=dbias.dtype)
+        found = (
+            dx,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if bias is None or dbias is None else dbias.to(bias.dtype),
+        )
+        return *found, None, None, None
+
+
+def _row_losses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions, chunk: int
+) -> Tensor:  # fmt: skip
+    starts = range(0, x.shape[0], chunk)
+    losses = [
+        cross_entropy_op(matmul(x[i : i + chunk], weight.mT, bias), targets[i : i + chunk], *options.kernel) for i in starts
+    ]
+    return torch.cat(losses) if losses else x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
     reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, chunk: int | None = None, checked: bool = False,
@@ -105,7 +155,7 @@ def linear_cross_entropy(
         targets: [...] int64, each in [0, V) or `ignore_index`; as in `cross_entropy`.
         bias: [V].
         ignore_index: rows with this target have no loss, no gradient, and do not count in the mean.
-        reduction: "mean", "sum", or, without gradients, "none".
+        reduction: "mean", "sum" or "none".
         label_smoothing: the share of the target that all classes have in equal parts.
         z_loss: adds z_loss * (log of the softmax's sum)^2 to each row's loss.
         chunk: rows whose logits are in memory at once; None for logits about as large as the weight, 2048 rows at least.
@@ -116,8 +166,7 @@ def linear_cross_entropy(
         The loss in float32: a scalar, or [...] with reduction "none".
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit; a target is out of range (on a CPU, or `checked`); or gradients are
-            asked for of losses that are not reduced.
+        ValueError: shapes, dtypes or options do not fit; or a target is out of range (on a CPU, or `checked`).
     """
     options = loss_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or not weight.shape[0] or weight.dtype != x.dtype:
@@ -133,13 +182,10 @@ def linear_cross_entropy(
     step = chunk or _rows_a_chunk(rows.shape[0], weight.shape[1])
     if wants_gradient(x, weight, bias):
         if reduction == "none":
-            raise ValueError(
-                'linear_cross_entropy: gradients want reduction "mean" or "sum"; otherwise cross_entropy(linear(...))'
-            )
+            losses: Any = _RowLosses.apply(rows, weight, bias, ids, options, step)
+            return (losses if counts is None else losses * counts).view(targets.shape)
         return _LinearCrossEntropy.apply(rows, weight, bias, ids, counts, options, step)  # pyright: ignore[reportReturnType]
-    starts = range(0, rows.shape[0], step)
-    losses = [cross_entropy_op(matmul(rows[i : i + step], weight.mT, bias), ids[i : i + step], *options.kernel) for i in starts]
     factor = rows_factor(ids, options, x.dtype, counts)
-    joined = torch.cat(losses) if losses else factor.new_empty(0)
+    joined = _row_losses(rows, weight, bias, ids, options, step)
     joined = joined if counts is None else joined * counts
     return joined.view(targets.shape) if reduction == "none" else joined.sum() * factor

@@ -22,7 +22,7 @@ from tilewright.op import Choice, scope
 from tilewright.ops.pointwise import activation as activate
 from tilewright.ops.pointwise import gelu_mul, silu_mul
 
-__all__ = ["linear_again", "linear_with_gradient"]
+__all__ = ["activated", "linear_again", "linear_with_gradient"]
 
 
 class _Product(torch.autograd.Function):
@@ -107,7 +107,7 @@ def linear_again(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     if again is None:
         return None
     y: Any = _ProductAgain.apply(x, weight, bias, again)
-    return y if activation == "none" else _activated(y, activation)
+    return activated(y, activation)
 
 
 def linear_with_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
@@ -118,11 +118,14 @@ def linear_with_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, activat
     if key is not None and x.is_contiguous() and x.dim() > 1 and x.numel() and weight.numel():
         _AGAIN.keep(key, _Again(linear_op.chosen(rows, weight, bias, "none", None)))
     y = y.view(*x.shape[:-1], weight.shape[0])
-    y = y if activation == "none" else _activated(y, activation)
+    y = activated(y, activation)
     return y if residual is None else y + residual
 
 
-def _activated(y: Tensor, activation: str) -> Tensor:
+def activated(y: Tensor, activation: str) -> Tensor:
+    """What `linear` does to a product [..., N], as an op of its own; with gradients."""
+    if activation == "none":
+        return y
     if activation in ("silu_mul", "gelu_mul"):
         gate, up = y.chunk(2, -1)
         return silu_mul(gate, up) if activation == "silu_mul" else gelu_mul(gate, up)

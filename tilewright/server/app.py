@@ -2,7 +2,8 @@
 
     POST /v1/completions  /v1/chat/completions     generation, whole or streamed (stream.py)
     POST /v1/embeddings  /v1/score  /v1/rerank     numbers of whole texts (embeddings.py)
-    GET  /v1/models  /v1/models/{name}             the one model that is served
+    GET  /v1/models  /v1/models/{name}             the model that is served, and its LoRA adapters
+    POST /v1/load_lora_adapter  /v1/unload_lora_adapter     only with --adapter-dir (adapters.py)
     POST /tokenize  /detokenize                    text <-> token ids
     GET  /health  /ready  /version  /metrics       alive; taking requests; which build; Prometheus
     GET  /openapi.json                             the API's description
@@ -16,7 +17,6 @@ Not here: TLS, several models, quotas. A proxy does these.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,6 +31,7 @@ from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
 from tilewright.server import errors
 from tilewright.server.access import CLIENT_GONE, tokens_of
+from tilewright.server.adapters import ModelEndpoints
 from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
@@ -105,7 +106,7 @@ class Server:
         self.hung = False
         """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
         self._bodies = Bodies(config)
-        self._created_s = int(time.time())
+        self.models = ModelEndpoints(served, config, lambda: self.worker, self._prepared)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -212,7 +213,7 @@ class Server:
 
         def work(raw: bytes) -> list[int]:
             body = parse(raw, TokenizeBody)
-            self.served.check_name(body.model)
+            self.served.adapter_of(body.model)
             if not body.prompt:
                 return self.served.tokenizer.encode("", add_special=body.add_special_tokens)
             return encode(body.prompt, self.served, add_special=body.add_special_tokens)
@@ -225,31 +226,12 @@ class Server:
 
         def work(raw: bytes) -> str:
             body = parse(raw, DetokenizeBody)
-            self.served.check_name(body.model)
+            self.served.adapter_of(body.model)
             return self.served.tokenizer.decode(self.served.check_ids(body.tokens, "tokens"))
 
         return JSONResponse({"prompt": await self._prepared(request, work)})
 
     # About the server ------------------------------------------------------------------------------------------------
-
-    async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        """GET /v1/models/{name}."""
-        self.served.check_name(request.path_params["name"])
-        return JSONResponse(self._model())
-
-    def _model(self) -> dict[str, object]:
-        return {
-            "id": self.served.name,
-            "object": "model",
-            "created": self._created_s,
-            "owned_by": "tilewright",
-            "max_model_len": self.served.max_model_len,
-            "chat": self.served.has_chat,
-        }
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while the engine's steps end and do not fail request after request; 503 asks for a restart."""
@@ -345,6 +327,8 @@ def app_of(server: Server) -> FastAPI:
         "/v1/embeddings": server.embeddings,
         "/v1/score": server.score,
         "/v1/rerank": server.rerank,
+        "/v1/load_lora_adapter": server.models.load,
+        "/v1/unload_lora_adapter": server.models.unload,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
@@ -356,8 +340,8 @@ def app_of(server: Server) -> FastAPI:
         "/metrics": server.prometheus,
         "/openapi.json": server.description,
         "/ready": server.ready,
-        "/v1/models": server.models,
-        "/v1/models/{name:path}": server.model,
+        "/v1/models": server.models.list,
+        "/v1/models/{name:path}": server.models.one,
         "/version": server.version,
     }
     for paths, method in ((posts, "POST"), (gets, "GET")):

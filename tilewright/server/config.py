@@ -45,6 +45,9 @@ class ServerConfig:
     tool_format: str = option(
         "auto", f"how the model writes tool calls: auto (its chat template tells), none, {', '.join(TOOL_FORMATS)}"
     )
+    adapter_dir: str | None = option(
+        None, "folder below which clients may load and unload LoRA adapters while the server runs; default: they may not"
+    )
     head_timeout_s: float = 10.0
     """Longest time that the head of a request may take to arrive, and that a connection may be idle before its first."""
     body_timeout_s: float = 60.0

@@ -10,9 +10,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.pooling import Pass
 from tilewright.engine.request import Delta, SamplingParams
@@ -187,6 +189,23 @@ class EngineLink(ABC):
     @abstractmethod
     async def compile_grammar(self, grammar: Grammar) -> None:
         """Return once the engine has the grammar. Raises GrammarError or EngineStopped."""
+
+    async def adapter_names(self) -> Sequence[str]:
+        """The LoRA adapters that requests may name. Raises EngineStopped."""
+        return []
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Hold the LoRA adapter in a folder under a name.
+
+        Raises:
+            ValueError: the folder cannot be taken, the name is taken, or there is no room.
+            EngineStopped: the engine takes no more work.
+        """
+        raise ValueError("this server has no room for adapters: start it with --max-adapters")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Raises UnknownAdapter or EngineStopped."""
+        raise UnknownAdapter(f"there is no adapter {name!r} here")
 
     @abstractmethod
     async def end(self, timeout_s: float) -> bool:

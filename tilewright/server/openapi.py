@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from tilewright import __version__
+from tilewright.server.adapters import LoadBody, UnloadBody
 from tilewright.server.config import ServerConfig
 from tilewright.server.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from tilewright.server.protocol import ChatBody, CompletionBody
@@ -35,12 +36,14 @@ POSTS: dict[str, tuple[str, type[BaseModel], str]] = {
     "/v1/embeddings": ("Embeddings of texts or token ids", EmbeddingsBody, "list of embeddings"),
     "/v1/score": ("How well texts fit each other", ScoreBody, "list of scores"),
     "/v1/rerank": ("Documents by how well they fit a query", RerankBody, "results, the best first"),
+    "/v1/load_lora_adapter": ("Load a LoRA adapter, where the operator allows it", LoadBody, "model"),
+    "/v1/unload_lora_adapter": ("Unload one", UnloadBody, "deleted model"),
     "/tokenize": ("The token ids of a text", TokenizeBody, "tokens, count, max_model_len"),
     "/detokenize": ("The text of token ids", DetokenizeBody, "prompt"),
 }
 GETS = {
-    "/v1/models": ("The model that is served", True),
-    "/v1/models/{name}": ("The same, by its name", True),
+    "/v1/models": ("The model that is served, and its LoRA adapters", True),
+    "/v1/models/{name}": ("One of them, by its name", True),
     "/health": ("200 while the engine lives, 503 when the server needs a restart", False),
     "/ready": ("200 while new requests are taken", False),
     "/version": ("The version of tilewright", False),

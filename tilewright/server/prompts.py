@@ -40,6 +40,8 @@ class Served:
     """Most samples (prompts times n) in one request: the length of the queue, as all of them wait at first."""
     has_chat: bool
     """Whether the model has a chat template."""
+    has_adapters: bool
+    """Whether the engine has room for LoRA adapters, which requests name as their model."""
     spellings: Spellings
     generates: bool = True
     """False for an encoder."""
@@ -52,6 +54,8 @@ class Served:
         scheduler, tokenizer = engine.scheduler, engine.tokenizer
         if tokenizer is None:
             raise ValueError(f"{name!r} has no tokenizer, wanted a model with one: clients send and read text")
+        if engine.adapters is not None and name in engine.adapters.names:
+            raise ValueError(f"an adapter has the name of the model, {name!r}: give one of them another (--served-name)")
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
             has_chat = True
@@ -66,6 +70,7 @@ class Served:
             max_model_len=min(scheduler.max_model_len, pool_tokens),
             max_samples=scheduler.max_waiting,
             has_chat=has_chat,
+            has_adapters=engine.adapters is not None,
             spellings=Spellings(tokenizer),
             generates=generates,
             pooled=pooled,
@@ -80,6 +85,7 @@ class Served:
             "max_model_len": self.max_model_len,
             "max_samples": self.max_samples,
             "has_chat": self.has_chat,
+            "has_adapters": self.has_adapters,
             "generates": self.generates,
             "pooled": None if self.pooled is None else dataclasses.asdict(self.pooled),
             "tokenizer": tokenizer.to_json(),
@@ -106,11 +112,25 @@ class Served:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"what the engine says of itself is not understood: {error}") from None
 
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request names as its model, which the engine may not have; None for the model itself, or no name.
+
+        Raises a 404 for another name where there are no adapters."""
+        if name is None or name == self.name:
+            return None
+        if not self.has_adapters:
+            self.check_name(name)
+        return name
+
     def check_name(self, name: str | None) -> None:
-        """Raise a 404 unless `name` is the served model; no name means that model."""
+        """Raise a 404 unless `name` is the served model, without an adapter; no name means that model."""
         if name is not None and name != self.name:
-            message = f"The model {name[:200]!r} does not exist here; this server has {self.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise self.no_model(name, f"this server has {self.name!r}")
+
+    def no_model(self, name: str, known: str) -> ApiError:
+        """A 404."""
+        message = f"The model {name[:200]!r} does not exist here; {known}"
+        return ApiError(404, message, param="model", code="model_not_found")
 
     def check_generates(self) -> None:
         """Raise a 400 for an encoder."""

@@ -115,7 +115,6 @@ def _refuse_field(error: ValidationError) -> NoReturn:
 def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
     """The job that a /v1/completions body asks for. Raises `ApiError`."""
     body = parse(raw, CompletionBody)
-    served.check_name(body.model)
     ignored = ignored_names(body)
     fields = _sampling_fields(body, served, config)
     if body.logprobs is not None:
@@ -144,7 +143,6 @@ def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
 def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
     """The job that a /v1/chat/completions body asks for. Raises `ApiError`."""
     body = parse(raw, ChatBody)
-    served.check_name(body.model)
     if body.prompt is not None:
         raise bad_request("prompt is no field of a chat, wanted messages alone", "prompt")
     ignored = ignored_names(body)
@@ -261,7 +259,9 @@ _SAME = (
 
 def _sampling_fields(body: CompletionBody, served: Served, config: ServerConfig) -> dict[str, Any]:
     """Arguments of SamplingParams that do not depend on the prompt."""
+    adapter = served.adapter_of(body.model)
     fields = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    fields |= {} if adapter is None else {"adapter": adapter}
     _at_most("n", body.n or 1, config.max_n)
     if body.best_of is not None:
         if body.best_of < (body.n or 1):

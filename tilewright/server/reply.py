@@ -63,7 +63,7 @@ class Reply:
             "id": name,
             "object": f"{kind}.chunk" if job.chat and job.stream else kind,
             "created": created_s,
-            "model": served.name,
+            "model": job.params[0].adapter or served.name,
             "system_fingerprint": f"tilewright-{__version__}",
         }
         # A chunk differs from the next only in its choices: the rest is written once.

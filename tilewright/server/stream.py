@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.core import GRAMMAR_FAILED
 from tilewright.engine.request import Delta, QueueFull
 from tilewright.server.connections import CONNECTION
@@ -71,7 +72,7 @@ class Answer(Response):
     def __init__(self, job: Job, served: Served, worker: EngineLink):
         super().__init__()
         self._job = job
-        self._worker = worker
+        self._worker, self._served = worker, served
         self._taken = 0
         self._direct: Direct | None = None
         name = f"{'chatcmpl' if job.chat else 'cmpl'}-{token_hex(12)}"
@@ -93,6 +94,8 @@ class Answer(Response):
                 channel = await stack.enter_async_context(opening)
             except QueueFull as error:
                 raise overloaded(str(error), error.retry_after_s) from None
+            except UnknownAdapter as error:
+                raise self._served.no_model(self._job.params[0].adapter or "", str(error)) from None
             except ValueError as error:
                 raise bad_request(str(error)) from None
             except EngineStopped as error:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -65,6 +66,7 @@ class EngineWorker(EngineLink):
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tilewright-engine")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="tilewright-adapters")
         self._stepping = False  # only touched in the engine's thread: a step is queued or running
 
     @property
@@ -120,6 +122,28 @@ class EngineWorker(EngineLink):
             await asyncio.sleep(0.005)
         return not closing.is_alive()
 
+    async def adapter_names(self) -> Sequence[str]:
+        """The adapters of the engine."""
+        adapters = self.engine.adapters
+        return [] if adapters is None else await self.call(lambda: list(adapters.names))
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Read it in another thread, beside the engine's steps, and hold it between two of them."""
+        adapters = self.engine.adapters
+        if adapters is None:
+            await super().load_adapter(name, folder)
+            return
+        read = await self._loop.run_in_executor(self._reading, adapters.read, folder)
+        await self.call(lambda: self.engine.hold_adapter(name, read, str(folder)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget it between two steps."""
+        adapters = self.engine.adapters
+        if adapters is None:
+            await super().unload_adapter(name)
+        else:
+            await self.call(lambda: adapters.remove(name))
+
     def close(self) -> None:
         """End the thread after the command or step that it is in."""
         self.stop_all(self.stopped or "the server has stopped")
@@ -129,6 +153,7 @@ class EngineWorker(EngineLink):
         self._executor.submit(lambda: None).result()
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._grammars.close()
+        self._reading.shutdown(wait=False, cancel_futures=True)
 
     # In the engine's thread ------------------------------------------------------------------------------------------
 

@@ -16,8 +16,11 @@ OPTIMIZERS = ("adamw", "adamw-8bit", "momentum", "muon", "sgd")
 _SCHEDULES = ("constant", "cosine", "linear", "wsd")
 _CHOICES = {
     "init": ("load", "random"), "dtype": ("bfloat16", "float32"), "optimizer": OPTIMIZERS, "schedule": _SCHEDULES,
-    "accumulate": ("running", "tree"),
+    "accumulate": ("running", "tree"), "loss": ("next-token", "dpo", "ipo"), "lora_base": ("float", "int4"),
 }  # fmt: skip
+
+TABLES = ("dpo", "lora")
+"""Tables that a file may have: rank in [lora] is the field lora_rank."""
 
 FREE = frozenset(
     (
@@ -72,6 +75,16 @@ class TrainConfig:
     eps: float = _option(1e-8, "added to the root of that mean")
     weight_decay: float = _option(0.1, "of matrices")
     max_norm: float = _option(1.0, "gradients are scaled down to this norm; inf: never")
+    loss: str = _option("next-token", "next-token; dpo or ipo: data are pairs of a chosen and a rejected answer")
+    dpo_beta: float = _option(0.1, "dpo, ipo: how much a pair's log-ratio counts; large: stay near the model as it was")
+    dpo_smoothing: float = _option(0.0, "dpo: the share of pairs that may be the wrong way round, below 0.5")
+    lora_rank: int = _option(0, "train a low-rank adapter of this rank beside a frozen model; 0: train the model")
+    lora_alpha: float = _option(16.0, "the adapter's product is scaled by alpha / rank")
+    lora_rslora: bool = _option(False, "scale by alpha / sqrt(rank)")
+    lora_dropout: float = _option(0.0, "share of a layer's input that its adapter does not see while training")
+    lora_targets: tuple[str, ...] = _option((), "layers with an adapter: q_proj, *.layers.0.* ...; default: all of the blocks")
+    lora_base: str = _option("float", "float, or int4: the frozen weights in 4 bits (QLoRA)")
+    lora_adapter: str | None = _option(None, "folder of the adapter to go on from, ours or of peft; its sizes are taken")
     z_loss: float = _option(0.0, "weight of log(softmax sum)^2 in the loss")
     label_smoothing: float = _option(0.0, "share of the target that all tokens have in equal parts")
     deterministic: bool = _option(True, "the same bits from the same run; no: kernels may add in any order, on a GPU")
@@ -90,7 +103,7 @@ class TrainConfig:
     tensorboard: bool = _option(False, "also write the log for TensorBoard, to the folder of the run")
 
     def __post_init__(self) -> None:
-        for name in ("data", "weights"):
+        for name in ("data", "weights", "lora_targets"):
             value = getattr(self, name)
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         object.__setattr__(self, "parallel", Plan.read(self.parallel))
@@ -101,7 +114,7 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, wanted one of {', '.join(choices)}")
         least = {"row_tokens": 2, "seed": 0, "warmup": 0, "eval_rows": 0, "sample_every": 0}
         least |= {"micro_rows": 1, "micro_batches": 1, "steps": 1, "log_every": 1, "save_every": 1, "keep": 1}
-        least |= {"eval_every": 1, "sample_tokens": 1, "max_skipped": 1}
+        least |= {"eval_every": 1, "sample_tokens": 1, "max_skipped": 1, "lora_rank": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted {low} or more")
@@ -115,6 +128,25 @@ class TrainConfig:
             raise ValueError(f"weights has {len(self.weights)} numbers for {len(self.data)} of data, wanted one for each")
         if self.warmup + (self.decay or 0) > self.steps:
             raise ValueError(f"warmup {self.warmup} and decay {self.decay or 0} are longer than the run of {self.steps} steps")
+
+        self._check_tuning()
+
+    def _check_tuning(self) -> None:
+        if not (0 < self.dpo_beta < math.inf and 0 <= self.dpo_smoothing < 0.5):
+            raise ValueError(
+                f"dpo_beta is {self.dpo_beta} and dpo_smoothing {self.dpo_smoothing}, wanted above 0, and 0 to 0.5"
+            )
+        if not (0 < self.lora_alpha < math.inf and 0 <= self.lora_dropout < 1):
+            got = f"lora_alpha is {self.lora_alpha} and lora_dropout {self.lora_dropout}"
+            raise ValueError(f"{got}, wanted above 0, and 0 to below 1")
+        if not self.lora_rank and (self.lora_base != "float" or self.lora_adapter or self.lora_targets):
+            raise ValueError("lora_base, lora_adapter and lora_targets are of an adapter: set lora_rank")
+        if self.lora_rank and self.mup_base is not None:
+            raise ValueError("mup_base scales by the width of what is trained, and an adapter has none: leave one of them out")
+        if self.lora_rank and self.init != "load":
+            raise ValueError("an adapter beside random weights learns nothing of use: set init to load, or lora_rank to 0")
+        if self.loss != "next-token" and (self.chat or self.z_loss or self.label_smoothing or self.eval_data):
+            raise ValueError(f"loss is {self.loss}, which has no chat, z_loss, label_smoothing or eval_data: leave them out")
 
     @property
     def step_tokens(self) -> int:
@@ -161,9 +193,11 @@ def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
 def read_toml(path: Path) -> dict[str, Any]:
     """The values of a config file, flat. Raises ValueError where it is no TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no TOML: {error}") from error
+    tables = {name: values.pop(name) for name in TABLES if isinstance(values.get(name), dict)}
+    return values | {f"{name}_{key}": value for name, table in tables.items() for key, value in table.items()}
 
 
 def to_toml(config: TrainConfig) -> str:

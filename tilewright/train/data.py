@@ -26,7 +26,17 @@ from tilewright.data.read import documents, format_of
 from tilewright.data.shards import TokenShards, write
 from tilewright.train.batch import IGNORED, Piece
 
-__all__ = ["Conversations", "Marked", "Mixture", "Source", "Texts", "conversation_shards", "text_shards"]
+__all__ = [
+    "Conversations",
+    "Marked",
+    "Mixture",
+    "Source",
+    "Texts",
+    "conversation_shards",
+    "is_message",
+    "marked_shards",
+    "text_shards",
+]
 
 _SHARD_TOKENS = 1 << 27
 
@@ -226,25 +236,41 @@ def conversation_shards(
     Raises:
         ValueError: a line is no conversation (the message has its file and number), or none has an answer.
     """
-    held: list[Marked] = []
 
     def rows() -> list[Marked]:
+        found = [render(messages) for path in paths for messages in _conversations(path)]
+        if not any(answer for runs in found for _, answer in runs):
+            raise ValueError(f"{', '.join(map(str, paths))}: no message of an assistant, so there is nothing to learn")
+        return found
+
+    return marked_shards(paths, rows, vocab_size, home, kind=f"{identity} chat")
+
+
+def marked_shards(
+    paths: Sequence[Path], rows: Callable[[], list[Marked]], vocab_size: int, home: Path, *, kind: str
+) -> tuple[TokenShards, TokenShards]:
+    """(tokens, marks of answers) of documents that `rows` reads from files; those made before from the same files.
+
+    Args:
+        kind: what they are, and of which tokenizer: another one makes other shards.
+    """
+    held: list[Marked] = []
+
+    def documents_of() -> list[Marked]:
         if not held:
-            for path in paths:
-                held.extend(render(messages) for messages in _conversations(path))
-            if not any(answer for runs in held for _, answer in runs):
-                raise ValueError(f"{', '.join(map(str, paths))}: no message of an assistant, so there is nothing to learn")
+            held.extend(rows())
         return held
 
     def tokens() -> Iterator[NDArray[np.int64]]:
-        yield from (np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in runs]) for runs in rows())
+        yield from (np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in runs]) for runs in documents_of())
 
     def marks() -> Iterator[NDArray[np.int64]]:
-        yield from (np.concatenate([np.full(len(ids), answer, dtype=np.int64) for ids, answer in runs]) for runs in rows())
+        for runs in documents_of():
+            yield np.concatenate([np.full(len(ids), answer, dtype=np.int64) for ids, answer in runs])
 
     return (
-        _kept(home, paths, f"{identity} chat", lambda at: write(at, tokens(), _dtype(vocab_size), _SHARD_TOKENS, {})),
-        _kept(home, paths, f"{identity} answers", lambda at: write(at, marks(), "uint8", _SHARD_TOKENS, {})),
+        _kept(home, paths, kind, lambda at: write(at, tokens(), _dtype(vocab_size), _SHARD_TOKENS, {})),
+        _kept(home, paths, f"{kind} answers", lambda at: write(at, marks(), "uint8", _SHARD_TOKENS, {})),
     )
 
 
@@ -257,12 +283,13 @@ def _conversations(path: Path) -> Iterator[list[dict[str, Any]]]:
                 messages = json.loads(line).get("messages")
             except (ValueError, AttributeError):
                 messages = None
-            if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
+            if not isinstance(messages, list) or not messages or not all(is_message(one) for one in messages):
                 raise ValueError(f'{path}, line {number}: wanted {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
             yield messages
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
+    """Whether a value is a message of a conversation: a role and a content, both text."""
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 

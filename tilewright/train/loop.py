@@ -6,7 +6,7 @@ killed anywhere and goes on gives bitwise the losses of one that was not, on one
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from tilewright.models import Model, empty_model, save_model
 from tilewright.parallel.saved import gathered
 from tilewright.parallel.spread import Spread
-from tilewright.train.batch import TrainBatch, pack
+from tilewright.train.batch import Piece, TrainBatch, pack
 from tilewright.train.checkpoint import Checkpoints, load
 from tilewright.train.config import TrainConfig, differences, merged, read_toml, to_toml
 from tilewright.train.data import Mixture, Texts
@@ -58,6 +58,7 @@ class Run:
     """A run and where it is.
 
     objective: what is minimised.
+    pack: pieces of rows, and whether to pin them, -> a batch as the objective takes it.
     held, sample: what is measured, and what writes a text with the weights as they are; None for neither.
     say: told in words how it goes, a line at a time.
     spread: this rank's share, where there are several or sums follow the tree.
@@ -71,6 +72,7 @@ class Run:
     device: torch.device
     objective: Objective
     say: Say
+    pack: Callable[[Sequence[Piece], bool], TrainBatch] = pack
     held: Held | None = None
     sample: Callable[[], str] | None = None
     spread: Spread | None = None
@@ -131,7 +133,7 @@ class Run:
                 f"the data have token {highest}, and the model's vocabulary has {self.model.config.vocab_size}: they were made "
                 "with another tokenizer; make the shards with the model's"
             )
-        return pack(pieces, pin=self.device.type == "cuda")
+        return self.pack(pieces, self.device.type == "cuda")
 
     def _update(self, batches: list[TrainBatch], lr: float) -> StepResult:
         """Make an update from the micro-batches of all ranks, of which this one computes its own."""
@@ -163,7 +165,7 @@ class Run:
             last = {**entry, "loss": loss, "norm": norm, "applied": bool(applied)}
             self._skipped = 0 if applied else self._skipped + 1
             if entry is numbers[-1][0]:
-                last |= {"tokens_per_s": speed, **self.costs.mfu(speed)}
+                last |= {"tokens_per_s": speed, **self.costs.mfu(speed), **self.objective.measures()}
                 if self.device.type == "cuda":
                     last["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
             log(last)

@@ -12,16 +12,28 @@ from tilewright.data.compressed import Limits
 from tilewright.data.read import documents, format_of
 from tilewright.data.shards import TokenShards
 from tilewright.extras import needed
-from tilewright.models import SHAPES, Model, ModelError, empty_model, load_config, resolve
+from tilewright.models import SHAPES, Model, ModelError, load_config, resolve
 from tilewright.models.files import read_json
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.plan import Plan
+from tilewright.train.batch import pack
 from tilewright.train.config import TrainConfig, to_toml
 from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts, conversation_shards, text_shards
 from tilewright.train.loop import Held, Run, Summary, resume, save_whole
+from tilewright.train.lora import save_trained
+from tilewright.train.pairs import Pairs, pair_shards
+from tilewright.train.preference import pack_pairs
 from tilewright.train.ranks import check_plan, joined, make_spread, on_this_rank, plan_lines, quiet
-from tilewright.train.setup import build_model, build_optimizer, costs_of, device_for, model_config, plan_memory
-from tilewright.train.step import NextToken
+from tilewright.train.setup import (
+    build_model,
+    build_objective,
+    build_optimizer,
+    costs_of,
+    device_for,
+    model_config,
+    plan_memory,
+    planned_model,
+)
 
 __all__ = ["Encoder", "tokenizer_folder", "train"]
 
@@ -62,6 +74,13 @@ class Encoder:
         ids = load_config(folder).eos_token_ids if (folder / "config.json").is_file() else ()
         return ids[0] if ids else None
 
+    def pair(self, prompt: str, answer: str) -> Marked:
+        """A prompt and its answer, which has a loss and ends with the end-of-text token."""
+        ends = [] if self.end is None else [self.end]
+        before = self._backend.encode(prompt, add_special_tokens=True).ids
+        before = before[:-1] if ends and before[-1:] == ends else before
+        return [(before, False), ([*self._backend.encode(answer, add_special_tokens=False).ids, *ends], True)]
+
     def __call__(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """The tokens of each text."""
         ends = [] if self.end is None else [self.end]
@@ -88,7 +107,7 @@ def train(
 ) -> Summary:  # fmt: skip
     """Train a model, or go on with a run that was stopped: with the last checkpoint in `config.out`.
 
-    Leaves checkpoints, log.jsonl, config.toml and, at the end, `model/`, a Hugging Face folder.
+    Leaves checkpoints, log.jsonl, config.toml and, at the end, `model/`, a Hugging Face folder, or `adapter/`, a peft folder.
 
     Args:
         render: messages -> tokens with answers marked; needed for `config.chat`.
@@ -107,20 +126,26 @@ def train(
     with joined(config, device) as mesh:
         say = say if mesh.rank == 0 else quiet
         say(to_toml(config).rstrip())
-        empty = empty_model(shape, device="meta", dtype=torch.bfloat16).requires_grad_(True)
+        empty = planned_model(config)
         lines = [str(plan_memory(config, empty, device))] if config.parallel == Plan() else plan_lines(config, empty, device)
         say("\n".join(lines))
         # The first rank makes the shards, which the others find.
         data, held = mesh.world.first(lambda: _data(config, shape.vocab_size, render, say))
         run = _run(config, mesh, device, data, held, sampler, say)
+        if config.lora_dropout:
+            torch.manual_seed(config.seed)  # its masks are drawn from torch's generator, whose state a checkpoint has
         if resume(run):
             say(f"going on behind step {run.step}")
         # Not earlier: where the config is refused, the file stays that of the run in the folder.
         if mesh.rank == 0:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         summary = run.train()
-        save_whole(run, Path(config.out) / "model", tokenizer_folder(config))
-        say(f"saved {Path(config.out) / 'model'}")
+        saved = Path(config.out) / ("adapter" if config.lora_rank else "model")
+        if config.lora_rank:
+            save_trained(config, run.model, saved)
+        else:
+            save_whole(run, saved, tokenizer_folder(config))
+        say(f"saved {saved}")
     return summary
 
 
@@ -137,9 +162,7 @@ def _run(
     return Run(
         config=config, model=model, optimizer=optimizer, data=data, costs=costs, device=device, say=say, held=held,
         spread=spread,
-        objective=NextToken(
-            z_loss=config.z_loss, label_smoothing=config.label_smoothing, deterministic=config.deterministic
-        ),
+        objective=build_objective(config, device), pack=pack if config.loss == "next-token" else pack_pairs,
         sample=None if sampler is None or not config.sample_every or mesh.rank else sampler(model),
     )  # fmt: skip
 
@@ -166,6 +189,12 @@ def _data(
     def source(path: Path) -> Source:
         if not path.exists():
             raise FileNotFoundError(f"data: there is no {path}")
+        if config.loss != "next-token":
+            if encoder is None or at is None or path.is_dir():
+                raise ValueError(f"{path}: {config.loss} wants a file of pairs, and a model with a tokenizer")
+            identity = f"{encoder.identity} {_template_identity(at)}"
+            pairs = pair_shards([path], encoder.pair, render, vocab_size, home, identity=identity)
+            return Pairs(*pairs, seed, config.row_tokens, str(path))
         if path.is_dir():
             return Texts(TokenShards(path), seed, str(path))
         if not config.chat:

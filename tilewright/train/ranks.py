@@ -29,6 +29,11 @@ _LOST_S = 25.0
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ValueError, one sentence, where the plan does not fit the model or the run."""
     plan = config.parallel
+    if (plan != Plan() or config.accumulate == "tree") and (config.lora_rank or config.loss != "next-token"):
+        raise ValueError(
+            "parallel and accumulate = tree are for next tokens and the whole model's weights: leave them out with lora_rank, "
+            "dpo and ipo"
+        )
     plan.check(
         Shape(
             layers=model.num_hidden_layers, heads=model.num_attention_heads, kv_heads=model.num_key_value_heads,

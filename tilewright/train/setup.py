@@ -10,19 +10,33 @@ import torch
 
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import default_device, device_of, memory_bytes
-from tilewright.models import SHAPES, Model, ModelConfig, ModelError, empty_model, initialise, load_config, load_model, resolve
+from tilewright.models import (
+    SHAPES,
+    Model,
+    ModelConfig,
+    ModelError,
+    empty_model,
+    initialise,
+    load_config,
+    load_model,
+    resolve,
+    weight_bytes_of,
+)
 from tilewright.ops.weights import QuantizedWeight
 from tilewright.train.config import TrainConfig
+from tilewright.train.lora import adapted, empty_base, load_base
 from tilewright.train.mup import MuP, mup_for
 from tilewright.train.optim import SGD, AdamW, AdamW8bit, Momentum, Muon, Optimizer
+from tilewright.train.preference import Preference
 from tilewright.train.schedules import SCHEDULES
-from tilewright.train.step import trainable
+from tilewright.train.step import NextToken, Objective, trainable
 
 __all__ = [
     "STATE_BYTES",
     "Costs",
     "MemoryPlan",
     "build_model",
+    "build_objective",
     "build_optimizer",
     "chosen_device",
     "costs_of",
@@ -31,6 +45,7 @@ __all__ = [
     "learning_rate",
     "model_config",
     "plan_memory",
+    "planned_model",
 ]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -80,9 +95,24 @@ def dtype_of(config: TrainConfig) -> torch.dtype:
     return _DTYPES[config.dtype]
 
 
-def build_model(config: TrainConfig, device: torch.device) -> Model:
-    """The model with weights that ask for gradients. Errors as those of `model_config`."""
+def planned_model(config: TrainConfig) -> Model:
+    """What `build_model` will make, on "meta". Errors as those of `build_model`."""
     shape, dtype = model_config(config), _DTYPES[config.dtype]
+    if config.lora_rank:
+        return adapted(config, empty_base(config, shape, dtype))
+    return empty_model(shape, device="meta", dtype=dtype).requires_grad_(True)
+
+
+def build_model(config: TrainConfig, device: torch.device) -> Model:
+    """The model with weights that ask for gradients: its own, or those of an adapter beside it.
+
+    Raises:
+        ModelError: as `model_config`; an adapter's folder is damaged or of another model.
+        ValueError: as `model_config`; an adapter's sizes or targets contradict the model.
+    """
+    shape, dtype = model_config(config), _DTYPES[config.dtype]
+    if config.lora_rank:
+        return adapted(config, load_base(config, device, dtype, empty_base(config, shape, dtype)))
     if config.init == "load":
         model = load_model(config.model, device=device, dtype=dtype)
     else:
@@ -108,6 +138,17 @@ def build_optimizer(config: TrainConfig, model: Model, weights: Mapping[str, tor
         "sgd": SGD,
     }
     return kinds[config.optimizer](trainable(model) if weights is None else weights, **common)
+
+
+def build_objective(config: TrainConfig, device: torch.device) -> Objective:
+    """What is minimised. Preferences without an adapter compare with a second, frozen model, which is loaded here."""
+    if config.loss == "next-token":
+        return NextToken(z_loss=config.z_loss, label_smoothing=config.label_smoothing, deterministic=config.deterministic)
+    reference = None if config.lora_rank else build_model(config, device).requires_grad_(False)
+    return Preference(
+        config.loss, beta=config.dpo_beta, smoothing=config.dpo_smoothing, reference=reference,
+        deterministic=config.deterministic,
+    )  # fmt: skip
 
 
 def _mup(config: TrainConfig, shape: ModelConfig) -> MuP:
@@ -157,6 +198,9 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
     """
     shape = model.config
     count, item = sum(p.numel() for p in trainable(model).values()), _DTYPES[config.dtype].itemsize
+    frozen = weight_bytes_of(model) - sum(p.nbytes for p in trainable(model).values())
+    if config.loss != "next-token" and not config.lora_rank:
+        frozen += count * item  # the reference
     tokens = config.row_tokens * config.micro_rows
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # What backward passes read, a token and layer: both norms' inputs, the stream and outputs; q, k, v before and behind the
@@ -167,7 +211,7 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
         accumulated = 4 * (1 + math.ceil(math.log2(config.micro_batches + 1)))
     chunk = min(tokens, max(2048, shape.hidden_size))
     plan = MemoryPlan(
-        weights=count * item,
+        weights=count * item + frozen,
         gradients=count * (item + accumulated),
         optimizer=int(count * (STATE_BYTES[config.optimizer] + (4 if item == 2 else 0))),
         activations=tokens * item * (layer * shape.num_hidden_layers + 4 * shape.hidden_size),
@@ -200,15 +244,21 @@ class Costs:
 
 
 def costs_of(config: TrainConfig, model: Model, device: torch.device) -> Costs:
-    """By the model's shape and the length of a row."""
+    """By the model's shape and the length of a row. A frozen matrix has no gradient of its own: 4 operations a token, not 6."""
     shape = model.config
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("embed."))
-    matrices += shape.vocab_size * shape.hidden_size if shape.tie_word_embeddings else 0
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("embed.")}
+    if shape.tie_word_embeddings:
+        matrices["head"] = model.embed.weight
+    codes = sum(module.shape.numel() for module in model.modules() if isinstance(module, QuantizedWeight))
+    frozen = codes + sum(p.numel() for p in matrices.values() if not p.requires_grad)
+    trained = sum(p.numel() for p in matrices.values() if p.requires_grad)
+    passes = 2 if config.loss != "next-token" else 0  # the reference's, forward alone
+    products = (6 + passes) * trained + (4 + passes) * frozen
     width = shape.num_attention_heads * shape.head_dim
     seen = [min(config.row_tokens, window or config.row_tokens) for window in shape.windows]
-    attention = 12 * width * sum(seen)
+    attention = (12 + 2 * passes) * width * sum(seen)
     peak = None
     if device.type == "cuda":
         unit = "bf16" if config.dtype == "bfloat16" else "fp32"
         peak = ceilings(device_of(device.index or 0)).flops[unit] * config.parallel.ranks
-    return Costs(causal=6 * matrices + attention / 2, full=6 * matrices + attention, peak=peak)
+    return Costs(causal=products + attention / 2, full=products + attention, peak=peak)

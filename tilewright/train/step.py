@@ -27,6 +27,7 @@ __all__ = [
     "Objective",
     "StepResult",
     "SumOf",
+    "plain_head",
     "running_sum",
     "spread_step",
     "train_step",
@@ -42,6 +43,10 @@ class Objective(Protocol):
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
         """The sum of the losses of the batch's targets, a scalar with a gradient."""
+        ...
+
+    def measures(self) -> dict[str, float]:
+        """What else is worth writing down of the batches since the last call; may wait for the device."""
         ...
 
 
@@ -75,17 +80,25 @@ class NextToken:
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
         """The sum over the batch's targets."""
-        hidden_TE, head = model(batch.token_ids, batch.packed, self.keys_values), model.head.weight
-        if not isinstance(head, Tensor):
-            raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
-        if model.config.logit_softcap is not None:
-            raise TypeError(
-                "the model caps its logits (final_logit_softcapping), and this loss is of plain ones: set it to null"
-            )
+        hidden_TE, head = model(batch.token_ids, batch.packed, self.keys_values), plain_head(model)
         return ops.linear_cross_entropy(
             hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="sum",
             label_smoothing=self.label_smoothing, z_loss=self.z_loss,
         )  # fmt: skip
+
+    def measures(self) -> dict[str, float]:
+        """Nothing: the loss says it."""
+        return {}
+
+
+def plain_head(model: Model) -> Tensor:
+    """The head's weight, for a loss that makes the logits itself. Raises TypeError where they are more than a product."""
+    head = model.head.weight
+    if not isinstance(head, Tensor):
+        raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
+    if model.config.logit_softcap is not None:
+        raise TypeError("the model caps its logits (final_logit_softcapping), and this loss is of plain ones: set it to null")
+    return head
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,0 +1,116 @@
+"""Adapters by token, in Triton's interpreter or on a GPU: random batches against float64, and a row that knows no company."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance import LIMITS
+from tilewright import ops
+from tilewright.hw.device import device_of
+from tilewright.nn import Linear, LoraStack
+
+GPU = torch.cuda.is_available()
+TORCH_DEVICE = "cuda" if GPU else "cpu"
+needs_triton = pytest.mark.skipif(
+    not device_of(0 if GPU else -1).runs_triton, reason="no GPU here: kernels are checked in the TRITON_INTERPRET=1 run"
+)
+SIZES = {"tokens": (1, 15, 16, 17, 40), "features": (8, 64, 520), "rank": (1, 3, 16, 20), "held": (1, 2, 5)}
+PARTS = ((24,), (33, 7), (48, 16, 16))
+
+
+def drawn(seed: int, dtype: torch.dtype) -> tuple[Linear, LoraStack, Tensor, Tensor]:
+    """A layer, its adapters, x, and the adapter of each token."""
+    choose = np.random.default_rng(seed)
+    tokens, features, rank, held = (int(choose.choice(values)) for values in SIZES.values())
+    parts, generator = PARTS[seed % 3], torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(TORCH_DEVICE)
+
+    layer = Linear(features, parts, device=TORCH_DEVICE, dtype=dtype).requires_grad_(False)
+    stack = LoraStack(parts, features, adapters=held, rank=rank, device=TORCH_DEVICE, dtype=dtype)
+    for number in range(held):
+        chosen = [part for part in range(len(parts)) if choose.random() < 0.8]
+        own = int(choose.integers(1, rank + 1))
+        pairs = {part: (randn(own, features) * features**-0.5, randn(parts[part], own)) for part in chosen}
+        stack.put(number, pairs, {part: float(choose.uniform(0.2, 2)) for part in chosen})
+    ids = torch.from_numpy(choose.integers(0, held + 1, tokens))
+    return layer, stack, randn(tokens, features), ids.to(TORCH_DEVICE)
+
+
+def truth(layer: Linear, stack: LoraStack, x: Tensor, ids: Tensor) -> Tensor:
+    """One token after the other in float64."""
+    rows = []
+    for token, number in zip(x.double(), ids.tolist(), strict=True):
+        y = layer.weight.double() @ token + layer.bias.double()  # pyright: ignore
+        if number:
+            a, b, scales = stack.a[number - 1].double(), stack.b[number - 1].double(), stack.scales[number - 1].double()
+            low = (a @ token).view(len(stack.parts), -1) * scales[:, None]
+            pieces = [up @ part for up, part in zip(b.split(stack.parts), low, strict=True)]
+            y = y + torch.cat(pieces)
+        rows.append(y)
+    return torch.stack(rows)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_batches_are_those_of_the_definition(seed: int, dtype: torch.dtype) -> None:
+    layer, stack, x, ids = drawn(seed, dtype)
+    layer.adapter = stack
+    got = layer(x, adapters=ops.adapter_order(ids)).double()
+    want = truth(layer, stack, x, ids)
+    scale = want.square().mean().sqrt()
+    # The product, A x and the sum are rounded.
+    assert ((got - want).square().mean().sqrt() / scale).item() < 3 * LIMITS[dtype][1]
+    plain = layer(x)
+    assert torch.equal(got[ids == 0], plain[ids == 0].double())
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [0, 1, 5])
+def test_a_row_has_the_same_bits_in_any_company(seed: int, dtype: torch.dtype) -> None:
+    layer, stack, x, ids = drawn(seed, dtype)
+    y = torch.zeros(x.shape[0], sum(layer.parts), dtype=dtype, device=TORCH_DEVICE)
+
+    def added(rows: Tensor) -> Tensor:
+        return stack.add(y[rows].clone(), x[rows], ops.adapter_order(ids[rows]))
+
+    everybody = torch.arange(x.shape[0], device=TORCH_DEVICE)
+    whole = added(everybody)
+    for row in (0, x.shape[0] // 2, x.shape[0] - 1):
+        assert torch.equal(added(everybody[row : row + 1])[0], whole[row])
+    backwards = added(everybody.flip(0)).flip(0)
+    assert torch.equal(backwards, whole)
+
+
+@needs_triton
+def test_what_an_adapter_holds_reaches_nobody_else() -> None:
+    """Not even infinities and NaN, which zeros do not silence."""
+    _, stack, x, _ = drawn(0, torch.float32)
+    x = x[:1].expand(20, -1).contiguous()
+    stack = LoraStack((24,), x.shape[1], adapters=3, rank=4, device=TORCH_DEVICE, dtype=torch.float32)
+    for number, fill in enumerate((1.0, float("nan"), float("inf"))):
+        stack.put(number, {0: (torch.full((4, x.shape[1]), fill), torch.full((24, 4), fill))}, {0: 1.0})
+    ids = torch.arange(20, device=TORCH_DEVICE) % 4
+    y = stack.add(torch.ones(20, 24, device=TORCH_DEVICE), x, ops.adapter_order(ids))
+    assert bool((y[ids == 0] == 1).all())
+    assert bool(y[ids == 1].isfinite().all())
+    assert bool(y[ids == 2].isnan().all())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, a, order = torch.zeros(3, 8), torch.zeros(2, 4, 8), ops.adapter_order(torch.tensor([0, 2, 1]))
+    with pytest.raises(ValueError, match=r"got \[3, 8\] torch.float32 and \[2, 4, 9\]"):
+        ops.lora_shrink(x, torch.zeros(2, 4, 9), order)
+    with pytest.raises(ValueError, match=r"adapters must be contiguous \[2, 3\] torch.int32"):
+        ops.lora_shrink(x, a, order.long())
+    y, h, b, scales = torch.zeros(3, 6), torch.zeros(1, 3, 4), torch.zeros(2, 6, 4), torch.ones(2, 1)
+    with pytest.raises(ValueError, match="parts are"):
+        ops.lora_expand_add(y, h, b, scales, order, (4, 4))
+    with pytest.raises(ValueError, match=r"h must be contiguous \[1, 3, 8\]"):
+        ops.lora_expand_add(y, h, b, scales, order, (3, 3))
+    with pytest.raises(ValueError, match="scales must be contiguous"):
+        ops.lora_expand_add(y, h, b, scales.double(), order)

@@ -1,0 +1,1 @@
+"""Low-rank adapters of many tokens at once, each with its own: `shrink` to the rank, `expand` back."""

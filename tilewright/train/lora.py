@@ -1,0 +1,96 @@
+"""An adapter to train: new beside a frozen model, or from a folder; and the folder that it becomes."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.models import Model, ModelConfig, empty_model, load_model
+from tilewright.models.adapter_config import AdapterConfig
+from tilewright.models.adapters import Adapter, Pair, adapter_of, attach, read_adapter, save_adapter, targets_of
+from tilewright.nn import Linear
+from tilewright.quant import convert_layer, quantize
+from tilewright.train.config import TrainConfig
+
+__all__ = ["adapted", "adapter_config", "empty_base", "load_base", "save_trained"]
+
+_BASE_FORMATS = {"float": None, "int4": "int4"}
+
+
+def empty_base(config: TrainConfig, shape: ModelConfig, dtype: torch.dtype) -> Model:
+    """The model that an adapter will stand beside, on "meta". Raises ValueError where a layer cannot have the base's format."""
+    model = empty_model(shape, device="meta", dtype=dtype)
+    if (format := _BASE_FORMATS[config.lora_base]) is not None:
+        quantize(model, format)
+    return model
+
+
+def load_base(config: TrainConfig, device: torch.device, dtype: torch.dtype, planned: Model) -> Model:
+    """The same with its weights; each layer is quantised as soon as it is read. planned: what `empty_base` gave."""
+    format = _BASE_FORMATS[config.lora_base]
+    chosen = set()
+    if format is not None:
+        found = planned.named_modules()
+        chosen = {name for name, one in found if isinstance(one, Linear) and not isinstance(one.weight, Tensor)}
+
+    def convert(name: str, layer: Linear) -> None:
+        if format is not None and name in chosen:
+            convert_layer(name, layer, format)
+
+    return load_model(config.model, device=device, dtype=dtype, convert=convert)
+
+
+def adapter_config(config: TrainConfig) -> AdapterConfig:
+    """What a run says of its adapter; where it goes on from a folder, what stands there.
+
+    Raises:
+        ModelError: the folder cannot be read.
+        ValueError: its rank is not the run's.
+    """
+    if config.lora_adapter is None:
+        return AdapterConfig(
+            rank=config.lora_rank, alpha=config.lora_alpha, rslora=config.lora_rslora, dropout=config.lora_dropout,
+            targets=config.lora_targets or "all-linear", base=config.model,
+        )  # fmt: skip
+    found = AdapterConfig.read(Path(config.lora_adapter).expanduser())
+    if found.rank != config.lora_rank:
+        raise ValueError(f"lora_rank is {config.lora_rank}, and the adapter in {config.lora_adapter} has {found.rank}")
+    return found
+
+
+def adapted(config: TrainConfig, model: Model) -> Model:
+    """The model, frozen, with an adapter beside its layers that asks for gradients.
+
+    A new one begins as peft's: A uniform within 1 / sqrt(K) (drawn from the run's seed), B zero, so that nothing is added yet.
+
+    Raises:
+        ModelError: the folder to go on from is damaged or of another model.
+        ValueError: no layer has one of the names in `lora_targets`.
+    """
+    model.requires_grad_(False)
+    settings, targets = adapter_config(config), targets_of(model)
+    if config.lora_adapter is not None:
+        adapter = read_adapter(config.lora_adapter, targets)
+    else:
+        chosen = settings.chosen(targets)
+        for pattern in config.lora_targets:
+            if not AdapterConfig(rank=1, alpha=1.0, targets=(pattern,)).chosen(targets):
+                kinds = sorted({name.rpartition(".")[2] for name in targets})
+                raise ValueError(f"lora_targets has {pattern!r}, which is no layer; there are {', '.join(kinds)}")
+        generator = torch.Generator().manual_seed(config.seed)
+        begin = partial(_new, generator, config.lora_rank)
+        pairs = {name: Pair(*begin(targets[name].rows, targets[name].cols), settings.scale_of(name)) for name in chosen}
+        adapter = Adapter(config=settings, pairs=pairs)
+    attach(model, adapter, dropout=config.lora_dropout)
+    return model
+
+
+def _new(generator: torch.Generator, rank: int, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    bound = cols**-0.5
+    return torch.empty(rank, cols).uniform_(-bound, bound, generator=generator), torch.zeros(rows, rank)
+
+
+def save_trained(config: TrainConfig, model: Model, folder: Path) -> None:
+    """Save the adapter that was trained, for peft or for `tilewright serve`."""
+    save_adapter(adapter_of(model, adapter_config(config)), folder)

@@ -1,0 +1,151 @@
+"""Pairs of answers as training data: JSON lines -> token shards -> rows of whole pairs.
+
+    {"prompt": "text", "chosen": "text", "rejected": "text"}
+    {"messages": [{"role": ..., "content": ...}, ...], "chosen": "text", "rejected": "text"}
+
+`prompt` may be such a list as well, and an answer a message, or a list of one; without either the answers are whole
+conversations that begin alike. Conversations are rendered by the model's chat template.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewright.data.shards import TokenShards
+from tilewright.train.batch import IGNORED, Piece
+from tilewright.train.data import Marked, is_message, marked_shards
+
+__all__ = ["Pairs", "pair_shards"]
+
+_WANTED = '{"prompt": ..., "chosen": ..., "rejected": ...}'
+
+
+class Pairs:
+    """Rows of whole pairs, chosen and rejected in turns; position: pairs read.
+
+    Args:
+        shards, answers: of chosen and rejected documents in turns, and their marks: 1 for tokens that are predicted.
+        seed: of the order of pairs in each epoch; None for that of the shards.
+        row_tokens: what the longest pair must fit into.
+        name: for messages.
+
+    Raises:
+        ValueError: there is no pair, or one is longer than a row.
+    """
+
+    def __init__(
+        self, shards: TokenShards, answers: TokenShards, seed: int | None, row_tokens: int, name: str = "the data"
+    ):  # fmt: skip
+        ends = np.asarray(shards.ends(0, len(shards)), dtype=np.int64)
+        if not len(ends) or len(ends) % 2 or len(shards) != len(answers):
+            raise ValueError(f"{name}: {len(ends)} answers with {len(answers)} marks for {len(shards)} tokens: no pairs")
+        self._ends = np.concatenate(([0], ends))
+        sizes = self._ends[2::2] - self._ends[:-2:2]
+        if (longest := int(sizes.max())) > row_tokens:
+            at = int(sizes.argmax()) + 1
+            raise ValueError(f"{name}: pair {at} has {longest} tokens, more than a row of {row_tokens}: raise row_tokens")
+        self._shards, self._answers, self._seed, self._sizes = shards, answers, seed, sizes
+        self._held: tuple[int, NDArray[np.int64]] | None = None
+
+    def row(self, position: int, length: int) -> tuple[list[Piece], int]:
+        """As many pairs as fit."""
+        pieces: list[Piece] = []
+        left = length
+        while True:
+            epoch, index = divmod(position, len(self._sizes))
+            pair = int(self._order(epoch)[index])
+            if int(self._sizes[pair]) > left:
+                return pieces, position
+            pieces += [self._piece(2 * pair), self._piece(2 * pair + 1)]
+            left, position = left - int(self._sizes[pair]), position + 1
+
+    def _piece(self, document: int) -> Piece:
+        start, stop = int(self._ends[document]), int(self._ends[document + 1])
+        tokens = self._shards.tokens(start, stop).astype(np.int64)
+        answers = self._answers.tokens(start, stop).astype(bool)
+        return tokens, np.append(np.where(answers[1:], tokens[1:], IGNORED), IGNORED)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if self._held is None or self._held[0] != epoch:
+            count = len(self._sizes)
+            key = None if self._seed is None else np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
+            self._held = (epoch, np.arange(count) if key is None else key.permutation(count))
+        return self._held[1]
+
+
+def pair_shards(
+    paths: Sequence[Path], text: Callable[[str, str], Marked], render: Callable[[list[dict[str, Any]]], Marked] | None,
+    vocab_size: int, home: Path, *, identity: str,
+) -> tuple[TokenShards, TokenShards]:  # fmt: skip
+    """(tokens, marks of answers) of chosen and rejected documents in turns.
+
+    Args:
+        text: (prompt, answer) -> tokens, the answer marked.
+        render: messages -> tokens by the chat template, what the assistant says marked; None where there is none.
+
+    Raises:
+        ValueError: a line is no pair, or it has messages and there is no chat template; the message has its file and number.
+    """
+
+    def rows() -> list[Marked]:
+        return [_marked(one, text, render, where) for path in paths for one, where in _pairs(path)]
+
+    return marked_shards(paths, rows, vocab_size, home, kind=f"{identity} pairs")
+
+
+Side = tuple[str, str] | list[dict[str, Any]]
+"""(prompt, answer), or a conversation that ends with the answer."""
+
+
+def _pairs(path: Path) -> Iterator[tuple[Side, str]]:
+    """Chosen and rejected of each line, with where they stand."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                raw = json.loads(line)
+            except (ValueError, RecursionError):
+                raw = None
+            if not isinstance(raw, dict) or "chosen" not in raw or "rejected" not in raw:
+                raise ValueError(f"{where}: wanted {_WANTED}")
+            sides = [_side(raw, raw[name]) for name in ("chosen", "rejected")]
+            for side in sides:
+                if side is None:
+                    raise ValueError(f"{where}: wanted {_WANTED} of texts, or of messages with a role and a content")
+                yield side, where
+            if sides[0] == sides[1]:
+                raise ValueError(f"{where}: chosen and rejected are the same answer")
+
+
+def _side(raw: dict[str, Any], answer: Any) -> Side | None:
+    prompt = raw.get("messages", raw.get("prompt"))
+    if isinstance(prompt, str):
+        return (prompt, answer) if isinstance(answer, str) and answer else None
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    elif isinstance(answer, dict):
+        answer = [answer]
+    before = [] if prompt is None else prompt
+    messages = [*before, *answer] if isinstance(before, list) and isinstance(answer, list) else []
+    ends = len(answer) == 1 if before else len(messages) > 1
+    if not ends or not all(is_message(one) for one in messages) or messages[-1]["role"] != "assistant":
+        return None
+    return messages
+
+
+def _marked(
+    side: Side, text: Callable[[str, str], Marked], render: Callable[[list[dict[str, Any]]], Marked] | None, where: str
+) -> Marked:  # fmt: skip
+    if isinstance(side, tuple):
+        return text(*side)
+    if render is None:
+        raise ValueError(f"{where} has messages, which need the chat template of a model's tokenizer: name a folder with one")
+    runs = render(side)
+    # Answers of the assistant within the prompt are no part of what is compared.
+    return [(ids, answer and index == len(runs) - 1) for index, (ids, answer) in enumerate(runs)]

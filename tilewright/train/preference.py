@@ -1,0 +1,89 @@
+"""Learning from pairs of a chosen and a rejected answer, without a reward model.
+
+    r = [log p(chosen) - log p(rejected)] - [the same of the reference],   of whole answers, prompts aside
+    dpo   -(1 - s) log sigmoid(beta r) - s log sigmoid(-beta r)       (Rafailov et al., "DPO", 2023; s: Mitchell, "cDPO", 2023)
+    ipo   (r - 1 / (2 beta))^2                                        (Azar et al., "IPO", 2023)
+
+The reference is the model as it was: of an adapter its base, by leaving the adapter out; else a second, frozen model. A pair is
+two documents of a batch, one after the other, so a batch's loss is a sum over pairs, however they are cut into micro-batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright import ops
+from tilewright.models import Model
+from tilewright.nn import PackedKeysValues, without_adapters
+from tilewright.train.batch import IGNORED, Piece, TrainBatch, pack
+from tilewright.train.step import plain_head
+
+__all__ = ["Preference", "answer_logprobs", "pack_pairs", "preference_losses"]
+
+
+def pack_pairs(pieces: Sequence[Piece], pin: bool = False) -> TrainBatch:
+    """`pack` of pieces that are chosen and rejected in turns; what a loss is divided by is the number of pairs."""
+    return replace(pack(pieces, pin), n_targets=len(pieces) // 2)
+
+
+def answer_logprobs(model: Model, batch: TrainBatch, keys_values: PackedKeysValues) -> Tensor:
+    """[documents] float64: the log-probability of each document's targets together. Differentiable.
+
+    Raises:
+        TypeError: as `plain_head`.
+    """
+    hidden_TE, head = model(batch.token_ids, batch.packed, keys_values), plain_head(model)
+    losses = ops.linear_cross_entropy(hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="none")
+    lengths = batch.packed.cu_q.diff().to(torch.int64)
+    return -torch.segment_reduce(losses.double(), "sum", lengths=lengths, unsafe=True)
+
+
+def preference_losses(kind: str, r: Tensor, *, beta: float, smoothing: float) -> Tensor:
+    """The loss of each pair by its r [pairs]; kind: "dpo" or "ipo", which has no smoothing."""
+    if kind == "ipo":
+        return (r - 1 / (2 * beta)) ** 2
+    return -(1 - smoothing) * F.logsigmoid(beta * r) - smoothing * F.logsigmoid(-beta * r)
+
+
+class Preference:
+    """An objective (train/step.py): the sum of the losses of a batch's pairs.
+
+    Args:
+        kind: "dpo" or "ipo".
+        beta, smoothing: as above.
+        reference: the model as it was; None: the model without its adapters.
+        deterministic: whether the same batch must give the same gradients every time.
+    """
+
+    def __init__(
+        self, kind: str, *, beta: float, smoothing: float = 0.0, reference: Model | None = None, deterministic: bool = False
+    ):  # fmt: skip
+        self.kind, self.beta, self.smoothing, self.reference = kind, beta, smoothing, reference
+        self.keys_values = PackedKeysValues(deterministic=deterministic)
+        self._seen: list[Tensor] = []
+
+    def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
+        """The sum over the batch's pairs, float32."""
+        with torch.no_grad():
+            if self.reference is not None:
+                before = answer_logprobs(self.reference, batch, self.keys_values)
+            else:
+                with without_adapters(model):
+                    before = answer_logprobs(model, batch, self.keys_values)
+        gained = answer_logprobs(model, batch, self.keys_values) - before
+        r = gained[0::2] - gained[1::2]
+        if torch.is_grad_enabled():
+            self._seen.append(r.detach())
+        return preference_losses(self.kind, r, beta=self.beta, smoothing=self.smoothing).sum().float()
+
+    def measures(self) -> dict[str, float]:
+        """Of the pairs since the last call, each seen before its update: the mean of beta r, the reward of the chosen answer
+        above that of the rejected one, and the share of pairs in which it is above 0. Waits for the device."""
+        if not self._seen:
+            return {}
+        r = torch.cat(self._seen)
+        self._seen.clear()
+        return {"margin": self.beta * r.mean().item(), "preferred": (r > 0).double().mean().item()}
