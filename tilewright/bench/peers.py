@@ -333,7 +333,13 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         *("B=128 KV=4096 H=16", "B=128 KV=4096 H=64", "B=64 KV=20000 H=16 ragged=true", "B=1 KV=8192", "B=2 KV=2048 Q=1024"),
     ),
     "mla_rope_write": ("T=1", "T=128", "T=8192"),
+    # One token of each of many requests, and a prompt; q, k and v of an 8B model, its feed-forward layer.
+    "lora_shrink": tuple(
+        f"M={m} K={k} parts={parts} adapters=64" for m in (16, 64, 256, 2048) for k, parts in ((4096, 3), (14336, 1))
+    ),
+    "lora_expand_add": tuple(f"M={m} N={n} adapters=64" for m in (16, 64, 256, 2048) for n in (4096, 14336)),
     "mx_linear": _PRODUCTS,
+    "capped_paged_attention": ("B=1 KV=8192", "B=64 KV=4096", "B=64 KV=20000 ragged=true", "B=1 KV=2048 Q=2048"),
     "paged_attention": (
         *("B=1 KV=8192", "B=16 KV=8192", "B=64 KV=8192", "B=256 KV=1024", "B=256 KV=1024 H=16"),
         *("B=1 KV=131072", "B=64 KV=1000", "B=256 KV=300", "B=64 KV=20000 ragged=true", "B=64 KV=4096 Q=4"),

@@ -81,8 +81,12 @@ def _cost(
 # ---- examples
 
 
-def _arguments(inputs: Inputs, *, softcap: float = 50.0, **dims: int) -> tuple[object, ...]:
+def _arguments(
+    inputs: Inputs, *, B: int, KV: int, Q: int = 1, H: int = 32, G: int = 8, D: int = 128, S: int = 16,
+    window: int | None = None, ragged: bool = False, softcap: float = 50.0, dtype: torch.dtype = torch.bfloat16,
+) -> tuple[object, ...]:  # fmt: skip
     """As `attention_arguments` makes them, without codes and sinks."""
+    dims = {"B": B, "KV": KV, "Q": Q, "H": H, "G": G, "D": D, "S": S, "window": window, "ragged": ragged, "dtype": dtype}
     return *attention_arguments(inputs, **dims)[:9], softcap  # pyright: ignore[reportArgumentType]
 
 
