@@ -130,7 +130,7 @@ def parts(streams: int = 128, seconds: float = 0.5) -> dict[str, float]:
     tokenizer = words()
     served = Served(
         name="mock", tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=1 << 20, max_samples=1 << 16,
-        has_chat=False, spellings=Spellings(tokenizer),
+        has_chat=False, has_adapters=False, spellings=Spellings(tokenizer),
     )  # fmt: skip
     params = SamplingParams(max_tokens=1 << 20)
     job = Job(chat=False, prompts=([300],), params=(params,), stream=True)
