@@ -164,8 +164,8 @@ def test_what_a_row_draws_does_not_depend_on_what_others_want_of_their_logits(ru
 def test_masked_rows_alone_cost_no_edits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tilewright[structured]'")
     full: list[bool] = []
-    tail = runner._full_tail
-    monkeypatch.setattr(runner, "_full_tail", lambda *args: (full.append(True), tail(*args))[1])
+    head, edited = runner._head, runner._head.full
+    monkeypatch.setattr(head, "full", lambda *args: (full.append(True), edited(*args))[1])
     drawn(runner, ("plain", "masked"))
     assert not full
     drawn(runner, ("plain", "masked and edited"))
