@@ -159,7 +159,8 @@ class Uncaptured:
         self.runner, self.rows, self.each = runner, rows, each
         self.layout = layout_of(rows, each)
 
-    def replay(self, packed: torch.Tensor, block_table: torch.Tensor) -> None:
+    def replay(self, packed: torch.Tensor, block_table: torch.Tensor, adapted: bool = False) -> None:
+        assert not adapted
         table = torch.zeros(self.rows, 64, dtype=torch.int32)
         table[: block_table.shape[0], : block_table.shape[1]] = block_table
         self.inputs = self.layout.device(packed.clone(), table, self.each)
