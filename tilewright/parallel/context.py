@@ -126,9 +126,9 @@ class Chunked(nn.Module):
         fans = {name: _fan(parameter, self.count) for name, parameter in self.module.named_parameters()}
         return [_bound(self.module, {name: fan[index] for name, fan in fans.items()}) for index in range(self.count)]
 
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
+    def forward(self, x: Tensor, *more: Any, **named: Any) -> Tensor:
         """As the module."""
-        return torch.cat([module(part, *more) for module, part in zip(self.each(), x.tensor_split(self.count))])
+        return torch.cat([module(part, *more, **named) for module, part in zip(self.each(), x.tensor_split(self.count))])
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """As a norm's."""
@@ -137,8 +137,9 @@ class Chunked(nn.Module):
         normed, total = (torch.cat(both) for both in zip(*pairs))
         return normed, total
 
-    def add_for(self, reader: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As a norm's; nothing that is trained is quantised."""
+    def add_for(self, reader: Any, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As a norm's; what is trained in chunks is not quantised, and has no adapters."""
+        assert adapters is None
         return self.add(x, residual)
 
     @property

@@ -115,10 +115,10 @@ class Sliced(nn.Module):
         first: Any = self.layers[0]
         return first.reader
 
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
+    def forward(self, x: Tensor, *more: Any, **named: Any) -> Tensor:
         """As the layer."""
         copies: Any = _Fan.apply(x, self.ranks, self.cut, len(self.layers))
-        total: Any = _Join.apply(self.ranks, self.cut, *(layer(x, *more) for layer, x in zip(self.layers, copies)))
+        total: Any = _Join.apply(self.ranks, self.cut, *(layer(x, *more, **named) for layer, x in zip(self.layers, copies)))
         parts = len(self.biases)
         return torch.cat([x + bias for x, bias in zip(total.tensor_split(parts), self.biases)]) if parts else total
 
@@ -143,8 +143,11 @@ class SlicedNorm(nn.Module):
         normed, total = (torch.cat(both) for both in zip(*pairs))
         return normed if self.whole is None else gather_tokens(normed, self.whole), total
 
-    def add_for(self, reader: Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`add`: nothing that is trained is quantised."""
+    def add_for(
+        self, reader: Linear, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`add`: what is trained in slices is not quantised, and has no adapters."""
+        assert adapters is None
         return self.add(x, residual)
 
 
