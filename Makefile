@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-serve setup-test serve check test test-compile test-plain test-interpret test-long test-gpu test-newest docs bench certify certify-all clean
+.PHONY: help setup setup-serve setup-test serve check test test-compile test-plain test-programs test-interpret test-long test-gpu test-newest docs bench certify certify-all clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -31,19 +31,24 @@ check: setup-test ## lint, formatting, types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
-# Three runs of about the same length, the longest first: two cores are then busy to the end.
-test: test-compile test-plain test-interpret ## all tests; `make -j2 -Otarget test` uses two cores
+# Four runs, the longest first: two cores are then busy to the end.
+test: test-plain test-programs test-interpret test-compile ## all tests; `make -j2 -Otarget test` uses two cores
 
 # One thread each: the runs go side by side, and a tensor of a test is too small to share.
-test-compile test-plain test-interpret: export OMP_NUM_THREADS := 1
+test-compile test-plain test-programs test-interpret: export OMP_NUM_THREADS := 1
 # What keeps the compiler busy: every op for every card, in the order of COMPILED.
 COMPILED := tests/asm tests/test_cli_asm.py
+# What starts processes and waits for them: servers, trainers, ranks.
+PROGRAMS := tests/server tests/host tests/simulation tests/train tests/rl tests/parallel tests/test_cli.py
 
 test-compile: setup-test ## what kernels compile to, for cards that are not here
 	$(BIN)/python -m pytest $(COMPILED) $(ARGS)
 
 test-plain: setup-test ## the rest, but for kernels that need a GPU
-	$(BIN)/python -m pytest $(COMPILED:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest $(COMPILED:%=--ignore=%) $(PROGRAMS:%=--ignore=%) $(ARGS)
+
+test-programs: setup-test ## servers, trainers and commands, as whole programs
+	$(BIN)/python -m pytest $(PROGRAMS) $(ARGS)
 
 test-interpret: export TRITON_INTERPRET := 1
 test-interpret: setup-test ## every kernel against its definition, in Triton's interpreter
