@@ -72,7 +72,7 @@ ROW_SPACE = Space(
     axes={"BLOCK_N": (256, 512, 1024, 2048), "num_warps": (1, 2, 4)},
     refusal=lambda device, problem, c: (
         "BLOCK_N wider than the row needs"
-        if c["BLOCK_N"] >= 2 * problem.cols
+        if c["BLOCK_N"] >= max(512, 2 * problem.cols)
         else "threads without an element of the block"
         if c["BLOCK_N"] < 64 * c["num_warps"]
         else None

@@ -208,6 +208,7 @@ sort_by_expert_op = Op(
     examples=EXAMPLES,
     make=sort_arguments,
     fake=_fake,
+    rows_in_problem=True,
     impls=(
         Impl(name="one_program", launch=_launch_one, refuse=_refuse_one, batch_invariant=True),
         Impl(name="triton", launch=_launch, refuse=_refuse, batch_invariant=True),
