@@ -315,7 +315,9 @@ def grouped_block_scaled_linear(
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
     name = "grouped_block_scaled_linear"
-    check_shapes(name, x, weight, bounds, bias, activation)
+    check_shapes(name, x, weight.shape, bounds, bias, activation)
+    if weight.device != x.device:
+        raise ValueError(f"{name}: weight must be on the device of x, {x.device}; got {weight.device}")
     if x.dtype not in FLOAT8 or weight.dtype != x.dtype:
         raise ValueError(
             f"{name}: x and weight must be float8_e4m3fn or float8_e5m2, both the same; got {x.dtype}, {weight.dtype}"
