@@ -27,6 +27,8 @@ where a tuning record names it.
 Not supported: gradients (ops/experts.py has them), quantised weights, mixed dtypes.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -165,13 +167,13 @@ def check_order(op: str, x: Tensor, order: Tensor | None, chosen: int) -> None:
 
 
 def check_grouped(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
+    x: Tensor, weight: Any, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
 ) -> None:
-    """Raise ValueError where the arguments of `grouped_linear` do not fit together."""
+    """Raise ValueError where the arguments of `grouped_linear` do not fit together; of a quantised weight its shape counts."""
     check_shapes("grouped_linear", x, weight.shape, bounds, bias, activation)
     check_order("grouped_linear", x, order, chosen)
     for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and (other.dtype != x.dtype or other.device != x.device):
+        if isinstance(other, Tensor) and (other.dtype != x.dtype or other.device != x.device):
             raise ValueError(
                 f"grouped_linear: {name} must have the dtype of x, {x.dtype}, and its device, {x.device}; "
                 f"got {other.dtype} on {other.device}"
