@@ -106,6 +106,33 @@ def test_rows_that_belong_to_nobody_are_left_alone(op: Op, layout: str) -> None:
     assert (~used).any()
 
 
+@needs_kernels
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 0], [0, 0], [70, 0, 30]], ids=str)
+def test_what_torch_leaves_unwritten_is_zero(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vendor` behind a `grouped_mm` that writes what it has to, and nothing else."""
+    inputs, rows, offsets = Inputs(seed=3), sum(sizes) + 9, offsets_of(sizes)
+    x, dy = inputs.randn(rows, 24), inputs.randn(rows, 16)
+    weight = inputs.randn(len(sizes), 16, 24)
+
+    def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(sizes), a.shape[0], b.shape[1])
+        y, start = torch.full(shape, torch.nan), 0
+        for e, end in enumerate(offs.tolist()):
+            if end > start and b.dim() == 3:
+                y[start:end] = a[start:end] @ b[e]
+            elif end > start:
+                y[e] = a[:, start:end] @ b[start:end]
+            start = end
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm, raising=False)
+    args = (x, weight, offsets, None, "none", None, 1)
+    want = grouped_linear_op.reference(*args)
+    torch.testing.assert_close(impl_of(grouped_linear_op, "vendor").launch({}, *args), want)
+    want = grouped_weight_gradient_op.reference(dy, x, offsets)
+    torch.testing.assert_close(impl_of(grouped_weight_gradient_op, "vendor").launch({}, dy, x, offsets), want)
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(0, 100), st.sampled_from([16, 64, 128]))
 def test_programs_for_all_tiles(sizes: list[int], tail: int, block: int) -> None:
@@ -183,9 +210,11 @@ def refusal(name: str, card: Any, **dims: Any) -> str | None:
 
 
 def test_who_is_chosen() -> None:
-    assert grouped_linear_op.choose(H100, problem()).impl.name == "vendor"
-    assert grouped_linear_op.choose(H100, problem(M=16)).impl.name == "triton"
-    assert grouped_linear_op.choose(H100, problem(dtype=torch.float16)).impl.name == "triton"
+    assert grouped_linear_op.choose(H100, problem()).impl.name == "sm90"
+    assert grouped_linear_op.choose(H100, problem(M=64)).impl.name == "triton"
+    assert grouped_linear_op.choose(H100, problem(M=128)).impl.name == "sm90"
+    assert grouped_linear_op.choose(H100, problem(dtype=torch.float32)).impl.name == "triton"
+    assert grouped_linear_op.choose(CARD_OF_ARCH[100], problem()).impl.name == "vendor"
     assert grouped_linear_op.choose(A100, problem()).impl.name == "triton"
     with invariant():
         assert grouped_linear_op.choose(H100, problem()).impl.name == "invariant"
