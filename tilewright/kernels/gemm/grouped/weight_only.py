@@ -302,14 +302,24 @@ def grouped_mixed_linear(
             f"{name}: x must be bfloat16 or float16 and codes int8, float8_e4m3fn, float8_e5m2 or uint8, two int4 a byte; "
             f"got {x.dtype} and {codes.dtype}"
         )
-    packed = codes.dtype == torch.uint8
-    check_codes(name, x, codes, bounds, bias, activation, order, chosen, x.dtype, packed=packed)
+    check_codes(name, x, codes, bounds, bias, activation, order, chosen, x.dtype, packed=codes.dtype == torch.uint8)
+    _check_blocks(name, x, codes, scales, zeros, block_rows, block_cols)
+    bias = None if bias is None else bias.contiguous()
+    return grouped_mixed_linear_op(
+        x, codes, scales, zeros, bounds, bias, activation, order, chosen, block_rows, block_cols, clear
+    )
+
+
+def _check_blocks(
+    name: str, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, block_rows: int, block_cols: int
+) -> None:
+    """Raise ValueError unless scales and zero points fit the codes and the block."""
     if (block_rows, block_cols) not in {(1, 0), (128, 128), (1, 32), (1, 64), (1, 128)}:
         raise ValueError(
             f"{name}: a scale is for a row (block_rows 1, block_cols 0), for 32, 64 or 128 columns of one, or for 128 x 128; "
             f"got block_rows {block_rows}, block_cols {block_cols}"
         )
-    (experts, n), k = codes.shape[:2], x.shape[-1]
+    (experts, n), k, packed = codes.shape[:2], x.shape[-1], codes.dtype == torch.uint8
     if packed and ((block_cols and k % block_cols) or not codes.is_contiguous()):
         raise ValueError(f"{name}: int4 codes are contiguous, in groups of {block_cols} that divide K; got K = {k}")
     if zeros is not None and not packed:
@@ -321,7 +331,3 @@ def grouped_mixed_linear(
                 f"{name}: {what} must be {list(wanted)}, contiguous {dtype} on {x.device}; "
                 f"got {list(t.shape)}, {t.dtype} on {t.device}"
             )
-    bias = None if bias is None else bias.contiguous()
-    return grouped_mixed_linear_op(
-        x, codes, scales, zeros, bounds, bias, activation, order, chosen, block_rows, block_cols, clear
-    )
