@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import ALONE, Ranks
 
-__all__ = ["Mesh", "join", "leave"]
+__all__ = ["Mesh", "abort", "join", "leave"]
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -68,3 +68,9 @@ def leave() -> None:
     """Part from the other ranks, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort() -> None:
+    """End exchanges that are under way on the device, from another thread: a rank is gone."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
