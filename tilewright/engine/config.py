@@ -107,7 +107,9 @@ class EngineConfig:
             if value:
                 raise ValueError(f"{name} is {value!r}, which does not go with tp, pp and slices; leave one of them out")
         if self.plan.ranks > 1 and self.device not in (None, "cpu", "cuda", "cuda:0"):
-            raise ValueError(f"device is {self.device!r}, and the ranks of tp and pp take the cards from cuda:0 on; leave it out")
+            raise ValueError(
+                f"device is {self.device!r}, and the ranks of tp and pp take the cards from cuda:0 on; leave it out"
+            )
 
     @property
     def plan(self) -> Plan:

@@ -6,10 +6,10 @@ ends when the first rank does.
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -26,7 +26,6 @@ from tilewright.engine.team import HEADER, Notice
 from tilewright.hw.env import Launched, launched
 from tilewright.models import ModelError
 from tilewright.parallel.mesh import join
-from tilewright.parallel.serving import ServedPart
 
 __all__ = ["Follower", "main"]
 
@@ -34,9 +33,9 @@ _TURNS = 3
 
 
 class Follower:
-    """Runs steps on a share of a model, as the first rank's `ModelRunner` does on its own."""
+    """Runs steps on a share of a model (`ServedPart`), as the first rank's `ModelRunner` does on its own."""
 
-    def __init__(self, model: ServedPart, options: EngineConfig, *, pages: int, page_size: int, max_model_len: int):
+    def __init__(self, model: Any, options: EngineConfig, *, pages: int, page_size: int, max_model_len: int):
         self.model, self.options, self.device = model, options, model.device
         self._scope = scope_of(options.invariant)
         self._max_pages = -(-max_model_len // page_size)
@@ -130,6 +129,8 @@ def main() -> int:
     """The exit code."""
     place = launched()
     assert place is not None, "team.py starts this program"
+    for number in (signal.SIGINT, signal.SIGTERM):  # which a terminal sends to all of them: the first rank says when
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_ends_with, args=(os.getppid(),), daemon=True).start()
     store = TCPStore(place.address, place.port, is_master=False)
     try:

@@ -32,6 +32,7 @@ from tilewright.quant import check_card, convert_layer, quantize
 
 __all__ = ["Loaded", "facts_of", "load", "make_bundle"]
 
+
 def _found(model: str | Path) -> tuple[Path, ModelConfig]:
     folder = resolve(model)
     return folder, load_config(folder)

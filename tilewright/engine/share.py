@@ -1,19 +1,20 @@
-"""What a rank holds of a model that is served by several: planned, then loaded. The same on the first rank and on the others."""
+"""What a rank holds of a model that several serve: planned, then loaded; on the first rank as on the others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tilewright.engine.config import EngineConfig
-from tilewright.engine.places import dtype_of, place_of
+from tilewright.engine.places import place_of
 from tilewright.engine.plan import MemoryPlan, plan_memory
 from tilewright.hw.device import cuda_count
 from tilewright.models import empty_model, load_config, load_model, random_model, resolve
 from tilewright.models.config import ModelConfig
 from tilewright.parallel.mesh import Mesh
-from tilewright.parallel.serving import ServedCut, ServedPart
+from tilewright.parallel.serving import ServedCut
 
 __all__ = ["Share"]
 
@@ -56,8 +57,8 @@ class Share:
         self.cut.all(empty)
         return plan_memory(self.cut.part(empty, Mesh()), self.options, device=self.device, dtype=self.dtype)
 
-    def loaded(self, mesh: Mesh, max_model_len: int, report: Callable[[str], None]) -> ServedPart:
-        """The share with its weights, on this rank's device. Raises ModelError."""
+    def loaded(self, mesh: Mesh, max_model_len: int, report: Callable[[str], None]) -> Any:
+        """The share (`ServedPart`) with its weights, on this rank's device. Raises ModelError."""
         place = {"device": self.device, "dtype": self.dtype, "convert": self.cut.convert}
         if self.folder is None:
             whole = random_model(self.config.limited(max_model_len), **place)

@@ -2,9 +2,9 @@
 
     y = sum over slices s of layer_s(x)          as in training (tensor.py); without gradients, and each slice with its cache
 
-Tokens are whole between layers, so any norms may stand there. Rank 0 alone knows the samples of the step before, and alone has the
-head: in front of the embedding the token ids go to the ranks that embed, and behind the last layer the hidden states come to rank
-0. Between parts of the layers the stream is sent as two tensors, because their sum is formed by the next norm.
+Tokens are whole between layers, so any norms may stand there. Rank 0 alone knows the samples of the step before, and alone has
+the head: in front of the embedding the token ids go to the ranks that embed, and behind the last layer the hidden states come
+to rank 0. Between parts of the layers the stream is sent as two tensors, because their sum is formed by the next norm.
 
 A layer is cut as soon as it is loaded, so a rank holds its share, and one layer more.
 """
@@ -49,7 +49,7 @@ def check_served(model: Any, plan: Plan) -> None:
         plain = type(block.attn) in SHARDS and type(block.ffn) in SHARDS
         if not plain or getattr(block.attn, "wide_norm_eps", None) is not None:
             raise ValueError(
-                f"tp cannot cut block {index} of the model: it has experts, or a norm over all heads together; take pp, or one rank"
+                f"tp cannot cut block {index} of the model: it has experts, or a norm over all heads together; take pp"
             )
 
 
@@ -139,7 +139,7 @@ class ServedCut:
         elif (shard := self._shards.get(name)) is not None:
             for own, piece in linear_pieces(layer, shard, self._tp, self.plan.tp).items():
                 if piece is not None and not piece.is_whole:
-                    part = piece.cut(layer._parameters[own])
+                    part = piece.cut(getattr(layer, own).data)
                     layer._parameters[own] = nn.Parameter(part.contiguous(), requires_grad=False)
             if isinstance(shard, Column):
                 layer.parts = tuple(part // self.plan.tp for part in layer.parts)
@@ -150,8 +150,8 @@ class ServedCut:
             if isinstance(layer, Linear):
                 self.convert(name, layer)
 
-    def part(self, model: Any, mesh: Mesh) -> "ServedPart":
-        """The share, of a model whose layers went through `convert`; it is taken over."""
+    def part(self, model: Any, mesh: Mesh) -> Any:
+        """The share, a `ServedPart`, of a model whose layers went through `convert`; it is taken over."""
         plan, config = self.plan, model.config
         blocks = [model.blocks[index] for index in self._own]
         if plan.slices > 1:
@@ -229,6 +229,7 @@ class ServedPart(nn.Module):
             h, residual = pp.receive(torch.empty(2, token_ids.shape[0], self.config.hidden_size, **place), pp.rank - 1)
         for index, block in enumerate(self.blocks):
             h, residual = block(h, residual, batch, cache.layer(index))
+        assert residual is not None
         if pp.rank < last:
             pp.send(torch.stack((h, residual)), pp.rank + 1)
         if self.norm is not None:
