@@ -98,6 +98,14 @@ class Ranks:
         dist.all_to_all_single(received, x.contiguous(), group=self.group)
         return received
 
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The rows that other ranks have for this one, by rank; `sent` rows of these go to each, `received` come from each."""
+        if self.size == 1:
+            return rows
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=self.group)
+        return out
+
     def own(self, x: Tensor) -> Tensor:
         """This rank's part of a tensor that all have, along the first dimension."""
         return x if self.size == 1 else x.unflatten(0, (self.size, -1))[self.rank]
