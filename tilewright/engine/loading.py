@@ -24,7 +24,7 @@ from tilewright.engine.tokenizer import Tokenizer
 from tilewright.hw.device import Device, device_of
 from tilewright.models import Convert, Model, empty_model, load_config, load_model, random_model, resolve
 from tilewright.models.config import ModelConfig
-from tilewright.nn import Linear
+from tilewright.nn import ExpertLinear, Linear
 from tilewright.op import on_card
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.plan import Plan
@@ -203,7 +203,7 @@ def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: De
     report = quantize(model, format)
     chosen = {layer.name for layer in report.quantized}
 
-    def convert(name: str, layer: Linear) -> None:
+    def convert(name: str, layer: Linear | ExpertLinear) -> None:
         if name in chosen:
             convert_layer(name, layer, format)
 

@@ -53,12 +53,11 @@ class DealtExperts(nn.Module):
         super().__init__()
         self.router, self.shared, self.activation = whole.router, whole.shared, whole.activation
         self._ranks, self._count = ranks, whole.experts_down.experts
+        weights: tuple[Any, ...] = (whole.experts_gate_up.weight, whole.experts_down.weight)
         self.gate_up, self.down = (
             nn.ParameterList([nn.Parameter(part) for _ in range(ranks.size if apart else 1)])
-            for part in (
-                ranks.own(stack.weight.data).clone() for stack in (whole.experts_gate_up, whole.experts_down)
-            )
-        )  # fmt: skip
+            for part in (ranks.own(weight.data).clone() for weight in weights)
+        )
 
     @property
     def reader(self) -> Linear | None:

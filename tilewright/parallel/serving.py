@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tilewright.nn import Attention, KVCache, Linear
+from tilewright.nn import Attention, ExpertLinear, KVCache, Linear
 from tilewright.nn.keys_values import PagedKeysValues
 from tilewright.nn.shard import SHARDS, Column, Row, Shard
 from tilewright.parallel.mesh import Mesh
@@ -130,13 +130,14 @@ class ServedCut:
     def _has_head(self) -> bool:
         return self._tp == self._pp == 0
 
-    def convert(self, name: str, layer: Linear) -> None:
-        """Leave of a linear layer, as soon as it is filled, what this rank needs."""
+    def convert(self, name: str, layer: Linear | ExpertLinear) -> None:
+        """Leave of a layer, as soon as it is filled, what this rank needs."""
         words = name.split(".")
         foreign = words[0] == "blocks" and int(words[1]) not in self._own
         if foreign or (name == "head" and not self._has_head):
-            layer.weight, layer.bias = nn.Parameter(layer.weight.new_empty(0), requires_grad=False), None
-        elif (shard := self._shards.get(name)) is not None:
+            del layer.weight  # torch lets no parameter take the name of a module, such as a quantised weight
+            layer.weight, layer.bias = nn.Parameter(torch.empty(0), requires_grad=False), None
+        elif (shard := self._shards.get(name)) is not None and isinstance(layer, Linear):
             for own, piece in linear_pieces(layer, shard, self._tp, self.plan.tp).items():
                 if piece is not None and not piece.is_whole:
                     part = piece.cut(getattr(layer, own).data)
@@ -147,7 +148,7 @@ class ServedCut:
     def all(self, model: Any) -> None:
         """`convert` every layer."""
         for name, layer in list(model.named_modules()):
-            if isinstance(layer, Linear):
+            if isinstance(layer, Linear | ExpertLinear):
                 self.convert(name, layer)
 
     def part(self, model: Any, mesh: Mesh) -> Any:
