@@ -224,8 +224,10 @@ def runner_of(
     page_size: int | None = None,
     *,
     guesses: bool = False,
+    explains_draws: bool = False,
 ) -> ModelRunner:
-    """A runner of a model, by the engine's options. `guesses`: of a draft model, whose rows have no drafts."""
+    """A runner of a model, by the engine's options. `guesses`: of a draft model, whose rows have no drafts. `explains_draws`:
+    see `ModelRunner`."""
     return ModelRunner(
         model,
         num_pages=num_pages,
@@ -237,6 +239,7 @@ def runner_of(
         row_tokens=1 if guesses else options.row_tokens,
         batch_invariant=options.invariant,
         cache_dtype=cache_dtype(model, options),
+        explains_draws=explains_draws,
     )
 
 
