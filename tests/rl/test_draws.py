@@ -155,13 +155,13 @@ def test_gradients_are_those_of_the_renormalised_distribution() -> None:
 def test_on_policy_the_ratio_is_one_at_every_step(settings: dict[str, float]) -> None:
     config = replace(TINY, updates=3, learning_rate=0.02, entropy_bonus=0.01, **settings)
     with Trainer(config, spread_model(config)) as trainer:
-        for row in trainer:
-            assert row["applied"] == 1.0
-            assert row["ratio_off"] < 1e-5
-            assert row["entropy"] != pytest.approx(row["entropy_whole"], rel=1e-3)
-    # The support stays that of the sampler while the weights move: a ratio is of probabilities over the same tokens.
-    assert math.isfinite(row["kl_after"])
-    assert row["kl_after"] > 0
+        rows = list(trainer)
+    for row in rows:
+        assert row["applied"] == 1.0
+        assert row["ratio_off"] < 1e-5
+        assert row["entropy"] != pytest.approx(row["entropy_whole"], rel=1e-3)
+        # The support stays that of the sampler while the weights move: a ratio is of probabilities over the same tokens.
+        assert 0 < row["kl_after"] < math.inf
 
 
 def test_a_token_that_the_new_weights_would_filter_out_stays_in_the_support() -> None:
