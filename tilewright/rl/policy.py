@@ -4,17 +4,15 @@ They are those of the distribution that the sampler drew from: of the logits ove
 support. Where the filters are off that is the model's own distribution.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tilewright import ops
 from tilewright.engine.draws import processed
-from tilewright.engine.sampler import MOST_ALTERNATIVES
 from tilewright.models import Model
-from tilewright.nn import Packed, PackedKeysValues
+from tilewright.nn import Packed, PackedKeysValues, ServedKeysValues
+from tilewright.op import scope
+from tilewright.ops.values import valued
 from tilewright.rl.batch import Batch
 
 __all__ = ["hidden_of", "logprobs_and_entropies_of", "logprobs_of", "support_of"]
@@ -66,11 +64,12 @@ def hidden_of(model: Model, batch: Batch) -> Tensor:
     firsts = torch.cat([ends.new_zeros(1), ends])
     positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
     packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=int(batch.lengths.max()))
-    return model(batch.tokens, packed, PackedKeysValues())
+    # In the invariant scope a sampler and this pass agree bit for bit.
+    return model(batch.tokens, packed, ServedKeysValues.of(packed) if scope().invariant else PackedKeysValues())
 
 
 def _logits(model: Model, batch: Batch) -> Tensor:
-    """[T, V], in the model's dtype: what it says behind each token."""
+    """[T, V] in the model's dtype: what the model says behind each token."""
     if not isinstance(model.head.weight, Tensor):
         raise TypeError("the head is quantised, and a policy needs gradients through it: leave lm_head as it is")
     return model.logits(hidden_of(model, batch))
@@ -96,35 +95,15 @@ def _processed(logits_TV: Tensor, batch: Batch) -> Tensor:
     return processed(logits_TV, torch.full_like(kept[:, 0], batch.temperature, dtype=torch.float32), kept)
 
 
-class _LogProbs(torch.autograd.Function):
-    """The log-probabilities by the very op that the sampler uses, so that the bits are its own, and their gradient.
-
-    targets [T]: -100 where none is wanted.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, most: int) -> Tensor:
-        """[T] float32"""
-        ctx.save_for_backward(logits_TV, targets_T)
-        wanted = torch.where(targets_T == _IGNORED, -1, 0).int()
-        return ops.top_logprobs(logits_TV, targets_T.clamp_min(0), wanted, most)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of the logits), and nothing for the rest."""
-        logits_TV, targets_T = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = logits_TV.detach().requires_grad_()
-            losses = ops.cross_entropy(leaf, targets_T, ignore_index=_IGNORED, reduction="none", gradient="backward")
-        return -torch.autograd.grad(losses, leaf, grads[0].contiguous())[0], None, None
-
-
 def _logprobs(processed_TV: Tensor, batch: Batch) -> Tensor:
     ends = batch.lengths.cumsum(0)
     # The hidden state at t says the token at t + 1; the last of a sequence says nothing that was sampled.
     following = torch.cat([batch.tokens[1:], batch.tokens.new_full((1,), _IGNORED)])
     following = following.index_fill(0, ends[batch.lengths > 0] - 1, _IGNORED)
-    plain = batch.temperature == 1.0 and batch.support is None
-    found: Tensor = _LogProbs.apply(processed_TV, following, MOST_ALTERNATIVES if plain else 1)  # pyright: ignore
-    return torch.cat([found.new_zeros(1), found[:-1]])
+    losses = ops.cross_entropy(processed_TV.float(), following, ignore_index=_IGNORED, reduction="none")
+    if scope().invariant:
+        with torch.no_grad():  # as the engine computes them
+            alternatives = torch.where(following == _IGNORED, -1, 0).int()
+            served, *_ = ops.top_logprobs(processed_TV, following.clamp_min(0), alternatives, 1)
+        losses = valued(losses, -served)
+    return -torch.cat([losses.new_zeros(1), losses[:-1]])
