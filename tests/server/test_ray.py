@@ -159,7 +159,7 @@ def command(*words: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[byte
     line = [sys.executable, "-m", "tilewright.cli", "serve", *words, "--ray", "--port", "0"]
     with log.open("wb") as out, subprocess.Popen(line, cwd=ROOT, env=environment, stdout=out, stderr=out) as process:
         try:
-            until(lambda: "Serving" in log.read_text() or process.poll() is not None, 180)
+            until(lambda: "Serving" in log.read_text() or process.poll() is not None, 300)
             found = re.search(r"at (http://\S+)", log.read_text())
             assert found is not None, log.read_text()
             yield found[1], process
@@ -191,7 +191,7 @@ def replicas_of(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 def test_a_cluster_grows_survives_and_shrinks(tmp_path: Path) -> None:
     """A language model and an ordinary one: a second replica comes under load, one is killed, and one ends; no error."""
     pytest.importorskip("ray.serve", reason="pip install 'tilewright[ray]'")
@@ -220,7 +220,7 @@ def test_a_cluster_grows_survives_and_shrinks(tmp_path: Path) -> None:
 
             async with httpx.AsyncClient(base_url=url, timeout=120) as client:
                 tasks = [asyncio.ensure_future(one(client, number)) for number in range(14)]
-                async with asyncio.timeout(240):
+                async with asyncio.timeout(400):
                     await state(2)
                     await asyncio.sleep(2)
                     os.kill(replicas_of(process)[0], signal.SIGKILL)

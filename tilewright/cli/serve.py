@@ -130,23 +130,18 @@ def _serve(
 ) -> int:
     """Load the models and serve them; the exit code."""
     require("tilewright serve", "fastapi", "uvicorn", "prometheus_client", "tokenizers")
-    from tilewright.host.sources import host_of_sources, sources_of
+    from tilewright.host.sources import host_of_sources
     from tilewright.server.serve import bind, run_server
 
     host = None if config.ray else host_of_sources(models, ordinary)
     listener = bind(config)
-    if not config.loopback and config.api_key is None:
-        log.say(
-            f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
-            "set one with --api-key-file, or listen on 127.0.0.1"
-        )
+    _warn_of_strangers(config, log)
     if config.fronts and host is not None:
         raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
     several = config.fronts or config.replicas > 1 or config.ray
     if several and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
         raise ValueError("LoRA adapters are served by one process: leave out --fronts, --replicas and --ray, or the adapters")
     if config.ray:
-        sources_of(models, ordinary)  # what is wrong with them is said before anything is started
         return _serve_on_ray(model, served_name, engine, config, listener, log, models, ordinary)
     if model is None:
         from tilewright.server.v2.app import create_models_app
@@ -183,6 +178,14 @@ def _serve(
     return run_server(app, listener, log)
 
 
+def _warn_of_strangers(config: ServerConfig, log: Log) -> None:
+    if not config.loopback and config.api_key is None:
+        log.say(
+            f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
+            "set one with --api-key-file, or listen on 127.0.0.1"
+        )
+
+
 def _name_of(model: str) -> str:
     """A folder is served under its own name, not under its path."""
     return Path(model).resolve().name if Path(model).is_dir() else model
@@ -203,9 +206,12 @@ def _serve_on_ray(
     import dataclasses
 
     from tilewright.extras import needed
+    from tilewright.host.sources import sources_of
 
+    # What is wrong with models and options is said before anything is started.
+    sources_of(models, ordinary)
     if model is not None:
-        EngineConfig(model=model, **engine)  # what is wrong with the options is said before anything is started
+        EngineConfig(model=model, **engine)
     name = "models" if model is None else served_name or _name_of(model)
     spec = {"language": model, "name": name, "engine": engine, "models": models, "ordinary": dataclasses.asdict(ordinary)}
     return needed("tilewright.server.on_ray.run", "ray").serve_on_ray(spec, config, listener, log)

@@ -194,8 +194,9 @@ def _spec(name: str, example: Tensor, batched: bool, shape: tuple[int, ...] | No
 def _argument_names(module: Any, count: int) -> tuple[str, ...]:
     """The names of `forward`'s first arguments; `input_0` and so on where it does not say them."""
     given = module.model if isinstance(module, Optimized) else module
-    if len(getattr(given, "input_names", ())) == count:  # of an ONNX file
-        return tuple(given.input_names)
+    said: Any = getattr(given, "input_names", ())  # of an ONNX file
+    if len(said) == count:
+        return tuple(said)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(given.forward).parameters.values()

@@ -34,7 +34,9 @@ def sources_of(models: Sequence[str], config: HostConfig) -> dict[str, Source]:
         if not equals:
             given, source = _name_of(text), text
         if not is_ordinary(source):
-            raise ValueError(f"the model {source!r} is no MODULE:FUNCTION, no folder of `tilewright export`, no ONNX file")
+            raise ValueError(
+                f"the model {source!r} is neither MODULE:FUNCTION nor a folder that `tilewright export` wrote, nor FILE.onnx"
+            )
         if given in sources:
             raise ValueError(f"two models have the name {given!r}; give one of them another, as in other={source}")
         folder = Path(source).resolve() if Path(source).is_dir() else None

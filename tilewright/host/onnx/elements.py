@@ -60,11 +60,11 @@ def _clip(at: A, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
         return x if high is None else torch.minimum(x, tensor_of(high, x.device))
     if low is None and high is None:
         return x
-    return x.clamp(None if low is None else number(low, "min"), None if high is None else number(high, "max"))
+    return x.clamp(None if low is None else number(low, "its bounds"), None if high is None else number(high, "its bounds"))
 
 
 def _dropout(at: A, x: Tensor, ratio: Any = None, training: Any = None) -> tuple[Tensor, Tensor]:
-    if training is not None and number(training, "training_mode"):
+    if training is not None and number(training, "its numbers"):
         raise Unsupported("it is in training mode")
     return x, torch.ones_like(x, dtype=torch.bool)
 
@@ -121,13 +121,13 @@ def _arg(name: str) -> Call:
 
 
 def _top_k(at: A, x: Tensor, k: Any) -> tuple[Tensor, Tensor]:
-    count, axis, largest = int(number(k, "k")), at.get("axis", -1), bool(at.get("largest", 1))
+    count, axis, largest = int(number(k, "its numbers")), at.get("axis", -1), bool(at.get("largest", 1))
     values, indices = x.sort(dim=axis, descending=largest, stable=True)
     return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
 
 
 def _cumsum(at: A, x: Tensor, axis: Any) -> Tensor:
-    along = int(number(axis, "the axis"))
+    along = int(number(axis, "its axes"))
     x = x.flip(along) if at.get("reverse", 0) else x
     found = x.cumsum(along).to(x.dtype)
     found = found - x if at.get("exclusive", 0) else found

@@ -214,10 +214,10 @@ def _resized(at: A, x: Tensor, scales: Any, sizes: Any) -> tuple[list[int], list
     if sizes is not None:
         if at.get("keep_aspect_ratio_policy", "stretch") != "stretch":
             raise Unsupported("it keeps the aspect ratio")
-        for axis, size in zip(axes, ints(sizes, "the size"), strict=True):
+        for axis, size in zip(axes, ints(sizes, "the sizes"), strict=True):
             out[axis], factors[axis] = size, size / x.shape[axis]
     elif isinstance(scales, Tensor):
-        raise Unsupported("the scale depends on what the numbers are")
+        raise Unsupported("the factors depend on what the numbers are")
     else:
         for axis, scale in zip(axes, scales.ravel().tolist(), strict=True):
             out[axis], factors[axis] = int(x.shape[axis] * scale), scale

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.inliner
 import torch
 from onnx import numpy_helper, reference, version_converter
 from torch import Tensor, nn

@@ -18,7 +18,7 @@ def _axis(x: Tensor, axis: int) -> int:
 
 
 def _reshape(at: A, x: Tensor, shape: Any) -> Tensor:
-    wanted = ints(shape, "the shape")
+    wanted = ints(shape, "the sizes")
     if not at.get("allowzero", 0):
         wanted = [x.shape[i] if n == 0 else n for i, n in enumerate(wanted)]
     return x.reshape(wanted)
@@ -45,7 +45,7 @@ def _transpose(at: A, x: Tensor) -> Tensor:
 
 
 def _expand(at: A, x: Tensor, shape: Any) -> Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, ints(shape, "the shape")))
+    return x.expand(torch.broadcast_shapes(x.shape, ints(shape, "the sizes")))
 
 
 def _concat(at: A, *values: Any) -> Tensor:
@@ -62,7 +62,7 @@ def _split(at: A, x: Tensor, sizes: Any = None) -> tuple[Tensor, ...]:
 
 
 def _slice(at: A, x: Tensor, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Tensor:
-    first, last = ints(starts, "the start"), ints(ends, "the end")
+    first, last = ints(starts, "the starts"), ints(ends, "the ends")
     along = list(range(len(first))) if axes is None else ints(axes, "the axes")
     by = [1] * len(first) if steps is None else ints(steps, "the steps")
     for start, end, axis, step in zip(first, last, along, by, strict=True):
@@ -128,13 +128,13 @@ def _scatter_nd(at: A, x: Any, indices: Any, updates: Any) -> Tensor:
 
 def _pad(at: A, x: Tensor, pads: Any, value: Any = None, axes: Any = None) -> Tensor:
     along = list(range(x.dim())) if axes is None else [axis % x.dim() for axis in ints(axes, "the axes")]
-    sizes, found = ints(pads, "the padding"), [[0, 0] for _ in range(x.dim())]
+    sizes, found = ints(pads, "the paddings"), [[0, 0] for _ in range(x.dim())]
     for i, axis in enumerate(along):
         found[axis] = [sizes[i], sizes[i + len(along)]]
     flat = [size for pair in reversed(found) for size in pair]
     mode = at.get("mode", "constant")
     if mode == "constant":
-        return F.pad(x, flat, value=0 if value is None else number(value, "the value"))
+        return F.pad(x, flat, value=0 if value is None else number(value, "its numbers"))
     while flat and flat[-2:] == [0, 0]:
         flat = flat[:-2]
     if mode == "wrap" or len(flat) // 2 > 3 or x.dim() < len(flat) // 2 + 1:
@@ -163,12 +163,12 @@ def _space_to_depth(at: A, x: Tensor) -> Tensor:
 
 
 def _trilu(at: A, x: Tensor, k: Any = None) -> Tensor:
-    diagonal = 0 if k is None else int(number(k, "k"))
+    diagonal = 0 if k is None else int(number(k, "its numbers"))
     return x.triu(diagonal) if at.get("upper", 1) else x.tril(diagonal)
 
 
 def _one_hot(at: A, indices: Tensor, depth: Any, values: Any) -> Tensor:
-    count, axis = int(number(depth, "the depth")), at.get("axis", -1)
+    count, axis = int(number(depth, "its numbers")), at.get("axis", -1)
     index = indices.long()
     hot = torch.arange(count, device=index.device) == torch.where(index < 0, index + count, index).unsqueeze(-1)
     off, on = tensor_of(values, index.device).unbind(0)

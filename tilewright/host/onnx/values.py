@@ -35,14 +35,14 @@ def tensor_of(value: Any, device: torch.device | None = None) -> Tensor:
 def ints(value: Any, what: str) -> list[int]:
     """Numbers that do not depend on the inputs, such as a shape."""
     if isinstance(value, Tensor):
-        raise Unsupported(f"{what} depends on what the numbers are")
+        raise Unsupported(f"{what} depend on what the numbers are")
     return [int(one) for one in np.ravel(value)]
 
 
 def number(value: Any, what: str) -> Any:
     """One such number."""
     if isinstance(value, Tensor):
-        raise Unsupported(f"{what} depends on what the numbers are")
+        raise Unsupported(f"{what} depend on what the numbers are")
     return np.ravel(value)[0].item()
 
 

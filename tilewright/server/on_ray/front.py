@@ -137,7 +137,7 @@ def running_replicas() -> int:
     """Replicas that take requests."""
     status = serve.status().applications.get(APP)
     deployment = None if status is None else status.deployments.get(DEPLOYMENT)
-    return 0 if deployment is None else int(deployment.replica_states.get("RUNNING", 0))
+    return 0 if deployment is None else sum(n for state, n in deployment.replica_states.items() if state == "RUNNING")
 
 
 def scope_of(request: Request, method: str | None = None, path: str | None = None) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def scope_of(request: Request, method: str | None = None, path: str | None = Non
     given = request.scope
     headers = [(name, value) for name, value in given["headers"] if name not in OWN]
     headers += [(b"host", b"localhost"), (b"x-request-id", request_id_of(given).encode())]
-    path = path or given["path"]
+    path = str(path or given["path"])
     return {
         "asgi": {"version": "3.0"},
         "http_version": "1.1",

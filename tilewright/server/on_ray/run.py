@@ -6,6 +6,7 @@ The cluster is the one that RAY_ADDRESS names or that runs on this machine; else
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ MOST_REQUESTS = 4096
 """That a replica is given at once: its own queue says how many it takes."""
 
 
-def resources_of(cluster: dict[str, float], replicas: int) -> tuple[dict[str, float], int]:
+def resources_of(cluster: Mapping[str, float], replicas: int) -> tuple[dict[str, float], int]:
     """(what Ray sets aside for a replica, threads of it): a GPU each where the cluster has any, else a share of the cores."""
     if cluster.get("GPU", 0) >= 1:
         return {"num_cpus": 1, "num_gpus": 1}, 0
@@ -52,7 +53,7 @@ def serve_on_ray(spec: dict[str, Any], config: ServerConfig, listener: socket.so
         fields = ("max_body_bytes", "drain_timeout_s", "log_format", "tool_format", "max_wait_s")
         inner = {name: getattr(config, name) for name in fields} | {"port": 0, "log_level": "warning"}
         whole = {**spec, "folder": os.getcwd(), "server": inner, "threads": threads}
-        deployment = serve.deployment(Replica).options(
+        deployment = serve.deployment(
             name=DEPLOYMENT,
             ray_actor_options=resources,
             max_ongoing_requests=MOST_REQUESTS,
@@ -62,7 +63,7 @@ def serve_on_ray(spec: dict[str, Any], config: ServerConfig, listener: socket.so
             autoscaling_config=scaling.options(
                 AutoscalingPolicy(policy_function="tilewright.server.on_ray.scaling:wanted_replicas")
             ),
-        )
+        )(Replica)
         log.say(f"Starting {scaling.least} replicas of {spec['name']} on Ray, at most {scaling.most} ...")
         try:
             handle = serve.run(deployment.bind(whole), name=APP, route_prefix=None)
