@@ -87,6 +87,17 @@ class BlockPool:
         self._owners[page] = 1
         return page
 
+    def allocate_many(self, count: int) -> list[int]:
+        """So many pages, as `allocate` gives them one after the other."""
+        left = max(0, len(self._free) - count)
+        pages = self._free[left:][::-1]
+        del self._free[left:]
+        for page in pages:
+            self._owners[page] = 1
+        while len(pages) < count:
+            pages.append(self.allocate())
+        return pages
+
     def share(self, page: int) -> None:
         """One more owner for a page that `find` gave."""
         if self._owners[page] == 0:

@@ -3,6 +3,8 @@
 Pure Python. `StepPlan` is the step that the scheduler is making: pages that it fills may be read by its later rows.
 """
 
+from collections.abc import Sequence
+
 from tilewright.engine.blocks import BlockPool, page_digest
 from tilewright.engine.request import Request
 from tilewright.engine.step import Row
@@ -79,17 +81,19 @@ class Prefixes:
             digests.append(page_digest(digests[-1] if digests else request.salt, request.tokens(start, start + size)))
         return digests[index]
 
-    def register_next(self, request: Request) -> None:
-        """Make known the first page of a decoding request that is not known yet, and is full."""
-        index, size = request.registered, self.blocks.page_size
-        if len(request.digests) == index:
-            start = index * size - len(request.prompt_ids)
-            tokens = (
-                request.output_ids[start : start + size] if start >= 0 else request.tokens(index * size, (index + 1) * size)
-            )
-            request.digests.append(page_digest(request.digests[-1] if index else b"", tokens))
-        self.blocks.register(request.pages[index], request.digests[index])
-        request.registered = index + 1
+    def register_next(self, requests: Sequence[Request]) -> None:
+        """Make known the first page of each decoding request that is not known yet, and is full."""
+        size, register = self.blocks.page_size, self.blocks.register
+        for request in requests:
+            index, digests = request.registered, request.digests
+            if len(digests) == index:
+                start = index * size - len(request.prompt_ids)
+                tokens = (
+                    request.output_ids[start : start + size] if start >= 0 else request.tokens(index * size, (index + 1) * size)
+                )
+                digests.append(page_digest(digests[-1] if index else request.salt, tokens))
+            register(request.pages[index], digests[index])
+            request.registered = index + 1
 
     def register(self, request: Request) -> list[int]:
         """Make known to the prefix cache the pages that are full and whose tokens are known; returns them."""

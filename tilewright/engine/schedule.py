@@ -64,9 +64,8 @@ class Scheduler(Tenants):
 
     def _decode(self, turn: Turn, crossing: np.ndarray, plan: StepPlan) -> None:
         if crossing.size:
-            allocate = self.blocks.allocate
-            for i in crossing.tolist():
-                turn.requests[i].pages.append(allocate())
+            for i, page in zip(crossing.tolist(), self.blocks.allocate_many(crossing.size)):
+                turn.requests[i].pages.append(page)
             self.decoders.cells[turn.slots[crossing]] += self.blocks.page_size
         self.decoders.book(turn)
         plan.budget -= len(turn.requests)
@@ -111,11 +110,12 @@ class Scheduler(Tenants):
         found = accepted(step, result, self.decoders.take(step, result.counts))
         found.append()
         looks, full = self.decoders.eventful(found)
-        for i in full:
-            self.prefixes.register_next(found.requests[i])
-        self.decoders.due[found.slots[full]] += self.blocks.page_size
+        if full:
+            self.prefixes.register_next([found.requests[i] for i in full])
+            self.decoders.due[found.slots[full]] += self.blocks.page_size
         for i in looks:
             self._look(found.requests[i])
+        found.looks.extend(looks)
         self.generated_tokens += len(found.tokens)
         return found
 
