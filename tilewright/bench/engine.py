@@ -190,7 +190,7 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card)
         torch.cuda.synchronize()
     start = time.perf_counter()
     for prompt, (_, out) in zip(prompts, lengths, strict=True):
-        engine.submit(prompt, workload.params(rng, out))
+        engine.submit(prompt, workload.params(rng, out), whole=True)
     produced, first_s = 0, 0.0
     stamps = []
     while engine.has_work:

@@ -33,9 +33,18 @@ class Accepted(NamedTuple):
     """Indices of the requests to which something has happened beside one more token: the first of a stay in a slot, the last,
     several at once."""
 
+    def explained(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Of the requests, by their indices, that have log-probabilities."""
+        if not self.logprobs:
+            return {}
+        entries = ((i, tuple(one for one in logprobs if one is not None)) for i, (_, _, logprobs) in enumerate(self.each()))
+        return {i: found for i, found in entries if found}
+
     def without_nan(self) -> tuple["Accepted", list[Request]]:
-        """(the requests whose log-probabilities are numbers, and the others)"""
-        wrong = np.array([any(one is not None and isnan(one.logprob) for one in entries) for _, _, entries in self.each()], bool)
+        """(those whose log-probabilities are numbers, the requests of the others)"""
+        wrong = np.zeros(len(self.requests), bool)
+        for i, found in self.explained().items():
+            wrong[i] = any(isnan(one.logprob) for one in found)
         if not wrong.any():
             return self, []
         looks = [i - int(wrong[:i].sum()) for i in self.looks if not wrong[i]]

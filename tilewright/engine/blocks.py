@@ -10,17 +10,23 @@ digests mean equal tokens from the first on. (A short hash would do for speed, b
 another.) What a page may be used for is the scheduler's to know; nothing here refuses a write to a shared page.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from hashlib import sha256
+from struct import Struct
 
 __all__ = ["BlockPool", "page_digest"]
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The chain hash of a page: `parent` is the digest of the page before it, for a request's first its salt."""
-    return sha256(parent + array("q", token_ids).tobytes()).digest()
+    return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
+
+
+@cache
+def _packer(count: int) -> Callable[..., bytes]:
+    return Struct(f"={count}q").pack  # a third of the time of an array, and there is a page for each 16 tokens
 
 
 class BlockPool:

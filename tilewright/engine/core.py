@@ -21,11 +21,11 @@ import numpy as np
 
 from tilewright.engine.accepting import Accepted
 from tilewright.engine.adapter_names import place_of
-from tilewright.engine.deltas import Note, OutputState, StepDeltas, StepRows
+from tilewright.engine.deltas import OutputState, StepDeltas, StepRows
 from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.reader import Reader
-from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
+from tilewright.engine.request import Delta, Request, SamplingParams
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import Proposer, Speculator
 from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
@@ -125,11 +125,13 @@ class Engine:
         *,
         max_wait_s: float | None = None,
         streams: Sequence[int] | None = None,
+        whole: bool = False,
     ) -> str:
         """Queue a prompt: one request for each of its `params.n` samples, all or none. Returns their id.
 
         streams: the numbers of the samples, for a caller that reads `advance` itself and finds the stop strings. None:
             `step` reads them.
+        whole: nobody wants to hear of each token: `step` tells many at once, the last ones at the end.
         max_wait_s: how long the first sample may wait to be started; then all end with finish_reason "expired". The others
             wait as long as it takes. None: so does the first.
 
@@ -166,7 +168,7 @@ class Engine:
         self._constraints.update(zip(samples, constraints))
         if streams is None:
             streams = [-1 - next(self._numbers) for _ in samples]  # beside those of callers, which count from 0
-            self._reader.open(streams, name, prompt_ids, params)
+            self._reader.open(streams, name, prompt_ids, params, whole=whole)
         for stream, request in zip(streams, samples, strict=True):
             self._outputs[request] = OutputState(stream)
             self._streams[stream] = request
@@ -356,18 +358,16 @@ class Engine:
         """Hand out what counts of a step. Nobody looks at a request that has got one more token and nothing else."""
         streams = self._stream_of.take(found.slots)
         first = self._rows.extend(streams, found.counts, found.ids)
-        explained = [list[TokenLogprobs | None]()] * len(streams) if not found.logprobs else [e for _, _, e in found.each()]
-        asked = [i for i, entries in enumerate(explained) if any(entry is not None for entry in entries)]
-        for i in sorted({*found.looks, *asked}):
+        explained = found.explained()
+        for i in sorted({*found.looks, *explained}):
             request = found.requests[i]
             output = self._outputs[request]
             streams[i] = output.stream
             if request.slot is not None:
                 self._stream_of[request.slot] = output.stream
             ended = request.finish_reason is not None
-            if ended or explained[i] or not output.published:
-                logprobs = tuple(entry for entry in explained[i] if entry is not None)
-                self._rows.note(output.note(first + i, request, logprobs))
+            if ended or i in explained or not output.published:
+                self._rows.note(output.note(first + i, request, explained.get(i, ())))
             if ended:
                 self._forget(request)
 

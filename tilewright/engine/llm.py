@@ -208,7 +208,7 @@ class LLM:
         while queue:
             prompt_ids, params = queue[0]
             try:
-                name = self.engine.submit(prompt_ids, params)
+                name = self.engine.submit(prompt_ids, params, whole=True)
             except QueueFull:
                 if not self.engine.has_work:
                     raise  # no step makes room for n samples where so many may never wait

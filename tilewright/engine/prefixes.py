@@ -88,9 +88,9 @@ class Prefixes:
             index, digests = request.registered, request.digests
             if len(digests) == index:
                 start = index * size - len(request.prompt_ids)
-                tokens = (
-                    request.output_ids[start : start + size] if start >= 0 else request.tokens(index * size, (index + 1) * size)
-                )
+                tokens = request.output_ids[start : start + size]
+                if start < 0:
+                    tokens = request.tokens(index * size, index * size + size)
                 digests.append(page_digest(digests[-1] if index else request.salt, tokens))
             register(request.pages[index], digests[index])
             request.registered = index + 1

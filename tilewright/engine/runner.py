@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.batch import Inputs, Layout, Packer
-from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, rehearse
+from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, rehearse
 from tilewright.engine.head import Head, turns_of
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
+from tilewright.engine.slots import NOTHING, SlotState, row_inputs
 from tilewright.engine.step import DeviceLost, FillMasks, Step, StepResult, agreed
 from tilewright.models import Model
 from tilewright.nn import LoraStack
@@ -100,11 +101,12 @@ class ModelRunner:
             always_adapted=self._adapts and batch_invariant,
         )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
+        self._state = SlotState(self._packer.lines, self._last, max_pages=self._max_pages, page_size=page_size)
         self._head = Head(model, self._edits, self._last)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples).nbytes
-        longest += max_seqs * self._max_pages * 4
+        longest = max(longest + max_seqs * self._max_pages * 4, SlotState.nbytes(max_seqs, self._max_pages))
         self._staging = [torch.zeros(longest, dtype=torch.uint8, pin_memory=self.asynchronous) for _ in range(3)]
         self._arrivals = [
             (
@@ -150,22 +152,19 @@ class ModelRunner:
             raise
 
     def _launch(self, step: Step) -> Ticket:
-        width = self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
+        self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
         graph = self._graph(step)
-        if graph is not None:
-            layout, longest = graph.layout, graph.layout.each or 1
-        else:
-            tokens, samples = int(step.counts.sum()), int(step.samples.sum())
-            layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
-        packed, table = self._to_device(step, layout, width)
-        self._copy_pages(step)
-        inputs = layout.device(packed, table, longest)
-        ticket = Ticket(step, None, None)
         adapted = self._adapts and self._packer.adapted(step)
+        if (graph is not None and graph.derives) or (self._graphs is None and _alike(step)):
+            inputs = self._derived(step, graph)
+        else:
+            inputs = self._packed(step, graph)
+        self._copy_pages(step)
+        ticket = Ticket(step, None, None)
         if graph is None:
             hidden = (self._adapted_body if adapted else self._body)(inputs)
         else:
-            graph.replay(packed, table, adapted)
+            graph.run(adapted)
             hidden = graph.hidden
         ticket.prompt_logprobs = self._prompt_logprobs(step, hidden)
         ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
@@ -174,9 +173,44 @@ class ModelRunner:
         self._turn = (self._turn + 1) % 3
         return ticket
 
+    def _derived(self, step: Step, graph: DecodeGraph | None) -> Inputs:
+        """The inputs of a step whose rows have one token each; those of a graph are derived in it."""
+        changes, rows, adapters = self._packer.changes(step), NOTHING, NOTHING
+        if graph is None:
+            seqs, width = step.slots.size, self._packer.longest(step)
+            buffer = torch.zeros(Layout(seqs, seqs, seqs).nbytes, dtype=torch.uint8, device=self.device)
+            table = torch.zeros(seqs, width, dtype=torch.int32, device=self.device)
+            inputs = row_inputs(seqs, buffer, table, self.max_seqs)
+        else:
+            inputs = graph.inputs
+        if graph is None or graph.slots is not step.slots:
+            rows = np.full(inputs.sampled_slots.numel(), self.max_seqs, np.int64)
+            rows[: step.slots.size] = step.slots
+            adapters = self._packer.adapters(rows) if self._adapts else NOTHING
+            if graph is not None:
+                graph.slots = None
+        self._state.tell(changes, rows, adapters, inputs, self._staging[self._turn])
+        if graph is None:
+            self._state.derive(inputs)
+        else:
+            graph.slots = step.slots
+        return inputs
+
+    def _packed(self, step: Step, graph: DecodeGraph | None) -> Inputs:
+        """The inputs of any other step."""
+        if graph is not None:
+            layout, longest = graph.layout, graph.layout.each or 1
+        else:
+            tokens, samples = int(step.counts.sum()), int(step.samples.sum())
+            layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
+        packed, table = self._to_device(step, layout, self._packer.longest(step))
+        if graph is not None:
+            graph.take(packed, table)
+        return layout.device(packed, table, longest)
+
     def _graph(self, step: Step) -> DecodeGraph | None:
         """The captured step that this one fits into: nobody's prompt is computed in it."""
-        if self._graphs is None or not (step.counts == step.samples).all():
+        if self._graphs is None or not (step.counts is step.samples or (step.counts == step.samples).all()):
             return None
         if not step.drafts:
             return self._graphs.for_rows(step.slots.size)
@@ -259,6 +293,8 @@ class ModelRunner:
 
     def _body(self, inputs: Inputs) -> Tensor:
         """hidden [T, E]; samples of the step before are taken from `_last`."""
+        if inputs.feed is None:
+            return self.model(inputs.token_ids, inputs.batch, self.cache)
         fed = self._last[inputs.feed.clamp_min(0)]
         token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
         return self.model(token_ids, inputs.batch, self.cache)
@@ -319,15 +355,16 @@ class ModelRunner:
             progress(f"warming up kernels {i + 1}/{len(sizes)}")
             for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
                 self._warm_prefill(tokens, longest)
+        tails, derive = (self._head.plain, self._head.full), Derive(self._state.derive, self.max_seqs)
         if self.device.type == "meta":
             rehearse(
-                self._bodies, (self._head.plain, self._head.full), max_seqs=self.max_seqs, max_pages=self._max_pages,
+                self._bodies, tails, derive, max_seqs=self.max_seqs, max_pages=self._max_pages,
                 row_tokens=self._row_tokens, max_samples=self.max_samples,
             )  # fmt: skip
             return
         self._graphs = DecodeGraphs(
-            self._bodies, (self._head.plain, self._head.full), device=self.device, max_seqs=self.max_seqs,
-            max_pages=self._max_pages, row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress,
+            self._bodies, tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
+            row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress,
         )  # fmt: skip
         torch.cuda.synchronize(self.device)
 
@@ -340,6 +377,7 @@ class ModelRunner:
             torch.zeros(seqs, 1, dtype=torch.int32, device=self.device),
             longest,
         )
+        assert inputs.feed is not None
         inputs.feed.fill_(-1)
         inputs.batch.slots.fill_(-1)
         inputs.batch.cu_q[1:] = tokens
@@ -350,6 +388,11 @@ class ModelRunner:
         for mask in (None, self._masks.unused()):
             self._head.plain(inputs, hidden, mask)
             self._head.full(inputs, hidden, mask)
+
+
+def _alike(step: Step) -> bool:
+    """All rows bring one token and sample it."""
+    return not step.drafts and bool((step.counts == 1).all() and step.samples.all())
 
 
 def _powers(limit: int) -> list[int]:
