@@ -276,7 +276,7 @@ class ModelRunner:
         found: list[list[TokenLogprobs] | None] = [None] * len(ticket.step.requests)
         for i, tensors in ticket.prompt_logprobs:
             wanted = ticket.step.requests[i].params.prompt_logprobs or 0
-            read = tensors.read([wanted] * tensors.token_ids.shape[0])
+            read = tensors.read([wanted] * tensors.words.shape[0])
             found[i] = (found[i] or []) + [entry for entry in read if entry is not None]
         return found
 
