@@ -25,6 +25,25 @@ def packer() -> Packer:
     return Packer(page_size=PAGE, max_seqs=SEQS, max_pages=PAGES)
 
 
+def some_rows(rng: random.Random, running: dict[int, Request]) -> list[Row]:
+    """Requests come and go and grow, some by several tokens as in a step of another kind; most have a row."""
+    for slot in range(SEQS):
+        if rng.random() < 0.06 or (slot in running and len(running[slot]) > 50):
+            running.pop(slot, None)
+            if rng.random() < 0.7:
+                running[slot] = any_request(rng, slot)
+                running[slot].lease = next(LEASES)
+    rows = []
+    for one in running.values():
+        if rng.random() < 0.1:
+            one.output_ids += [rng.randrange(1000) for _ in range(rng.randrange(1, 4))]
+        while len(one.pages) * PAGE < len(one):
+            one.pages.append(rng.randrange(1, 200))
+        if rng.random() < 0.9:
+            rows.append(Row(one, len(one) - 1, 1, True))
+    return rows
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_derived_is_what_would_have_been_packed(seed: int) -> None:
     """Requests come, go, grow, and are moved on by other kinds of steps; the device is told what is new alone."""
@@ -36,20 +55,7 @@ def test_what_is_derived_is_what_would_have_been_packed(seed: int) -> None:
     running: dict[int, Request] = {}
     sent = []
     for number in range(60):
-        for slot in range(SEQS):
-            if rng.random() < 0.06 or (slot in running and len(running[slot]) > 50):
-                running.pop(slot, None)
-                if rng.random() < 0.7:
-                    running[slot] = any_request(rng, slot)
-                    running[slot].lease = next(LEASES)
-        rows = []
-        for one in running.values():
-            if rng.random() < 0.1:  # a step of another kind
-                one.output_ids += [rng.randrange(1000) for _ in range(rng.randrange(1, 4))]
-            while len(one.pages) * PAGE < len(one):
-                one.pages.append(rng.randrange(1, 200))
-            if rng.random() < 0.9:
-                rows.append(Row(one, len(one) - 1, 1, True))
+        rows = some_rows(rng, running)
         if not rows:
             continue
         rng.shuffle(rows)
