@@ -37,7 +37,7 @@ from tilewright.nn.embedding import (
 )
 from tilewright.nn.ffn import GatedMLP
 from tilewright.nn.filling import unfilled
-from tilewright.nn.keys_values import KeysValues, KVCache, LatentCache, PackedKeysValues, PagedKeysValues
+from tilewright.nn.keys_values import KeysValues, KVCache, LatentCache, PackedKeysValues, PagedKeysValues, ServedKeysValues
 from tilewright.nn.linear import Linear
 from tilewright.nn.lora import Lora, LoraStack, without_adapters
 from tilewright.nn.loss import CrossEntropyLoss, LogSoftmax, Softmax
@@ -122,6 +122,7 @@ __all__ = [
     "Rope",
     "Routing",
     "SelfAttention",
+    "ServedKeysValues",
     "SiLU",
     "Sigmoid",
     "Softmax",

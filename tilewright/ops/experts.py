@@ -22,7 +22,9 @@ from tilewright.kernels.experts.sort import sort_by_expert_op
 from tilewright.kernels.gemm.grouped.linear import check_grouped, grouped_activated, grouped_linear_op
 from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
 from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.op import scope
 from tilewright.ops.pointwise import gelu_mul, silu_mul
+from tilewright.ops.values import valued
 
 __all__ = [
     "ByExpert",
@@ -240,12 +242,18 @@ def grouped_linear(
     x, weight, bias = _ready(x), _dense(weight), None if bias is None else bias.contiguous()
     if not wants_gradient(x, weight, bias):
         return grouped_linear_op(x, weight, order.offsets, bias, activation, rows, chosen)
-    if gather:
-        x = permute_tokens(x, order)
-    y: Any = _Grouped.apply(x, weight, bias, order.offsets)
+    y: Any = _Grouped.apply(permute_tokens(x, order) if gather else x, weight, bias, order.offsets)
+    if activation == "none":
+        return y
     if activation in ("silu_mul", "gelu_mul"):
-        return (silu_mul if activation == "silu_mul" else gelu_mul)(*y.chunk(2, -1))
-    return y if activation == "none" else grouped_activated(y.float(), activation).to(y.dtype)
+        y = (silu_mul if activation == "silu_mul" else gelu_mul)(*y.chunk(2, -1))
+    else:
+        y = grouped_activated(y.float(), activation).to(y.dtype)
+    if not scope().invariant:
+        return y
+    with torch.no_grad():  # as a call without gradients rounds
+        served = grouped_linear_op(x, weight, order.offsets, bias, activation, rows, chosen)
+    return valued(y, served)
 
 
 def masked_grouped_linear(

@@ -7,7 +7,8 @@ An 8-bit weight has two products. Up to `FEW_ROWS` rows its bytes are all that c
 (`mixed_linear`), which is one launch and more exact. Above, the activation is quantised as well, for the rate of 8-bit tensor
 cores. In the invariant scope the number of rows decides nothing, and the second is always taken.
 
-With float weights all operands have gradients (ops/linear_gradient.py). A quantised weight is frozen, and `linear` is
+With float weights all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the bits of a
+call without gradients, whose epilogue rounds once: such a product is computed twice. A quantised weight is frozen, and `linear` is
 differentiable with respect to x, bias and residual: forward as always, backward as if y had been computed with the dequantised
 weight and the activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
 """
@@ -35,6 +36,7 @@ from tilewright.kernels.quantize.per_row import quantize_rows_op
 from tilewright.kernels.quantize.per_tensor import quantize_static_op
 from tilewright.op import scope
 from tilewright.ops.linear_gradient import linear_again, linear_with_gradient
+from tilewright.ops.values import valued
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
 __all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "linear", "linear_codes"]
@@ -171,7 +173,8 @@ def linear(
     """
     if isinstance(x, Codes):
         return _from_codes(x, weight, bias, activation, residual)
-    if residual is None and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
+    plain = residual is None and (activation == "none" or not _invariant())
+    if plain and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
         y = linear_again(x, weight, bias, activation)
         if y is not None:
             return y
@@ -187,7 +190,12 @@ def linear(
         )
     shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)  # pyright: ignore[reportArgumentType]
     if isinstance(weight, Tensor) and wants_gradient(x, weight, bias, residual):
-        return linear_with_gradient(x, weight, bias, activation, residual)
+        y = linear_with_gradient(x, weight, bias, activation, residual)
+        if _invariant() and (activation != "none" or residual is not None):
+            with torch.no_grad():
+                served = linear(x, weight, bias, activation, residual)
+            return valued(y, served)
+        return y
     if len(lead) == 1:
         return op(operand_ready(x), weight, bias, activation, None if residual is None else rows_ready(residual))
     if not lead:
