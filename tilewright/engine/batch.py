@@ -18,10 +18,13 @@ from torch import Tensor
 
 from tilewright.engine.request import Request
 from tilewright.engine.step import HOST_ERRORS, RowFault, Step
-from tilewright.kernels.attention.paged.decode_inputs import LINE_WORDS
 from tilewright.nn import Batch
 
-__all__ = ["Changes", "Inputs", "Layout", "Packer"]
+__all__ = ["LINE_WORDS", "Changes", "Inputs", "Layout", "Packer"]
+
+
+LINE_WORDS = 5
+"""int64 words of a slot's line, as `ops.decode_inputs` says."""
 
 
 class Inputs(NamedTuple):

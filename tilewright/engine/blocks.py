@@ -5,6 +5,8 @@ Pure Python: a page is a number, its keys and values live with the runner. A pag
     cached   nobody owns it, but its content is known by its digest and can be shared again; least recently used goes first
     free     nothing to keep
 
+With `host_pages` the content of a cached page that somebody else gets goes to host memory, where it can be found.
+
 Only full pages have a digest: sha256 over the digest of the page before and the token ids of this one, so that equal
 digests mean equal tokens from the first on. (A short hash would do for speed, but a collision hands one user's text to
 another.) What a page may be used for is the scheduler's to know; nothing here refuses a write to a shared page.
@@ -15,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from hashlib import sha256
 from struct import Struct
+
+from tilewright.engine.host_pages import HostPages
 
 __all__ = ["BlockPool", "page_digest"]
 
@@ -35,12 +39,13 @@ class BlockPool:
     listener: Callable[[bytes, bool], None] | None = None
     """Told of each digest that can be found from now on (True) or no longer (False); b"" stands for all. Must not raise."""
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True):
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True, host_pages: int = 0):
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens, wanted at least one of each")
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = prefix_cache
+        self.host = HostPages(host_pages if prefix_cache else 0, self._gone_from_host)
         self.reset()
 
     def reset(self) -> None:
@@ -50,6 +55,7 @@ class BlockPool:
         self._page: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack, so that hot pages are used again
+        self.host.reset()
         self._tell(b"", known=False)
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -87,6 +93,9 @@ class BlockPool:
             page = self._free.pop()
         elif self._cached:
             page, _ = self._cached.popitem(last=False)
+            digest = self._digest[page]
+            if self.host.num_pages and digest is not None:
+                self.host.keep(page, digest)
             self._forget(page)
         else:
             raise IndexError(f"all {self.num_pages} pages have owners; look at `available` first")
@@ -165,6 +174,11 @@ class BlockPool:
         if digest is not None:
             del self._page[digest]
             self._digest[page] = None
+            if digest not in self.host:
+                self._tell(digest, known=False)
+
+    def _gone_from_host(self, digest: bytes) -> None:
+        if digest not in self._page:
             self._tell(digest, known=False)
 
     def _tell(self, digest: bytes, *, known: bool) -> None:

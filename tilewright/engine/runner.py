@@ -29,7 +29,8 @@ from tilewright.engine.head import Head, turns_of
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
 from tilewright.engine.slots import NOTHING, SlotState, row_inputs
-from tilewright.engine.step import DeviceLost, FillMasks, Step, StepResult, agreed
+from tilewright.engine.step import DeviceLost, FillMasks, Step, StepResult, agreed_rows
+from tilewright.engine.tier import HostTier
 from tilewright.models import Model
 from tilewright.nn import LoraStack
 from tilewright.op import invariant
@@ -77,9 +78,10 @@ class ModelRunner:
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
-        cache_dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None, host_pages: int = 0,
     ):  # fmt: skip
-        """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`."""
+        """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
+        `host_pages`: of host memory, for what the prefix cache gives up."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
@@ -90,6 +92,7 @@ class ModelRunner:
         self.launching = False
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
         self.cache = model.empty_cache(num_pages, page_size, cache_dtype)
+        self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
@@ -241,6 +244,9 @@ class ModelRunner:
             ticket.done.record()
 
     def _copy_pages(self, step: Step) -> None:
+        if step.out or step.back:
+            assert self.tier is not None, "pages go to the host where there is a tier"
+            self.tier.move(step.out, step.back)
         if step.copies:
             pairs = torch.tensor(step.copies, dtype=torch.int64).to(self.device, non_blocking=True)
             self.cache.copy_pages(pairs[:, 0], pairs[:, 1])
@@ -257,18 +263,9 @@ class ModelRunner:
             wanted = [r.params.logprobs for r, n in zip(step.requests, lines.tolist()) for _ in range(n)]
             logprobs = ticket.logprobs.read(wanted)
         if step.drafts:
-            counts, stays = self._agreed(step, samples)
+            counts, stays = agreed_rows(step, samples)
             samples, logprobs = samples[stays], list(compress(logprobs, stays))
         return StepResult(samples.copy(), counts, logprobs, self._read_prompt_logprobs(ticket))
-
-    def _agreed(self, step: Step, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How many of each row's samples count, and which of all samples that are."""
-        counts, stays, ends = step.samples.copy(), np.ones(samples.size, bool), np.cumsum(step.samples)
-        for i, drafts in step.drafts.items():
-            first = int(ends[i]) - len(drafts) - 1
-            counts[i] = agreed(drafts, samples[first : ends[i]].tolist())
-            stays[first + counts[i] : ends[i]] = False
-        return counts, stays
 
     def _read_prompt_logprobs(self, ticket: Ticket) -> list[list[TokenLogprobs] | None]:
         if not ticket.prompt_logprobs:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.engine.batch import Changes, Inputs, Layout
-from tilewright.kernels.attention.paged.decode_inputs import LINE_WORDS
+from tilewright.engine.batch import LINE_WORDS, Changes, Inputs, Layout
 
 __all__ = ["NOTHING", "SlotState", "put", "row_inputs"]
 

@@ -26,7 +26,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["LINE_WORDS", "decode_inputs", "decode_inputs_op"]
+__all__ = ["decode_inputs", "decode_inputs_op"]
 
 LINE_WORDS = 5
 """int64 words of a line."""
