@@ -173,13 +173,19 @@ def _cuts(
     return tuple(found)
 
 
+def _host_pages(options: EngineConfig, page_bytes: int, device: torch.device) -> tuple[int, int]:
+    """(pages of host memory, bytes of the device that they pass through)"""
+    pages = (options.host_cache_bytes or 0) // page_bytes
+    return pages, buffer_bytes(page_bytes) if pages and device.type == "cuda" else 0
+
+
 def plan_memory(
     model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype, draft: Model | None = None
 ) -> MemoryPlan:
     """Divide the memory of a device between a model, which may be on "meta", and what runs it. `draft`: a second model, which
     guesses for it, and has its keys and values in pages of its own beside each of the model's.
 
-    Of the options: without `max_model_len` it is the model's own limit, or what the cache holds if that is less; without
+    Without `max_model_len` it is the model's own limit, or what the cache holds if that is less; without
     `kv_cache_bytes` the cache gets what `memory_fraction` of a GPU leaves, on a CPU 1 GiB.
 
     Raises:
@@ -191,11 +197,9 @@ def plan_memory(
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {longest}")
     page_bytes = page_size * kv_bytes_per_token(config, cache_dtype(model, options) or dtype)
-    host_pages = (options.host_cache_bytes or 0) // page_bytes
+    host_pages, buffers = _host_pages(options, page_bytes, device)
     weights, tables, adapters = weight_bytes_of(model), _tables_bytes(model), adapter_bytes(model)
-    working = _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
-    if host_pages and device.type == "cuda":
-        working += buffer_bytes(page_bytes)
+    working = buffers + _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
     if draft is not None:
         page_bytes += page_size * kv_bytes_per_token(draft.config, cache_dtype(draft, options) or dtype)
         weights, tables = weights + weight_bytes_of(draft), tables + _tables_bytes(draft)
@@ -204,8 +208,7 @@ def plan_memory(
     if device.type == "cuda":
         limit = min(int(memory_bytes(device) * options.memory_fraction), free_bytes(device))
         reserve = _CUDA_RESERVE_BYTES
-    useful = options.max_seqs * -(-(wanted or longest) // page_size)
-    room = options.kv_cache_bytes
+    useful, room = options.max_seqs * -(-(wanted or longest) // page_size), options.kv_cache_bytes
     if room is None:
         room = _CPU_CACHE_BYTES if limit is None else max(0, limit - weights - adapters - tables - working - reserve)
     num_pages = min(room // page_bytes, useful)
