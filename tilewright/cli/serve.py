@@ -135,6 +135,8 @@ def _serve(
         raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
     if (config.fronts or config.replicas > 1) and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
         raise ValueError("LoRA adapters are served by one process: leave out --fronts and --replicas, or the adapters")
+    if config.replicas > 1 and model is not None and EngineConfig(model=model, **engine).plan.ranks > 1:
+        raise ValueError("--replicas starts servers of one rank each; leave it out, or --tp and --pp")
     if model is None:
         from tilewright.server.v2.app import create_models_app
 

@@ -29,6 +29,9 @@ _WITHOUT = {
     "draft",
     "draft_tokens",
     "strict",
+    "tp",
+    "pp",
+    "slices",
 }
 
 

@@ -50,8 +50,8 @@ Bodies = tuple[Body, Body | None]
 """For steps whose rows have no adapters, and for others where the model has room for adapters."""
 Tail = Callable[[Inputs, Tensor], Sampled]
 """(inputs, hidden) -> what the sampled rows draw, without waiting for the device."""
-Tails = tuple[Tail, Tail]
-"""For rows that want a sample, and for rows that want more."""
+Tails = tuple[Tail, ...]
+"""For rows that want a sample, and for rows that want more; none on a rank without a head."""
 
 
 class Derive(NamedTuple):
@@ -89,7 +89,7 @@ class DecodeGraph:
         bodies: Bodies,
         tails: Tails,
         *,
-        derive: Derive,
+        derive: Derive | None,
         device: torch.device,
         stream: torch.cuda.Stream,
         pool: Any,
@@ -100,7 +100,10 @@ class DecodeGraph:
         self.inputs = inputs = _padding(self.layout, self._buffer, self._table, derive)
         self.slots: np.ndarray | None = None
         """The slots that `inputs` has, of a step that is derived."""
-        bodies = _derived(bodies, derive) if self.derives else bodies
+        self.derives = derive is not None and self.layout.each is None
+        """Its rows have one token each, and their inputs are derived from the state of the slots."""
+        if derive is not None and self.derives:
+            bodies = _derived(bodies, derive)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for body in filter(None, bodies):
@@ -123,11 +126,6 @@ class DecodeGraph:
             self._tails.append((graph, sampled))
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    @property
-    def derives(self) -> bool:
-        """Its rows have one token each, and their inputs are derived from the state of the slots."""
-        return self.layout.each is None
-
     def run(self, adapted: bool = False) -> None:
         """Run the body of a step that is derived; adapted: rows have adapters."""
         (self._adapted if adapted else self._body).replay()
@@ -138,6 +136,11 @@ class DecodeGraph:
         self._buffer.copy_(packed)
         self._table[: block_table.shape[0], : block_table.shape[1]].copy_(block_table)
 
+    def replay(self, packed: Tensor, block_table: Tensor) -> None:
+        """`take` and `run`."""
+        self.take(packed, block_table)
+        self.run()
+
     def sample(self, more: bool) -> Sampled:
         """Run head and sampling behind the body; `more`: a row wants more than a sample. The result holds until the next."""
         graph, sampled = self._tails[more]
@@ -145,12 +148,12 @@ class DecodeGraph:
         return sampled
 
 
-def _padding(layout: Layout, buffer: Tensor, table: Tensor, derive: Derive) -> Inputs:
+def _padding(layout: Layout, buffer: Tensor, table: Tensor, derive: Derive | None) -> Inputs:
     """Rows that are all padding: slot -1 writes nothing, and the sample goes to the row past the last slot."""
-    if layout.each is None:
+    if derive is not None and layout.each is None:
         inputs = row_inputs(layout.seqs, buffer, table, derive.padding_slot)
     else:
-        inputs = layout.device(buffer, table, layout.each)
+        inputs = layout.device(buffer, table, layout.each or 1)
         assert inputs.feed is not None
         inputs.feed.fill_(-1)
     inputs.batch.slots.fill_(-1)
@@ -167,7 +170,7 @@ def _derived(bodies: Bodies, derive: Derive) -> Bodies:
 
 
 def rehearse(
-    bodies: Bodies, tails: Tails, derive: Derive, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int
+    bodies: Bodies, tails: Tails, derive: Derive | None, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int
 ) -> None:
     """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
     layouts = [layout_of(rows) for rows in graph_sizes(max_seqs)]
@@ -176,7 +179,7 @@ def rehearse(
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
         table = torch.zeros(layout.seqs, max_pages, dtype=torch.int32, device="meta")
         inputs = _padding(layout, buffer, table, derive)
-        for body in filter(None, _derived(bodies, derive) if layout.each is None else bodies):
+        for body in filter(None, _derived(bodies, derive) if derive is not None and layout.each is None else bodies):
             hidden = body(inputs)
             for tail in tails:
                 tail(inputs, hidden)
@@ -189,7 +192,7 @@ class DecodeGraphs:
         self,
         bodies: Bodies,
         tails: Tails,
-        derive: Derive,
+        derive: Derive | None = None,
         *,
         device: torch.device,
         max_seqs: int,
@@ -211,6 +214,10 @@ class DecodeGraphs:
             self._graphs[rows, tokens] = DecodeGraph(
                 rows, tokens, max_pages, bodies, tails, derive=derive, device=device, stream=stream, pool=pool
             )
+
+    def of(self, rows: int, row_tokens: int) -> DecodeGraph:
+        """The graph that was captured for so many rows, with room for so many tokens in each."""
+        return self._graphs[rows, row_tokens]
 
     def for_rows(self, rows: int) -> DecodeGraph:
         """The smallest graph that holds so many rows; there is one for every number up to max_seqs."""

@@ -28,15 +28,16 @@ from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, 
 from tilewright.engine.head import Head, turns_of
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
-from tilewright.engine.slots import NOTHING, SlotState, row_inputs
-from tilewright.engine.step import DeviceLost, FillMasks, Step, StepResult, agreed_rows
+from tilewright.engine.slots import NOTHING, SlotState
+from tilewright.engine.step import DeviceLost, FillMasks, RowFault, Step, StepResult, agreed_rows
+from tilewright.engine.team import Notice, Team
 from tilewright.engine.tier import HostTier
+from tilewright.engine.warm import padding_inputs, warm_sizes
 from tilewright.models import Model
 from tilewright.nn import LoraStack
 from tilewright.op import invariant
-from tilewright.ops.paged import FEW_QUERIES
 
-__all__ = ["ModelRunner", "Progress", "on_device"]
+__all__ = ["ModelRunner", "Progress", "on_device", "scope_of"]
 
 Progress = Callable[[str], None]
 _PROMPT_LOGPROB_ROWS = 256
@@ -72,22 +73,28 @@ class _Waiting:
     turn: int
 
 
+def scope_of(batch_invariant: bool) -> Callable[[], AbstractContextManager[None]]:
+    """What a step is run in."""
+    return invariant if batch_invariant else nullcontext
+
+
 class ModelRunner:
-    """Runs steps of one model on one device."""
+    """Runs steps of one model on one device, or on several by a `team`."""
 
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
-        cache_dtype: torch.dtype | None = None, host_pages: int = 0,
+        cache_dtype: torch.dtype | None = None, host_pages: int = 0, team: Team | None = None,
     ):  # fmt: skip
         """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
-        `host_pages`: of host memory, for what the prefix cache gives up."""
+        `host_pages`: of host memory, for what the prefix cache gives up. `team`: other ranks, which run each step on their
+        shares of the model; all that a step needs is sent then."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
         self.max_samples, self._row_tokens = max(max_seqs, max_samples or 0), row_tokens
         self.max_tokens_per_step = max_tokens_per_step
-        self._scope: Callable[[], AbstractContextManager[None]] = invariant if batch_invariant else nullcontext
+        self._scope, self._team = scope_of(batch_invariant), team
         self.asynchronous = self.device.type == "cuda"
         self.launching = False
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
@@ -104,7 +111,9 @@ class ModelRunner:
             always_adapted=self._adapts and batch_invariant,
         )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
-        self._state = SlotState(self._packer.lines, self._last, max_pages=self._max_pages, page_size=page_size)
+        self._state: SlotState | None = None
+        if team is None:
+            self._state = SlotState(self._packer.lines, self._last, max_pages=self._max_pages, page_size=page_size)
         self._head = Head(model, self._edits, self._last)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
@@ -146,7 +155,11 @@ class ModelRunner:
         """What was raised inside is `DeviceLost` where the device is, which a device that works answers at once."""
         try:
             yield
+            if self._team is not None:
+                self._team.check()  # what was aborted ends without an error
         except RuntimeError as error:
+            if self._team is not None and not isinstance(error, DeviceLost | RowFault):
+                raise self._team.lost(error) from error
             if self.device.type == "cuda":
                 try:
                     torch.cuda.synchronize(self.device)
@@ -158,8 +171,8 @@ class ModelRunner:
         self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
         graph = self._graph(step)
         adapted = self._adapts and self._packer.adapted(step)
-        if (graph is not None and graph.derives) or (self._graphs is None and _alike(step)):
-            inputs = self._derived(step, graph)
+        if self._state is not None and (step.alike if graph is None else graph.derives):
+            inputs = self._derived(self._state, step, graph)
         else:
             inputs = self._packed(step, graph)
         self._copy_pages(step)
@@ -176,14 +189,11 @@ class ModelRunner:
         self._turn = (self._turn + 1) % 3
         return ticket
 
-    def _derived(self, step: Step, graph: DecodeGraph | None) -> Inputs:
+    def _derived(self, state: SlotState, step: Step, graph: DecodeGraph | None) -> Inputs:
         """The inputs of a step whose rows have one token each; those of a graph are derived in it."""
         changes, rows, adapters = self._packer.changes(step), NOTHING, NOTHING
         if graph is None:
-            seqs, width = step.slots.size, self._packer.longest(step)
-            buffer = torch.zeros(Layout(seqs, seqs, seqs).nbytes, dtype=torch.uint8, device=self.device)
-            table = torch.zeros(seqs, width, dtype=torch.int32, device=self.device)
-            inputs = row_inputs(seqs, buffer, table, self.max_seqs)
+            inputs = state.padding(step.slots.size, self._packer.longest(step))
         else:
             inputs = graph.inputs
         if graph is None or graph.slots is not step.slots:
@@ -192,9 +202,9 @@ class ModelRunner:
             adapters = self._packer.adapters(rows) if self._adapts else NOTHING
             if graph is not None:
                 graph.slots = None
-        self._state.tell(changes, rows, adapters, inputs, self._staging[self._turn])
+        state.tell(changes, rows, adapters, inputs, self._staging[self._turn])
         if graph is None:
-            self._state.derive(inputs)
+            state.derive(inputs)
         else:
             graph.slots = step.slots
         return inputs
@@ -207,9 +217,24 @@ class ModelRunner:
             tokens, samples = int(step.counts.sum()), int(step.samples.sum())
             layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
         packed, table = self._to_device(step, layout, self._packer.longest(step))
+        if self._team is not None:
+            self._tell(self._team, step, layout, table.shape[1], longest, graph)
         if graph is not None:
             graph.take(packed, table)
         return layout.device(packed, table, longest)
+
+    def _tell(self, team: Team, step: Step, layout: Layout, width: int, longest: int, graph: DecodeGraph | None) -> None:
+        """Hand the step to the other ranks."""
+        seqs = step.slots.size
+        size = layout.nbytes + 4 * seqs * width
+        rows = (0, 0) if graph is None else (graph.layout.seqs, graph.layout.each or 1)
+        notice = Notice(*layout.counts, longest, width, *rows, len(step.copies), size)
+        team.tell(notice, self._staging[self._turn][:size].numpy(), step.copies)
+
+    def check(self) -> None:
+        """Raises DeviceLost where another rank is gone."""
+        if self._team is not None:
+            self._team.check()
 
     def _graph(self, step: Step) -> DecodeGraph | None:
         """The captured step that this one fits into: nobody's prompt is computed in it."""
@@ -347,12 +372,12 @@ class ModelRunner:
                 self._warmup(progress)
 
     def _warmup(self, progress: Progress) -> None:
-        sizes = _powers(self.max_tokens_per_step)
-        for i, tokens in enumerate(reversed(sizes)):
+        sizes = warm_sizes(self.max_tokens_per_step)
+        for i, (tokens, longest) in enumerate(sizes):
             progress(f"warming up kernels {i + 1}/{len(sizes)}")
-            for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
-                self._warm_prefill(tokens, longest)
-        tails, derive = (self._head.plain, self._head.full), Derive(self._state.derive, self.max_seqs)
+            self._warm_prefill(tokens, longest)
+        tails = (self._head.plain, self._head.full)
+        derive = None if self._state is None else Derive(self._state.derive, self.max_seqs)
         if self.device.type == "meta":
             rehearse(
                 self._bodies, tails, derive, max_seqs=self.max_seqs, max_pages=self._max_pages,
@@ -367,30 +392,10 @@ class ModelRunner:
 
     def _warm_prefill(self, tokens: int, longest: int) -> None:
         """One eager step of so many tokens, all padding: it reads and writes no page that counts."""
-        seqs = min(tokens, self.max_seqs)
-        layout = Layout(tokens, seqs, min(tokens, self.max_samples))
-        inputs = layout.device(
-            torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device),
-            torch.zeros(seqs, 1, dtype=torch.int32, device=self.device),
-            longest,
-        )
-        assert inputs.feed is not None
-        inputs.feed.fill_(-1)
-        inputs.batch.slots.fill_(-1)
-        inputs.batch.cu_q[1:] = tokens
-        inputs.sampled_slots.fill_(self.max_seqs)
+        inputs = padding_inputs(tokens, longest, self.max_seqs, self.max_samples, self.device)
         hidden = self._body(inputs)
         if self._adapts:
             hidden = self._adapted_body(inputs)
         for mask in (None, self._masks.unused()):
             self._head.plain(inputs, hidden, mask)
             self._head.full(inputs, hidden, mask)
-
-
-def _alike(step: Step) -> bool:
-    """All rows bring one token and sample it."""
-    return not step.drafts and bool((step.counts == 1).all() and step.samples.all())
-
-
-def _powers(limit: int) -> list[int]:
-    return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]

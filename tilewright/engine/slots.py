@@ -56,6 +56,12 @@ class SlotState:
         """The most bytes that a step sends."""
         return 8 * max_seqs * (LINE_WORDS + 6 + max_pages) + 64
 
+    def padding(self, rows: int, width: int) -> Inputs:
+        """Inputs of their own of so many rows, with block tables of `width` pages; as `row_inputs`."""
+        device, padding_slot = self._last.device, self._last.numel() - 1
+        buffer = torch.zeros(Layout(rows, rows, rows).nbytes, dtype=torch.uint8, device=device)
+        return row_inputs(rows, buffer, torch.zeros(rows, width, dtype=torch.int32, device=device), padding_slot)
+
     def tell(self, changes: Changes, rows: np.ndarray, adapters: np.ndarray, inputs: Inputs, staging: Tensor) -> None:
         """Bring the device up to date, in one copy.
 

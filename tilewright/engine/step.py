@@ -115,6 +115,13 @@ class Step:
         arrays = (np.concatenate([getattr(self, name), getattr(other, name)]) for name in names)
         return Step([*self.requests, *other.requests], *arrays, drafts=self.drafts)
 
+    @property
+    def alike(self) -> bool:
+        """All rows bring one token, and sample it."""
+        if self.drafts or not self.slots.size:
+            return False
+        return bool((self.counts == 1).all() and self.samples.all())
+
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The step's rows, as values of their own: for whoever is in no hurry."""

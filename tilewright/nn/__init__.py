@@ -35,6 +35,7 @@ from tilewright.nn.embedding import (
     Embedding,
     EmbeddingBag,
 )
+from tilewright.nn.expert_linear import ExpertLinear
 from tilewright.nn.ffn import GatedMLP
 from tilewright.nn.filling import unfilled
 from tilewright.nn.keys_values import KeysValues, KVCache, LatentCache, PackedKeysValues, PagedKeysValues, ServedKeysValues
@@ -93,6 +94,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "EmbeddingBag",
+    "ExpertLinear",
     "GatedMLP",
     "GroupNorm",
     "Hardswish",

@@ -8,8 +8,8 @@ An 8-bit weight has two products. Up to `FEW_ROWS` rows its bytes are all that c
 cores. In the invariant scope the number of rows decides nothing, and the second is always taken.
 
 With float weights all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the bits of a
-call without gradients, whose epilogue rounds once: such a product is computed twice. A quantised weight is frozen, and `linear` is
-differentiable with respect to x, bias and residual: forward as always, backward as if y had been computed with the dequantised
+call without gradients, whose epilogue rounds once: such a product is computed twice. A quantised weight is frozen, and `linear`
+is differentiable in x, bias and residual: forward as always, backward as if y had been computed with the dequantised
 weight and the activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
 """
 
@@ -39,7 +39,7 @@ from tilewright.ops.linear_gradient import linear_again, linear_with_gradient
 from tilewright.ops.values import valued
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
-__all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "linear", "linear_codes"]
+__all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "few_rows", "linear", "linear_codes"]
 
 FEW_ROWS = 16
 """Up to so many rows an 8-bit weight meets an activation of 16 bits.
@@ -122,12 +122,21 @@ def _mx(x: Tensor, weight: MXWeight, bias: Tensor | None, activation: str, resid
     return block_scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
-def _few(x: Tensor) -> bool:
+def few_rows(x: Tensor, rows: int) -> bool:
+    """Whether an 8-bit weight meets so many rows of x, or as many an expert, as they are: not quantised.
+
+    Raises:
+        ValueError: x is float32 on a GPU, which no quantised weight takes.
+    """
     if x.dtype == torch.float32 and x.is_cuda:
         raise ValueError(
             "linear: a quantised weight takes bfloat16 or float16 activations on a GPU, got float32; load with dtype bfloat16"
         )
-    return x.shape[0] <= FEW_ROWS and not _invariant()
+    return rows <= FEW_ROWS and not _invariant()
+
+
+def _few(x: Tensor) -> bool:
+    return few_rows(x, x.shape[0])
 
 
 @torch.compiler.assume_constant_result
