@@ -225,8 +225,7 @@ class ModelRunner:
 
     def _tell(self, team: Team, step: Step, layout: Layout, width: int, longest: int, graph: DecodeGraph | None) -> None:
         """Hand the step to the other ranks."""
-        seqs = step.slots.size
-        size = layout.nbytes + 4 * seqs * width
+        size = layout.nbytes + 4 * step.slots.size * width
         rows = (0, 0) if graph is None else (graph.layout.seqs, graph.layout.each or 1)
         notice = Notice(*layout.counts, longest, width, *rows, len(step.copies), size)
         team.tell(notice, self._staging[self._turn][:size].numpy(), step.copies)
