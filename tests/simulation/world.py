@@ -99,7 +99,7 @@ class _Episode:
 
         def launched(step: Step) -> int:
             number = self.runner.launched + 1
-            if number in self.scenario.row_faults:
+            if number in self.scenario.row_faults and number != self.scenario.lethal:
                 self.runner.launched = number
                 request = step.rows[number % len(step.rows)].request
                 self.faulty.add((request.id, request.index))
