@@ -231,11 +231,13 @@ def runner_of(
     *,
     guesses: bool = False,
     host_pages: int = 0,
+    explains_draws: bool = False,
     team: Team | None = None,
 ) -> ModelRunner:
     """A runner of a model, by the engine's options.
 
-    guesses: of a draft model, whose rows have no drafts. team: the other ranks that have shares of the model.
+    guesses: of a draft model, whose rows have no drafts. explains_draws: see `ModelRunner`. team: the other ranks that have
+    shares of the model.
     """
     return ModelRunner(
         model,
@@ -249,6 +251,7 @@ def runner_of(
         batch_invariant=options.invariant,
         cache_dtype=cache_dtype(model, options),
         host_pages=host_pages,
+        explains_draws=explains_draws,
         team=team,
     )
 

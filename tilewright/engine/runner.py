@@ -84,11 +84,11 @@ class ModelRunner:
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
-        cache_dtype: torch.dtype | None = None, host_pages: int = 0, team: Team | None = None,
+        cache_dtype: torch.dtype | None = None, host_pages: int = 0, explains_draws: bool = False, team: Team | None = None,
     ):  # fmt: skip
         """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
-        `host_pages`: of host memory, for what the prefix cache gives up. `team`: other ranks, which run each step on their
-        shares of the model; all that a step needs is sent then."""
+        `host_pages`: of host memory, for what the prefix cache gives up. `explains_draws`: log-probabilities come with
+        `TokenLogprobs.drawn`; rows with drafts have none. `team`: other ranks, which run each step on their shares."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
@@ -114,7 +114,7 @@ class ModelRunner:
         self._state: SlotState | None = None
         if team is None:
             self._state = SlotState(self._packer.lines, self._last, max_pages=self._max_pages, page_size=page_size)
-        self._head = Head(model, self._edits, self._last)
+        self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples).nbytes

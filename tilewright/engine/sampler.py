@@ -179,6 +179,9 @@ class LogprobTensors(NamedTuple):
 
     words: Tensor
     """[N, 5 + 3 K] int32: token id, rank, top ids (two words each), log-probability, top log-probabilities (float32)."""
+    drawn: Tensor | None = None
+    """[N] float32 and, next, [N] int64: what `draws.drawn_logprobs` says; None where the engine was not told to."""
+    kept: Tensor | None = None
 
     @classmethod
     def of(cls, ids: Tensor, logprob: Tensor, rank: Tensor, top_ids: Tensor, top: Tensor) -> "LogprobTensors":
@@ -190,7 +193,8 @@ class LogprobTensors(NamedTuple):
     @classmethod
     def on_host(cls, rows: int, *, pinned: bool) -> "LogprobTensors":
         """Room for those of so many tokens on the host. From memory that is not pinned the device would be waited for."""
-        return cls(torch.empty(rows, 5 + 3 * MOST_ALTERNATIVES, dtype=torch.int32, pin_memory=pinned))
+        words = torch.empty(rows, 5 + 3 * MOST_ALTERNATIVES, dtype=torch.int32, pin_memory=pinned)
+        return cls(words, torch.empty(rows, pin_memory=pinned), torch.empty(rows, dtype=torch.int64, pin_memory=pinned))
 
     def sent(self, rows: int, room: "LogprobTensors | None" = None) -> "LogprobTensors":
         """The first `rows` of them on the host, in `room` or new memory, once the device has come to this point."""
@@ -198,7 +202,9 @@ class LogprobTensors(NamedTuple):
         if room is None and not pinned:
             return self
         room = room or LogprobTensors.on_host(rows, pinned=pinned)
-        return LogprobTensors(room.words[:rows].copy_(self.words[:rows], non_blocking=True))
+        both = zip(room, self)
+        sent = (None if host is None or t is None else host[:rows].copy_(t[:rows], non_blocking=True) for host, t in both)
+        return LogprobTensors(*sent)  # pyright: ignore[reportArgumentType]
 
     def read(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """As values; `wanted[i]` alternatives for token i, None: not asked. The tensors must have arrived."""
@@ -210,9 +216,12 @@ class LogprobTensors(NamedTuple):
         split = 4 + 2 * MOST_ALTERNATIVES
         wide, numbers = words[:, :split].copy().view(np.int64), words[:, split:].copy().view(np.float32)
         ids = wide[:, : 2 + most].tolist()
-        for i, (token, rank, *top_ids), (logprob, *top) in zip(rows, ids, numbers[:, : 1 + most].tolist()):
+        drawn = [None] * len(rows) if self.drawn is None else self.drawn[rows].tolist()
+        kept = [0] * len(rows) if self.kept is None else self.kept[rows].tolist()
+        each = zip(rows, ids, numbers[:, : 1 + most].tolist(), drawn, kept)
+        for i, (token, rank, *top_ids), (logprob, *top), draw, keep in each:
             n = wanted[i] or 0
-            found[i] = TokenLogprobs(token, logprob, rank, tuple(zip(top_ids[:n], top[:n])))
+            found[i] = TokenLogprobs(token, logprob, rank, tuple(zip(top_ids[:n], top[:n])), draw, keep)
         return found
 
 
