@@ -10,8 +10,9 @@ __all__ = ["KV_CACHE", "QUANTIZE", "SPECULATE", "EngineConfig", "option"]
 QUANTIZE = ("int8", "fp8", "fp8-block", "mxfp8", "int4", "int8-weight")
 """The formats of `quantize`. A test compares them with those of `tilewright.ops.weights`, which imports torch."""
 
-SPECULATE = ("ngram",)
-"""What guesses tokens ahead without a model: "ngram" looks where the end of the text has stood before."""
+SPECULATE = ("grammar", "ngram")
+"""What guesses tokens ahead without a model: "ngram" looks where the end of the text has stood before. What a grammar leaves no
+choice about is tried in any case; with "grammar" nothing else is."""
 
 KV_CACHE = ("int8", "fp8")
 """What a cache of codes may hold."""

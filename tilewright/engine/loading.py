@@ -230,11 +230,13 @@ def runner_of(
     page_size: int | None = None,
     *,
     guesses: bool = False,
+    explains_draws: bool = False,
     team: Team | None = None,
 ) -> ModelRunner:
     """A runner of a model, by the engine's options.
 
-    guesses: of a draft model, whose rows have no drafts. team: the other ranks that have shares of the model.
+    guesses: of a draft model, whose rows have no drafts. explains_draws: see `ModelRunner`. team: the other ranks that have
+    shares of the model.
     """
     return ModelRunner(
         model,
@@ -247,6 +249,7 @@ def runner_of(
         row_tokens=1 if guesses else options.row_tokens,
         batch_invariant=options.invariant,
         cache_dtype=cache_dtype(model, options),
+        explains_draws=explains_draws,
         team=team,
     )
 

@@ -82,9 +82,10 @@ class ModelRunner:
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
-        cache_dtype: torch.dtype | None = None, team: Team | None = None,
+        cache_dtype: torch.dtype | None = None, explains_draws: bool = False, team: Team | None = None,
     ):  # fmt: skip
         """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
+        `explains_draws`: log-probabilities come with `TokenLogprobs.drawn`; rows with drafts have none.
         `team`: other ranks, which run each step on their shares of the model."""
         self.model = model
         self.device = model.embed.weight.device
@@ -107,7 +108,7 @@ class ModelRunner:
             always_adapted=self._adapts and batch_invariant,
         )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
-        self._head = Head(model, self._edits, self._last)
+        self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples).nbytes
