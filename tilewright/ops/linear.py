@@ -8,8 +8,8 @@ An 8-bit weight has two products. Up to `FEW_ROWS` rows its bytes are all that c
 cores. In the invariant scope the number of rows decides nothing, and the second is always taken.
 
 With float weights all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the bits of a
-call without gradients, whose epilogue rounds once: such a product is computed twice. A quantised weight is frozen, and `linear` is
-differentiable with respect to x, bias and residual: forward as always, backward as if y had been computed with the dequantised
+call without gradients, whose epilogue rounds once: such a product is computed twice. A quantised weight is frozen, and `linear`
+is differentiable in x, bias and residual: forward as always, backward as if y had been computed with the dequantised
 weight and the activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
 """
 
