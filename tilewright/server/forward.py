@@ -11,18 +11,16 @@ tokenize, the page) is answered by any replica that is ready.
 """
 
 import asyncio
-import json
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 
 from tilewright.engine.blocks import page_digest
@@ -31,17 +29,18 @@ from tilewright.server.access import request_id_of, tokens_of
 from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
-from tilewright.server.errors import ApiError, unavailable
+from tilewright.server.errors import unavailable
 from tilewright.server.fleet import Fleet
 from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.logs import Log
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
+from tilewright.server.passing import BUSY, Running, labelled, lost_event, nobody
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job, chat_job, completion_job
+from tilewright.server.responses import responses_job
 from tilewright.server.router import DIGEST_BYTES, Decision
 from tilewright.server.serve import run_server
-from tilewright.server.stream import unless_gone
 
 __all__ = ["Front", "digests_of", "front_of", "serve_replicas"]
 
@@ -50,7 +49,6 @@ PASSED_ON = ("content-type", "retry-after", "cache-control", "x-accel-buffering"
 MAX_PAGES = 1 << 14
 """Pages of a prompt that are looked up."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5)
-BUSY = (429, 503)
 
 logger = logging.getLogger(__name__)
 
@@ -64,25 +62,6 @@ def digests_of(prompt: list[int], page_tokens: int) -> list[bytes]:
     return found
 
 
-class _Running:
-    """The requests on their way, for the end of the server."""
-
-    def __init__(self) -> None:
-        self.tasks: dict[asyncio.Task[Any], None] = {}
-        self.stopped: str | None = None
-
-    @property
-    def open_channels(self) -> int:
-        """How many."""
-        return len(self.tasks)
-
-    def stop_all(self, reason: str) -> None:
-        """End them with an error."""
-        self.stopped = reason
-        for task in self.tasks:
-            task.cancel()
-
-
 class Front:
     """The endpoints; what `run_server` asks a server for is here too."""
 
@@ -91,7 +70,7 @@ class Front:
         self._bodies = Bodies(config)
         self.connections = Connections(config)
         self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
-        self.worker = _Running()
+        self.worker = Running()
         self.draining = self.hung = False
         self.failure: BaseException | None = None
         self.retries: Counter[str] = Counter()
@@ -132,6 +111,10 @@ class Front:
     async def chat_completions(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         return await self._generate(request, chat_job)
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        return await self._generate(request, responses_job)
 
     async def _generate(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
         if self.draining:
@@ -212,30 +195,9 @@ class Front:
         return lines
 
 
-def nobody() -> ApiError:
-    """No replica takes requests."""
-    return unavailable("no replica is ready; they are starting or being started again; come again soon", code="no_replica")
-
-
 def passed_on(found: aiohttp.ClientResponse) -> dict[str, str]:
     """Headers for the client."""
     return {name: found.headers[name] for name in PASSED_ON if name in found.headers}
-
-
-def labelled(texts: Iterable[tuple[int, str]]) -> list[str]:
-    """Expositions of several replicas as one, each sample with the label `replica`."""
-    kinds: dict[str, str] = {}
-    lines: dict[str, list[str]] = {}
-    for index, text in texts:
-        for family in text_string_to_metric_families(text):
-            kinds.setdefault(family.name, family.type)
-            for sample in family.samples:
-                labels = ",".join(
-                    f"{name}={json.dumps(value)}" for name, value in {**sample.labels, "replica": str(index)}.items()
-                )
-                lines.setdefault(family.name, []).append(f"{sample.name}{{{labels}}} {sample.value}")
-    total = {name: f"{name}_total" if kind == "counter" else name for name, kind in kinds.items()}
-    return [line for name, found in lines.items() for line in (f"# TYPE {total[name]} {kinds[name]}", *found)]
 
 
 class _Forwarded(Response):
@@ -249,18 +211,7 @@ class _Forwarded(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` as long as nothing has been sent."""
-        running = self._front.worker
-        task = asyncio.ensure_future(self._run(send))
-        running.tasks[task] = None
-        try:
-            await unless_gone(receive, _awaited(task))
-        except asyncio.CancelledError:
-            if running.stopped is None:
-                raise
-            raise unavailable(running.stopped) from None
-        finally:
-            task.cancel()
-            del running.tasks[task]
+        await self._front.worker.pass_on(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
         front, tried, last = self._front, set[int](), None
@@ -296,8 +247,7 @@ class _Forwarded(Response):
         self._chosen += 1
         name = f"{request_id_of(self._request.scope)} {id(self)} {self._chosen}"
         fleet.router.started(name, decision, self._digests)
-        path = "/v1/chat/completions" if self._job.chat else "/v1/completions"
-        url = fleet.replicas[decision.replica].url + path
+        url = fleet.replicas[decision.replica].url + self._job.path
         sent = False
         try:
             async with front.session.post(url, data=self._raw, headers=front.headers(self._request)) as found:
@@ -328,17 +278,10 @@ class _Forwarded(Response):
             if not sent:
                 return last, "lost"
             logger.error("replica %d was lost in an answer: %s", decision.replica, error)
-            lost = ApiError(
-                500, "the replica that wrote this answer was lost; ask again", type="server_error", code="replica_lost"
-            )
-            await send({"type": "http.response.body", "body": b"data: " + json.dumps(lost.body).encode() + b"\n\n"})
+            await send({"type": "http.response.body", "body": lost_event()})
             return None, None
         finally:
             fleet.router.finished(name)
-
-
-async def _awaited(task: "asyncio.Task[None]") -> None:
-    await task
 
 
 def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:
@@ -351,6 +294,7 @@ def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:
     posts = {
         "/v1/completions": front.completions,
         "/v1/chat/completions": front.chat_completions,
+        "/v1/responses": front.responses,
     }
     posts |= dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings", "/v1/score", "/v1/rerank"), front.anything)
     gets = {"/health": front.health, "/ready": front.ready, "/metrics": front.metrics}
