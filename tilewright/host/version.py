@@ -46,6 +46,8 @@ class Ask:
     timeout_s: float | None = None
     """How long it may wait for its start."""
     sequence: int | str | None = None
+    note: Callable[..., None] | None = None
+    """Told what the request waited for: (name, begin, end by `time.monotonic`, numbers by name)."""
     starts: bool = False
     ends: bool = False
 
@@ -57,6 +59,8 @@ class _Waiting:
     inputs: list[Wire]
     answer: "asyncio.Future[tuple[Wire, ...]]"
     tried: bool = False
+    times: tuple[float, float, int, float] | None = None
+    """(begin, end, rows, the model's seconds) of its batch."""
 
 
 class Version:
@@ -155,6 +159,10 @@ class Version:
             return await waiting.answer
         finally:
             self._batcher.withdraw(item)
+            if ask.note is not None and waiting.times is not None:
+                began_s, ended_s, rows, model_s = waiting.times
+                ask.note("queue", now_s, began_s, model=self.name, version=self.number)
+                ask.note("compute", began_s, ended_s, model=self.name, version=self.number, rows=rows, model_s=model_s)
 
     def _check_open(self, now_s: float) -> None:
         if self.closed:
@@ -205,6 +213,7 @@ class Version:
         times, at, answered = self.stats.times, 0, 0
         for number, item in enumerate(batch.items):
             rows, answer = item.rows, item.payload.answer
+            item.payload.times = started_s, ended_s, batch.rows, reply.seconds
             if number in reply.errors:
                 self._fail(item, Failed(f"{self.label}: {reply.errors[number]}"))
             elif not answer.done():
