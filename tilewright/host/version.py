@@ -92,6 +92,8 @@ class Version:
         self._batcher = Batcher(self._policy)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._soon = False
+        """Whether `_pump` comes at the end of this turn of the event loop."""
         self._failures = 0
         self._running = 0
         self._tasks = set[asyncio.Task[None]]()
@@ -150,11 +152,18 @@ class Version:
         waiting = _Waiting(wires, self._loop.create_future())
         item = Item(rows, now_s, ask.priority, deadline_s, key, most, waiting)
         try:
-            self._batcher.add(item, len(self._instances))
+            try:
+                self._batcher.add(item, len(self._instances))
+            except Full:
+                self._pump()  # who arrived in this turn may not be in the queue any more
+                self._batcher.add(item, len(self._instances))
         except Full as error:
             self.stats.refused += 1
             raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
-        self._pump()
+        # Behind everybody who has arrived in this turn of the event loop: they are one batch, not one and the rest.
+        if not self._soon:
+            self._soon = True
+            self._loop.call_soon(self._pump)
         try:
             return await waiting.answer
         finally:
@@ -175,7 +184,7 @@ class Version:
 
     def _pump(self) -> None:
         """Give every free instance what it should compute now, and come back when there will be more."""
-        now_s = time.monotonic()
+        self._soon, now_s = False, time.monotonic()
         for item in self._batcher.expire(now_s):
             self.stats.expired += 1
             waited_s = now_s - item.arrival_s
