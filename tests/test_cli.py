@@ -26,6 +26,7 @@ ENGINE_OPTIONS = {
     *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
+    *("--tp", "--pp", "--slices"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {

@@ -2,15 +2,18 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
 from tests.engine.fake_runner import byte_tokenizer, expected, scheduler
 from tests.engine.guesses import Oracle
-from tests.engine.masked_runner import MaskedRunner
+from tests.engine.masked_runner import MaskedRunner, expected_choice
 from tilewright.engine.core import Engine
+from tilewright.engine.grammar import Grammar
 from tilewright.engine.lookup import GRAM, WINDOW, Lookup
 from tilewright.engine.request import Request, SamplingParams
+from tilewright.engine.rules import FromGrammar
 
 VOCAB = 257
 EOS = (256,)
@@ -63,6 +66,22 @@ def test_right_guesses_make_fewer_steps() -> None:
         steps[right] = made.runner.launched  # type: ignore[attr-defined]
     assert steps[0.0] == 200
     assert steps[1.0] < 60
+
+
+@pytest.mark.parametrize(("asynchronous", "most"), [(False, 16), (True, 40)])
+def test_what_a_grammar_forces_takes_few_steps(asynchronous: bool, most: int) -> None:
+    texts = [b"a text of which every byte but the first is forced, and there are many", b"b or another text"]
+    params = SamplingParams(max_tokens=100, seed=3, grammar=Grammar.choice([text.decode() for text in texts]))
+    asked = [([5, 6, seed], replace(params, seed=seed)) for seed in range(4)]
+    steps = {}
+    for proposer in (None, FromGrammar()):
+        made = engine(proposer, asynchronous=asynchronous)
+        got = answers(made, asked)
+        assert got == [expected_choice(prompt, texts, one, one.seed or 0, EOS[0]) for prompt, one in asked]
+        steps[proposer] = made.runner.launched  # type: ignore[attr-defined]
+    assert steps.pop(None) > 65
+    assert min(steps.values()) <= most
+    assert made.stats().forced_tokens > 100
 
 
 def test_continuations() -> None:

@@ -22,6 +22,7 @@ from tilewright.engine.grammar import Grammar
 from tilewright.engine.graphs import layout_of
 from tilewright.engine.loading import load, runner_of
 from tilewright.engine.request import Request, SamplingParams
+from tilewright.engine.rules import FromGrammar
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import FromText, Proposer
@@ -150,6 +151,27 @@ def test_nothing_changes_but_the_time(seed: int) -> None:
         assert answer.logprobs == pytest.approx(want.logprobs, abs=1e-4)
     if seed == 0 or not free:
         assert made.stats().drafted_tokens > (0 if seed == 0 else 20)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("beside", [FromGrammar, partial(FromText, 8)])
+def test_forced_tokens_change_nothing_but_the_time(asynchronous: bool, beside: Any) -> None:
+    rng = random.Random(6)
+    asked = [any_request(rng) for _ in range(6)]
+    fixed = ("[0-9]{2} hundred bottles of [a-c]{1,5} beer", r"(the answer is [0-9]|there is no answer to it)\\.")
+    for i in range(6):
+        more: dict[str, Any] = ({"temperature": 0.0}, {"repetition_penalty": 1.3, "logprobs": 2}, {"n": 2})[i % 3]
+        params = SamplingParams(max_tokens=(60, 20)[i % 2], seed=i, grammar=Grammar("regex", fixed[i % 2]), **more)
+        asked.insert(2 * i, ([i, 2, 3], params))
+    plain = run(engine(None, asynchronous=False, pages=256), asked, {})
+    made = engine(beside(), asynchronous=asynchronous, pages=256)
+    for key, answer in run(made, asked, {}).items():
+        want = plain[key]
+        assert (answer.tokens, answer.text, answer.end) == (want.tokens, want.text, want.end), asked[int(key[0])][1]
+        assert answer.tops == want.tops
+    stats = made.stats()
+    assert stats.forced_tokens > 80
+    assert beside is not FromGrammar or stats.forced_tokens == stats.accepted_tokens == stats.drafted_tokens
 
 
 class Uncaptured:

@@ -87,8 +87,20 @@ def fault_of(request: Request, status: int, kind: str, body: bytes) -> str | Non
     return None
 
 
+def _response_fault(events: list[str]) -> str | None:
+    """Of /v1/responses: events with names and numbers, of which the last says how it ended."""
+    told = [json.loads(event.partition("\ndata: ")[2], parse_constant=_no_constant) for event in events]
+    if [event["sequence_number"] for event in told] != list(range(len(events))):
+        return "events whose numbers do not follow each other"
+    if told[-1]["type"] not in ("response.completed", "response.incomplete"):
+        return f"a response that ends with {told[-1]['type']}"
+    return None
+
+
 def _stream_fault(body: bytes) -> str | None:
     events = [event for event in body.decode().split("\n\n") if event]
+    if events and events[0].startswith("event: "):
+        return _response_fault(events)
     data = [event.removeprefix("data: ") for event in events]
     if not data or data[-1] != "[DONE]":
         return f"a stream that ends with {data[-1:]}"

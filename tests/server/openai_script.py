@@ -70,6 +70,26 @@ def chats(client: openai.OpenAI) -> None:
     assert raw.headers["x-tilewright-ignored"] == "user"
 
 
+def responses(client: openai.OpenAI) -> None:
+    """Whole, streamed event by event, and through the client's own stream, which puts the response together itself."""
+    body: dict[str, Any] = {"model": "letters", "input": "hi", "temperature": 0, "max_output_tokens": 5}
+    answer = client.responses.create(**body)
+    assert (answer.output_text, answer.status) == ("uvwxy", "incomplete")
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (20, 5, 25)
+    events = list(client.responses.create(**body, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "uvwxy"
+    ending = {**body, "input": [{"role": "user", "content": "!"}], "max_output_tokens": 20}
+    with client.responses.stream(**ending) as stream:
+        final = stream.get_final_response()
+    assert (final.output_text, final.status) == ("tuvwx", "completed")
+    assert raises(openai.BadRequestError, client.responses.create, **body, store=True).param == "store"
+    raises(openai.NotFoundError, client.responses.retrieve, response_id=answer.id)
+
+
 def errors(client: openai.OpenAI, keyed_url: str) -> None:
     """Every refusal is the client's typed exception."""
     create = client.completions.create
@@ -108,6 +128,7 @@ def main(base_url: str, keyed_url: str) -> None:
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="x", max_retries=0) as client:
         completions(client)
         chats(client)
+        responses(client)
         errors(client, keyed_url)
     asyncio.run(together(base_url))
     print(openai.__version__)

@@ -119,7 +119,7 @@ def _body(rng: random.Random, schema: dict[str, Any], schemas: dict[str, Any]) -
     """A body that works, with a few fields of the schema at random, and now and then one that is not in it."""
     properties = schema["properties"]
     body: dict[str, Any] = {}
-    if "prompt" in properties:
+    if "prompt" in properties and "messages" not in properties:
         body["prompt"] = rng.choice(TEXTS[:6])
     if "tokens" in properties:
         body["tokens"] = [rng.randrange(250) for _ in range(rng.randint(0, 20))]
@@ -130,7 +130,7 @@ def _body(rng: random.Random, schema: dict[str, Any], schemas: dict[str, Any]) -
     for name in ("input", "text_1", "text_2", "query", "documents"):
         if name in properties:
             body[name] = rng.choice((rng.choice(TEXTS[:4]) or "b", [rng.choice(TEXTS[:4]) or "b" for _ in range(3)]))
-    for name in rng.sample(sorted(properties), min(len(properties), rng.choice((0, 1, 1, 2, 2, 3, 5)))):
+    for name in rng.sample(sorted(properties), min(len(properties), rng.choice((0, 0, 1, 1, 2, 2, 3, 5)))):
         if name != "model":
             body[name] = _special(rng, name) if rng.random() < 0.3 else _value(rng, properties[name], schemas)
     if rng.random() < 0.1:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -245,6 +246,25 @@ def test_tokenize_and_back(client: httpx.Client) -> None:
     assert post(client, "/detokenize", tokens=[]) == {"prompt": ""}
     assert client.post("/detokenize", json={"tokens": [999]}).status_code == 400
     assert client.post("/tokenize", json={}).status_code == 400
+
+
+def test_the_tokens_of_a_chat_are_those_that_its_answer_begins_with(client: httpx.Client) -> None:
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi <eos>"}]
+    for fields in ({}, {"allow_special_tokens": True}, {"chat_template_kwargs": {"bos_token": "x"}}):
+        tokens = post(client, "/tokenize", messages=messages, **fields)["tokens"]
+        chat = post(client, "/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True, **fields)
+        assert tokens == chat["choices"][0]["prompt_token_ids"]
+    assert ord("!") not in post(client, "/tokenize", messages=messages)["tokens"]
+    bad: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"prompt": "a", "messages": messages}, "prompt"),
+        ({"prompt": "a", "tools": []}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": messages, "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": messages, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    )
+    for fields, param in bad:
+        response = client.post("/tokenize", json=fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
 def test_metrics_count_what_happened(server: Running) -> None:

@@ -141,6 +141,8 @@ def _serve(
     several = config.fronts or config.replicas > 1 or config.ray
     if several and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
         raise ValueError("LoRA adapters are served by one process: leave out --fronts, --replicas and --ray, or the adapters")
+    if (config.replicas > 1 or config.ray) and model is not None and EngineConfig(model=model, **engine).plan.ranks > 1:
+        raise ValueError("--replicas and --ray start servers of one rank each; leave them out, or --tp and --pp")
     if config.ray:
         return _serve_on_ray(model, served_name, engine, config, listener, log, models, ordinary)
     if model is None:

@@ -25,6 +25,7 @@ from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
+from tilewright.engine.rules import Rules
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import Proposer, Speculator
 from tilewright.engine.step import HOST_ERRORS, DeviceLost, RowFault, Runner, Step, StepResult
@@ -90,7 +91,7 @@ class Engine:
         self._rows = StepRows()  # not handed out yet
         self._speculator: Speculator | None = None
         if proposer is not None:
-            self._speculator = Speculator(proposer, scheduler, longest=draft_tokens, allowed=self._allowed)
+            self._speculator = Speculator(proposer, scheduler, longest=draft_tokens, rules=Rules(self._constraints))
         self.failed_steps = 0
         """Steps that failed since one brought a token."""
         self.lost: DeviceLost | None = None
@@ -267,10 +268,6 @@ class Engine:
                 logger.warning("no tokens are guessed ahead any more: %s: %s", type(error).__name__, error)
                 self._speculator.release()
                 self._speculator = None
-
-    def _allowed(self, request: Request, drafts: Sequence[int]) -> int:
-        constraint = self._constraints.get(request)
-        return len(drafts) if constraint is None else constraint.agrees(request.output_ids, drafts)
 
     def _masked(self, step: Step) -> Step:
         constraints = self._constraints

@@ -82,6 +82,16 @@ class Constraint:
             return 0  # which the next mask will tell
         return 0 if matcher is None else matcher.validate_tokens(list(drafts))
 
+    def forced(self, output_ids: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens behind these that spell what the grammar leaves no choice about, as the tokenizer cuts it.
+
+        Other tokens may spell the same text, so they are guesses, though nearly always right."""
+        try:
+            matcher = self.advance(output_ids)
+        except GrammarError:
+            return []  # which the next mask will tell
+        return [] if matcher is None else matcher.compute_ff_tokens()[:most]
+
 
 def _ends(ids: Sequence[int], stop: int, last: tuple[int, ...]) -> bool:
     return stop >= len(last) and tuple(ids[stop - len(last) : stop]) == last

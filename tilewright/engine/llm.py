@@ -23,6 +23,7 @@ from tilewright.engine.draft_model import DraftModel
 from tilewright.engine.outputs import Completion, EngineStats, Transcript
 from tilewright.engine.pooling import Text
 from tilewright.engine.request import Delta, QueueFull, SamplingParams
+from tilewright.engine.rules import FromGrammar
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import FromText, Proposer
 from tilewright.engine.tokenizer import Tokenizer
@@ -166,7 +167,7 @@ class LLM:
 
     def _need_pooler(self) -> "Pooler":
         if self.pooler is None:
-            raise ValueError("this model has latent attention, for which embeddings are not supported")
+            raise ValueError("embeddings are not supported with latent attention, nor with tp, pp and slices")
         return self.pooler
 
     def _text(self, text: Prompt) -> Text:
@@ -267,8 +268,8 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
     )
     eos_ids = loaded.config.eos_token_ids if tokenizer is None else tokenizer.eos_ids
     proposer: Proposer | None = None
-    if options.speculate == "ngram":
-        proposer = FromText(seqs)
+    if options.speculate is not None:
+        proposer = FromText(seqs) if options.speculate == "ngram" else FromGrammar()
     elif options.draft is not None:
         assert loaded.draft is not None
         proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens)

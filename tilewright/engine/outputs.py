@@ -110,6 +110,8 @@ class EngineStats:
     """Guessed ahead, and tried."""
     accepted_tokens: int
     """Those of them that were right."""
+    forced_tokens: int
+    """Those of these that a grammar left no choice about."""
     finished: int
     """Ended by stop or length."""
     aborted: int

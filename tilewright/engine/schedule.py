@@ -108,6 +108,7 @@ class Scheduler(Tenants):
             request.accepted += right
             self.drafted_tokens += len(drafts)
             self.accepted_tokens += right
+            self.forced_tokens += right if request in self.forced else 0
         found = accepted(step, result, self.decoders.take(step, result.counts))
         found.append()
         looks, full = self.decoders.eventful(found)

@@ -13,15 +13,18 @@ as before. That must pay:
     - The length follows what is accepted: it doubles while all is, and is one more than what was accepted otherwise.
     - Where too little is accepted a request stops waiting, for four times as many tokens after each such attempt.
     - Nobody speculates while more requests decode than a quarter of the samples that a step may have.
+
+What a grammar forces is known without guessing (rules.py), and comes before whatever a proposer says.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from tilewright.engine.lookup import WINDOW, Lookup
-from tilewright.engine.request import Request
+from tilewright.engine.request import Request, State
+from tilewright.engine.rules import Rules
 from tilewright.engine.tenants import Tenants
 
 __all__ = ["SILENT", "FromText", "Proposer", "Speculator"]
@@ -38,6 +41,8 @@ CAUGHT_UP = 4096
 PAYS_ALONE, PAYS_BESIDE_OTHERS = 0.3, 1.0
 """Accepted drafts a row, on the average, from which on waiting pays: where nobody else decodes a step more or less costs
 little, and else a request has a row in every other step."""
+WORTH_WAITING = 4
+"""Forced tokens for which a request waits that has a sample in flight: waiting costs it two steps."""
 _NEVER = 1 << 62
 
 
@@ -83,7 +88,7 @@ _EMPTY = Lookup()
 class _Pace:
     """How one request fares with its drafts."""
 
-    __slots__ = ("accepted", "attempts", "drafted", "length", "mean", "silent", "silent_at")
+    __slots__ = ("accepted", "attempts", "drafted", "length", "mean", "silent", "silent_at", "sure")
 
     def __init__(self, request: Request):
         self.length = FIRST
@@ -92,6 +97,7 @@ class _Pace:
         self.drafted, self.accepted = request.drafted, request.accepted
         self.silent: Sequence[int] = ()
         self.silent_at = 0
+        self.sure = False  # its last drafts were forced: they tell nothing about guesses
 
     def learn(self, request: Request, longest: int) -> bool:
         """Take in what has been accepted since the last call; whether anything was drafted."""
@@ -116,7 +122,7 @@ class Speculator:
     Args:
         tenants: the requests; their `drafts` are set, and `decoders.held`.
         longest: drafts of one request in one step at most.
-        allowed: how many of a request's drafts its grammar allows.
+        rules: what the grammars of requests allow and force.
     """
 
     def __init__(
@@ -125,13 +131,14 @@ class Speculator:
         tenants: Tenants,
         *,
         longest: int,
-        allowed: Callable[[Request, Sequence[int]], int],
+        rules: Rules,
     ):
-        self.proposer, self._tenants, self._longest, self._allowed = proposer, tenants, longest, allowed
+        self.proposer, self._tenants, self._longest, self._rules = proposer, tenants, longest, rules
         self._most_requests = max(1, tenants.max_samples // 4)
         self._leases = np.full(tenants.max_seqs, -1, np.int64)
         self._due = np.zeros(tenants.max_seqs, np.int64)  # known tokens from which on a request is looked at
         self._paces: list[_Pace | None] = [None] * tenants.max_seqs
+        self._ruled = np.zeros(tenants.max_seqs, bool)  # has a grammar
 
     def prepare(self) -> None:
         """Before `Scheduler.schedule`."""
@@ -142,13 +149,19 @@ class Speculator:
         for i in np.flatnonzero(moved).tolist():
             slot = slots[i]
             self._leases[slot], self._paces[slot] = decoders.lease[slot], None
-            self._due[slot] = 0 if requests[i].params.speculate else _NEVER
+            params = requests[i].params
+            self._due[slot] = 0 if params.speculate else _NEVER
+            self._ruled[slot] = params.speculate and params.grammar is not None
         if slots.size > self._most_requests:
             self.release()
             return
         for i in np.flatnonzero(decoders.known[slots] >= self._due[slots]).tolist():
             if not decoders.held[slots[i]]:
                 self._consider(requests[i], int(slots[i]))
+        for i in np.flatnonzero(self._ruled[slots] & ~decoders.held[slots]).tolist():
+            most = int(min(self._longest, decoders.left[slots[i]] - 1))
+            worth = WORTH_WAITING if decoders.pending[slots[i]] else 1
+            decoders.held[slots[i]] = len(self._rules.forced(requests[i], most)) >= worth
         held = decoders.held[slots]
         decoders.together = bool((decoders.pending[slots[held]] > 0).any())
         if held.any() and not decoders.together:
@@ -183,24 +196,33 @@ class Speculator:
 
     def _draft(self, requests: Sequence[Request], *, alone: bool) -> None:
         """Drafts of the requests that wait, whose tokens are all known; those with which it does not pay wait no longer."""
-        decoders, asked = self._tenants.decoders, dict[Request, int]()
+        decoders, asked, forced = self._tenants.decoders, dict[Request, int](), dict[Request, Sequence[int]]()
         for request in requests:
             slot = request.slot
             assert slot is not None
             pace = self._pace(request, slot)
-            if pace.learn(request, self._longest) and pace.mean < (PAYS_ALONE if alone else PAYS_BESIDE_OTHERS):
+            learnt, sure, pace.sure = pace.learn(request, self._longest), pace.sure, False
+            if self._ruled[slot] and (found := self._rules.forced(request, self._room(request, slot, self._longest))):
+                forced[request], pace.sure = found, True
+            elif learnt and not sure and pace.mean < (PAYS_ALONE if alone else PAYS_BESIDE_OTHERS):
                 decoders.held[slot], self._due[slot] = False, len(request) + pace.rest()
-                continue
-            wanted = min(pace.length, int(decoders.left[slot]) - 1)
-            asked[request] = max(0, min(wanted, self._tenants.reserve(request, wanted + 1) - 1))
+            else:
+                asked[request] = self._room(request, slot, pace.length)
         drafts = self.proposer.propose({request: most for request, most in asked.items() if most})
-        kept: dict[Request, Sequence[int]] = {}
+        kept = forced.copy()
         for request in asked:
             found = drafts.get(request, ())
-            found = found[: self._allowed(request, found)] if found else found
+            found = found[: self._rules.allowed(request, found)] if found else found
             if found:
                 kept[request] = found
             elif self.proposer.free or not asked[request]:  # else a grammar has cut them: the next may do
                 slot = request.slot
                 decoders.held[slot], self._due[slot] = False, len(request) + (0 if self.proposer.free else REST)
         self._tenants.drafts = kept
+        stay = {request for request in self._tenants.forced if request.state is State.RUNNING}
+        self._tenants.forced = (stay - asked.keys()) | forced.keys()
+
+    def _room(self, request: Request, slot: int, most: int) -> int:
+        """How many drafts of a request fit its `max_tokens` and its pages, `most` at most."""
+        most = min(most, int(self._tenants.decoders.left[slot]) - 1)
+        return max(0, min(most, self._tenants.reserve(request, most + 1) - 1))

@@ -20,7 +20,7 @@ __all__ = ["Tenants"]
 
 COUNTERS = ("preemptions", "finished", "aborted", "failed", "expired")
 COUNTERS += ("prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens")
-COUNTERS += ("drafted_tokens", "accepted_tokens")
+COUNTERS += ("drafted_tokens", "accepted_tokens", "forced_tokens")
 _LEASES = itertools.count()
 """Of all engines in the process: what a runner remembers of one is never taken for another's."""
 
@@ -37,7 +37,7 @@ class Tenants:
         max_samples: samples of one step at most, where that is more than `max_seqs`; what is left is for drafts.
         clock: the present in seconds; for tests.
 
-    `drafts` is set before `schedule`: guesses of what requests will sample next.
+    `drafts` is set before `schedule`: guesses of what requests will sample next; `forced`: whose guesses a grammar has made.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Tenants:
         self._arrivals = itertools.count()
         self.preemptions = self.finished = self.aborted = self.failed = self.expired = 0
         self.prompt_tokens = self.generated_tokens = self.prefix_query_tokens = self.prefix_hit_tokens = 0
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = self.forced_tokens = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -79,6 +79,7 @@ class Tenants:
         self._prompts: dict[Request, None] = {}  # those of them whose prompts are computed, in the same order
         self.decoders = Decoders(self.max_seqs, self.blocks.page_size, registers=self.blocks.prefix_cache)
         self.drafts: Mapping[Request, Sequence[int]] = {}
+        self.forced: set[Request] = set()
         self._slots = list(range(self.max_seqs - 1, -1, -1))
         self._by_id: dict[str, list[Request]] = {}
 

@@ -1,10 +1,11 @@
 """The HTTP server: OpenAI's endpoints, their checks before the engine is touched, health, metrics and the page.
 
     POST /v1/completions  /v1/chat/completions     generation, whole or streamed (stream.py)
+    POST /v1/responses                             the same in OpenAI's newer words (responses/)
     POST /v1/embeddings  /v1/score  /v1/rerank     numbers of whole texts (embeddings.py)
     GET  /v1/models  /v1/models/{name}             the model that is served, and its LoRA adapters
     POST /v1/load_lora_adapter  /v1/unload_lora_adapter     only with --adapter-dir (adapters.py)
-    POST /tokenize  /detokenize                    text <-> token ids
+    POST /tokenize  /detokenize                    text or a chat <-> token ids (tokens.py)
     GET  /health  /ready  /version  /metrics       alive; taking requests; which build; Prometheus
     GET  /openapi.json                             the API's description
     GET  /  /live                                  the playground, and the engine state that it draws
@@ -41,12 +42,15 @@ from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.link import EngineLink, EngineStopped
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
-from tilewright.server.openapi import DetokenizeBody, TokenizeBody, openapi
+from tilewright.server.openapi import openapi
 from tilewright.server.pool import Pool
-from tilewright.server.prompts import Served, encode
-from tilewright.server.protocol import Job, chat_job, completion_job, parse
+from tilewright.server.prompts import Served
+from tilewright.server.protocol import Job, chat_job, completion_job
+from tilewright.server.reply import Reply, Writer
+from tilewright.server.responses import ResponsesReply, responses_job
 from tilewright.server.stream import Answer, unless_gone
 from tilewright.server.structured import GrammarGate
+from tilewright.server.tokens import TokenEndpoints
 from tilewright.server.watchdog import Watchdog
 
 __all__ = ["Server", "app_of", "create_app"]
@@ -54,7 +58,7 @@ __all__ = ["Server", "app_of", "create_app"]
 MAX_FAILURES = 10
 """Failed steps without a token in between, after which the device, not the requests, is to blame."""
 
-INLINE = ("/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+INLINE = ("/v1/completions", "/v1/embeddings", "/detokenize")
 """Paths whose short bodies take no time to read: neither a chat template nor pairs of texts."""
 LOOK_TIMEOUT_S = 10.0
 """How long /metrics and /live wait for the end of a step."""
@@ -107,6 +111,7 @@ class Server:
         """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
         self._bodies = Bodies(config)
         self.models = ModelEndpoints(served, config, lambda: self.worker, self._prepared)
+        self.tokens = TokenEndpoints(served, config, self._prepared)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -143,20 +148,29 @@ class Server:
         """POST /v1/chat/completions."""
         return await self._answer(request, chat_job)
 
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        return await self._answer(request, responses_job, ResponsesReply)
+
     def _check_open(self) -> None:
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
         if self.watchdog.hangs:
             raise unavailable("the engine is in a step that does not end; the server needs a restart", code="hanging")
 
-    async def _answer(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
+    async def _answer(
+        self,
+        request: Request,
+        read: Callable[[bytes, Served, ServerConfig], Job],
+        writer: Callable[..., Writer] = Reply,
+    ) -> Response:
         self._check_open()
         self.served.check_generates()
         job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
         grammar = job.params[0].grammar
         if grammar is not None:
             await self.grammars.check(grammar, job.grammar_field or "grammar")
-        answer = Answer(job, self.served, self.worker)
+        answer = Answer(job, self.served, self.worker, writer)
         tokens = tokens_of(request.scope)
         tokens.prompt, tokens.completion = sum(map(len, job.prompts)), lambda: answer.completion_tokens
         return answer
@@ -205,31 +219,6 @@ class Server:
             wanted = "wanted application/json (curl: -H 'content-type: application/json')"
             raise ApiError(415, f"content-type is {kind[:80]!r}, {wanted}")
         return await self._bodies.read(request)
-
-    # Text and tokens -------------------------------------------------------------------------------------------------
-
-    async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize {prompt, add_special_tokens?} -> {count, max_model_len, tokens}."""
-
-        def work(raw: bytes) -> list[int]:
-            body = parse(raw, TokenizeBody)
-            self.served.adapter_of(body.model)
-            if not body.prompt:
-                return self.served.tokenizer.encode("", add_special=body.add_special_tokens)
-            return encode(body.prompt, self.served, add_special=body.add_special_tokens)
-
-        tokens = await self._prepared(request, work)
-        return JSONResponse({"count": len(tokens), "max_model_len": self.served.max_model_len, "tokens": tokens})
-
-    async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize {tokens} -> {prompt}."""
-
-        def work(raw: bytes) -> str:
-            body = parse(raw, DetokenizeBody)
-            self.served.adapter_of(body.model)
-            return self.served.tokenizer.decode(self.served.check_ids(body.tokens, "tokens"))
-
-        return JSONResponse({"prompt": await self._prepared(request, work)})
 
     # About the server ------------------------------------------------------------------------------------------------
 
@@ -324,13 +313,14 @@ def app_of(server: Server) -> FastAPI:
     posts = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
+        "/v1/responses": server.responses,
         "/v1/embeddings": server.embeddings,
         "/v1/score": server.score,
         "/v1/rerank": server.rerank,
         "/v1/load_lora_adapter": server.models.load,
         "/v1/unload_lora_adapter": server.models.unload,
-        "/tokenize": server.tokenize,
-        "/detokenize": server.detokenize,
+        "/tokenize": server.tokens.tokenize,
+        "/detokenize": server.tokens.detokenize,
     }
     gets = {
         "/": server.page,

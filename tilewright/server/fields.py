@@ -9,6 +9,7 @@ name that is not a field here
 The schema of /openapi.json is made of these models, so every number has both its ends there.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tilewright.engine.request import RANGES, shown
 from tilewright.server.errors import not_supported
 
-__all__ = ["ChatBody", "CompletionBody", "StreamOptions", "ignored_names"]
+__all__ = ["ChatBody", "CompletionBody", "SamplingBody", "StreamOptions", "ignored_names"]
 
 IGNORED = {
     *(
@@ -83,14 +84,11 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool | None = None
 
 
-class CompletionBody(_Body):
-    """Fields of /v1/completions, before any rule that looks at more than one of them."""
+class SamplingBody(_Body):
+    """Fields of every body that asks for text."""
 
     model: str | None = None
-    prompt: Any = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int | None, Field(ge=0, le=RANGES["max_tokens"][1])] = None
     min_tokens: Annotated[int | None, _within("min_tokens")] = None
     temperature: Annotated[float | None, _within("temperature")] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -106,9 +104,17 @@ class CompletionBody(_Body):
     ignore_eos: bool | None = None
     speculate: bool | None = None
     seed: Annotated[int | None, _within("seed")] = None
+    priority: Annotated[int | None, _within("priority")] = None
+
+
+class CompletionBody(SamplingBody):
+    """Fields of /v1/completions, before any rule that looks at more than one of them."""
+
+    prompt: Any = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int | None, Field(ge=0, le=RANGES["max_tokens"][1])] = None
     n: Annotated[int | None, _within("n")] = None
     best_of: Annotated[int | None, _within("n")] = None
-    priority: Annotated[int | None, _within("priority")] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, _within("logprobs")] = None
     prompt_logprobs: Annotated[int | None, _within("prompt_logprobs")] = None
@@ -141,12 +147,14 @@ class ChatBody(CompletionBody):
     """Control tokens spelled out in the messages are these tokens; otherwise they are text."""
 
 
-def ignored_names(body: CompletionBody) -> tuple[str, ...]:
+def ignored_names(
+    body: SamplingBody, ignored: Collection[str] = IGNORED, nothing: Mapping[str, tuple[Any, ...]] = NOTHING
+) -> tuple[str, ...]:
     """Names of fields that are there and have no effect. Raises `ApiError` for those that would have one elsewhere."""
     extra = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     for name, value in extra.items():
-        harmless = NOTHING.get(name, ())
-        if name not in IGNORED and not any(value == nothing and type(value) is type(nothing) for nothing in harmless):
+        harmless = nothing.get(name, ())
+        if name not in ignored and not any(value == one and type(value) is type(one) for one in harmless):
             wanted = " or ".join(["no such field", *(shown(value) for value in harmless)])
             raise not_supported(shown(name).strip("'\""), f"got {shown(value, 60)}, wanted {wanted}")
-    return tuple(name for name in extra if name in IGNORED)
+    return tuple(name for name in extra if name in ignored)

@@ -38,6 +38,7 @@ from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
 from tilewright.server.passing import BUSY, Running, labelled, lost_event, nobody
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job, chat_job, completion_job
+from tilewright.server.responses import responses_job
 from tilewright.server.router import DIGEST_BYTES, Decision
 from tilewright.server.serve import run_server
 from tilewright.server.spans import span_of
@@ -111,6 +112,10 @@ class Front:
     async def chat_completions(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         return await self._generate(request, chat_job)
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        return await self._generate(request, responses_job)
 
     async def _generate(self, request: Request, read: Callable[[bytes, Served, ServerConfig], Job]) -> Response:
         if self.draining:
@@ -245,8 +250,7 @@ class _Forwarded(Response):
         self._chosen += 1
         name = f"{request_id_of(self._request.scope)} {id(self)} {self._chosen}"
         fleet.router.started(name, decision, self._digests)
-        path = "/v1/chat/completions" if self._job.chat else "/v1/completions"
-        url = fleet.replicas[decision.replica].url + path
+        url = fleet.replicas[decision.replica].url + self._job.path
         sent = False
         try:
             async with front.session.post(url, data=self._raw, headers=front.headers(self._request)) as found:
@@ -293,6 +297,7 @@ def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:
     posts = {
         "/v1/completions": front.completions,
         "/v1/chat/completions": front.chat_completions,
+        "/v1/responses": front.responses,
     }
     posts |= dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings", "/v1/score", "/v1/rerank"), front.anything)
     gets = {"/health": front.health, "/ready": front.ready, "/metrics": front.metrics}

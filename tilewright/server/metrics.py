@@ -42,6 +42,7 @@ COUNTERS = {
     "prefix_hit_tokens": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
     "drafted_tokens": ("Tokens guessed ahead", "drafted_tokens"),
     "accepted_tokens": ("Those of them that were right", "accepted_tokens"),
+    "forced_tokens": ("Those of these that a grammar left no choice about", "forced_tokens"),
     "preemptions": ("Samples put back into the queue for want of pages", "preemptions"),
     "requests_finished": ("Samples that came to their end", "finished"),
     "requests_aborted": ("Samples aborted, mostly by clients that went away", "aborted"),

@@ -2,43 +2,29 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tilewright import __version__
 from tilewright.server.adapters import LoadBody, UnloadBody
 from tilewright.server.config import ServerConfig
 from tilewright.server.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from tilewright.server.protocol import ChatBody, CompletionBody
+from tilewright.server.responses import ResponsesBody
+from tilewright.server.tokens import DetokenizeBody, TokenizeBody
 
-__all__ = ["DetokenizeBody", "TokenizeBody", "openapi"]
-
-
-class TokenizeBody(BaseModel):
-    """Fields of /tokenize."""
-
-    model_config = ConfigDict(strict=True)
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class DetokenizeBody(BaseModel):
-    """Fields of /detokenize."""
-
-    model_config = ConfigDict(strict=True)
-    model: str | None = None
-    tokens: list[int]
+__all__ = ["openapi"]
 
 
 POSTS: dict[str, tuple[str, type[BaseModel], str]] = {
     "/v1/completions": ("Complete a prompt; with `stream`, as server-sent events", CompletionBody, "text_completion"),
     "/v1/chat/completions": ("Answer a chat; with `stream`, as server-sent events", ChatBody, "chat.completion"),
+    "/v1/responses": ("Answer a chat in items; with `stream`, as server-sent events", ResponsesBody, "response"),
     "/v1/embeddings": ("Embeddings of texts or token ids", EmbeddingsBody, "list of embeddings"),
     "/v1/score": ("How well texts fit each other", ScoreBody, "list of scores"),
     "/v1/rerank": ("Documents by how well they fit a query", RerankBody, "results, the best first"),
     "/v1/load_lora_adapter": ("Load a LoRA adapter, where the operator allows it", LoadBody, "model"),
     "/v1/unload_lora_adapter": ("Unload one", UnloadBody, "deleted model"),
-    "/tokenize": ("The token ids of a text", TokenizeBody, "tokens, count, max_model_len"),
+    "/tokenize": ("The token ids of a text or a chat", TokenizeBody, "tokens, count, max_model_len"),
     "/detokenize": ("The text of token ids", DetokenizeBody, "prompt"),
 }
 GETS = {

@@ -23,7 +23,7 @@ from tilewright.server.structured import grammar_of
 from tilewright.server.tools.asked import Answering, Asked, answering
 from tilewright.server.tools.channels import CLOSE, FINAL
 
-__all__ = ["ChatBody", "CompletionBody", "Job", "chat_job", "completion_job", "parse"]
+__all__ = ["ChatBody", "CompletionBody", "Job", "chat_ids_of", "chat_job", "chat_job_of", "completion_job", "parse"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What /v1/completions generates when max_tokens is not given; OpenAI's number."""
@@ -66,6 +66,16 @@ class Job:
     """Which field has asked for a grammar, where there is one."""
     answering: Answering | None = None
     """How a chat's answers are read, where they may hold more than text."""
+
+    @property
+    def prefix(self) -> str:
+        """What the answer's id begins with."""
+        return "chatcmpl-" if self.chat else "cmpl-"
+
+    @property
+    def path(self) -> str:
+        """Where a client asks for it."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     @property
     def n(self) -> int:
@@ -142,7 +152,11 @@ def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
 
 def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
     """The job that a /v1/chat/completions body asks for. Raises `ApiError`."""
-    body = parse(raw, ChatBody)
+    return chat_job_of(parse(raw, ChatBody), served, config)
+
+
+def chat_job_of(body: ChatBody, served: Served, config: ServerConfig) -> Job:
+    """The same, of a body that has been read."""
     if body.prompt is not None:
         raise bad_request("prompt is no field of a chat, wanted messages alone", "prompt")
     ignored = ignored_names(body)
@@ -151,18 +165,8 @@ def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
         raise bad_request("top_logprobs is set, wanted logprobs: true with it", "top_logprobs")
     if body.logprobs:
         fields["logprobs"] = _at_most("top_logprobs", body.top_logprobs or 0, config.max_logprobs)
-    if body.add_special_tokens:
-        raise not_supported("add_special_tokens", "got true, wanted false: the chat template puts them where they belong")
     asked_tools = Asked.of(body)
-    prompts = [
-        chat_prompt(
-            body.messages,
-            served,
-            config.max_messages,
-            allow_special=bool(body.allow_special_tokens),
-            variables=_template_variables(body) | ({"tools": list(asked_tools.tools)} if asked_tools.tools else {}),
-        )
-    ]
+    prompts = [_chat_ids(body, asked_tools, served, config)]
     reading, grammar_field = _chat_grammar(fields, body, asked_tools, prompts[0], served, config)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return Job(
@@ -175,6 +179,23 @@ def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
         grammar_field=grammar_field,
         answering=reading,
         **_answer_fields(body),
+    )
+
+
+def chat_ids_of(body: ChatBody, served: Served, config: ServerConfig) -> list[int]:
+    """The token ids of a chat alone. Raises `ApiError`."""
+    return _chat_ids(body, Asked.of(body), served, config)
+
+
+def _chat_ids(body: ChatBody, asked: Asked, served: Served, config: ServerConfig) -> list[int]:
+    if body.add_special_tokens:
+        raise not_supported("add_special_tokens", "got true, wanted false: the chat template puts them where they belong")
+    return chat_prompt(
+        body.messages,
+        served,
+        config.max_messages,
+        allow_special=bool(body.allow_special_tokens),
+        variables=_template_variables(body) | ({"tools": list(asked.tools)} if asked.tools else {}),
     )
 
 

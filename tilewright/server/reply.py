@@ -8,21 +8,61 @@ once, at its end. NaN and infinities are no JSON; `logprobs.finite` and the engi
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tilewright import __version__
 from tilewright.engine.outputs import joined
 from tilewright.engine.request import Delta
+from tilewright.server.errors import ApiError
 from tilewright.server.logprobs import Logprobs
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job
 from tilewright.server.tools.message import Message
 
-__all__ = ["Reply"]
+__all__ = ["Reply", "Writer"]
 
 _TEXT = "\ue000"
 PIECE_ENTRIES = 64
 """Tokens with log-probabilities in a piece: with 20 alternatives each, some 5 ms."""
+
+
+class Writer(Protocol):
+    """What an answer is written by: `Reply`, or that of another endpoint."""
+
+    id: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether most events of this stream are a text and nothing else."""
+        ...
+
+    def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        """Events for these deltas."""
+        ...
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text in a plain event of a sample; None before its first event."""
+        ...
+
+    def count(self, tokens: int) -> None:
+        """Tokens have gone to the reader without this object."""
+        ...
+
+    def end(self) -> bytes:
+        """The last events of a stream."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that could not be finished."""
+        ...
+
+    def add(self, deltas: Sequence[Delta]) -> Iterator[None]:
+        """Take deltas in for `whole`."""
+        ...
+
+    def whole(self) -> bytes:
+        """The complete answer."""
+        ...
 
 
 @dataclass
@@ -99,11 +139,14 @@ class Reply:
         """Tokens have gone to the reader without this object."""
         self._completion_tokens += tokens
 
-    def last_chunk(self) -> bytes:
-        """The event with the usage, where the client asked for it."""
-        if not self._job.include_usage:
-            return b""
-        return f"data: {_json({**self._head, 'choices': [], 'usage': self._usage()})}\n\n".encode()
+    def end(self) -> bytes:
+        """The last events: the usage, where the client asked for it, and the end of the stream."""
+        usage = f"data: {_json({**self._head, 'choices': [], 'usage': self._usage()})}\n\n" if self._job.include_usage else ""
+        return usage.encode() + b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that could not be finished."""
+        return b"data: " + json.dumps(error.body).encode() + b"\n\n"
 
     def _read_chunk(self, index: int, delta: Delta) -> Iterator[bytes]:
         """The event of a sample whose text is read, if there is something to say."""

@@ -7,9 +7,8 @@ event. Long answers are written in pieces, and other requests have their turn be
 """
 
 import asyncio
-import json
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from tilewright.server.errors import ApiError, bad_request, overloaded, unavaila
 from tilewright.server.link import Channel, EngineLink, EngineStopped
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job
-from tilewright.server.reply import Reply
+from tilewright.server.reply import Reply, Writer
 from tilewright.server.spans import RequestSpan, span_of
 
 __all__ = ["Answer", "unless_gone"]
@@ -68,9 +67,9 @@ def _together(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class Answer(Response):
-    """The response to a job, made while it is sent."""
+    """The response to a job, made while it is sent. `writer`: makes what the job is answered with."""
 
-    def __init__(self, job: Job, served: Served, worker: EngineLink):
+    def __init__(self, job: Job, served: Served, worker: EngineLink, writer: Callable[..., Writer] = Reply):
         super().__init__()
         self._job = job
         self._worker, self._served = worker, served
@@ -78,8 +77,7 @@ class Answer(Response):
         self._first_s: float | None = None
         """When the first token came."""
         self._direct: Direct | None = None
-        name = f"{'chatcmpl' if job.chat else 'cmpl'}-{token_hex(12)}"
-        self._reply = Reply(name, int(time.time()), job, served)
+        self._reply = writer(f"{job.prefix}{token_hex(12)}", int(time.time()), job, served)
 
     @property
     def completion_tokens(self) -> int:
@@ -164,7 +162,7 @@ class Answer(Response):
                 deltas = await self._take(channel)
             if self._direct is not None:
                 self._reply.count(self._direct.tokens)
-            end = self._reply.last_chunk() + b"data: [DONE]\n\n"
+            end = self._reply.end()
         except ApiError as error:
-            end = b"data: " + json.dumps(error.body).encode() + b"\n\n"
+            end = self._reply.failed(error)
         await send({"type": "http.response.body", "body": end})
