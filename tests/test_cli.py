@@ -35,7 +35,7 @@ OPTIONS = {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
         *("--max-wait", "--prefix-cache", "--no-prefix-cache", "--config", "--replicas", "--fronts", "--max-connections"),
-        *("--ray", "--no-ray", "--max-replicas", "--scale-down-after"),
+        *("--ray", "--no-ray", "--max-replicas", "--scale-down-after", "--traces", "--trace-share"),
         *("--adapter", "--max-adapters", "--max-adapter-rank", "--adapter-dir"),
         *("--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),

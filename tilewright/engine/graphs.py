@@ -111,17 +111,19 @@ class DecodeGraph:
                 for tail in tails:
                     tail(inputs, hidden)
         self._body = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._body, pool=pool, stream=stream):
+        # NCCL asks for its events from a thread of its own meanwhile, which would end a capture of all threads.
+        mode: Any = "thread_local"
+        with torch.cuda.graph(self._body, pool=pool, stream=stream, capture_error_mode=mode):
             self.hidden = bodies[0](inputs)
         self._adapted = self._body
         if bodies[1] is not None:
             self._adapted = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._adapted, pool=pool, stream=stream):
+            with torch.cuda.graph(self._adapted, pool=pool, stream=stream, capture_error_mode=mode):
                 self.hidden.copy_(bodies[1](inputs))  # where the tails read
         self._tails: list[tuple[torch.cuda.CUDAGraph, Sampled]] = []
         for tail in tails:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 sampled = tail(inputs, self.hidden)
             self._tails.append((graph, sampled))
         torch.cuda.current_stream(device).wait_stream(stream)

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,6 +20,9 @@ from prometheus_client.registry import Collector
 
 from tilewright.engine.outputs import EngineStats
 from tilewright.server.aliases import aliases
+
+if TYPE_CHECKING:
+    from tilewright.server.traces import Tracer
 
 __all__ = ["CONTENT_TYPE", "HttpCounts", "Latencies", "Metrics", "Scrape", "added_gauges", "process_numbers"]
 
@@ -134,13 +138,18 @@ class HttpCounts:
         self.wrong_keys = 0
         self.further: list[Collector] = []
         """What else stands in /metrics."""
+        self.tracer: Tracer | None = None
+        """What makes a span of each request."""
         self._connections = connections
         self._ended = ended
 
     def count(self, path: str, status: int) -> None:
         """A request for `path` was answered with `status`."""
-        above = next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
-        self.requests[path if path in self.paths else above, status] += 1
+        self.requests[self.route(path), status] += 1
+
+    def route(self, path: str) -> str:
+        """What a path is counted as."""
+        return path if path in self.paths else next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
 
     def counts(self) -> Iterator[tuple[str, float]]:
         """Numbers that only rise, by name."""
