@@ -90,10 +90,11 @@ def page_of(cache: KVCache | LatentCache, page: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "fp8", "latent"])
 def test_a_page_comes_back_as_it_went(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through buffers that hold two pages."""
+    """Through buffers that hold two pages, into blocks of three."""
     cache = filled(kind)
     size = sum(part[0].numel() * part.element_size() for layer in cache.layers for part in layer)
     monkeypatch.setattr("tilewright.engine.tier.CHUNK_BYTES", 2 * size)
+    monkeypatch.setattr("tilewright.engine.tier.BLOCK_BYTES", 3 * size)
     tier, before = HostTier(cache, 7), [page_of(cache, page) for page in range(9)]
     tier.move(((0, 3), (5, 4), (2, 5), (8, 0), (1, 6)), ())
     tier.move(((4, 1),), ((0, 0), (3, 1), (4, 2), (5, 5)))

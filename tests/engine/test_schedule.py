@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.engine.fake_runner import expected, scheduler
 from tests.engine.pair import VOCAB, Pair, check, request, rows, start_again
+from tilewright.engine.blocks import page_digest
 from tilewright.engine.request import QueueFull, Request, RequestTooLong, SamplingParams, State
 from tilewright.engine.step import Step, StepResult
 
@@ -271,6 +272,17 @@ def test_pages_are_known_again_after_a_request_has_started_again():
     pair.finish()
     assert [r.cached for r in pair.arrivals] == [0, 8]
     pair.check_outputs()
+
+
+def test_a_page_that_an_answer_fills_is_its_adapters_alone():
+    """Also the first, of a prompt that is shorter than a page."""
+    pair = Pair(scheduler(50, 4))
+    salted = Request("a", [1, 2], SamplingParams(max_tokens=9, seed=1), adapter=(1, b"salt"))
+    pair.add(salted)
+    pair.finish()
+    tokens, blocks = salted.tokens(0, 4), pair.scheduler.blocks
+    assert blocks.find(page_digest(b"salt", tokens)) is not None
+    assert blocks.find(page_digest(b"", tokens)) is None
 
 
 def test_bounds_of_the_scheduler_are_checked():

@@ -177,30 +177,35 @@ class Packer:
             others |= moved
         rows = others.nonzero()[0]
         if rows.size:
-            self._refresh(step, rows, held[rows], np.zeros(rows.size, bool) if moved is None else moved[rows])
+            new = np.zeros(rows.size, bool) if moved is None else moved[rows]
+            grown = ~new & (step.pages[rows] == held[rows] + 1)
+            if grown.any() and self._grow(step, rows[grown]):
+                rows, new = rows[~grown], new[~grown]
+            self._refresh(step, rows, held[rows], new)
         self._seen = step.leases
 
-    def _refresh(self, step: Step, rows: np.ndarray, held: np.ndarray, moved: np.ndarray) -> None:
+    def _grow(self, step: Step, rows: np.ndarray) -> bool:
+        """These requests have got a page more each: all that happens to most that decode. Whether it could be written."""
         slots = step.slots[rows]
-        grown = ~moved & (step.pages[rows] == held + 1)
-        if grown.any():  # by one page: what a decoding request asks for
-            last = [step.requests[i].pages[-1] for i in rows[grown].tolist()]
+        try:
+            self.tables[slots, self._held[slots]] = [step.requests[i].pages[-1] for i in rows.tolist()]
+        except HOST_ERRORS:
+            return False  # one by one, to find out whose it is
+        self._held[slots] += 1
+        return True
+
+    def _refresh(self, step: Step, rows: np.ndarray, held: np.ndarray, moved: np.ndarray) -> None:
+        slots = step.slots[rows].tolist()
+        for i, slot, had, new in zip(rows.tolist(), slots, held.tolist(), moved.tolist()):
+            request, first = step.requests[i], 0 if new else had
+            pages = request.pages
             try:
-                self.tables[slots[grown], held[grown]] = last
-            except HOST_ERRORS:
-                grown[:] = False  # one by one, to find out whose it is
-            else:
-                self._held[slots[grown]] += 1
-        for i in (~grown).nonzero()[0].tolist():
-            request, slot = step.requests[int(rows[i])], int(slots[i])
-            first, pages = 0 if moved[i] else int(held[i]), request.pages
-            try:
-                if moved[i]:
+                if new:
                     self._arrive(slot, request)
                 self.tables[slot, first : len(pages)] = pages[first:]
             except HOST_ERRORS as error:
                 raise RowFault(request, error) from error
-            self._leases[slot], self._held[slot] = step.leases[rows[i]], len(pages)
+            self._leases[slot], self._held[slot] = step.leases[i], len(pages)
 
     def _arrive(self, slot: int, request: Request) -> None:
         s = request.settings

@@ -5,7 +5,7 @@ Pure Python. `StepPlan` is the step that the scheduler is making: pages that it 
 
 from collections.abc import Sequence
 
-from tilewright.engine.blocks import BlockPool, page_digest
+from tilewright.engine.blocks import BlockPool, page_digest, page_digests
 from tilewright.engine.request import Request
 from tilewright.engine.step import Row
 
@@ -110,17 +110,23 @@ class Prefixes:
 
     def register_next(self, requests: Sequence[Request]) -> None:
         """Make known the first page of each decoding request that is not known yet, and is full."""
-        size, register = self.blocks.page_size, self.blocks.register
+        size = self.blocks.page_size
+        parents, tokens, waiting = list[bytes](), list[Sequence[int]](), list[Request]()
         for request in requests:
             index, digests = request.registered, request.digests
             if len(digests) == index:
-                start = index * size - len(request.prompt_ids)
-                tokens = request.output_ids[start : start + size]
-                if start < 0:
-                    tokens = request.tokens(index * size, index * size + size)
-                digests.append(page_digest(digests[-1] if index else request.salt, tokens))
-            register(request.pages[index], digests[index])
-            request.registered = index + 1
+                first = index * size
+                start = first - len(request.prompt_ids)
+                parents.append(digests[-1] if index else request.salt)
+                page = request.output_ids[start : start + size] if start >= 0 else request.tokens(first, first + size)
+                tokens.append(page)
+                waiting.append(request)
+        for request, digest in zip(waiting, page_digests(parents, tokens)):
+            request.digests.append(digest)
+        known = [request.digests[request.registered] for request in requests]
+        self.blocks.register_many([request.pages[request.registered] for request in requests], known)
+        for request in requests:
+            request.registered += 1
 
     def register(self, request: Request) -> list[int]:
         """Make known to the prefix cache the pages that are full and whose tokens are known; returns them."""

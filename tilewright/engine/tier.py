@@ -17,6 +17,8 @@ from tilewright.nn import KVCache, LatentCache
 __all__ = ["CHUNK_BYTES", "HostTier", "buffer_bytes", "page_bytes_of"]
 
 CHUNK_BYTES = 64 << 20
+BLOCK_BYTES = 1 << 30
+"""Host memory is taken in blocks of up to so many bytes: torch rounds pinned memory up to a power of two."""
 
 
 def page_bytes_of(cache: KVCache | LatentCache) -> int:
@@ -52,7 +54,11 @@ class _Way:
 
 
 class HostTier:
-    """`num_pages` rows of host memory, pinned where there is a CUDA device."""
+    """`num_pages` rows of host memory, pinned where there is a CUDA device.
+
+    Raises:
+        ValueError: there is not so much memory.
+    """
 
     def __init__(self, cache: KVCache | LatentCache, num_pages: int):
         self._parts = _parts(cache)
@@ -60,7 +66,13 @@ class HostTier:
         self._page_bytes = page_bytes_of(cache)
         self._chunk = max(1, CHUNK_BYTES // self._page_bytes)
         self._cuda = device.type == "cuda"
-        self.rows = torch.empty(num_pages, self._page_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+        self._block = max(1, BLOCK_BYTES // self._page_bytes)
+        sizes = [min(self._block, num_pages - begin) for begin in range(0, num_pages, self._block)]
+        try:
+            self._rows = [torch.empty(n, self._page_bytes, dtype=torch.uint8, pin_memory=self._cuda) for n in sizes]
+        except RuntimeError as error:
+            asked = num_pages * self._page_bytes
+            raise ValueError(f"host_cache_bytes asks for {asked:,} bytes of host memory, which are not to be had") from error
         self._out, self._in = (_Way(self._chunk, self._page_bytes, device) for _ in range(2))
 
     def move(self, out: Moves, back: Moves) -> None:
@@ -90,7 +102,7 @@ class HostTier:
         index = self._index(pages)
         for part, place in self._places(buffer, len(pages)):
             place.copy_(part.index_select(0, index))
-        self._copy(self._out, [(self.rows[host : host + n], buffer[at : at + n]) for at, host, n in _runs(hosts)])
+        self._copy(self._out, [(rows, buffer[at : at + rows.shape[0]]) for at, rows in self._runs(hosts)])
         if self._cuda:
             assert self._out.stream is not None
             self._out.done[number] = self._out.stream.record_event()
@@ -101,7 +113,7 @@ class HostTier:
         buffer, done = self._in.buffers[number], self._in.done[number]
         if self._in.stream is not None and done is not None:
             self._in.stream.wait_event(done)
-        self._copy(self._in, [(buffer[at : at + n], self.rows[host : host + n]) for at, host, n in _runs(hosts)], behind=False)
+        self._copy(self._in, [(buffer[at : at + rows.shape[0]], rows) for at, rows in self._runs(hosts)], behind=False)
         if self._in.stream is not None:
             torch.cuda.current_stream(buffer.device).wait_stream(self._in.stream)
         index = self._index(pages)
@@ -132,6 +144,14 @@ class HostTier:
         index = torch.tensor(pages, dtype=torch.int64, pin_memory=self._cuda)
         return index.to(self._parts[0].device, non_blocking=True)
 
+    def _runs(self, hosts: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """(index, rows of host memory) of each run of rising neighbours in one block."""
+        breaks = (np.diff(hosts) != 1) | (np.array(hosts[1:], np.int64) % self._block == 0)
+        ends = (np.flatnonzero(breaks) + 1).tolist()
+        for at, end in zip([0, *ends], [*ends, len(hosts)]):
+            block, row = divmod(hosts[at], self._block)
+            yield at, self._rows[block][row : row + end - at]
+
     def _places(self, buffer: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(each part of the cache, where its pages stand in a buffer [count, ...])"""
         at = 0
@@ -144,10 +164,3 @@ class HostTier:
 def _chunks(moves: Moves, size: int) -> Iterator[Moves]:
     for at in range(0, len(moves), size):
         yield moves[at : at + size]
-
-
-def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(index, page, length) of each run of rising neighbours."""
-    ends = np.flatnonzero(np.diff(pages) != 1) + 1
-    for at, end in zip([0, *ends.tolist()], [*ends.tolist(), len(pages)]):
-        yield at, pages[at], end - at
