@@ -24,6 +24,7 @@ from tilewright.cli import app
 
 ENGINE_OPTIONS = {
     *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
+    "--host-cache-gib",
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
     *("--tp", "--pp", "--slices"),

@@ -34,12 +34,16 @@ GAUGES = {
     "kv_pages_total": ("Pages of the KV cache", "pages_total"),
     "kv_pages_used": ("Pages held by running requests", "pages_used"),
     "kv_pages_cached": ("Pages kept only for prefix reuse", "pages_cached"),
+    "host_pages_total": ("Pages of host memory for what the KV cache gives up", "host_pages_total"),
+    "host_pages_used": ("Those of them that hold something", "host_pages_used"),
 }
 COUNTERS = {
     "prompt_tokens": ("Prompt tokens taken in", "prompt_tokens"),
     "generation_tokens": ("Tokens generated", "generated_tokens"),
     "prefix_query_tokens": ("Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
     "prefix_hit_tokens": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
+    "pages_out": ("Pages copied to host memory", "pages_out"),
+    "pages_in": ("Pages copied back from host memory", "pages_in"),
     "drafted_tokens": ("Tokens guessed ahead", "drafted_tokens"),
     "accepted_tokens": ("Those of them that were right", "accepted_tokens"),
     "forced_tokens": ("Those of these that a grammar left no choice about", "forced_tokens"),
