@@ -12,6 +12,7 @@ from tilewright.engine.adapters import adapter_bytes
 from tilewright.engine.config import EngineConfig
 from tilewright.hw.device import free_bytes, memory_bytes
 from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
+from tilewright.models.draft_heads import DraftHead
 from tilewright.nn import Linear, LoraStack, Rope
 from tilewright.ops.weights import MixedWeight, QuantizedWeight
 
@@ -190,6 +191,7 @@ def plan_memory(
     working = _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
     if draft is not None:
         page_bytes += page_size * kv_bytes_per_token(draft.config, cache_dtype(draft, options) or dtype)
+        page_bytes += page_size * dtype.itemsize * (draft.kept_numbers if isinstance(draft, DraftHead) else 0)
         weights, tables = weights + weight_bytes_of(draft), tables + _tables_bytes(draft)
         working += _working_bytes(draft, dtype, options.max_tokens_per_step, options.max_samples)
     limit, reserve = None, 0
