@@ -10,7 +10,8 @@ QUANTIZE = ("int8", "fp8", "fp8-block", "mxfp8", "int4", "int8-weight")
 
 SPECULATE = ("grammar", "mtp", "ngram")
 """What guesses tokens ahead without another model: "ngram" looks where the end of the text has stood before, "mtp" is the
-model's own layer for a second token. What a grammar leaves no choice about is tried in any case; with "grammar" nothing else is."""
+model's own layer for a second token. What a grammar leaves no choice about is tried in any
+case; with "grammar" nothing else is."""
 
 KV_CACHE = ("int8", "fp8")
 """What a cache of codes may hold."""

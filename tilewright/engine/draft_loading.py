@@ -1,4 +1,4 @@
-"""What guesses tokens ahead beside a model, from an option to a runner: a small model, a draft head, or the model's own MTP layer."""
+"""What guesses ahead beside a model, from an option to a runner: a small model, a draft head, or the model's own MTP layer."""
 
 import json
 from collections.abc import Callable
@@ -35,9 +35,9 @@ class Draft:
 
     def empty(self, dtype: torch.dtype) -> Model:
         """It on "meta", for the memory plan."""
-        return (
-            empty_model(self.config, device="meta", dtype=dtype) if self.head is None else cast(Model, self.head.build(dtype))
-        )
+        if self.head is not None:
+            return cast(Model, self.head.build(dtype))
+        return empty_model(self.config, device="meta", dtype=dtype)
 
     def beside(self, runner: ModelRunner, positions: int, make: Callable[[Model], ModelRunner]) -> ModelRunner:
         """Load it for the model of `runner`, whose contexts have up to so many tokens. `make` makes its own runner.
@@ -49,7 +49,8 @@ class Draft:
             if self.config.max_position_embeddings < positions:
                 raise ValueError(
                     f"draft is {self.name!r}, whose positions end at {self.config.max_position_embeddings}, and the model's "
-                    f"contexts have up to {positions} tokens; set max_model_len to no more than that, or take another draft model"
+                    f"contexts have up to {positions} tokens; set max_model_len to no more than that, or take another draft "
+                    "model"
                 )
             return make(load_model(self.folder, max_positions=positions, **place))
         head = self.head.load(runner.model, **place)

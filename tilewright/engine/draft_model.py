@@ -1,9 +1,12 @@
-"""A small model, or a draft head, that guesses for a large one: it reads the same tokens, keeps its keys and values in pages of the same numbers,
+"""A small model that guesses for a large one: it reads the same tokens, keeps its keys and values in pages of the same numbers,
 and draws with each request's own settings and noise, so that where the two models agree their samples do.
 
 Its cache has as many pages as the large model's, and a request's block table serves both: whoever owns a page owns it here too.
 What stands in a page is never trusted beyond what this request has written itself, and a wrong guess costs time alone. It runs
 only for requests that wait for drafts, so a request that has none for a while, or starts again, is read up to its end first.
+
+A draft head (models/draft_heads.py) goes the same way. It reads the states that the large model has kept, each with the token
+behind it, so its request is one token shorter; where it guessed, it had its own streams for states, and reads them anew.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +59,7 @@ class _Guest:
 
 
 class _HeadsGuest(_Guest):
-    """The same for a draft head: it reads the tokens behind the model's states, and where it guessed it had none of these."""
+    """The same for a draft head."""
 
     __slots__ = ()
     kind = _Behind

@@ -3,11 +3,11 @@
 At position i a head reads the model's state h_i and the embedding e of the token behind it, t_{i+1}, and says what t_{i+2} may
 be. To guess on it takes its own last stream for the next state. Three kinds differ in what they read and how they join it:
 
-| kind    | states                                           | joined as                          | then                        |
-|---------|--------------------------------------------------|------------------------------------|-----------------------------|
-| MTP     | behind the final norm                            | P [norm(e); norm(h)]               | a block, a norm, a head     |
-| EAGLE   | behind the final norm                            | F [e; h]                           | a block, the model's head   |
-| EAGLE-3 | streams in front of three blocks, F [s1; s2; s3] | attention reads [norm(e); norm(h)] | block's rest, norm, head    |
+| kind    | states                                           | joined as                          | then                     |
+|---------|--------------------------------------------------|------------------------------------|--------------------------|
+| MTP     | behind the final norm                            | P [norm(e); norm(h)]               | a block, a norm, a head  |
+| EAGLE   | behind the final norm                            | F [e; h]                           | a block, model's head    |
+| EAGLE-3 | streams in front of three blocks, F [s1; s2; s3] | attention reads [norm(e); norm(h)] | block's rest, norm, head |
 
 MTP: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2. EAGLE: Li et al., 2024 (arXiv 2401.15077), whose first
 block has no norm in front of its attention. EAGLE-3: Li et al., 2025 (arXiv 2503.01840), whose head may know fewer tokens.
