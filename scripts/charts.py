@@ -16,7 +16,7 @@ from results_table import against, geomean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/performance.md"
-MODELS = "optimize-models.json"
+MODELS = "studies/optimize-models.json"
 ENGINES = {"ours": "tilewright.optimize", "compile": "torch.compile, max-autotune", "graph": "PyTorch in a CUDA graph"}
 FORMATS = {"int8": "int8", "fp8": "fp8", "mxfp8": "mxfp8", "int4": "int4 weights"}
 ROWS = (1, 16, 256, 2048)

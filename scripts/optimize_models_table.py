@@ -1,4 +1,4 @@
-"""Write docs/optimize_models.md from benchmarks/results/<card>/optimize-models.json (`python -m tests.fuse.zoo` makes those).
+"""Write docs/optimize_models.md from benchmarks/results/CARD/studies/optimize-models.json (`python -m tests.fuse.zoo` makes them).
 
 python -m scripts.optimize_models_table            # rewrite the file
 python -m scripts.optimize_models_table --check    # exit 1 if it is not what the results say
@@ -15,10 +15,10 @@ from tests.fuse.zoo_models import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/optimize_models.md"
-NAME = "optimize-models.json"
+NAME = "studies/optimize-models.json"
 HEAD = """# `optimize` on other people's models
 
-Written by scripts/optimize_models_table.py from benchmarks/results/*/optimize-models.json. The models are those of
+Written by scripts/optimize_models_table.py from benchmarks/results/*/studies/optimize-models.json. The models are those of
 tests/fuse/zoo_models.py: timm's and transformers' own code, torch.nn's encoder, and three that are written there; full
 architectures, weights of their own initialisers, images of 224 pixels, texts of 128 tokens. Nothing in tilewright was made for
 them.
@@ -144,7 +144,7 @@ def _launches(row: dict[str, Any]) -> str:
 def main(given: list[str]) -> int:
     """Write or check the page. Returns the exit code."""
     found = sorted((ROOT / "benchmarks/results").glob(f"*/{NAME}"))
-    text = page({path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in found})
+    text = page({path.parents[1].name: json.loads(path.read_text(encoding="utf-8")) for path in found})
     if given == ["--check"]:
         same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
         if not same:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench.provenance import SAME, changed
+from tilewright.bench.provenance import SAME, changed, shared_by
 from tilewright.bench.results import joined
 
 __all__ = ["CHANGED", "LEGEND", "UNKNOWN", "ResultSet", "changed_mark", "day", "mark", "mark_of", "sets", "shown"]
@@ -88,7 +88,8 @@ def _check_one(name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
     for what in SAME if any(facts.get("commit") for facts in files.values()) else ("device",):
         values: dict[Any, str] = {}
         for file, facts in files.items():
-            values.setdefault(facts.get(what), file)
+            if what in shared_by(file):
+                values.setdefault(facts.get(what), file)
         if len(values) > 1:
             told = " and ".join(f"{value} ({file}.json)" for value, file in values.items())
             raise SystemExit(f"{name} is of more than one {what}: {told}; one folder is one set: move what is of another one")

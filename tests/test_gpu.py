@@ -55,13 +55,13 @@ def test_graphs_with_counters_of_their_own_run_beside_each_other() -> None:
             torch.cuda.synchronize()
             with own_tickets(x.device) as held, torch.cuda.graph(graph, stream=stream):
                 got = ops.linear(x, weight)
-        made.append((stream, graph, got, want, held))
+        made.append((stream, graph, got, want, held, x, weight))  # a replay reads its operands
     for _ in range(100):
         for stream, graph, *_ in made:
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    for _, _, got, want, held in made:
+    for _, _, got, want, held, *_ in made:
         assert torch.equal(got, want)
         assert not held.any(), "counters are zero between launches"
 

@@ -106,7 +106,7 @@ def test_the_four_figures() -> None:
 
 
 def test_the_speed_is_that_of_the_chart() -> None:
-    results = (ROOT / "benchmarks/results").glob("*/optimize-models.json")
+    results = (ROOT / "benchmarks/results").glob("*/studies/optimize-models.json")
     content = max((json.loads(path.read_text()) for path in results), key=lambda content: content["runs"][-1]["date"])
     rows = [row["us"] for row in content["rows"] if "us" in row]
     gains = [min(us for name, us in row.items() if name != "ours") / row["ours"] for row in rows]

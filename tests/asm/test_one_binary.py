@@ -32,7 +32,7 @@ COUNTS = {"M": (1, 2, 3, 16, 17), "T": (1, 2, 3, 16, 17), "B": (1, 2, 3), "KV": 
 
 STRIDES_OF_A_MODEL = {
     "attention", "attention_backward", "biased_attention", "block_scaled_linear", "cast_linear", "grouped_block_scaled_linear",
-    "grouped_linear", "grouped_weight_gradient", "linear", "mixed_linear",
+    "grouped_linear", "grouped_mixed_linear", "grouped_scaled_linear", "grouped_weight_gradient", "linear", "mixed_linear",
     "mla_rope_write", "mx_linear", "quantize_keys_values", "scaled_attention", "scaled_linear",
 }  # fmt: skip
 """Ops whose kernels are compiled anew for strides of another kind (1, a multiple of 16, other): those of weights, of heads and

@@ -37,6 +37,8 @@ PEERLESS = {
     "edit_logits",
     "grad_squares",
     "grouped_block_scaled_linear",
+    "grouped_mixed_linear",
+    "grouped_scaled_linear",
     "kv_cache_write",
     "layer_norm_quantize",
     "lora_expand_add",

@@ -18,11 +18,15 @@ from tilewright.hw.device import CARD_OF_ARCH, device_of
 from tilewright.kernels.gemm.grouped.block_scaled import grouped_block_scaled_linear_op
 from tilewright.kernels.gemm.grouped.linear import grouped_linear_op
 from tilewright.kernels.gemm.grouped.problem import GROUPED_ACTIVATIONS, most_tiles
+from tilewright.kernels.gemm.grouped.row_scaled import grouped_scaled_linear_op
 from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
+from tilewright.kernels.gemm.grouped.weight_only import grouped_mixed_linear_op
 from tilewright.op import Inputs, Op, invariant
+from tilewright.quant import quantize
 from tilewright.tune.tolerance import Poisoned
 
 needs_kernels = pytest.mark.skipif(device_of(-1).kind != "interpret", reason="needs TRITON_INTERPRET=1")
+PRODUCTS = [grouped_linear_op, grouped_block_scaled_linear_op, grouped_mixed_linear_op, grouped_scaled_linear_op]
 H100, A100 = CARD_OF_ARCH[90], CARD_OF_ARCH[80]
 
 SIZES = st.lists(st.sampled_from([0, 0, 1, 2, 7, 15, 16, 17, 40]), min_size=1, max_size=5)
@@ -80,7 +84,7 @@ def test_wrong_bounds_stay_inside(bounds: list[int]) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("layout", ["sorted", "masked"])
-@pytest.mark.parametrize("op", [grouped_linear_op, grouped_block_scaled_linear_op], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", PRODUCTS, ids=lambda op: op.name)
 def test_rows_that_belong_to_nobody_are_left_alone(op: Op, layout: str) -> None:
     """Without `clear`; all others are as with it."""
     make: Any = op.make
@@ -100,6 +104,33 @@ def test_rows_that_belong_to_nobody_are_left_alone(op: Op, layout: str) -> None:
     assert not want[~used].any()
     assert got[~used].isnan().all()
     assert (~used).any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 0], [0, 0], [70, 0, 30]], ids=str)
+def test_what_torch_leaves_unwritten_is_zero(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vendor` behind a `grouped_mm` that writes what it has to, and nothing else."""
+    inputs, rows, offsets = Inputs(seed=3), sum(sizes) + 9, offsets_of(sizes)
+    x, dy = inputs.randn(rows, 24), inputs.randn(rows, 16)
+    weight = inputs.randn(len(sizes), 16, 24)
+
+    def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(sizes), a.shape[0], b.shape[1])
+        y, start = torch.full(shape, torch.nan), 0
+        for e, end in enumerate(offs.tolist()):
+            if end > start and b.dim() == 3:
+                y[start:end] = a[start:end] @ b[e]
+            elif end > start:
+                y[e] = a[:, start:end] @ b[start:end]
+            start = end
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm, raising=False)
+    args = (x, weight, offsets, None, "none", None, 1)
+    want = grouped_linear_op.reference(*args)
+    torch.testing.assert_close(impl_of(grouped_linear_op, "vendor").launch({}, *args), want)
+    want = grouped_weight_gradient_op.reference(dy, x, offsets)
+    torch.testing.assert_close(impl_of(grouped_weight_gradient_op, "vendor").launch({}, dy, x, offsets), want)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -124,6 +155,19 @@ def test_a_row_does_not_know_its_batch(dtype: torch.dtype) -> None:
         for row in (0, 20):
             assert torch.equal(layer(x[row : row + 1])[0], whole[row])
         assert torch.equal(layer(x[5:16]), whole[5:16])
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_row_of_quantised_experts_does_not_know_its_batch(format: str) -> None:
+    routing = nn.Routing(method="greedy", experts=3, chosen=2, normalise=True)
+    layer = nn.MoE(64, 64, shared=0, routing=routing, device="cpu", dtype=torch.bfloat16)
+    quantize(layer, format)
+    x = Inputs(seed=4).randn(34, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), invariant():
+        whole = layer(x)
+        assert torch.equal(layer(x[:1])[0], whole[0])
+        assert torch.equal(layer(x[33:])[0], whole[33])
 
 
 # ---- routing and sorting
@@ -166,9 +210,11 @@ def refusal(name: str, card: Any, **dims: Any) -> str | None:
 
 
 def test_who_is_chosen() -> None:
-    assert grouped_linear_op.choose(H100, problem()).impl.name == "vendor"
-    assert grouped_linear_op.choose(H100, problem(M=16)).impl.name == "triton"
-    assert grouped_linear_op.choose(H100, problem(dtype=torch.float16)).impl.name == "triton"
+    assert grouped_linear_op.choose(H100, problem()).impl.name == "sm90"
+    assert grouped_linear_op.choose(H100, problem(M=64)).impl.name == "triton"
+    assert grouped_linear_op.choose(H100, problem(M=128)).impl.name == "sm90"
+    assert grouped_linear_op.choose(H100, problem(dtype=torch.float32)).impl.name == "triton"
+    assert grouped_linear_op.choose(CARD_OF_ARCH[100], problem()).impl.name == "vendor"
     assert grouped_linear_op.choose(A100, problem()).impl.name == "triton"
     with invariant():
         assert grouped_linear_op.choose(H100, problem()).impl.name == "invariant"
@@ -185,6 +231,51 @@ def test_refusals_say_why() -> None:
     assert "bfloat16 alone" in str(refusal("vendor", H100, dtype=torch.float16))
     assert "no bias" in str(refusal("vendor", H100, bias=True))
     assert "masked layout" in str(refusal("vendor", H100, layout="masked"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"x": torch.zeros(6, 32, dtype=torch.float64)}, "x must be bfloat16 or float16"),
+        ({"codes": torch.zeros(2, 8, 16, dtype=torch.uint8)}, r"weight \[X, N, K\]"),
+        ({"codes": torch.zeros(2, 8, 32, dtype=torch.int8)[..., ::2]}, r"weight \[X, N, K\]"),
+        ({"scales": torch.zeros(2, 8, 2)}, r"scales must be \[2, 8\]"),
+        ({"zeros": torch.zeros(2, 8, dtype=torch.uint8)}, "only int4 codes have zero points"),
+        ({"bounds": torch.zeros(2, dtype=torch.int32)}, r"wanted offsets \[X \+ 1\], int32 \[3\]"),
+        ({"bias": torch.zeros(2, 8).half()}, "bias must be of the output's dtype"),
+        ({"order": torch.zeros(6), "chosen": 1}, "order is int32"),
+        ({"block_cols": 16}, "a scale is for a row"),
+    ],
+)
+def test_weight_only_refuses(changed: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "x": torch.zeros(6, 32), "codes": torch.zeros(2, 8, 32, dtype=torch.int8), "scales": torch.ones(2, 8), "zeros": None,
+        "bounds": torch.tensor([0, 2, 6], dtype=torch.int32),
+    }  # fmt: skip
+    assert ops.grouped_mixed_linear(**given).shape == (6, 8)
+    with pytest.raises(ValueError, match=words):
+        ops.grouped_mixed_linear(**given | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"x": torch.zeros(6, 32)}, "x and weight must be int8, float8_e4m3fn or float8_e5m2"),
+        ({"x_scales": torch.ones(5)}, r"x_scales must be \[6\]"),
+        ({"w_scales": torch.ones(2, 1)}, r"w_scales must be \[2, 8\]"),
+        ({"dtype": torch.float64}, "dtype must be bfloat16 or float16"),
+        ({"chosen": 0, "order": torch.zeros(6, dtype=torch.int32)}, "order is int32"),
+        ({"activation": "tanh"}, "activation must be one of"),
+    ],
+)
+def test_scaled_by_rows_refuses(changed: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "x": torch.zeros(6, 32, dtype=torch.int8), "weight": torch.zeros(2, 8, 32, dtype=torch.int8), "x_scales": torch.ones(6),
+        "w_scales": torch.ones(2, 8), "bounds": torch.tensor([0, 2, 6], dtype=torch.int32),
+    }  # fmt: skip
+    assert ops.grouped_scaled_linear(**given).shape == (6, 8)
+    with pytest.raises(ValueError, match=words):
+        ops.grouped_scaled_linear(**given | changed)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +339,15 @@ SHARED = {"X": 9, "N": 512, "K": 384}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("op", [grouped_linear_op, grouped_block_scaled_linear_op], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", PRODUCTS, ids=lambda op: op.name)
 @pytest.mark.parametrize("more", [{"skew": "random"}, {"skew": "one"}, {"skew": "tail"}, {"layout": "masked"}], ids=str)
 def test_every_config_at_tile_edges(op: Op, more: dict[str, Any]) -> None:
     """Each config of each implementation that this card has, against float64, twice, with a gate and without."""
     make: Any = op.make
     card = device_of(0)
     for rows, activation in ((9 * 127, "none"), (9 * 257, "silu_mul"), (30, "silu_mul")):
-        args = make(Inputs("cuda", seed=rows), **SHARED, M=rows, activation=activation, bias=True, **more)
+        own = {"group": 128, "zeros": True} if op is grouped_mixed_linear_op and rows != 30 else {}
+        args = make(Inputs("cuda", seed=rows), **SHARED, M=rows, activation=activation, bias=True, **more, **own)
         problem = op.problem(*args)
         for impl in op.impls:
             if impl.refusal(card, problem) is None:

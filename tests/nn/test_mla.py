@@ -112,7 +112,7 @@ def routed(layer: nn.MoE, routing: nn.Routing, x: Tensor) -> Tensor:
     if routing.normalise:
         weights = [weight / sum(weights) for weight in weights]
     total = torch.zeros_like(x, dtype=torch.float32)
-    gate_up, down = layer.experts_gate_up.by_expert(), layer.experts_down.by_expert()
+    gate_up, down = (experts.stacked().mT for experts in (layer.experts_gate_up, layer.experts_down))
     for i, weight in zip(chosen, weights, strict=True):
         gate, up = (x @ gate_up[i]).chunk(2)
         total += routing.scale * weight * ((F.silu(gate) * up) @ down[i]).float()

@@ -131,6 +131,18 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"X": 2, "M": 8, "N": 512, "K": 256, "dtype": torch.float32},
     ),
     "grouped_block_scaled_linear": ({"X": 2, "M": 512, "N": 512, "K": 256}, {"X": 2, "M": 8, "N": 512, "K": 256}),
+    "grouped_mixed_linear": (
+        {"X": 2, "M": 16, "N": 512, "K": 256, "group": 128, "zeros": True},
+        {"X": 2, "M": 512, "N": 512, "K": 256, "group": 128, "zeros": True},
+        {"X": 2, "M": 16, "N": 512, "K": 256, "format": "int8"},
+        {"X": 2, "M": 512, "N": 512, "K": 256, "format": "int8"},
+        {"X": 2, "M": 128, "N": 512, "K": 256, "format": "e4m3", "group": 128, "block_rows": 128},
+    ),
+    "grouped_scaled_linear": (
+        {"X": 2, "M": 512, "N": 512, "K": 256},
+        {"X": 2, "M": 16, "N": 512, "K": 256},
+        {"X": 2, "M": 512, "N": 512, "K": 256, "dtype": torch.float8_e4m3fn},
+    ),
     "grouped_weight_gradient": (
         {"X": 2, "M": 512, "N": 512, "K": 512},
         {"X": 2, "M": 512, "N": 512, "K": 512, "dtype": torch.float32},

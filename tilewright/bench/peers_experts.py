@@ -122,6 +122,22 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "X=4 M=16384 N=4096 K=7168 layout=masked count=256 clear=false",
         "X=8 M=32768 N=4096 K=7168 activation=silu_mul",
     ),
+    "grouped_mixed_linear": tuple(
+        f"{shape} M={chosen * t} {form} {more}"
+        for form in ("format=int4 group=128 zeros=true", "format=int8")
+        for shape, chosen, more in (
+            (_MIXTRAL_UP, 2, "chosen=2 skew=random activation=silu_mul"),
+            (_MIXTRAL_DOWN, 2, "skew=random"),
+            (_QWEN_UP, 8, "chosen=8 skew=random activation=silu_mul"),
+            (_QWEN_DOWN, 8, "skew=random"),
+        )
+        for t in (1, 16, 64)
+    ),
+    "grouped_scaled_linear": (
+        *(f"{shape} dtype={dtype}" for shape in _PREFILL for dtype in ("int8", "fp8")),
+        f"{_QWEN_UP} M=262144 chosen=8 activation=silu_mul dtype=int8",
+        "X=4 M=16384 N=4096 K=7168 layout=masked count=256 clear=false dtype=int8",
+    ),
     "grouped_weight_gradient": tuple(f"{shape} skew={skew}" for shape in _PREFILL for skew in ("even", "one")),
     "route_experts": ("T=1", "T=64", "T=32768", "T=32768 X=256 softmax=false groups=8 chosen_groups=4"),
     "sort_by_expert": ("T=1", "T=64", "T=32768", "T=32768 skew=one"),

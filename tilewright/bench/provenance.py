@@ -24,10 +24,28 @@ from tilewright.ops import ALL
 from tilewright.tune.record import versions
 from tilewright.tune.source import source_hash
 
-__all__ = ["SAME", "Commit", "Hashes", "changed", "chosen_kernels", "commit", "environment", "forget", "package_hash", "ran_by"]
+__all__ = [
+    "SAME",
+    "Commit",
+    "Hashes",
+    "changed",
+    "chosen_kernels",
+    "commit",
+    "environment",
+    "forget",
+    "package_hash",
+    "ran_by",
+    "shared_by",
+]
 
 SAME = ("commit", "dirty", "source", "device", "driver", "torch", "triton", "ptxas")
 """What result files must have in common to be of one set: the code, the card, the versions."""
+
+
+def shared_by(name: str) -> tuple[str, ...]:
+    """The same for one result file. Whole models run beside Inductor, which brings a ptxas of its own into its process."""
+    return tuple(fact for fact in SAME if fact != "ptxas") if name.startswith("compare-") else SAME
+
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _TOLD = re.compile(r"([0-9a-f]{7,40})(-dirty)?")

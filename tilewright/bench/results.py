@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench.provenance import SAME, environment
+from tilewright.bench.provenance import SAME, environment, shared_by
 
 __all__ = ["Results", "joined", "parts", "rows_in", "strangers"]
 
@@ -163,7 +163,7 @@ def strangers(folder: Path, here: Mapping[str, Any]) -> list[str]:
     found = []
     for path in sorted(folder.glob("*.json")):
         was = json.loads(path.read_text()).get("environment", {})
-        other = next((name for name in SAME if name in here and was.get(name) != here[name]), None)
+        other = next((name for name in shared_by(path.name) if name in here and was.get(name) != here[name]), None)
         if other is not None:
             found.append(f"{path} is of {other} {was.get(other)}, this is {other} {here[other]}")
     return found

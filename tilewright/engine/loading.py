@@ -21,7 +21,7 @@ from tilewright.engine.tokenizer import Tokenizer
 from tilewright.hw.device import Device, cuda_count, default_device, device_of
 from tilewright.models import Convert, Model, empty_model, load_config, load_model, random_model, resolve
 from tilewright.models.config import ModelConfig
-from tilewright.nn import Linear
+from tilewright.nn import ExpertLinear, Linear
 from tilewright.op import on_card
 from tilewright.quant import check_card, convert_layer, quantize
 
@@ -161,7 +161,7 @@ def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: De
     report = quantize(model, format)
     chosen = {layer.name for layer in report.quantized}
 
-    def convert(name: str, layer: Linear) -> None:
+    def convert(name: str, layer: Linear | ExpertLinear) -> None:
         if name in chosen:
             convert_layer(name, layer, format)
 

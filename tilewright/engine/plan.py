@@ -13,7 +13,7 @@ from tilewright.engine.config import EngineConfig
 from tilewright.hw.device import free_bytes, memory_bytes
 from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
 from tilewright.models.draft_heads import DraftHead
-from tilewright.nn import Linear, LoraStack, Rope
+from tilewright.nn import ExpertLinear, Linear, LoraStack, Rope
 from tilewright.ops.weights import MixedWeight, QuantizedWeight
 
 __all__ = ["MemoryPlan", "NoMemory", "cache_dtype", "page_size_of", "plan_memory", "weights_format"]
@@ -76,7 +76,7 @@ class MemoryPlan:
 
 def weights_format(model: Model) -> str:
     """What the weights of a model's linear layers are stored as: "bfloat16", "int8", "int4 and bfloat16"."""
-    weights = [module.weight for module in model.blocks.modules() if isinstance(module, Linear)]
+    weights = [module.weight for module in model.blocks.modules() if isinstance(module, (Linear, ExpertLinear))]
     found = {w.format if isinstance(w, QuantizedWeight) else str(w.dtype).removeprefix("torch.") for w in weights}
     return " and ".join(sorted(found, key=lambda name: ("float" in name, name)))
 
@@ -96,8 +96,9 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     config = model.config
     widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
     tokens = max_tokens_per_step * (4 * config.hidden_size + widest) * dtype.itemsize
-    quantised = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    quantised = [m.weight for m in model.modules() if isinstance(m, Linear) and isinstance(m.weight, QuantizedWeight)]
     coded = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
+    coded = max(coded, _expert_codes(model))
     widened = max((weight.shape.numel() for weight in quantised if isinstance(weight, MixedWeight)), default=0)
     extra = max(max_tokens_per_step * coded * 33 // 32, widened * dtype.itemsize)
     stacks = [module for module in model.modules() if isinstance(module, LoraStack)]
@@ -121,6 +122,14 @@ def _expert_numbers(config: ModelConfig) -> int:
         return 0
     each = 3 * config.experts.inner + 3 * config.hidden_size
     return config.experts.routing.chosen * each + 3 * config.experts.shared
+
+
+def _expert_codes(model: Model) -> int:
+    """Codes a token that experts of 8 bits have as input at once; their weights are never widened."""
+    experts = model.config.experts
+    weights = [module.weight for module in model.modules() if isinstance(module, ExpertLinear)]
+    coded = [w.shape[1] for w in weights if isinstance(w, QuantizedWeight) and not isinstance(w, MixedWeight)]
+    return 0 if experts is None else experts.routing.chosen * max(coded, default=0)
 
 
 def cache_dtype(model: Model, options: EngineConfig) -> torch.dtype | None:

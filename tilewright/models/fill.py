@@ -20,7 +20,7 @@ from tilewright.models.layouts import Layout, Wanted
 from tilewright.models.names import EMBED, HEAD, Stored, stored
 from tilewright.models.quantization import Quantization
 from tilewright.models.weights import Checkpoint
-from tilewright.nn import Linear, Rope
+from tilewright.nn import ExpertLinear, Linear, Rope
 from tilewright.nn.filling import empty_parameter
 from tilewright.ops.weights import QuantizedWeight, stack_rows
 
@@ -28,9 +28,11 @@ __all__ = ["Convert", "Progress", "check", "fill", "fill_random", "part_names", 
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after every tensor."""
-Convert = Callable[[str, Linear], None]
+Convert = Callable[[str, Linear | ExpertLinear], None]
 """Called with each linear layer, once it is filled; may replace its weight."""
 
+_LAYERS = (Linear, ExpertLinear)
+"""Whose weight may be codes."""
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 
 
@@ -100,7 +102,7 @@ def _sources(model: Decoder, quantization: Quantization | None, checkpoint: Chec
         if isinstance(form, Experts) and checkpoint is not None and f"{names[0]}_blocks" in checkpoint.shapes:
             form = MXExperts(form.experts, form.projections)
         layouts: tuple[Layout, ...] = ()
-        if quantization is not None and isinstance(module, Linear) and path.endswith(".weight"):
+        if quantization is not None and isinstance(module, _LAYERS) and path.endswith(".weight"):
             layouts = _layouts(quantization, names)
         yield _Source(module, parameter, names, form, parts, layouts)
 
@@ -283,13 +285,13 @@ def _allocate(
         for name, old in list(module.named_parameters(recurse=False)):
             new = shared[id(old)] if id(old) in shared else make(old)
             if isinstance(new, QuantizedWeight):
-                assert isinstance(module, Linear)
+                assert isinstance(module, _LAYERS)
                 module.replace_weight(new)
             else:
                 setattr(module, name, new)
                 if holders[id(old)] > 1:
                     shared[id(old)] = new
-        if convert is not None and isinstance(module, Linear):
+        if convert is not None and isinstance(module, _LAYERS):
             convert(path, module)
 
 
@@ -303,7 +305,7 @@ def replace_by_empty_codes(model: Decoder, quantization: Quantization, device: t
             wanted = layout.tensors(rows, cols).items()
             tensors = {suffix: torch.empty(one.shapes[0], dtype=_TORCH[one.dtypes[0]], device=device) for suffix, one in wanted}
             parts.append(layout.assemble(tensors, rows, cols, source.parameter.dtype))
-        assert isinstance(source.module, Linear)
+        assert isinstance(source.module, _LAYERS)
         source.module.replace_weight(stack_rows(parts))
 
 

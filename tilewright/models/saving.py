@@ -21,7 +21,7 @@ from tilewright.models.fill import part_names, parts_of
 from tilewright.models.forms import PLUS_ONE
 from tilewright.models.layouts import Own
 from tilewright.models.weights import resolve
-from tilewright.nn import Linear
+from tilewright.nn import ExpertLinear, Linear
 from tilewright.ops.weights import QuantizedWeight
 
 __all__ = ["hf_config", "save_model", "save_quantized"]
@@ -156,9 +156,9 @@ def _taken_apart(model: Decoder) -> tuple[dict[str, Tensor], dict[str, Own]]:
     return tensors, layers
 
 
-def _quantized(model: nn.Module) -> Iterator[tuple[Linear, str, QuantizedWeight]]:
+def _quantized(model: nn.Module) -> Iterator[tuple[Linear | ExpertLinear, str, QuantizedWeight]]:
     for path, module in model.named_modules():
-        if isinstance(module, Linear) and isinstance(module.weight, QuantizedWeight):
+        if isinstance(module, (Linear, ExpertLinear)) and isinstance(module.weight, QuantizedWeight):
             yield module, path, module.weight
 
 

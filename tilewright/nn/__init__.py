@@ -35,9 +35,10 @@ from tilewright.nn.embedding import (
     Embedding,
     EmbeddingBag,
 )
+from tilewright.nn.expert_linear import ExpertLinear
 from tilewright.nn.ffn import GatedMLP
 from tilewright.nn.filling import unfilled
-from tilewright.nn.keys_values import KeysValues, KVCache, LatentCache, PackedKeysValues, PagedKeysValues
+from tilewright.nn.keys_values import KeysValues, KVCache, LatentCache, PackedKeysValues, PagedKeysValues, ServedKeysValues
 from tilewright.nn.linear import Linear
 from tilewright.nn.lora import Lora, LoraStack, without_adapters
 from tilewright.nn.loss import CrossEntropyLoss, LogSoftmax, Softmax
@@ -93,6 +94,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "EmbeddingBag",
+    "ExpertLinear",
     "GatedMLP",
     "GroupNorm",
     "Hardswish",
@@ -122,6 +124,7 @@ __all__ = [
     "Rope",
     "Routing",
     "SelfAttention",
+    "ServedKeysValues",
     "SiLU",
     "Sigmoid",
     "Softmax",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.nn.expert_linear import ExpertLinear
 from tilewright.nn.filling import parameter, uniform
 from tilewright.nn.linear import Linear
 from tilewright.nn.moe import Routing
@@ -34,22 +35,6 @@ class _Router(nn.Module):
         """[T, E] -> (weights [T, K] float32, experts [T, K])."""
         logits = ops.linear(x_TE.float(), self.weight.float(), self.logit_bias.float())
         return self.routing.choose(logits, None)
-
-
-class _Projection(nn.Module):
-    """One projection of all experts: weight [X R, C], bias [X R]; `parts` are those of each expert."""
-
-    def __init__(self, experts: int, parts: tuple[int, ...], in_features: int, place: dict):
-        super().__init__()
-        self.experts, self.parts = experts, parts * experts
-        rows = sum(self.parts)
-        self.weight = parameter(rows, in_features, fill=uniform(in_features), **place)
-        self.bias = parameter(rows, fill=nn.init.zeros_, **place)
-
-    def forward(self, x: Tensor, order: ops.ByExpert, activation: str = "none", *, gather: bool = False) -> Tensor:
-        """[T K, C], or with gather [T, C] -> [T K, R], rows by expert."""
-        weight, bias = (parameter.unflatten(0, (self.experts, -1)) for parameter in (self.weight, self.bias))
-        return ops.grouped_linear(x, weight, order, bias, activation, gather=gather)
 
 
 class ClampedMoE(nn.Module):
@@ -75,11 +60,10 @@ class ClampedMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        place = {"device": device, "dtype": dtype}
         self.alpha, self.limit = alpha, limit
-        self.router = _Router(routing, features, place)
-        self.experts_gate_up = _Projection(routing.experts, (inner, inner), features, place)
-        self.experts_down = _Projection(routing.experts, (features,), inner, place)
+        self.router = _Router(routing, features, {"device": device, "dtype": dtype})
+        self.experts_gate_up = ExpertLinear(routing.experts, (inner, inner), features, bias=True, device=device, dtype=dtype)
+        self.experts_down = ExpertLinear(routing.experts, (features,), inner, bias=True, device=device, dtype=dtype)
 
     @property
     def reader(self) -> Linear | None:

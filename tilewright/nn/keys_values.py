@@ -5,6 +5,7 @@
 | `KVCache`         | pages, behind those of earlier steps         | no        | serving             |
 | `LatentCache`     | pages of rows that stand for all heads (MLA) | no        | serving             |
 | `PackedKeysValues`| the batch itself, nothing is kept            | yes       | training, scoring   |
+| `ServedKeysValues`| pages that are filled for one pass           | yes       | the bits of serving |
 
 A model is called with one of them and takes `.layer(i)` of it for each of its layers.
 """
@@ -20,8 +21,9 @@ from tilewright import ops
 from tilewright.nn.batch import Batch, Packed
 from tilewright.nn.rope import Rope
 from tilewright.ops.paged import CODES
+from tilewright.ops.values import valued
 
-__all__ = ["Heads", "KVCache", "KeysValues", "LatentCache", "PackedKeysValues", "PagedKeysValues"]
+__all__ = ["Heads", "KVCache", "KeysValues", "LatentCache", "PackedKeysValues", "PagedKeysValues", "ServedKeysValues"]
 
 # T tokens, H query heads, L layers, P pages, G key/value heads, S tokens a page, D head dim
 
@@ -94,6 +96,57 @@ class PackedKeysValues:
         )  # fmt: skip
         assert isinstance(o_THD, Tensor)
         return o_THD
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedKeysValues:
+    """Attention within documents by the operators of a server, with the gradients of `PackedKeysValues`.
+
+    In the invariant scope a token's result has the bits that a server computes for it, one token at a time or in chunks: what
+    lies between projection and attention is one kernel there, which rounds less often. With gradients attention is computed
+    twice.
+    """
+
+    batch: Batch
+    """The documents, each in pages of its own."""
+    pages: int
+    page_size: int
+
+    @classmethod
+    def of(cls, packed: Packed, *, page_size: int = 16) -> "ServedKeysValues":
+        """Pages for the tokens of a batch; nothing waits for the device. page_size: of the server."""
+        cu, tokens = packed.cu_q, packed.positions.shape[0]
+        documents = cu.shape[0] - 1
+        lengths = cu.diff()
+        used = (lengths + page_size - 1) // page_size
+        firsts = used.cumsum(0) - used
+        pages = tokens // page_size + documents
+        table = firsts[:, None] + torch.arange(-(-packed.max_q_len // page_size), device=cu.device)
+        owners = torch.repeat_interleave(lengths, output_size=tokens)
+        batch = Batch(
+            positions=packed.positions,
+            slots=firsts[owners] * page_size + packed.positions,
+            block_table=table.clamp_max(pages - 1).int(),
+            kv_lens=lengths.int(),
+            cu_q=cu,
+            max_q_len=packed.max_q_len,
+            logits_rows=packed.positions.new_zeros(0),
+        )
+        return cls(batch=batch, pages=pages, page_size=page_size)
+
+    def layer(self, index: int) -> "ServedKeysValues":
+        """What a layer's attention is called with."""
+        return self
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
+        """Causal attention within each document."""
+        shape = (2, self.pages, k.shape[1], self.page_size, k.shape[2])
+        with torch.no_grad():
+            cache = PagedKeysValues(*torch.zeros(shape, dtype=k.dtype, device=k.device))
+            served = cache.attend(q, k, v, self.batch, heads)
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
+            return served
+        return valued(PackedKeysValues().attend(q, k, v, batch, heads), served)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ Tokens are sorted by expert on the device, and each expert multiplies its own: w
 the host, and a step can be captured (`ops/experts.py`). Sums over a token's experts are float32. Gradients reach the experts,
 the router and the input; the choice itself has none.
 
-Not here: dropped tokens, a balancing loss, quantised experts, expert parallelism.
+Not here: dropped tokens, a balancing loss, expert parallelism.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.nn.expert_linear import ExpertLinear
 from tilewright.nn.ffn import GatedMLP
 from tilewright.nn.filling import parameter, uniform
 from tilewright.nn.linear import Linear
@@ -92,30 +93,6 @@ class _Router(nn.Module):
         return self.routing.choose(ops.linear(x_TE.float(), self.weight.float()), self.bias)
 
 
-class _Stacked(nn.Module):
-    """One projection of all experts, above each other: weight [X * rows, in]. `parts` are what a checkpoint has apart."""
-
-    def __init__(
-        self,
-        experts: int,
-        parts: tuple[int, ...],
-        in_features: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ):
-        super().__init__()
-        self.experts, self.parts = experts, parts * experts
-        self.weight = parameter(sum(self.parts), in_features, fill=uniform(in_features), device=device, dtype=dtype)
-
-    def stacked(self) -> Tensor:
-        """[X, rows, in], a view."""
-        return self.weight.unflatten(0, (self.experts, -1))
-
-    def by_expert(self) -> Tensor:
-        """[X, in, rows], a view."""
-        return self.stacked().mT
-
-
 class MoE(nn.Module):
     """Shared and routed gated feed-forward layers.
 
@@ -142,8 +119,8 @@ class MoE(nn.Module):
         self.activation = activation
         self.router = _Router(routing, features, device, dtype)
         self.shared = GatedMLP(features, shared, activation=activation, device=device, dtype=dtype) if shared else None
-        self.experts_gate_up = _Stacked(routing.experts, (inner, inner), features, device, dtype)
-        self.experts_down = _Stacked(routing.experts, (features,), inner, device, dtype)
+        self.experts_gate_up = ExpertLinear(routing.experts, (inner, inner), features, device=device, dtype=dtype)
+        self.experts_down = ExpertLinear(routing.experts, (features,), inner, device=device, dtype=dtype)
 
     @property
     def reader(self) -> Linear | None:
@@ -154,6 +131,6 @@ class MoE(nn.Module):
         """[T, E] -> [T, E]; adapters as in `Batch`, of the shared experts."""
         weights, experts = self.router(x_TE)
         order = ops.sort_by_expert(experts, self.experts_down.experts)
-        inner = ops.grouped_linear(x_TE, self.experts_gate_up.stacked(), order, activation=self.activation, gather=True)
-        routed = ops.combine_tokens(ops.grouped_linear(inner, self.experts_down.stacked(), order), order, weights)
+        inner = self.experts_gate_up(x_TE, order, self.activation, gather=True)
+        routed = ops.combine_tokens(self.experts_down(inner, order), order, weights)
         return routed if self.shared is None else self.shared(x_TE, adapters) + routed

@@ -33,7 +33,9 @@ from tilewright.kernels.experts.route import route_experts_op
 from tilewright.kernels.experts.sort import sort_by_expert_op
 from tilewright.kernels.gemm.grouped.block_scaled import grouped_block_scaled_linear, grouped_block_scaled_linear_op
 from tilewright.kernels.gemm.grouped.linear import grouped_linear_op
+from tilewright.kernels.gemm.grouped.row_scaled import grouped_scaled_linear, grouped_scaled_linear_op
 from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
+from tilewright.kernels.gemm.grouped.weight_only import grouped_mixed_linear, grouped_mixed_linear_op
 from tilewright.kernels.gemm.linear import linear_op, matmul
 from tilewright.kernels.gemm.lora.expand import lora_expand_add, lora_expand_add_op
 from tilewright.kernels.gemm.lora.shrink import adapter_order, lora_shrink, lora_shrink_op
@@ -165,6 +167,8 @@ __all__ = [
     "group_norm",
     "grouped_block_scaled_linear",
     "grouped_linear",
+    "grouped_mixed_linear",
+    "grouped_scaled_linear",
     "instance_norm",
     "kv_cache_write",
     "layer_norm",

@@ -22,7 +22,10 @@ from tilewright.kernels.experts.sort import sort_by_expert_op
 from tilewright.kernels.gemm.grouped.linear import check_grouped, grouped_activated, grouped_linear_op
 from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
 from tilewright.kernels.launch.autograd import wants_gradient
+from tilewright.op import scope
+from tilewright.ops.expert_weights import ExpertWeights, grouped_codes
 from tilewright.ops.pointwise import gelu_mul, silu_mul
+from tilewright.ops.values import valued
 
 __all__ = [
     "ByExpert",
@@ -213,13 +216,19 @@ class _Grouped(torch.autograd.Function):
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, order: ByExpert, bias: Tensor | None = None, activation: str = "none", *, gather: bool = False
+    x: Tensor,
+    weight: Tensor | ExpertWeights,
+    order: ByExpert,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    *,
+    gather: bool = False,
 ) -> Tensor:
     """activation(x @ weight[e]^T + bias[e]), each row by the weight of its expert e; differentiable in x, weight and bias.
 
     Args:
         x: [T * K, in], rows by expert; with gather [T, in].
-        weight: [X, N, in], dense along `in` or along N.
+        weight: [X, N, in], dense along `in` or along N; or quantised, and then with gradients it is dequantised first.
         order: of the rows.
         bias: [X, N].
         activation: those of `linear`, or clamped_silu_mul (gpt-oss's); gated ones take a weight [X, 2F, in], gate half first.
@@ -237,25 +246,42 @@ def grouped_linear(
         raise ValueError(f"grouped_linear: x must have a row for each {kind}, [{wanted}, in]; got {list(x.shape)}")
     rows, chosen = (order.order, order.chosen) if gather else (None, 1)
     check_grouped(x, weight, order.offsets, bias, activation, rows, chosen)
-    x, weight, bias = _ready(x), _dense(weight), None if bias is None else bias.contiguous()
+    x, bias = _ready(x), None if bias is None else bias.contiguous()
+    if isinstance(weight, ExpertWeights):
+        if not wants_gradient(x, bias):
+            return grouped_codes(x, weight, order.offsets, bias, activation, rows, chosen)
+        weight = weight.dequantize(x.dtype)
+    weight = _dense(weight)
     if not wants_gradient(x, weight, bias):
         return grouped_linear_op(x, weight, order.offsets, bias, activation, rows, chosen)
-    if gather:
-        x = permute_tokens(x, order)
-    y: Any = _Grouped.apply(x, weight, bias, order.offsets)
+    y: Any = _Grouped.apply(permute_tokens(x, order) if gather else x, weight, bias, order.offsets)
+    if activation == "none":
+        return y
     if activation in ("silu_mul", "gelu_mul"):
-        return (silu_mul if activation == "silu_mul" else gelu_mul)(*y.chunk(2, -1))
-    return y if activation == "none" else grouped_activated(y.float(), activation).to(y.dtype)
+        y = (silu_mul if activation == "silu_mul" else gelu_mul)(*y.chunk(2, -1))
+    else:
+        y = grouped_activated(y.float(), activation).to(y.dtype)
+    if not scope().invariant:
+        return y
+    with torch.no_grad():  # as a call without gradients rounds
+        served = grouped_linear_op(x, weight, order.offsets, bias, activation, rows, chosen)
+    return valued(y, served)
 
 
 def masked_grouped_linear(
-    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, activation: str = "none", *, clear: bool = True
+    x: Tensor,
+    weight: Tensor | ExpertWeights,
+    counts: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    *,
+    clear: bool = True,
 ) -> Tensor:
     """The same of a fixed room for each expert's rows, of which the first counts[e] count; without gradients.
 
     Args:
         x: [X, M, in].
-        weight: [X, N, in].
+        weight: [X, N, in], plain or quantised.
         counts: [X] int32, each in [0, M].
         bias: [X, N].
         activation: as `grouped_linear`'s.
@@ -272,6 +298,8 @@ def masked_grouped_linear(
         raise ValueError(f"masked_grouped_linear: x must be [X, M, in]; got {list(x.shape)}")
     check_grouped(x, weight, counts, bias, activation, None, 1)
     bias = None if bias is None else bias.contiguous()
+    if isinstance(weight, ExpertWeights):
+        return grouped_codes(x.contiguous(), weight, counts, bias, activation, None, 1, clear)
     return grouped_linear_op(x.contiguous(), _dense(weight), counts, bias, activation, None, 1, clear)
 
 

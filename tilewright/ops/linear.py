@@ -7,8 +7,9 @@ An 8-bit weight has two products. Up to `FEW_ROWS` rows its bytes are all that c
 (`mixed_linear`), which is one launch and more exact. Above, the activation is quantised as well, for the rate of 8-bit tensor
 cores. In the invariant scope the number of rows decides nothing, and the second is always taken.
 
-With float weights all operands have gradients (ops/linear_gradient.py). A quantised weight is frozen, and `linear` is
-differentiable with respect to x, bias and residual: forward as always, backward as if y had been computed with the dequantised
+With float weights all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the bits of a
+call without gradients, whose epilogue rounds once: such a product is computed twice. A quantised weight is frozen, and `linear`
+is differentiable in x, bias and residual: forward as always, backward as if y had been computed with the dequantised
 weight and the activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
 """
 
@@ -35,9 +36,10 @@ from tilewright.kernels.quantize.per_row import quantize_rows_op
 from tilewright.kernels.quantize.per_tensor import quantize_static_op
 from tilewright.op import scope
 from tilewright.ops.linear_gradient import linear_again, linear_with_gradient
+from tilewright.ops.values import valued
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
-__all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "linear", "linear_codes"]
+__all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "few_rows", "linear", "linear_codes"]
 
 FEW_ROWS = 16
 """Up to so many rows an 8-bit weight meets an activation of 16 bits.
@@ -120,12 +122,21 @@ def _mx(x: Tensor, weight: MXWeight, bias: Tensor | None, activation: str, resid
     return block_scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
-def _few(x: Tensor) -> bool:
+def few_rows(x: Tensor, rows: int) -> bool:
+    """Whether an 8-bit weight meets so many rows of x, or as many an expert, as they are: not quantised.
+
+    Raises:
+        ValueError: x is float32 on a GPU, which no quantised weight takes.
+    """
     if x.dtype == torch.float32 and x.is_cuda:
         raise ValueError(
             "linear: a quantised weight takes bfloat16 or float16 activations on a GPU, got float32; load with dtype bfloat16"
         )
-    return x.shape[0] <= FEW_ROWS and not _invariant()
+    return rows <= FEW_ROWS and not _invariant()
+
+
+def _few(x: Tensor) -> bool:
+    return few_rows(x, x.shape[0])
 
 
 @torch.compiler.assume_constant_result
@@ -171,7 +182,8 @@ def linear(
     """
     if isinstance(x, Codes):
         return _from_codes(x, weight, bias, activation, residual)
-    if residual is None and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
+    plain = residual is None and (activation == "none" or not _invariant())
+    if plain and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
         y = linear_again(x, weight, bias, activation)
         if y is not None:
             return y
@@ -187,7 +199,12 @@ def linear(
         )
     shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)  # pyright: ignore[reportArgumentType]
     if isinstance(weight, Tensor) and wants_gradient(x, weight, bias, residual):
-        return linear_with_gradient(x, weight, bias, activation, residual)
+        y = linear_with_gradient(x, weight, bias, activation, residual)
+        if _invariant() and (activation != "none" or residual is not None):
+            with torch.no_grad():
+                served = linear(x, weight, bias, activation, residual)
+            return valued(y, served)
+        return y
     if len(lead) == 1:
         return op(operand_ready(x), weight, bias, activation, None if residual is None else rows_ready(residual))
     if not lead:

@@ -1,4 +1,4 @@
-"""`quantize`: float weights of linear layers become codes, in place, layer by layer.
+"""`quantize`: float weights of linear layers, experts' too, become codes, in place, layer by layer.
 
     report = tw.quantize(model, "int8")
     print(report)
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tilewright.formats import FORMATS, SMALLEST_AMAX
 from tilewright.hw.device import Device, device_of
-from tilewright.nn import Linear
+from tilewright.nn import ExpertLinear, Linear
 from tilewright.ops import linear
 from tilewright.ops.weights import WEIGHT_FORMATS, QuantizedWeight, ScaledWeight, StaticWeight, quantize_weight
 from tilewright.quant.calibrate import Seen, observe
@@ -37,6 +37,7 @@ DEFAULT_SKIP = ("lm_head",)
 _HEADS = {"lm_head": ("lm_head", "head")}
 _ACTIVATIONS = {"dynamic": tuple(WEIGHT_FORMATS), "static": ("int8", "fp8"), "static-zero": ("int8",)}
 """Kind of activation scale -> the formats that can have it."""
+_OURS = (Linear, ExpertLinear)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -65,7 +66,7 @@ def quantize(
         skip: names of layers that stay as they are: "lm_head", "blocks.0.*", "*.down"; a name without its front matches, too.
         calibration: batches of input for the model; a tuple is its positional arguments, a mapping its keywords. Errors in the
             report are then those of each layer's output, else of its weight; int4 codes are chosen to make up for each other's
-            errors on that input (GPTQ, Frantar et al., 2022).
+            errors on that input (GPTQ, Frantar et al., 2022). Experts are rounded without it.
         migrate: 0 to 1, for int8 and fp8 with calibration: move outliers of the activations into the weights where a norm
             stands before the layer that can absorb the factors (SmoothQuant, Xiao et al., 2022; 0.5 is their choice).
         activation: how int8 and fp8 quantise activations: "dynamic", a scale for each token, found as it comes; "static", one
@@ -85,7 +86,10 @@ def quantize(
     _check_migrate(format, migrate, calibration)
     _check_activation(format, activation, calibration)
     _check_layers(found.chosen, format)
-    seen: dict[str, Seen] = {} if calibration is None else observe(model, found.chosen, calibration)
+    experts = {name for name, module in found.chosen.items() if isinstance(module, ExpertLinear)}
+    seen: dict[str, Seen] = {}
+    if calibration is not None:
+        seen = observe(model, {name: module for name, module in found.chosen.items() if name not in experts}, calibration)
     notes = {} if migrate is None else migrate_into_norms(model, found.chosen, seen, migrate)
     rows = []
     stays, chosen = found.stays, set(found.chosen)
@@ -96,6 +100,8 @@ def quantize(
         elif name in chosen:
             module = model.get_submodule(name)
             note = notes.get(name, "")
+            if calibration is not None and name in experts:
+                note = "experts are rounded to nearest, without the calibration input; this is the error of their weights"
             rows.append(_quantize_layer(model, name, module, format, seen.pop(name, None), note, activation))
     return Report(format=format, layers=tuple(rows), calibrated=calibration is not None)
 
@@ -116,7 +122,7 @@ def find_layers(model: nn.Module, skip: Sequence[str] = DEFAULT_SKIP) -> Found:
     """
     if isinstance(skip, str):
         skip = (skip,)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, (Linear, nn.Linear))}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (*_OURS, nn.Linear))}
     if "" in layers:
         raise ValueError(
             "quantize: the model is itself one linear layer, which cannot be replaced in place; put it into a Module"
@@ -133,7 +139,7 @@ def find_layers(model: nn.Module, skip: Sequence[str] = DEFAULT_SKIP) -> Found:
             found.stays[name] = f"shares its weight with {', '.join(others)}"
         elif any(_matches(name, pattern) for pattern in skip):
             found.stays[name] = "named in skip"
-        elif type(module) is not Linear and type(module) is not nn.Linear:
+        elif type(module) not in (*_OURS, nn.Linear):
             found.stays[name] = f"is a {type(module).__name__}, whose owner may read the weight directly"
         else:
             found.chosen[name] = module
@@ -231,7 +237,7 @@ def _check_weight(name: str, shape: Sequence[int], dtype: torch.dtype, format: s
 # ---- one layer
 
 
-def convert_layer(name: str, layer: Linear, format: str) -> None:
+def convert_layer(name: str, layer: Linear | ExpertLinear, format: str) -> None:
     """Replace the float weight of one layer by codes, without a report.
 
     Raises:
@@ -263,7 +269,7 @@ def _quantize_layer(
         error, note = None, note or "no calibration input reached it"
     else:
         error = _output_error(sample.to(weight.device), weight, quantized)
-    if isinstance(module, Linear):
+    if isinstance(module, _OURS):
         module.replace_weight(quantized)
     else:
         _replace(model, module, _as_ours(module, quantized))

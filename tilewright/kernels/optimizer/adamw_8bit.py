@@ -61,7 +61,8 @@ class Coded(NamedTuple):
 def _level(codes: Tensor, top: int) -> Tensor:
     """The values of codes 0, 1, 2 ... as the formula above has them, float64."""
     n = codes.double()
-    k = n.clamp_min(1).log2().floor()
+    # Not log2, which falls short of whole numbers on a GPU.
+    k = torch.frexp(n.clamp_min(1)).exponent.double() - 1
     return torch.where(n > 0, 10 ** (k - top) * (0.1 + 0.9 * (n + 1 - 2**k) / 2**k), 0.0)
 
 

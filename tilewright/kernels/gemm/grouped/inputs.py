@@ -8,9 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.kernels.gemm.quantized.inputs import scaled_linear_arguments
+from tilewright.kernels.gemm.weight_only.inputs import mixed_linear_arguments
 from tilewright.op import Inputs
 
-__all__ = ["SKEWS", "grouped_arguments", "grouped_block_arguments", "grouped_gradient_arguments", "row_offsets"]
+__all__ = [
+    "SKEWS",
+    "grouped_arguments",
+    "grouped_block_arguments",
+    "grouped_gradient_arguments",
+    "grouped_mixed_arguments",
+    "grouped_scaled_arguments",
+    "row_offsets",
+]
 
 Args = tuple[Any, ...]
 
@@ -133,3 +143,86 @@ def grouped_block_arguments(
         out,
         clear,
     )
+
+
+def _by_expert(
+    inputs: Inputs, experts: int, rows: int, layout: str, skew: str, chosen: int, count: int
+) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
+    """(the shape of x without K, bounds, order)."""
+    if layout not in ("sorted", "masked"):
+        raise ValueError(f"grouped product: layout is {layout!r}, wanted sorted or masked")
+    if layout == "masked":
+        return (experts, rows // experts), _counts(inputs, experts, rows // experts, count), None
+    offsets = row_offsets(inputs, rows, experts, skew)
+    if not chosen:
+        return (rows,), offsets, None
+    return (rows // chosen,), offsets, inputs.permutation(rows).to(torch.int32)
+
+
+def grouped_mixed_arguments(
+    inputs: Inputs,
+    *,
+    X: int,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype = torch.bfloat16,
+    format: str = "int4",
+    group: int = 0,
+    block_rows: int = 1,
+    zeros: bool = False,
+    skew: str = "even",
+    layout: str = "sorted",
+    chosen: int = 0,
+    bias: bool = False,
+    activation: str = "none",
+    count: int = 0,
+    clear: bool = True,
+) -> Args:
+    """x as `grouped_arguments` makes it, codes and scales of X weights as `mixed_linear_arguments` makes one.
+
+    Raises:
+        ValueError: an unknown format, layout or skew.
+    """
+    lead, bounds, order = _by_expert(inputs, X, M, layout, skew, chosen, count)
+    # Experts lie one behind the other, each in whole blocks of rows.
+    each = -(-N // block_rows) * block_rows
+    _, codes, scales, points, *_ = mixed_linear_arguments(
+        inputs, M=0, N=X * each, K=K, format=format, group=group, block_rows=block_rows, zeros=zeros
+    )
+    codes = codes.unflatten(0, (X, each))[:, :N]
+    scales, points = (None if t is None else t.unflatten(0, (X, -1)) for t in (scales, points))
+    more = inputs.randn(X, N, dtype=dtype) if bias else None
+    x = inputs.randn(*lead, K, dtype=dtype)
+    return x, codes, scales, points, bounds, more, activation, order, max(chosen, 1), block_rows, group, clear
+
+
+def grouped_scaled_arguments(
+    inputs: Inputs,
+    *,
+    X: int,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype = torch.int8,
+    skew: str = "even",
+    layout: str = "sorted",
+    chosen: int = 0,
+    bias: bool = False,
+    activation: str = "none",
+    out: torch.dtype = torch.bfloat16,
+    count: int = 0,
+    clear: bool = True,
+) -> Args:
+    """x and X weights of `dtype` with their scales, as `scaled_linear_arguments` makes them.
+
+    Raises:
+        ValueError: an unknown layout or skew.
+    """
+    lead, bounds, order = _by_expert(inputs, X, M, layout, skew, chosen, count)
+    x, weight, x_scales, w_scales, *_ = scaled_linear_arguments(inputs, M=math.prod(lead), N=X * N, K=K, dtype=dtype)
+    more = inputs.randn(X, N, dtype=out) if bias else None
+    return (
+        x.unflatten(0, lead), weight.unflatten(0, (X, N)), x_scales.unflatten(0, lead), w_scales.unflatten(0, (X, N)), bounds,
+        more, activation, order, max(chosen, 1), out, clear,
+    )  # fmt: skip

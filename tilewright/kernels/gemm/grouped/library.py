@@ -1,7 +1,8 @@
-"""`grouped_linear` through torch's `grouped_mm`: the implementation `vendor`.
+"""Grouped products through torch's `grouped_mm`: the implementations `vendor` of `grouped_linear` and of its weight's gradient.
 
 Rows are gathered, and an activation is applied, by a kernel each: 16-bit results carry one rounding more than the definition's
-one. Rows that no expert has are set to zero afterwards.
+one. What torch leaves unwritten, rows that no expert has and gradients of experts without rows, is set to zero afterwards.
+Bounds that do not ascend end in an assertion of torch's kernel.
 
 Refuses what torch has no kernel for, and computes expert by expert from offsets that the host waits for: other cards than sm_90
 and sm_100, other dtypes than bfloat16, operands whose rows do not start at multiples of 16 bytes. Also a bias, which torch does
@@ -9,6 +10,8 @@ not take, and the masked layout.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,10 +20,11 @@ from tilewright.kernels.elementwise.glu import gelu_mul, silu_mul
 from tilewright.kernels.experts.permute import permute_tokens_op
 from tilewright.kernels.gemm.grouped.problem import GroupedProblem, grouped_activated
 from tilewright.kernels.gemm.grouped.work import grouped_library_work
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["GROUPED_VENDOR", "library_grouped", "refuses_library"]
+__all__ = ["GROUPED_VENDOR", "launch_library_gradient", "refuses_library"]
 
 
 def refuses_library(device: Device, dtype: torch.dtype, aligned: bool) -> str | None:
@@ -44,9 +48,37 @@ def _refuse(device: Device, problem: GroupedProblem) -> str | None:
     return refuses_library(device, problem.dtype, problem.aligned)
 
 
-def library_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x [R, K] @ weight[e]^T for the rows of each expert, [R, N]; rows that no expert has are not written."""
-    return F.grouped_mm(x, weight.mT, offs=offsets[1:])
+_CLEARED = 8192
+"""Numbers that a program zeroes."""
+
+
+@triton.jit(do_not_specialize=["R"])
+def _clear_rows_kernel(y_ptr, offsets_ptr, R, X, N, BLOCK: tl.constexpr):
+    """Zeros behind the last expert's rows, by programs of so many numbers; those before them end at once."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    first = tl.maximum(tl.load(offsets_ptr + X), 0).to(tl.int64) * N
+    if start + BLOCK <= first:
+        return
+    at = start + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.zeros([BLOCK], y_ptr.dtype.element_ty), mask=(at >= first) & (at < R.to(tl.int64) * N))
+
+
+@triton.jit
+def _clear_experts_kernel(dw_ptr, offsets_ptr, SIZE, BLOCK: tl.constexpr):
+    """Zeros in the gradients of experts without rows."""
+    expert = tl.program_id(1)
+    if tl.load(offsets_ptr + expert + 1) > tl.load(offsets_ptr + expert):
+        return
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dw_ptr + expert.to(tl.int64) * SIZE + at, tl.zeros([BLOCK], dw_ptr.dtype.element_ty), mask=at < SIZE)
+
+
+def launch_library_gradient(config: Config, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient [X, N, K] of the weights, from dy [R, N] and x [R, K]; of what `refuses_library` does not refuse."""
+    dw = F.grouped_mm(dy.mT, x, offs=offsets[1:])
+    size = dw.shape[1] * dw.shape[2]
+    _clear_experts_kernel[(ceil_div(size, _CLEARED), dw.shape[0])](dw, offsets, size, BLOCK=_CLEARED)
+    return dw
 
 
 def _launch(
@@ -54,7 +86,7 @@ def _launch(
     chosen: int, clear: bool = True,
 ) -> Tensor:  # fmt: skip
     x = x if order is None else permute_tokens_op.run(x.contiguous(), order, chosen, None)
-    y = library_grouped(x, weight, bounds)
+    y = F.grouped_mm(x, weight.mT, offs=bounds[1:])
     match activation:
         case "silu_mul":
             y = silu_mul(*y.chunk(2, -1))
@@ -64,10 +96,10 @@ def _launch(
             pass
         case _:
             y = grouped_activated(y, activation)
-    if not clear:
-        return y
-    row = torch.arange(y.shape[0], device=y.device)[:, None]
-    return y.masked_fill_(row >= bounds[-1], 0.0)
+    if clear and y.numel():
+        grid = (ceil_div(y.numel(), _CLEARED),)
+        _clear_rows_kernel[grid](y, bounds, y.shape[0], weight.shape[0], y.shape[1], BLOCK=_CLEARED)
+    return y
 
 
 GROUPED_VENDOR = Impl(

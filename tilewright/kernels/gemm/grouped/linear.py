@@ -17,15 +17,17 @@ Activations are those of `linear`; with silu_mul, gelu_mul and clamped_silu_mul 
 first, and y is [.., F]. With few rows an expert the chosen experts' weights set the time, with many the tensor cores.
 
     vendor      torch's grouped_mm (CUTLASS), bf16 on sm_90 and sm_100
-    triton      any card, layout and dtype; tiles of 16 rows for decoding
     sm90        Hopper: Gluon, persistent, the producer and consumers of `linear`'s kernel on a schedule of groups
+    triton      any card, layout and dtype; tiles of 16 rows for decoding
     invariant   `triton` with one config for every number of rows
 
-Which of them is fastest where was not measured yet: `vendor` takes many rows an expert, `triton` the rest, and `sm90` is taken
-where a tuning record names it.
+Where experts have 16 rows and more `sm90` is first, below `triton` (`_first` has the figures). `vendor` is what other cards
+than Hopper take first of many rows, where nothing was measured yet.
 
 Not supported: gradients (ops/experts.py has them), quantised weights, mixed dtypes.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +45,10 @@ from tilewright.kernels.gemm.grouped.problem import (
 )
 from tilewright.kernels.gemm.grouped.sm90 import GROUPED_SM90
 from tilewright.kernels.gemm.grouped.tile import INVARIANT, TRITON
-from tilewright.kernels.gemm.grouped.work import group_sizes, grouped_cost
+from tilewright.kernels.gemm.grouped.work import group_places, grouped_cost
 from tilewright.op import Example, Op
 
-__all__ = ["check_grouped", "check_shapes", "grouped_linear_op"]
+__all__ = ["check_grouped", "check_order", "check_shapes", "grouped_linear_op"]
 
 # ---- reference
 
@@ -60,13 +62,9 @@ def _reference(
         return y
     if order is not None:
         x = x[(order.long() // chosen).clamp(0, x.shape[0] - 1)]
-    start = 0
-    for e, size in enumerate(group_sizes(x, bounds, weight.shape[0], None)):
-        rows, out = (x[e, :size], y[e, :size]) if x.dim() == 3 else (x[start : start + size], y[start : start + size])
-        start += size
-        if size:
-            z = F.linear(rows, weight[e], None if bias is None else bias[e])
-            out.copy_(z if activation == "none" else grouped_activated(_widened(z), activation))
+    for e, at in group_places(x, bounds, weight.shape[0]):
+        z = F.linear(x[at], weight[e], None if bias is None else bias[e])
+        y[at] = (z if activation == "none" else grouped_activated(_widened(z), activation)).to(y.dtype)
     return y
 
 
@@ -107,11 +105,19 @@ EXAMPLES = (
 # ---- op
 
 _MANY = 64
-"""Rows of an expert from which on torch's kernel is called, until somebody measures."""
+"""Rows of an expert from which on torch's kernel is called on cards where nothing was measured."""
+_HOPPER_MANY = 16
 
 
 def _first(device: Device, problem: GroupedProblem) -> str | None:
-    return "triton" if problem.rows_each < _MANY else None
+    """Few rows: tiles of 16 of them, which gather x as they read it.
+
+    H200, microseconds of triton and sm90. Mixtral-8x7B up with a gate and gathered, 0.25 rows an expert 117 and 120, 4 rows 396
+    and 408, 16 rows 473 and 442; down 54 and 93, 230 and 216, 224 and 223. Qwen3-30B-A3B up 0.06 rows 16 and 31, 1 row 126 and
+    133, 4 rows 179 and 187; down 10 and 21, 64 and 67, 95 and 97. Of 2,048 rows an expert sm90 takes 0.65 to 0.99 of torch's
+    time, and 256 rows of rooms 0.70 of triton's.
+    """
+    return "triton" if problem.rows_each < (_HOPPER_MANY if device.is_hopper else _MANY) else None
 
 
 grouped_linear_op = Op(
@@ -124,24 +130,24 @@ grouped_linear_op = Op(
     first=_first,
     fake=_fake,
     rows_in_problem=True,
-    impls=(GROUPED_VENDOR, TRITON, GROUPED_SM90, INVARIANT),
+    impls=(GROUPED_SM90, GROUPED_VENDOR, TRITON, INVARIANT),
 )
 
 
-def check_shapes(op: str, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str) -> None:
-    """Raise ValueError where rows, experts' weights, bounds, bias and activation do not fit together."""
+def check_shapes(
+    op: str, x: Tensor, weight: tuple[int, ...], bounds: Tensor, bias: Tensor | None, activation: str
+) -> None:  # fmt: skip
+    """Raise ValueError where rows, the shape of the experts' weights, bounds, bias and activation do not fit together."""
     if activation not in GROUPED_ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(GROUPED_ACTIVATIONS)}; got {activation!r}")
-    if weight.dim() != 3 or x.dim() not in (2, 3) or x.shape[-1] != weight.shape[2]:
+    if len(weight) != 3 or x.dim() not in (2, 3) or x.shape[-1] != weight[2]:
         raise ValueError(
             f"{op}: x must be [R, K], or [X, M, K] with counts, and weight [X, N, K]; "
-            f"got x {list(x.shape)} and weight {list(weight.shape)}"
+            f"got x {list(x.shape)} and weight {list(weight)}"
         )
-    experts, n, masked = weight.shape[0], weight.shape[1], x.dim() == 3
+    experts, n, masked = weight[0], weight[1], x.dim() == 3
     if not experts or (masked and x.shape[0] != experts):
-        raise ValueError(
-            f"{op}: x and weight must have as many experts, one at least; got {list(x.shape)} and {list(weight.shape)}"
-        )
+        raise ValueError(f"{op}: x and weight must have as many experts, one at least; got {list(x.shape)} and {list(weight)}")
     if n % 2 and GROUPED_ACTIVATIONS[activation][1]:
         raise ValueError(f"{op}: {activation} needs a gate and an up half, an even N; got {n}")
     wanted = experts + (not masked)
@@ -150,25 +156,33 @@ def check_shapes(op: str, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tenso
         raise ValueError(f"{op}: wanted {kind}, int32 [{wanted}]; got {bounds.dtype} {list(bounds.shape)}")
     if bias is not None and bias.shape != (experts, n):
         raise ValueError(f"{op}: bias must be [{experts}, {n}]; got {list(bias.shape)}")
-    for name, other in (("weight", weight), ("bias", bias), ("bounds", bounds)):
+    for name, other in (("bias", bias), ("bounds", bounds)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{op}: {name} must be on the device of x, {x.device}; got {other.device}")
 
 
-def check_grouped(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
-) -> None:
-    """Raise ValueError where the arguments of `grouped_linear` do not fit together."""
-    check_shapes("grouped_linear", x, weight, bounds, bias, activation)
-    if order is not None and (x.dim() == 3 or order.dim() != 1 or order.dtype != torch.int32 or chosen < 1):
+def check_order(op: str, x: Tensor, order: Tensor | None, chosen: int) -> None:
+    """Raise ValueError where rows cannot be gathered in that order."""
+    if order is None:
+        return
+    if x.dim() == 3 or order.dim() != 1 or order.dtype != torch.int32 or chosen < 1:
         raise ValueError(
-            "grouped_linear: order is int32 [R], of rows sorted by expert, each of `chosen` experts of a token; "
+            f"{op}: order is int32 [R], of rows sorted by expert, each of `chosen` experts of a token; "
             f"got {order.dtype} {list(order.shape)}, chosen {chosen}, x {list(x.shape)}"
         )
-    if order is not None and (order.device != x.device or (order.shape[0] and not x.shape[0])):
-        raise ValueError(
-            f"grouped_linear: order has {order.shape[0]} rows on {order.device} of an x {list(x.shape)} on {x.device}"
-        )
+    if order.device != x.device or (order.shape[0] and not x.shape[0]):
+        raise ValueError(f"{op}: order has {order.shape[0]} rows on {order.device} of an x {list(x.shape)} on {x.device}")
+
+
+def check_grouped(
+    x: Tensor, weight: Any, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
+) -> None:
+    """Raise ValueError where the arguments of `grouped_linear` do not fit together; of a quantised weight its shape counts."""
+    check_shapes("grouped_linear", x, weight.shape, bounds, bias, activation)
+    check_order("grouped_linear", x, order, chosen)
     for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and other.dtype != x.dtype:
-            raise ValueError(f"grouped_linear: {name} must have the dtype of x, {x.dtype}; got {other.dtype}")
+        if isinstance(other, Tensor) and (other.dtype != x.dtype or other.device != x.device):
+            raise ValueError(
+                f"grouped_linear: {name} must have the dtype of x, {x.dtype}, and its device, {x.device}; "
+                f"got {other.dtype} on {other.device}"
+            )

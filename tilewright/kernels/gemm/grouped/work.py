@@ -5,7 +5,9 @@ How many rows an expert has is read from the device, which waits for it; of meta
 
 # X experts, R rows, N rows of an expert's weight, K shared
 
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from tilewright.kernels.launch.work import cdiv, unit_of
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config
 
-__all__ = ["group_sizes", "grouped_cost", "grouped_library_work", "grouped_sm90_work", "grouped_tile_work"]
+__all__ = ["group_places", "group_sizes", "grouped_cost", "grouped_library_work", "grouped_sm90_work", "grouped_tile_work"]
 
 
 def group_sizes(x: Tensor, bounds: Tensor, experts: int, order: Tensor | None) -> list[int]:
@@ -28,6 +30,15 @@ def group_sizes(x: Tensor, bounds: Tensor, experts: int, order: Tensor | None) -
     if masked:
         return [min(max(count, 0), x.shape[1]) for count in values]
     return [max(min(end, rows) - max(start, 0), 0) for start, end in pairwise(values)]
+
+
+def group_places(x: Tensor, bounds: Tensor, experts: int) -> Iterator[tuple[int, Any]]:
+    """(an expert that has rows, where they stand in x and y), one after the other; x is in order already."""
+    start = 0
+    for e, size in enumerate(group_sizes(x, bounds, experts, None)):
+        if size:
+            yield e, (e, slice(0, size)) if x.dim() == 3 else slice(start, start + size)
+        start += size
 
 
 def grouped_cost(

@@ -1,0 +1,71 @@
+"""In the invariant scope a pass over packed sequences, with gradients, has the bits of a server that decodes token by token."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright.hw.device import device_of
+from tilewright.models import Model, random_model
+from tilewright.models.config import ModelConfig
+from tilewright.nn import Batch, KVCache, Packed, PackedKeysValues, ServedKeysValues
+from tilewright.op import invariant
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+LENGTHS = (9, 18, 1) if ON_GPU else (3, 5)
+PAGE_SIZE = 16 if ON_GPU else 4
+HEAD_DIM = 16
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD_DIM, max_position_embeddings=256, windows=(None, None),
+)  # fmt: skip
+
+pytestmark = pytest.mark.skipif(
+    not device_of(0 if ON_GPU else -1).runs_triton, reason="no GPU here: run with TRITON_INTERPRET=1, products of a CPU differ"
+)
+
+
+def one_by_one(model: Model, tokens: Tensor) -> Tensor:
+    """Hidden states of one sequence, a token a step."""
+    length = len(tokens)
+    pages = -(-length // PAGE_SIZE)
+    cache = KVCache.zeros(
+        layers=CONFIG.num_hidden_layers, pages=pages, kv_heads=CONFIG.num_key_value_heads, page_size=PAGE_SIZE,
+        head_dim=HEAD_DIM, dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    table = torch.arange(pages, dtype=torch.int32, device=DEVICE)[None]
+    found = []
+    for place in range(length):
+        at = torch.tensor([place], device=DEVICE)
+        batch = Batch(
+            positions=at, slots=at, block_table=table, kv_lens=(at + 1).int(), max_q_len=1, logits_rows=at,
+            cu_q=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+        )  # fmt: skip
+        found.append(model(tokens[place : place + 1], batch, cache))
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return random_model(CONFIG, device=torch.device(DEVICE), dtype=torch.bfloat16, seed=0).requires_grad_(True)
+
+
+def test_a_packed_pass_has_the_bits_of_single_steps(model: Model) -> None:
+    tokens = torch.arange(sum(LENGTHS), device=DEVICE) * 7 % CONFIG.vocab_size
+    lengths = torch.tensor(LENGTHS)
+    packed = Packed(
+        positions=torch.cat([torch.arange(n) for n in LENGTHS]).to(DEVICE),
+        cu_q=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().to(DEVICE),
+        max_q_len=max(LENGTHS),
+    )
+    with invariant():
+        learnt = model(tokens, packed, ServedKeysValues.of(packed, page_size=PAGE_SIZE))
+        with torch.no_grad():
+            scored = model(tokens, packed, ServedKeysValues.of(packed, page_size=PAGE_SIZE))
+            served = torch.cat([one_by_one(model, part) for part in tokens.split(list(LENGTHS))])
+            unfused = model(tokens, packed, PackedKeysValues())
+            assert torch.equal(model.logits(scored), model.logits(served))
+    assert learnt.requires_grad
+    assert torch.equal(scored, served)
+    assert torch.equal(learnt, served)
+    assert not torch.equal(unfused, served), "the training operators round elsewhere: without them this test shows nothing"
