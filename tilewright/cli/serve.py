@@ -133,8 +133,6 @@ def _serve(
         )
     if config.fronts and host is not None:
         raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
-    if (config.fronts or config.replicas > 1) and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
-        raise ValueError("LoRA adapters are served by one process: leave out --fronts and --replicas, or the adapters")
     if model is None:
         from tilewright.server.v2.app import create_models_app
 
