@@ -1,4 +1,4 @@
-"""Write docs/optimize_models.md from benchmarks/results/CARD/studies/optimize-models.json (`python -m tests.fuse.zoo` makes them).
+"""Write docs/optimize_models.md from benchmarks/results/CARD/studies/optimize-models.json (of `python -m tests.fuse.zoo`).
 
 python -m scripts.optimize_models_table            # rewrite the file
 python -m scripts.optimize_models_table --check    # exit 1 if it is not what the results say

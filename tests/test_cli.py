@@ -26,6 +26,7 @@ ENGINE_OPTIONS = {
     *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
+    *("--tp", "--pp", "--slices"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {
@@ -33,6 +34,7 @@ OPTIONS = {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
         *("--max-wait", "--prefix-cache", "--no-prefix-cache", "--config", "--replicas", "--fronts", "--max-connections"),
+        *("--ray", "--no-ray", "--max-replicas", "--scale-down-after"),
         *("--adapter", "--max-adapters", "--max-adapter-rank", "--adapter-dir"),
         *("--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),
@@ -68,7 +70,7 @@ OPTIONS = {
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},
     "optimize": {"--precision", "--tolerance", "--tune", "--device", "--out", "--json"},
     "quantize": {"--format", "--out", "--skip", "--calibrate", "--migrate", "--activation", "--device", "--json"},
-    "export": {"--out", "--precision", "--max-batch", "--sizes", "--card", "--jobs"},
+    "export": {"--out", "--precision", "--max-batch", "--sizes", "--shape", "--card", "--jobs"},
     "explain": {"--card", "--prefer", "--invariant", "--json"},
     "rl run": {"--out", "--log", "--updates", "--seed", "--every", "--samples", "--json"},
     "rl tasks": {"--out", "--count", "--layers", "--hidden", "--seed", "--json"},

@@ -47,7 +47,7 @@ def test_as_many_rows_as_pay() -> None:
         (1, 65536, 0, 0.0, True),
         (7, 16392, 0, 10.0, False),
         (131, 65544, 65552, 0.0, True),  # a last part that is narrower, an odd number of rows
-        (41, 100004, 100012, 0.0, True),  # rows that do not start at 16 bytes
+        (41, 100008, 100016, 0.0, True),  # a gap between rows
         (37, 262144, 0, 10.0, True),
     ],
 )

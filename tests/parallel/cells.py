@@ -27,7 +27,8 @@ VOCABULARY, ROWS, TOKENS = 61, 2, 16
 class Cell:
     """A run: how it is spread, what is trained, and what is done wrong on purpose.
 
-    fault: "lost" leaves one micro-batch out, "divisor" divides by this rank's targets, "tied" forgets a part of a tied weight.
+    fault: "lost" leaves one micro-batch out, "divisor" divides by this rank's targets, "tied" forgets a part of a tied weight,
+        "expert" the gradients of experts for the tokens of other ranks.
     """
 
     plan: str
@@ -51,12 +52,18 @@ class Cell:
 
 def _shape(kind: str) -> ModelConfig:
     names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    names |= {"mixture": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
+    experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True}
+    experts |= {"decoder_sparse_step": 2, "mlp_only_layers": []}
+    if kind == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return ModelConfig.from_hf(
         {
             "architectures": [names[kind]], "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40,
             "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6,
             "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32",
             "tie_word_embeddings": kind == "llama", "attention_bias": kind == "qwen3", "eos_token_id": 0,
+            **(experts if kind in ("mixture", "mixtral") else {}),
         },
         None,
     )  # fmt: skip
@@ -94,6 +101,8 @@ def run(cell: Cell, rank: int = 0, store: Any = None) -> dict[str, Tensor]:
     spread.share()
     if cell.fault == "tied":
         spread.part.tied, spread.part.uses["embed.weight"] = frozenset(), []
+    if cell.fault == "expert":
+        spread.part.uses = {}
     said = []
     for step in range(cell.steps):
         batches = _batches(cell.micro_batches, step)

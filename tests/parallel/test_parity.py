@@ -48,18 +48,24 @@ ORDINARY = (
     Cell(plan="pp=2,virtual=2,schedule=zero-bubble,dp=2,zero=1", **SHORT),
     Cell(plan="cp=2,tp=2,sp", **SHORT),
     Cell(plan="dp=4,zero=2", micro_batches=8, **SHORT),
+    Cell(plan="dp=4,ep=2,zero=1", micro_batches=8, shape="mixture", **SHORT),
+    Cell(plan="dp=4,ep=4", shape="mixtral", **SHORT),
 )
-FAST = Cell(plan="dp=4", tree=False, micro_batches=8, **SHORT)
+FAST = (
+    Cell(plan="dp=4", tree=False, micro_batches=8, **SHORT),
+    Cell(plan="dp=4,ep=2", tree=False, micro_batches=8, shape="mixture", **SHORT),
+)
 FAULTS = (
     Cell(plan="dp=4", fault="lost", **SHORT),
     Cell(plan="dp=4", fault="divisor", **SHORT),
     Cell(plan="pp=2,dp=2", fault="tied", **SHORT),
+    Cell(plan="dp=4,ep=2", fault="expert", shape="mixture", **SHORT),
 )
 
 
 @pytest.fixture(scope="module")
 def ordinary(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, dict[str, Tensor]]:
-    return by_ranks(tmp_path_factory.mktemp("cells"), (*ORDINARY, FAST, *FAULTS))
+    return by_ranks(tmp_path_factory.mktemp("cells"), (*ORDINARY, *FAST, *FAULTS))
 
 
 @pytest.mark.parametrize("cell", ORDINARY, ids=lambda cell: cell.name)
@@ -67,8 +73,9 @@ def test_four_processes_have_the_bits_of_one(cell: Cell, ordinary: dict[Cell, di
     assert not differing(ordinary[cell], alone(cell))
 
 
-def test_sums_in_the_librarys_order_differ_in_rounding_alone(ordinary: dict[Cell, dict[str, Tensor]]) -> None:
-    found, wanted = ordinary[FAST], alone(FAST)
+@pytest.mark.parametrize("cell", FAST, ids=lambda cell: cell.name)
+def test_sums_in_the_librarys_order_differ_in_rounding_alone(cell: Cell, ordinary: dict[Cell, dict[str, Tensor]]) -> None:
+    found, wanted = ordinary[cell], alone(cell)
     assert differing(found, wanted), "the library adds up in the order of the tree: then this compares nothing"
     assert off(found, wanted) < 1e-6
 
@@ -96,10 +103,27 @@ def test_the_whole_matrix_has_the_bits_of_one_process(tmp_path: Path) -> None:
     assert not {cell.name: names for cell in cells if (names := differing(found[cell], alone(cell)))}
 
 
+EXPERTS = (
+    "dp=4,ep=4", "dp=4,ep=2", "dp=4,ep=2,zero=1", "dp=4,ep=4,zero=1", "pp=2,dp=2,ep=2", "pp=2,dp=2,ep=2,schedule=gpipe",
+    "pp=2,virtual=2,schedule=interleaved,dp=2,ep=2,zero=1", "pp=2,virtual=2,schedule=zero-bubble,dp=2,ep=2", "dp=4,zero=3",
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_mixtures_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    cells = [
+        Cell(plan=plan, micro_batches=4 + 4 * (i % 2), shape=("mixture", "mixtral")[i % 2]) for i, plan in enumerate(EXPERTS)
+    ]
+    found = by_ranks(tmp_path, cells)
+    assert not {cell.name: names for cell in cells if (names := differing(found[cell], alone(cell)))}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_three_dimensions_on_eight_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     cells = [Cell(plan="pp=2,dp=2,tp=2,sp"), Cell(plan="dp=2,cp=2,tp=2,sp,zero=3", shape="qwen3")]
+    cells += [Cell(plan="pp=2,dp=4,ep=2,zero=1", shape="mixture", micro_batches=8)]
     found = by_ranks(tmp_path, cells, ranks=8)
     assert not {cell.name: names for cell in cells if (names := differing(found[cell], alone(cell)))}
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.models import SHAPES, empty_model
+from tilewright.models import SHAPES, ModelConfig, empty_model
+from tilewright.models.experts import Experts
+from tilewright.nn import Routing
 from tilewright.parallel.clock import bubble, simulated
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.part import make_part, refusal
@@ -48,6 +50,7 @@ def test_a_plan_is_read_and_written_back(given: Any, wanted: Plan) -> None:
         ("zero=4", "wanted 0, 1, 2 or 3"),
         ("schedule=frog", "wanted one of"),
         ("virtual=2,pp=2", "1f1b has one part a rank"),
+        ("dp=4,ep=3", "ep is 3 and dp 4; wanted a divisor of dp"),
         ("slices=3,tp=2", "slices is 3 and tp is 2"),
         ("slices=6,tp=2", "times a power of two"),
     ],
@@ -74,6 +77,11 @@ def test_a_plan_that_no_model_makes_right_is_refused(given: str, words: str) -> 
         ("pp=2,zero=2", {}, "zero 2 does not go with pp"),
         ("zero=1,dp=2", {"whole": "muon"}, "muon wants whole parameters"),
         ("cp=2", {"ragged": True}, "conversations"),
+        ("dp=4,ep=2", {}, "the model has no experts"),
+        ("dp=8,ep=8", {"experts": 12}, "ep 8 does not divide the experts, 12"),
+        ("dp=4,ep=2,zero=2", {"experts": 8}, "zero 2 does not go with ep"),
+        ("dp=6,ep=2", {"experts": 8, "micro_batches": 6}, "each expert has 3 replicas"),
+        ("dp=2,ep=2", {"experts": 8, "whole": "muon"}, "which zero, tp and ep cut"),
         ("chunks=4,cp=2", {}, "wanted cp 2"),
     ],
 )
@@ -128,9 +136,14 @@ SMALL = replace(
     "given", ["dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "tp=4", "pp=2,dp=2", "pp=2,tp=2", "dp=2,tp=2,zero=3"]
 )
 def test_bytes_of_a_rank_are_as_predicted(given: str, dtype: str, tied: bool) -> None:
-    plan, shape = Plan.read(given), replace(SMALL, tie_word_embeddings=tied)
-    config = TrainConfig(model="-", dtype=dtype, parallel=plan, accumulate="tree", micro_batches=8)
     kind = torch.float32 if dtype == "float32" else torch.bfloat16
+    counted(Plan.read(given), replace(SMALL, tie_word_embeddings=tied), kind)
+
+
+def counted(plan: Plan, shape: ModelConfig, kind: torch.dtype) -> None:
+    """Hold what ranks have against the formulas."""
+    dtype = str(kind).removeprefix("torch.")
+    config = TrainConfig(model="-", dtype=dtype, parallel=plan, accumulate="tree", micro_batches=8)
     for stage in range(plan.pp):
         model = empty_model(shape, device="cpu", dtype=kind).requires_grad_(True)
         order = [name for name, _ in model.named_parameters()]
@@ -138,7 +151,8 @@ def test_bytes_of_a_rank_are_as_predicted(given: str, dtype: str, tied: bool) ->
             plan, sizes_of(model), stage, item=kind.itemsize, moments=STATE_BYTES["adamw"], micro_batches=8, tree=True,
             tokens=64, cut_width=1, whole_width=1,
         )  # fmt: skip
-        mesh = Mesh(dp=Unmet(None, 1 % plan.dp, plan.dp), tp=Unmet(None, 1 % plan.tp, plan.tp), pp=Unmet(None, stage, plan.pp))
+        dp, tp, ep = (Unmet(None, 1 % size, size) for size in (plan.dp, plan.tp, plan.ep))
+        mesh = Mesh(dp=dp, tp=tp, pp=Unmet(None, stage, plan.pp), ep=ep, same=Unmet(None, 0, plan.expert_replicas))
         spread = Spread(plan, mesh, make_part(model, plan, mesh, invariant=True), order, invariant=True)
         optimizer = build_optimizer(config, model, spread.weights())
         spread.share()
@@ -149,6 +163,21 @@ def test_bytes_of_a_rank_are_as_predicted(given: str, dtype: str, tied: bool) ->
         levels = 1 + math.ceil(math.log2(8 // plan.dp))
         if not plan.dealt:
             assert (kind.itemsize + 4 * levels) * leaves == pytest.approx(need.gradients, rel=0.02)
+
+
+MIXTURE = replace(
+    SMALL, architecture="MixtralForCausalLM",
+    experts=Experts(first_layer=0, inner=256, shared=0, routing=Routing(method="greedy", experts=8, chosen=2)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "given", ["dp=4", "dp=4,zero=3", "dp=4,ep=2", "dp=4,ep=2,zero=1", "dp=4,ep=4,zero=1", "pp=2,dp=2,ep=2"]
+)
+def test_bytes_of_a_rank_with_experts_are_as_predicted(given: str, dtype: torch.dtype) -> None:
+    plan = Plan.read(given)
+    counted(plan, replace(MIXTURE, tie_word_embeddings=False), dtype)
 
 
 class Unmet(Ranks):

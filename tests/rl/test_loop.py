@@ -20,7 +20,7 @@ from tilewright.rl.rollout import Sampler
 
 TINY = RLConfig(environment="reversal:digits=2,partial=1", max_tokens=2, prompts=8, answers=4, hidden=32, layers=1, updates=2)
 
-CLOCKED = ("seconds", "sampling", "scoring", "sampled_tokens_per_s", "trained_tokens_per_s")
+CLOCKED = ("seconds", "waiting", "sampling", "scoring", "sampled_tokens_per_s", "trained_tokens_per_s")
 
 
 def sample(tokens: list[int], prompt: int) -> Sample:
@@ -105,8 +105,11 @@ def test_the_sampler_reports_what_the_trainer_finds_also_after_an_update() -> No
         assert rows[1]["ratio_after"] != 1.0
         # A sampler of the weights at the start is noticed at once.
         stale = Sampler(small_model(TINY), max_len=16, seqs=8, end_ids=(20,))
-        trainer.sampler = stale
+        trainer.gatherer.sampler = stale
         trainer.config = replace(TINY, updates=3)
+        with pytest.raises(ConnectionError, match="step 2 got samples of weights 0 to 0; wanted 2"):
+            trainer.step()
+        stale.version = 2  # also one that says otherwise
         assert trainer.step()["ratio_off"] > 1e-2
 
 
@@ -150,13 +153,31 @@ def test_the_command_logs_every_step(tmp_path: Path) -> None:
     path, log = tmp_path / "a.toml", tmp_path / "a.jsonl"
     path.write_text(
         'environment = "reversal:digits=2,partial=1"\nmax_tokens = 2\nprompts = 4\nanswers = 2\nhidden = 32\nlayers = 1\n'
+        "entropy_floor = 5.0\n"
     )
     result = CliRunner().invoke(app, ["rl", str(path), "--updates", "2", "--log", str(log)], prog_name="tilewright")
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout.splitlines()) == 2
+    assert result.stderr.count("the policy has collapsed: its tokens have -log p 3") == 2  # ln 21 = 3.04 is below that floor
+    assert "this config does not promise 0" in result.stderr
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["update"] for row in rows] == [1, 2]
     assert {"reward", "length", "entropy", "kl", "ratio", "clip_share", "sampling", "lost"} <= rows[0].keys()
+
+
+def test_a_reward_that_fails_costs_its_sample_alone() -> None:
+    misbehaving = f"{Path(__file__).with_name('rewards_for_tests.py')}:Misbehaving"
+    config = replace(TINY, environment=misbehaving, max_tokens=1, updates=1, prompts=16)
+    with Trainer(config) as trainer:
+        row = trainer.step()
+        failures = trainer.workers.failures
+    # A digit is scored as itself; anything else is no number.
+    assert 0 < row["lost"] == failures["raised"] < 64
+    assert row["applied"] == 1.0
+    with Trainer(config) as trainer:
+        trainer.workers.score = lambda tasks, answers: [None] * len(tasks)
+        with pytest.raises(ValueError, match="no answer of step 0 got a reward"):
+            trainer.step()
 
 
 @pytest.mark.parametrize(
@@ -174,6 +195,9 @@ def test_the_command_logs_every_step(tmp_path: Path) -> None:
         ('environment = "addition"\ntensorboard = true', "out is empty"),
         ('environment = "addition"\nkl_estimator = "k9"', "wanted one of k1, k2, k3"),
         ('environment = "addition"\nalphabet = "aa"', "has a character twice"),
+        ('environment = "addition"\ntemperature = 0', "temperature is 0, wanted 0.01 to 100"),
+        ('environment = "addition"\ntop_p = 0.0', "top_p is 0.0, wanted"),
+        ('environment = "addition"\nstaleness = 1', "staleness is 1, but sampler is empty"),
         ('environment = "addition"\nprompts = 1\nanswers = 1', "do not fill 4 minibatches"),
         ("environment = ", "is no TOML"),
     ],

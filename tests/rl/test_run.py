@@ -122,7 +122,7 @@ def test_a_conversation_is_learnt_from_as_it_was_sampled() -> None:
     config = replace(TINY, environment=guessing, alphabet="0123456789<>=", turns=3, updates=2, max_tokens=4, max_reply_tokens=4)
     with Trainer(config) as trainer:
         tasks = [trainer.environment.task(seed) for seed in range(40)]
-        made = trainer.sample(tasks, answers=4, seed=0)
+        made = trainer.gatherer.sample(tasks, answers=4, seed=0)
         turns = [len(one.answers) for one in made]
         assert max(turns) == 3
         assert min(turns) < 3
@@ -151,7 +151,7 @@ def test_a_conversation_is_learnt_from_as_it_was_sampled() -> None:
 def test_replies_that_fail_end_their_conversations_and_are_counted() -> None:
     config = replace(TINY, environment=f"{HERE / 'rewards_for_tests.py'}:Silent", turns=2)
     with Trainer(config) as trainer:
-        made = trainer.sample([trainer.environment.task(0)], answers=8, seed=0)
+        made = trainer.gatherer.sample([trainer.environment.task(0)], answers=8, seed=0)
         assert [len(one.answers) for one in made] == [1] * 8
         assert trainer.workers.failures["raised"] == sum(not one.truncated for one in made)
 
@@ -213,8 +213,9 @@ def test_prompts_without_a_difference_are_replaced() -> None:
         row = trainer.step()
         assert row["dropped_groups"] > 0  # a random policy is mostly wrong in all four
         assert row["equal_groups"] == 0.0
-        assert trainer.drawn == 4 + row["dropped_groups"]
-        assert trainer.state() == {"update": 1, "drawn": trainer.drawn, "rounds": trainer.rounds}
+        gatherer = trainer.gatherer
+        assert gatherer.drawn == 4 + row["dropped_groups"]
+        assert trainer.state() == {"update": 1, "drawn": gatherer.drawn, "rounds": gatherer.rounds}
 
 
 @pytest.mark.long

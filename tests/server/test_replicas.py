@@ -20,7 +20,7 @@ import pytest
 from tilewright.server.config import ServerConfig
 from tilewright.server.fleet import Fleet
 from tilewright.server.forward import Front, digests_of, front_of
-from tilewright.server.forward_metrics import labelled
+from tilewright.server.passing import labelled
 from tilewright.server.prompts import Served
 from tilewright.server.serve import HttpServer, bind, url_of
 

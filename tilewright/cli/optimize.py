@@ -18,7 +18,7 @@ __all__ = ["optimize"]
 )
 def optimize(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="resnet50, vit_b16@32 ..., or MODULE:FUNCTION that returns (model, inputs)")],
+    model: Annotated[str, typer.Argument(help="resnet50@32 ..., MODULE:FUNCTION that returns (model, inputs), or FILE.onnx")],
     precision: Annotated[
         str | None,
         typer.Option(help="fp32, fp16, bf16, or int8: fp16 with quantised products; default: fp16 on a GPU, fp32 on a CPU"),

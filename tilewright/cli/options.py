@@ -23,6 +23,7 @@ FRIENDLY: dict[str, tuple[str, Any, int]] = {
     "max_waiting": ("queue", int, 1),
     "max_wait_s": ("max_wait", float, 1),
     "drain_timeout_s": ("drain_timeout", float, 1),
+    "scale_down_after_s": ("scale_down_after", float, 1),
     "max_delay_ms": ("max_delay", float, 1),
     "packages": ("package", list[str] | None, 1),
     "cors_origins": ("cors_origin", list[str] | None, 1),

@@ -74,7 +74,9 @@ def run(
         given = (("updates", updates), ("seed", seed), ("out", None if out is None else str(out)))
         chosen = replace(chosen, **{name: value for name, value in given if value is not None})
         say(f"Config: {json.dumps(chosen.to_json())}")
-        say("ratio_off: how far the trainer's probability of a sampled token is from the sampler's; 0 where both agree exactly")
+        exact = chosen.invariant and not chosen.staleness
+        promise = "wanted is 0" if exact else "this config does not promise 0, which invariant = true does without staleness"
+        say(f"ratio_off: how far the trainer's probability of a sampled token is from the sampler's; {promise}")
         from tilewright.rl.loop import Trainer
         from tilewright.rl.run import rows
 

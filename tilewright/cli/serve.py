@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from tilewright.cli.options import ConfigFile, Model, options
 from tilewright.cli.root import Progress, app, ends_at_once, ends_on_sigterm, plain_errors, say
-from tilewright.cli.serve_models import host_of
+from tilewright.cli.serve_models import split_models
 from tilewright.engine.config import EngineConfig
 from tilewright.extras import require
 from tilewright.host.config import HostConfig
@@ -24,7 +23,6 @@ from tilewright.server.logs import Log
 if TYPE_CHECKING:
     from tilewright.engine.llm import LLM
     from tilewright.engine.request import SamplingParams
-    from tilewright.host.host import Host
 
 __all__ = ["run", "serve"]
 
@@ -93,14 +91,22 @@ def serve(
                 raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
             server["api_key"] = _key_of(api_key_file)
         settings = ServerConfig(**server)
-        named = context.get_parameter_source("model") in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
-        language, host = host_of(model, beside or (), HostConfig(**ordinary), named=named, name=served_name)
-        if host is None and settings.grpc_port is not None:
+        own = HostConfig(**ordinary)
+        source = context.get_parameter_source("model")
+        # By its name: Typer may bring a Click of its own, whose members are none of Click's.
+        named = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+        language, models = split_models(
+            model, beside or (), repository=own.repository is not None, named=named, name=served_name
+        )
+        alone = not models and own.repository is None
+        if alone and settings.grpc_port is not None:
             raise typer.BadParameter("--grpc-port is for ordinary models; give one with --model or --repository")
-        if host is not None and settings.replicas > 1:
-            raise typer.BadParameter("--replicas is for a language model alone; serve ordinary models by a server of their own")
+        if not alone and settings.replicas > 1 and not settings.ray:
+            raise typer.BadParameter(
+                "--replicas is for a language model alone; serve ordinary models by a server of their own, or with --ray"
+            )
         with Log(settings.log_level, settings.log_format) as log:
-            code = _serve(language, served_name, engine, settings, log, host)
+            code = _serve(language, served_name, engine, settings, log, models, own)
     raise typer.Exit(code)
 
 
@@ -119,27 +125,31 @@ def _serve(
     engine: dict[str, Any],
     config: ServerConfig,
     log: Log,
-    host: "Host | None" = None,
+    models: list[str],
+    ordinary: HostConfig,
 ) -> int:
     """Load the models and serve them; the exit code."""
     require("tilewright serve", "fastapi", "uvicorn", "prometheus_client", "tokenizers")
+    from tilewright.host.sources import host_of_sources
     from tilewright.server.serve import bind, run_server
 
+    host = None if config.ray else host_of_sources(models, ordinary)
     listener = bind(config)
-    if not config.loopback and config.api_key is None:
-        log.say(
-            f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
-            "set one with --api-key-file, or listen on 127.0.0.1"
-        )
+    _warn_of_strangers(config, log)
     if config.fronts and host is not None:
         raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
+    if config.ray and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
+        raise ValueError("LoRA adapters do not go with --ray: leave one of them out")
+    if (config.replicas > 1 or config.ray) and model is not None and EngineConfig(model=model, **engine).plan.ranks > 1:
+        raise ValueError("--replicas and --ray start servers of one rank each; leave them out, or --tp and --pp")
+    if config.ray:
+        return _serve_on_ray(model, served_name, engine, config, listener, log, models, ordinary)
     if model is None:
         from tilewright.server.v2.app import create_models_app
 
         assert host is not None
         return run_server(create_models_app(host, config), listener, log)
-    # A folder is served under its own name, not under its path.
-    name = served_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    name = served_name or _name_of(model)
     if config.replicas > 1:
         require("tilewright serve --replicas", "aiohttp")
         from tilewright.server.forward import serve_replicas
@@ -167,6 +177,45 @@ def _serve(
 
         attach(app, host, config)
     return run_server(app, listener, log)
+
+
+def _warn_of_strangers(config: ServerConfig, log: Log) -> None:
+    if not config.loopback and config.api_key is None:
+        log.say(
+            f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
+            "set one with --api-key-file, or listen on 127.0.0.1"
+        )
+
+
+def _name_of(model: str) -> str:
+    """A folder is served under its own name, not under its path."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _serve_on_ray(
+    model: str | None,
+    served_name: str | None,
+    engine: dict[str, Any],
+    config: ServerConfig,
+    listener: socket.socket,
+    log: Log,
+    models: list[str],
+    ordinary: HostConfig,
+) -> int:
+    """Replicas of Ray Serve behind a front in this process; the exit code."""
+    require("tilewright serve --ray", "ray")
+    import dataclasses
+
+    from tilewright.extras import needed
+    from tilewright.host.sources import sources_of
+
+    # What is wrong with models and options is said before anything is started.
+    sources_of(models, ordinary)
+    if model is not None:
+        EngineConfig(model=model, **engine)
+    name = "models" if model is None else served_name or _name_of(model)
+    spec = {"language": model, "name": name, "engine": engine, "models": models, "ordinary": dataclasses.asdict(ordinary)}
+    return needed("tilewright.server.on_ray.run", "ray").serve_on_ray(spec, config, listener, log)
 
 
 def _serve_in_processes(

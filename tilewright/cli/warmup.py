@@ -28,6 +28,9 @@ _WITHOUT = {
     "draft",
     "draft_tokens",
     "strict",
+    "tp",
+    "pp",
+    "slices",
 }
 
 

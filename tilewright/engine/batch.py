@@ -78,6 +78,7 @@ class Layout:
 
     def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None):
         self.seqs, self.each = seqs, each
+        self.counts = (tokens, seqs, sampled, each or 0)
         counts = {"T": tokens, "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
         self.fields: list[tuple[str, Any, int, int]] = []
         at = 0

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewright.parallel.plan import Plan
+
 __all__ = ["KV_CACHE", "QUANTIZE", "SPECULATE", "EngineConfig", "option"]
 
 QUANTIZE = ("int8", "fp8", "fp8-block", "mxfp8", "int4", "int8-weight")
@@ -19,6 +21,7 @@ KV_CACHE = ("int8", "fp8")
 
 MOST_DRAFTS = 15
 """The attention kernel for few queries takes 16 tokens of a request."""
+MOST_RANKS = 64
 LEAST_SAMPLES = 64
 """Samples that a step may have where tokens are guessed ahead, also if fewer requests run."""
 
@@ -62,6 +65,9 @@ class EngineConfig:
     max_adapters: int = option(0, "LoRA adapters that there is room for; default: as many as are given")
     max_adapter_rank: int = option(16, "largest rank of a LoRA adapter")
     invariant: bool = option(False, "the same bits for a request whatever else is in the batch; slower")
+    tp: int = option(1, "cards that share each layer: its heads and its feed-forward width are cut")
+    pp: int = option(1, "cards that have some of the layers each")
+    slices: int = option(0, "cut layers into so many sums whatever tp is: the same slices, the same bits; default: tp")
     bundle: str | None = option(None, "folder that `tilewright warmup` made for this use: no kernel is compiled then")
     strict: bool = option(False, "fail a step that compiles a kernel after the start, instead of logging it")
 
@@ -91,6 +97,34 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted at most {high}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {self.memory_fraction}, wanted above 0 and at most 1")
+        self._check_plan()
+
+    def _check_plan(self) -> None:
+        for name in ("tp", "pp", "slices"):
+            if not 0 <= getattr(self, name) <= MOST_RANKS or (name != "slices" and not getattr(self, name)):
+                least = 0 if name == "slices" else 1
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted {least} to {MOST_RANKS}")
+        if self.plan == Plan():
+            return
+        held = {"max_adapters": self.adapter_places, "quantize": self.quantize, "draft": self.draft, "bundle": self.bundle}
+        held["speculate"] = self.speculate if self.speculate == "mtp" else None
+        for name, value in held.items():
+            if value:
+                raise ValueError(f"{name} is {value!r}, which does not go with tp, pp and slices; leave one of them out")
+        if self.plan.ranks > 1 and self.device not in (None, "cpu", "cuda", "cuda:0"):
+            raise ValueError(
+                f"device is {self.device!r}, and the ranks of tp and pp take the cards from cuda:0 on; leave it out"
+            )
+
+    @property
+    def plan(self) -> Plan:
+        """How the model is spread over ranks."""
+        return Plan(tp=self.tp, pp=self.pp, slices=self.slices)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether what ranks and slices give is added up in the order of the tree."""
+        return self.invariant or self.slices > 0
 
     @property
     def adapter_places(self) -> int:

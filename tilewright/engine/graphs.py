@@ -36,8 +36,8 @@ Bodies = tuple[Body, Body | None]
 """For steps whose rows have no adapters, and for others where the model has room for adapters."""
 Tail = Callable[[Inputs, Tensor], Sampled]
 """(inputs, hidden) -> what the sampled rows draw, without waiting for the device."""
-Tails = tuple[Tail, Tail]
-"""For rows that want a sample, and for rows that want more."""
+Tails = tuple[Tail, ...]
+"""For rows that want a sample, and for rows that want more; none on a rank without a head."""
 
 
 def graph_sizes(max_seqs: int) -> list[int]:
@@ -161,6 +161,10 @@ class DecodeGraphs:
             self._graphs[rows, tokens] = DecodeGraph(
                 rows, tokens, max_pages, bodies, tails, device=device, stream=stream, pool=pool
             )
+
+    def of(self, rows: int, row_tokens: int) -> DecodeGraph:
+        """The graph that was captured for so many rows, with room for so many tokens in each."""
+        return self._graphs[rows, row_tokens]
 
     def for_rows(self, rows: int) -> DecodeGraph:
         """The smallest graph that holds so many rows; there is one for every number up to max_seqs."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.engine.batch import Inputs
+from tilewright.engine.draws import drawn_logprobs
 from tilewright.engine.graphs import Sampled
 from tilewright.engine.sampler import LogitTables, Mask, likelihoods
 from tilewright.engine.step import Step
@@ -37,10 +38,13 @@ def turns_of(step: Step, device: torch.device) -> Turns:
 
 
 class Head:
-    """The ways of a model's samples. `last` [max_seqs + 1] int64: they are also left there, by slot, for the next step."""
+    """The ways of a model's samples. `last` [max_seqs + 1] int64: they are also left there, by slot, for the next step.
 
-    def __init__(self, model: Model, edits: LogitTables, last: Tensor):
-        self._model, self._edits, self._last = model, edits, last
+    explains_draws: log-probabilities come with those in the distribution that was drawn from.
+    """
+
+    def __init__(self, model: Model, edits: LogitTables, last: Tensor, *, explains_draws: bool = False):
+        self._model, self._edits, self._last, self._explains_draws = model, edits, last, explains_draws
 
     def plain(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
         """Tokens [R] of rows that want nothing but a sample, masked or not."""
@@ -57,7 +61,12 @@ class Head:
             ops.mask_logits(edited, mask.rows, mask.bits)
         tokens = self._sample(edited, inputs)
         self._edits.count(inputs.sampled_slots, tokens)
-        return Sampled(tokens, likelihoods(logits, tokens, inputs.alternatives))
+        found = likelihoods(logits, tokens, inputs.alternatives)
+        if self._explains_draws:
+            settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p
+            drawn, kept = drawn_logprobs(edited, tokens, *settings)
+            found = found._replace(drawn=drawn, kept=kept)
+        return Sampled(tokens, found)
 
     def in_turns(self, inputs: Inputs, hidden: Tensor, mask: Mask | None, turns: Turns) -> Sampled:
         """The same where a row has drafts and counts its tokens: a sample is counted if all before it were as drafted."""

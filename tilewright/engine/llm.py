@@ -167,7 +167,7 @@ class LLM:
 
     def _need_pooler(self) -> "Pooler":
         if self.pooler is None:
-            raise ValueError("this model has latent attention, for which embeddings are not supported")
+            raise ValueError("embeddings are not supported with latent attention, nor with tp, pp and slices")
         return self.pooler
 
     def _text(self, text: Prompt) -> Text:

@@ -2,8 +2,9 @@
 can launch, or take those from a bundle that was made without a GPU.
 """
 
+import json
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +16,22 @@ from tilewright.asm.jit import CompileCounter, Compiled, log_late, raise_late
 from tilewright.engine.adapters import Adapters, beside, held_adapters, read_adapters
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.draft_loading import found_draft
+from tilewright.engine.places import dtype_of, place_of
 from tilewright.engine.plan import MemoryPlan, cache_dtype, page_size_of, plan_memory
 from tilewright.engine.runner import ModelRunner, Progress, on_device
+from tilewright.engine.share import Share
+from tilewright.engine.team import Team
 from tilewright.engine.tokenizer import Tokenizer
-from tilewright.hw.device import Device, cuda_count, default_device, device_of
+from tilewright.hw.device import Device, device_of
 from tilewright.models import Convert, Model, empty_model, load_config, load_model, random_model, resolve
 from tilewright.models.config import ModelConfig
 from tilewright.nn import ExpertLinear, Linear
 from tilewright.op import on_card
+from tilewright.parallel.mesh import Mesh
+from tilewright.parallel.plan import Plan
 from tilewright.quant import check_card, convert_layer, quantize
 
-__all__ = ["Loaded", "facts_of", "load", "make_bundle", "place_of"]
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in _DTYPES:
-        raise ValueError(f"dtype is {name!r}, wanted one of {', '.join(_DTYPES)}")
-    return None if name is None else _DTYPES[name]
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return default_device()
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N") from error
-    count = cuda_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices; take cpu, or leave it out")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+__all__ = ["Loaded", "facts_of", "load", "make_bundle"]
 
 
 def _found(model: str | Path) -> tuple[Path, ModelConfig]:
@@ -73,17 +56,6 @@ class Loaded:
     """Of the model or the head that guesses ahead, with pages of the same numbers and size."""
 
 
-def place_of(options: EngineConfig) -> tuple[torch.device, torch.dtype | None]:
-    """(the device, the dtype where one is asked for). Raises ValueError where there is none such, or it is not invariant."""
-    on = _device(options.device)
-    if options.invariant and on.type == "cpu":
-        raise ValueError(
-            "invariant is set, but on a CPU the bits of a row depend on the rows beside it (its products are torch's own); "
-            "take a GPU, or leave --invariant out"
-        )
-    return on, _dtype(options.dtype)
-
-
 def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Plan, load and warm up a model.
 
@@ -99,6 +71,8 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
             the model or the card cannot have.
     """
     report = progress or (lambda text: None)
+    if options.plan != Plan():
+        return _load_spread(model, options, report)
     on, wanted = place_of(options)
     folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
@@ -141,6 +115,39 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     return Loaded(
         runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters, draft=guesses
     )  # fmt: skip
+
+
+def _load_spread(model: str | Path | ModelConfig, options: EngineConfig, report: Progress) -> Loaded:
+    """`load` by several ranks, of which this is the first; or in slices by one."""
+    share, team = Share.of(model, options, 0), None
+    if options.plan.ranks > 1:
+        if isinstance(model, ModelConfig):
+            raise ValueError("tp and pp take a model by its name or folder; random weights of a shape are for one rank")
+        team = Team(options.plan, str(model), options, share.device)
+    try:
+        mesh = Mesh() if team is None else team.join(invariant=options.ordered)
+        plan = share.planned()
+        if team is not None:
+            found = [json.loads(text) for text in team.said("plan")]
+            pages, length = (min(numbers) for numbers in zip((plan.num_pages, plan.max_model_len), *found))
+            plan = replace(plan, num_pages=pages, max_model_len=length)
+            team.say("agreed", json.dumps([pages, length]))
+        report(f"rank 0 of {options.plan.ranks}: {plan}")
+        with on_device(share.device):
+            built = share.loaded(mesh, plan.max_model_len, report)
+            if team is not None:
+                team.said("loaded")
+            runner = runner_of(built, plan.num_pages, plan.max_model_len, options, plan.page_size, team=team)
+            compiles = _watched(runner, strict=options.strict)
+            runner.warmup(report)
+        compiles.mark_ready()
+    except BaseException:
+        if team is not None:
+            team.end()
+        raise
+    folder, config = share.folder, share.config.limited(plan.max_model_len)
+    tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
+    return Loaded(runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=None)
 
 
 def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: Device) -> tuple[Model, Convert | None]:
@@ -188,8 +195,14 @@ def runner_of(
     page_size: int | None = None,
     *,
     guesses: bool = False,
+    explains_draws: bool = False,
+    team: Team | None = None,
 ) -> ModelRunner:
-    """A runner of a model, by the engine's options. `guesses`: of a draft model, whose rows have no drafts."""
+    """A runner of a model, by the engine's options.
+
+    guesses: of a draft model, whose rows have no drafts. explains_draws: see `ModelRunner`. team: the other ranks that have
+    shares of the model.
+    """
     return ModelRunner(
         model,
         num_pages=num_pages,
@@ -201,6 +214,8 @@ def runner_of(
         row_tokens=1 if guesses else options.row_tokens,
         batch_invariant=options.invariant,
         cache_dtype=cache_dtype(model, options),
+        explains_draws=explains_draws,
+        team=team,
     )
 
 
@@ -246,7 +261,7 @@ def make_bundle(
         CompileFailed: a kernel does not compile for the card.
         FileExistsError: the folder is not empty.
     """
-    dtype = _dtype(options.dtype) or config.dtype
+    dtype = dtype_of(options.dtype) or config.dtype
     model, _ = _shape(config, dtype, options.quantize, card)
     beside(model, options)
     runner = runner_of(model, 1024, options.max_model_len or config.max_position_embeddings, options)

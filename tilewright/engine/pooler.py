@@ -17,7 +17,8 @@ from torch import Tensor
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
-from tilewright.engine.loading import Loaded, place_of
+from tilewright.engine.loading import Loaded
+from tilewright.engine.places import place_of
 from tilewright.engine.pooling import Pass, Pooled, Text
 from tilewright.engine.runner import on_device
 from tilewright.engine.schedule import Scheduler
@@ -28,6 +29,7 @@ from tilewright.models.files import read_json
 from tilewright.models.sentence import Pooling
 from tilewright.nn import Lengths, Packed, PackedKeysValues
 from tilewright.op import invariant
+from tilewright.parallel.plan import Plan
 
 __all__ = ["LoadedEncoder", "Pooler", "decoder_pooler", "load_pooled_encoder"]
 
@@ -76,13 +78,13 @@ class Pooler:
 
 
 def decoder_pooler(loaded: Loaded, options: EngineConfig, *, pass_tokens: int) -> Pooler | None:
-    """Passes of a decoder over the batch itself; None for latent attention, which has no such pass.
+    """Passes of a decoder over the batch itself; None for latent attention, which has no such pass, and on several ranks.
 
     Raises:
         ModelError: its folder's sentence-transformers files ask for what is not supported.
     """
     runner, config = loaded.runner, loaded.config
-    if config.latent is not None:
+    if config.latent is not None or options.plan != Plan():
         return None
     keys_values = PackedKeysValues()
 

@@ -17,17 +17,9 @@ from tilewright.engine.grammar import Grammar
 from tilewright.engine.logit_edits import MAX_LOGIT_ENTRIES, LogitEdits, Settings
 
 __all__ = [
-    "RANGES",
-    "Delta",
-    "QueueFull",
-    "Request",
-    "RequestTooLong",
-    "SamplingParams",
-    "State",
-    "TokenLogprobs",
-    "sample_seed",
+    "RANGES", "Delta", "QueueFull", "Request", "RequestTooLong", "SamplingParams", "State", "TokenLogprobs", "sample_seed",
     "shown",
-]
+]  # fmt: skip
 
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
@@ -374,6 +366,9 @@ class TokenLogprobs:
     """1 is the likeliest token."""
     top: tuple[tuple[int, float], ...]
     """(token id, logprob) of the likeliest tokens, best first, as many as were asked for."""
+    drawn: float | None = None
+    """In the distribution that it was drawn from, after temperature and filters, which kept `kept` tokens; None: not said."""
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)

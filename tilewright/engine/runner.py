@@ -28,14 +28,15 @@ from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, rehearse
 from tilewright.engine.head import Head, turns_of
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
-from tilewright.engine.step import DeviceLost, FillMasks, Step, StepResult, agreed
+from tilewright.engine.step import DeviceLost, FillMasks, RowFault, Step, StepResult, agreed
+from tilewright.engine.team import Notice, Team
 from tilewright.models import Model
 from tilewright.models.draft_heads import DraftHead
 from tilewright.nn import LoraStack
 from tilewright.op import invariant
 from tilewright.ops.paged import FEW_QUERIES
 
-__all__ = ["ModelRunner", "Progress", "on_device"]
+__all__ = ["ModelRunner", "Progress", "on_device", "padding_inputs", "scope_of", "warm_sizes"]
 
 Progress = Callable[[str], None]
 _PROMPT_LOGPROB_ROWS = 256
@@ -71,21 +72,28 @@ class _Waiting:
     turn: int
 
 
+def scope_of(batch_invariant: bool) -> Callable[[], AbstractContextManager[None]]:
+    """What a step is run in."""
+    return invariant if batch_invariant else nullcontext
+
+
 class ModelRunner:
-    """Runs steps of one model on one device."""
+    """Runs steps of one model on one device, or on several by a `team`."""
 
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
-        cache_dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None, explains_draws: bool = False, team: Team | None = None,
     ):  # fmt: skip
-        """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`."""
+        """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
+        `explains_draws`: log-probabilities come with `TokenLogprobs.drawn`; rows with drafts have none.
+        `team`: other ranks, which run each step on their shares of the model."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
         self.max_samples, self._row_tokens = max(max_seqs, max_samples or 0), row_tokens
         self.max_tokens_per_step = max_tokens_per_step
-        self._scope: Callable[[], AbstractContextManager[None]] = invariant if batch_invariant else nullcontext
+        self._scope, self._team = scope_of(batch_invariant), team
         self.asynchronous = self.device.type == "cuda"
         self.launching = False
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
@@ -106,7 +114,7 @@ class ModelRunner:
             ahead=self.guesses_ahead,
         )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
-        self._head = Head(model, self._edits, self._last)
+        self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples).nbytes
@@ -147,7 +155,11 @@ class ModelRunner:
         """What was raised inside is `DeviceLost` where the device is, which a device that works answers at once."""
         try:
             yield
+            if self._team is not None:
+                self._team.check()  # what was aborted ends without an error
         except RuntimeError as error:
+            if self._team is not None and not isinstance(error, DeviceLost | RowFault):
+                raise self._team.lost(error) from error
             if self.device.type == "cuda":
                 try:
                     torch.cuda.synchronize(self.device)
@@ -164,6 +176,8 @@ class ModelRunner:
             tokens, samples = int(step.counts.sum()), int(step.samples.sum())
             layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
         packed, table = self._to_device(step, layout, width)
+        if self._team is not None:
+            self._tell(self._team, step, layout, width, longest, graph)
         self._copy_pages(step)
         inputs = layout.device(packed, table, longest)
         ticket = Ticket(step, None, None)
@@ -179,6 +193,19 @@ class ModelRunner:
             self._finish(ticket, None)
         self._turn = (self._turn + 1) % 3
         return ticket
+
+    def _tell(self, team: Team, step: Step, layout: Layout, width: int, longest: int, graph: DecodeGraph | None) -> None:
+        """Hand the step to the other ranks."""
+        seqs = step.slots.size
+        size = layout.nbytes + 4 * seqs * width
+        rows = (0, 0) if graph is None else (graph.layout.seqs, graph.layout.each or 1)
+        notice = Notice(*layout.counts, longest, width, *rows, len(step.copies), size)
+        team.tell(notice, self._staging[self._turn][:size].numpy(), step.copies)
+
+    def check(self) -> None:
+        """Raises DeviceLost where another rank is gone."""
+        if self._team is not None:
+            self._team.check()
 
     def _graph(self, step: Step) -> DecodeGraph | None:
         """The captured step that this one fits into: nobody's prompt is computed in it."""
@@ -325,11 +352,10 @@ class ModelRunner:
                 self._warmup(progress)
 
     def _warmup(self, progress: Progress) -> None:
-        sizes = _powers(self.max_tokens_per_step)
-        for i, tokens in enumerate(reversed(sizes)):
+        sizes = warm_sizes(self.max_tokens_per_step)
+        for i, (tokens, longest) in enumerate(sizes):
             progress(f"warming up kernels {i + 1}/{len(sizes)}")
-            for longest in (2, FEW_QUERIES + 1):  # of a sequence's tokens: attention has a kernel for few
-                self._warm_prefill(tokens, longest)
+            self._warm_prefill(tokens, longest)
         if self.device.type == "meta":
             rehearse(
                 self._bodies, (self._head.plain, self._head.full), max_seqs=self.max_seqs, max_pages=self._max_pages,
@@ -344,17 +370,7 @@ class ModelRunner:
 
     def _warm_prefill(self, tokens: int, longest: int) -> None:
         """One eager step of so many tokens, all padding: it reads and writes no page that counts."""
-        seqs = min(tokens, self.max_seqs)
-        layout = Layout(tokens, seqs, min(tokens, self.max_samples))
-        inputs = layout.device(
-            torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device),
-            torch.zeros(seqs, 1, dtype=torch.int32, device=self.device),
-            longest,
-        )
-        inputs.feed.fill_(-1)
-        inputs.batch.slots.fill_(-1)
-        inputs.batch.cu_q[1:] = tokens
-        inputs.sampled_slots.fill_(self.max_seqs)
+        inputs = padding_inputs(tokens, longest, self.max_seqs, self.max_samples, self.device)
         hidden = self._body(inputs)
         if self._adapts:
             hidden = self._adapted_body(inputs)
@@ -363,5 +379,24 @@ class ModelRunner:
             self._head.full(inputs, hidden, mask)
 
 
-def _powers(limit: int) -> list[int]:
-    return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
+def warm_sizes(most: int) -> list[tuple[int, int]]:
+    """(tokens of a step, tokens of its longest row) of the eager steps of a warm-up, the largest first."""
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+    # Of a sequence's tokens: attention has a kernel for few.
+    return [(tokens, longest) for tokens in reversed(powers) for longest in (2, FEW_QUERIES + 1)]
+
+
+def padding_inputs(tokens: int, longest: int, max_seqs: int, max_samples: int, device: torch.device) -> Inputs:
+    """A step of so many tokens, all padding."""
+    seqs = min(tokens, max_seqs)
+    layout = Layout(tokens, seqs, min(tokens, max_samples))
+    inputs = layout.device(
+        torch.zeros(layout.nbytes, dtype=torch.uint8, device=device),
+        torch.zeros(seqs, 1, dtype=torch.int32, device=device),
+        longest,
+    )
+    inputs.feed.fill_(-1)
+    inputs.batch.slots.fill_(-1)
+    inputs.batch.cu_q[1:] = tokens
+    inputs.sampled_slots.fill_(max_seqs)
+    return inputs

@@ -181,6 +181,9 @@ class LogprobTensors(NamedTuple):
     rank: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+    drawn: Tensor | None = None
+    """[N] float32 and, next, [N] int64: what `draws.drawn_logprobs` says; None where the engine was not told to."""
+    kept: Tensor | None = None
 
     @classmethod
     def on_host(cls, rows: int, *, pinned: bool) -> "LogprobTensors":
@@ -190,7 +193,7 @@ class LogprobTensors(NamedTuple):
             return torch.empty(rows, *shape, dtype=dtype, pin_memory=pinned)
 
         top = room(MOST_ALTERNATIVES), room(MOST_ALTERNATIVES, dtype=torch.float32)
-        return cls(room(), room(dtype=torch.float32), room(), *top)
+        return cls(room(), room(dtype=torch.float32), room(), *top, room(dtype=torch.float32), room())
 
     def sent(self, rows: int, room: "LogprobTensors | None" = None) -> "LogprobTensors":
         """The first `rows` of them on the host, in `room` or new memory, once the device has come to this point."""
@@ -198,15 +201,21 @@ class LogprobTensors(NamedTuple):
         if room is None and not pinned:
             return self
         room = room or LogprobTensors.on_host(rows, pinned=pinned)
-        return LogprobTensors(*(host[:rows].copy_(t[:rows], non_blocking=True) for host, t in zip(room, self)))
+        both = zip(room, self)
+        sent = (None if host is None or t is None else host[:rows].copy_(t[:rows], non_blocking=True) for host, t in both)
+        return LogprobTensors(*sent)  # pyright: ignore[reportArgumentType]
 
     def read(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """As values; `wanted[i]` alternatives for token i, None: not asked. The tensors must have arrived."""
         most = max((n for n in wanted if n is not None), default=0)
         ids, logprob, rank = self.token_ids.tolist(), self.logprob.tolist(), self.rank.tolist()
         top_ids, top = self.top_ids[:, :most].tolist(), self.top_logprobs[:, :most].tolist()
+        drawn = [None] * len(ids) if self.drawn is None else self.drawn.tolist()
+        kept = [0] * len(ids) if self.kept is None else self.kept.tolist()
         return [
-            None if n is None else TokenLogprobs(ids[i], logprob[i], rank[i], tuple(zip(top_ids[i][:n], top[i][:n])))
+            None
+            if n is None
+            else TokenLogprobs(ids[i], logprob[i], rank[i], tuple(zip(top_ids[i][:n], top[i][:n])), drawn[i], kept[i])
             for i, n in enumerate(wanted)
         ]
 

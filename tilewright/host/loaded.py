@@ -24,7 +24,7 @@ from tilewright.fuse.structure import flatten
 from tilewright.host.config import ModelConfig
 from tilewright.host.exported import Exported, load_exported
 from tilewright.host.tensors import DATATYPES, Signature, TensorSpec
-from tilewright.host.users import users_model
+from tilewright.host.users import ONNX, users_model
 from tilewright.hw.device import cuda_count, default_device
 
 __all__ = ["NAMES", "Loaded", "buckets_of", "load", "rows_of", "signature_of"]
@@ -33,6 +33,8 @@ NAMES = {getattr(torch, kind.torch): name for name, kind in DATATYPES.items()}
 """torch's dtype -> the protocol's name."""
 SAVED = "model.safetensors"
 """The file of `Optimized.save` in a version's folder."""
+ONNX_FILE = f"model{ONNX}"
+"""An ONNX model in a version's folder, where `tilewright export` wrote none."""
 
 
 class Loaded(NamedTuple):
@@ -123,14 +125,19 @@ def _built(
     config: ModelConfig, folder: Path | None, device: torch.device
 ) -> tuple[Callable[..., Any], tuple[Tensor, ...], Signature | None]:
     """(the model, example inputs, its signature where it is written down)."""
-    if config.source is None:
+    text = config.source
+    if text is None:
         if folder is None:
             raise ValueError("the model has no source: neither MODULE:FUNCTION nor a folder")
+        if (folder / ONNX_FILE).is_file():
+            text = str(folder / ONNX_FILE)
+    if text is None:
+        assert folder is not None
         exported, signature = load_exported(folder, device)
         return exported, (), signature
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module, examples = users_model(config.source)
+        module, examples = users_model(text)
     module, examples = module.eval().requires_grad_(False), tuple(x.to(device) for x in examples)
     if not isinstance(module, Optimized):
         module = module.to(device)
@@ -187,6 +194,9 @@ def _spec(name: str, example: Tensor, batched: bool, shape: tuple[int, ...] | No
 def _argument_names(module: Any, count: int) -> tuple[str, ...]:
     """The names of `forward`'s first arguments; `input_0` and so on where it does not say them."""
     given = module.model if isinstance(module, Optimized) else module
+    said: Any = getattr(given, "input_names", ())  # of an ONNX file
+    if len(said) == count:
+        return tuple(said)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(given.forward).parameters.values()

@@ -1,23 +1,39 @@
-"""A user's own model: MODULE:FUNCTION, imported like any module of Python and called without arguments."""
+"""A user's own model: MODULE:FUNCTION, imported like any module of Python and called without arguments; or an ONNX file."""
 
 import importlib
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["users_model"]
+from tilewright.extras import needed
+
+__all__ = ["ONNX", "users_model"]
+
+ONNX = ".onnx"
+"""How the name of such a file ends."""
 
 
-def users_model(text: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """What the function returns: (module, example inputs).
+def users_model(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """What the function returns, or what the file holds: (module, example inputs).
+
+    Args:
+        text: MODULE:FUNCTION, or FILE.onnx.
+        shapes: of an ONNX model's inputs, where the file leaves dimensions open.
 
     Raises:
-        ValueError: it cannot be imported, fails (with its line), or returns something else.
+        ValueError: it cannot be imported, fails (with its line), or returns something else; or no such file, or one with
+            what cannot be taken.
+        MissingExtra: an ONNX file, and the library that reads it is not installed.
     """
+    if text.endswith(ONNX):
+        return needed("tilewright.host.onnx.module", "onnx").onnx_model(Path(text), shapes)
+    if shapes:
+        raise ValueError(f"the shapes of the inputs of {text} are its example's; they are only said for ONNX files")
     path, _, function = text.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:

@@ -11,6 +11,9 @@ from tilewright.models.decoder import Decoder
 
 __all__ = ["initialise"]
 
+_WRITERS = ("attn.out", "ffn.down", "ffn.experts_down", "ffn.shared.down")
+"""Layers of a block that write into the residual stream."""
+
 
 @torch.no_grad()
 def initialise(
@@ -30,7 +33,7 @@ def initialise(
     """
     generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
     blocks: list[Any] = list(model.blocks)
-    writers = {id(layer.weight) for block in blocks for layer in (block.attn.out, getattr(block.ffn, "down", None)) if layer}
+    writers = {id(layer.weight) for block in blocks for name, layer in block.named_modules() if name in _WRITERS}
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             depth = 1 / math.sqrt(2 * len(blocks)) if depth_scaled and id(parameter) in writers else 1.0

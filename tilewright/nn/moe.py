@@ -7,7 +7,7 @@ Tokens are sorted by expert on the device, and each expert multiplies its own: w
 the host, and a step can be captured (`ops/experts.py`). Sums over a token's experts are float32. Gradients reach the experts,
 the router and the input; the choice itself has none.
 
-Not here: dropped tokens, a balancing loss, expert parallelism.
+Not here: dropped tokens, a balancing loss. Experts on several devices: parallel/expert.py.
 """
 
 from dataclasses import dataclass

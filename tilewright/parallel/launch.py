@@ -9,7 +9,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from tilewright.hw.env import Launched, variables_of_rank
 
-__all__ = ["run_ranks"]
+__all__ = ["how_it_ended", "run_ranks"]
 
 _GRACE_S = 10.0
 
@@ -35,13 +35,17 @@ def run_ranks(command: Sequence[str], ranks: int, say: Callable[[str], None]) ->
         _end(started)
 
 
+def how_it_ended(code: int) -> str:
+    """A process' exit code in words."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> str | None:
     while True:
         codes = [process.poll() for process in started]
         for rank, code in enumerate(codes):
             if code:
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return f"rank {rank} of {len(started)} {how}"
+                return f"rank {rank} of {len(started)} {how_it_ended(code)}"
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.1)

@@ -11,14 +11,18 @@ from torch.distributed.distributed_c10d import Store
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import ALONE, Ranks
 
-__all__ = ["Mesh", "join", "leave"]
+__all__ = ["Mesh", "abort", "join", "leave"]
 
 _TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Where a rank stands. `pair`: the first and the last part of the layers, for those two; alone elsewhere."""
+    """Where a rank stands.
+
+    pair: the first and the last part of the layers, for those two; alone elsewhere.
+    ep, same: of the replicas, those that share a set of experts, and those that have the same ones of them.
+    """
 
     rank: int = 0
     world: Ranks = ALONE
@@ -27,6 +31,8 @@ class Mesh:
     pp: Ranks = ALONE
     cp: Ranks = ALONE
     pair: Ranks = ALONE
+    ep: Ranks = ALONE
+    same: Ranks = ALONE
 
 
 def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant: bool) -> Mesh:
@@ -48,7 +54,8 @@ def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant
         for name, group in groups.items()
     }
     return Mesh(
-        rank=rank, world=Ranks(dist.group.WORLD, rank, plan.ranks, invariant), pair=_pair(plan, rank, invariant), **found
+        rank=rank, world=Ranks(dist.group.WORLD, rank, plan.ranks, invariant), pair=_pair(plan, rank, invariant), **found,
+        **_experts(plan, rank, invariant, found["dp"]),
     )  # fmt: skip
 
 
@@ -64,7 +71,31 @@ def _pair(plan: Plan, rank: int, invariant: bool) -> Ranks:
     return own
 
 
+def _experts(plan: Plan, rank: int, invariant: bool, dp: Ranks) -> dict[str, Ranks]:
+    """The groups of ranks with different experts, and with the same. Each rank forms all groups, as torch wants it."""
+    if plan.ep == 1:
+        return {"ep": ALONE, "same": dp}
+    own: dict[str, Ranks] = {}
+    same, step = plan.expert_replicas, plan.cp * plan.tp
+    for first in range(plan.ranks // plan.dp):
+        begin = first // step * step * plan.dp + first % step
+        replicas = [begin + place * step for place in range(plan.dp)]
+        groups = [("same", replicas[at : at + same]) for at in range(0, plan.dp, same)]
+        groups += [("ep", replicas[at::same]) for at in range(same)]
+        for name, members in groups:
+            group = dist.new_group(members)
+            if rank in members:
+                own[name] = ALONE if len(members) == 1 else Ranks(group, members.index(rank), len(members), invariant)
+    return own
+
+
 def leave() -> None:
     """Part from the other ranks, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort() -> None:
+    """End exchanges that are under way on the device, from another thread: a rank is gone."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()

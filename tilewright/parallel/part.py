@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from tilewright.nn import Attention, RMSNorm
+from tilewright.nn import Attention, MoE, RMSNorm
 from tilewright.nn.shard import SHARDS, Replicate, Row
 from tilewright.parallel.context import Across, Chunked, InSlices
+from tilewright.parallel.expert import DealtExperts, expert_pieces
 from tilewright.parallel.fetch import Fetched
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.pieces import Part, whole_pieces
@@ -26,10 +27,12 @@ def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
     if (why := refusal(model, plan)) is not None:
         raise ValueError(why)
     part = Part(model=model, pieces=whole_pieces(model), uses={})
-    if model.head.weight is model.embed.weight:
+    if model.head.weight is model.embed.weight and model.embed.weight.requires_grad:
         # Two places of use, two sums: so it does not matter whether one rank has both.
         model.head.weight = nn.Parameter(model.embed.weight.data)
         part.uses["embed.weight"] = ["head.weight"]
+    if plan.ep > 1:
+        _deal(part, mesh, invariant)
     if plan.slices > 1:
         _cut_layers(part, plan, mesh, invariant)
     if plan.chunks > 1:
@@ -39,6 +42,23 @@ def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
     if plan.zero == 3:
         _fetch(part, mesh)
     return part
+
+
+def _deal(part: Part, mesh: Mesh, invariant: bool) -> None:
+    """Leave each mixture only this rank's experts."""
+    dealt: set[str] = set()
+    for index, block in enumerate(part.model.blocks):
+        if isinstance(block.ffn, MoE):
+            home, whole = f"blocks.{index}.ffn", block.ffn
+            block.ffn = DealtExperts(whole, mesh.ep, invariant)
+            for name in ("experts_gate_up", "experts_down"):
+                del part.pieces[f"{home}.{name}.weight"]
+            part.pieces |= expert_pieces(home, whole, mesh.ep)
+            for own in ("gate_up", "down"):
+                first, *others = (f"{home}.{own}.{place}" for place in range(len(getattr(block.ffn, own))))
+                part.uses[first] = others
+                dealt |= {first, *others}
+    part.dealt = frozenset(dealt)
 
 
 def _fetch(part: Part, mesh: Mesh) -> None:
@@ -65,7 +85,8 @@ def refusal(model: Any, plan: Plan) -> str | None:
     names = {"attn_norm", "attn", "ffn_norm", "ffn"}
     for index, block in enumerate(model.blocks):
         plain = {name for name, _ in block.named_children()} == names
-        plain = plain and type(block.attn) in SHARDS and type(block.ffn) in SHARDS
+        mixture = isinstance(block.ffn, MoE) and plan.slices == plan.chunks == 1
+        plain = plain and type(block.attn) in SHARDS and (type(block.ffn) in SHARDS or mixture)
         if not plain or getattr(block.attn, "wide_norm_eps", None) is not None:
             return (
                 f"parallel: block {index} is no norm, attention, norm and gated feed-forward layer alone, which tp, cp and pp "
@@ -123,6 +144,7 @@ def _keep(part: Part, plan: Plan, mesh: Mesh) -> None:
         if not {"embed.weight", "head.weight"} <= left:
             part.uses.pop("embed.weight")
     part.pieces = {name: piece for name, piece in part.pieces.items() if name in left}
+    part.dealt &= left
     part.uses = {name: uses for name, uses in part.uses.items() if name in left}
     part.summed &= left
 

@@ -95,8 +95,8 @@ def _whole(name: str, shape: Sequence[int]) -> Piece:
 
 
 def whole_pieces(model: nn.Module) -> dict[str, Piece]:
-    """Every parameter of a model as the piece that it is of itself; a tied one once."""
-    return {name: _whole(name, parameter.shape) for name, parameter in model.named_parameters()}
+    """Every parameter of a model that is trained as the piece that it is of itself; a tied one once."""
+    return {name: _whole(name, p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def rows_of(count: int, part: int, parts: int) -> Span:
@@ -125,6 +125,7 @@ class Part:
     uses: parameter here -> further parameters that share its memory, in the order of the tree.
     summed: parameters that several ranks along tp use, each with a gradient of its own.
     tied: parameters that the first and the last part of the layers both have, each with a gradient of its own.
+    dealt: parameters of experts that other ranks of ep do not have.
     fetched: modules that hold rows of their weights alone, in the order of their parameters.
     """
 
@@ -133,4 +134,5 @@ class Part:
     uses: dict[str, list[str]]
     summed: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
+    dealt: frozenset[str] = frozenset()
     fetched: list[Any] = field(default_factory=list)

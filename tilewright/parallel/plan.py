@@ -6,6 +6,7 @@
     sp    tokens are cut, too, where tp leaves layers whole (the norms)
     pp    parts that the layers are cut into; `schedule` is the order of passes, `virtual` the parts of a rank
     cp    parts that the tokens of a micro-batch are cut into; attention is cut by heads instead
+    ep    of the dp replicas, so many share one set of experts: each has some of those of every layer
 
 Ranks = pp * dp * cp * tp, tp innermost. `slices` and `chunks` are part of what is computed, and not of where: into how many
 parts layers and micro-batches are cut for their sums. They are tp and cp where they are not given. Runs with the same slices
@@ -30,6 +31,7 @@ class Shape:
     heads, kv_heads, inner: of a layer. tokens: of a micro-batch. micro_batches: of an update.
     tree: whether sums follow the tree. whole: name of an optimizer that wants whole parameters, else None.
     ragged: whether micro-batches may have fewer tokens than `tokens`.
+    experts: of a layer that is a mixture; 0 where none is.
     """
 
     layers: int
@@ -41,6 +43,7 @@ class Shape:
     tree: bool
     whole: str | None = None
     ragged: bool = False
+    experts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class Plan:
     schedule: str = "1f1b"
     virtual: int = 1
     cp: int = 1
+    ep: int = 1
     slices: int = 0
     chunks: int = 0
 
@@ -63,7 +67,7 @@ class Plan:
             value, kind = getattr(self, one.name), one.type
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):  # pyright: ignore[reportArgumentType]
                 raise ValueError(f"parallel: {one.name} is {value!r}, wanted {getattr(kind, '__name__', kind)}")
-        for name in ("dp", "tp", "pp", "virtual", "cp"):
+        for name in ("dp", "tp", "pp", "virtual", "cp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel: {name} is {getattr(self, name)}, wanted 1 or more")
         if self.zero not in (0, 1, 2, 3):
@@ -72,6 +76,8 @@ class Plan:
             raise ValueError(f"parallel: schedule is {self.schedule!r}, wanted one of {', '.join(SCHEDULES)}")
         if self.virtual > 1 and self.schedule in _ONE_PART:
             raise ValueError(f"parallel: {self.schedule} has one part a rank, virtual is {self.virtual}; take interleaved")
+        if self.dp % self.ep:
+            raise ValueError(f"parallel: ep is {self.ep} and dp {self.dp}; wanted a divisor of dp: replicas share the experts")
         object.__setattr__(self, "slices", self.slices or self.tp)
         object.__setattr__(self, "chunks", self.chunks or self.cp)
         for whole, part in (("slices", "tp"), ("chunks", "cp")):
@@ -91,6 +97,11 @@ class Plan:
     def parts(self) -> int:
         """Parts that the layers are cut into."""
         return self.pp * self.virtual
+
+    @property
+    def expert_replicas(self) -> int:
+        """Replicas of each expert."""
+        return self.dp // self.ep
 
     @property
     def dealt(self) -> bool:
@@ -140,11 +151,26 @@ class Plan:
             raise ValueError(f"parallel: chunks is {self.chunks}; wanted cp {self.cp}, or one rank along cp, pp and sp")
         if self.pp > 1 and self.zero > 1:
             raise ValueError(f"parallel: zero {self.zero} does not go with pp; take zero 1")
-        if shape.whole and (self.zero or self.slices > 1):
-            raise ValueError(f"parallel: {shape.whole} wants whole parameters, which zero and tp cut; take adamw")
+        self._check_experts(shape)
+        if shape.whole and (self.zero or self.slices > 1 or self.ep > 1):
+            raise ValueError(f"parallel: {shape.whole} wants whole parameters, which zero, tp and ep cut; take adamw")
         if shape.ragged and (self.sp or self.chunks > 1 or self.slices > 1 or self.pp > 1):
             raise ValueError(
-                "parallel: conversations fill rows to different lengths, which sp, tp, cp and pp cannot cut; take dp"
+                "parallel: conversations and pairs fill rows to different lengths, which sp, tp, cp and pp cannot cut; take dp"
+            )
+
+    def _check_experts(self, shape: Shape) -> None:
+        if self.ep == 1:
+            return
+        if not shape.experts or shape.experts % self.ep:
+            held = f"ep {self.ep} does not divide the experts, {shape.experts}" if shape.experts else "the model has no experts"
+            raise ValueError(f"parallel: {held}; leave ep out, or take a divisor")
+        if self.zero > 1:
+            raise ValueError(f"parallel: zero {self.zero} does not go with ep; take zero 1")
+        if shape.tree and not _is_power(self.expert_replicas):
+            raise ValueError(
+                f"parallel: each expert has {self.expert_replicas} replicas (dp / ep), wanted a power of two, so that ranks "
+                "hold whole branches of the tree"
             )
 
     def __str__(self) -> str:

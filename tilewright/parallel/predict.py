@@ -1,12 +1,14 @@
 """Bytes of a rank, by formula, before anything is allocated.
 
     P_c, P_w   elements of a block that tp cuts, and that it does not; L layers of the rank; E elements of its ends
-    N = L (P_c / tp + P_w) + E
+    P_x        elements of a block's experts
+    N = L (P_c / tp + P_w + P_x / ep) + E
 
     weights    bytes of the dtype * N;                    zero 3: blocks / dp
     optimizer  (moments + 4 for master weights) * N;      zero 1 to 3: / dp, and the updated rows of what all hold whole
                                                           float32: no master weights beside weights of which it updates all
-    gradients  (bytes of the dtype + 4 sums) * N;         sums: 1, or one for each level of the tree; zero 2 and 3: sums / dp
+    gradients  (bytes of the dtype + 4 sums) * N;         sums: 1, or one for each level of the tree; zero 2 and 3: sums / dp;
+                                                          with the tree experts have ep of them, one for each rank's tokens
     activations  bytes of the dtype * tokens / cp * layers * passes in flight * (what tp cuts / tp + the rest, / tp with sp)
 
 What an update needs for a moment (a gathered block, a bucket of an exchange, logits) comes on top.
@@ -27,7 +29,7 @@ __all__ = ["RankBytes", "Sizes", "predicted", "sizes_of"]
 class Sizes:
     """Elements of a model.
 
-    cut, whole: of a block, what tp cuts and what it does not.
+    cut, whole: of a block, what tp cuts and what nothing cuts. experts: what ep deals out.
     embed, norm, head: of the ends; head is 0 where it is the embedding.
     """
 
@@ -37,6 +39,7 @@ class Sizes:
     embed: int
     norm: int
     head: int
+    experts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +72,9 @@ def sizes_of(model: Any) -> Sizes:
             tensors = list(part.parameters()) if hasattr(part, "parameters") else [part]
             cut += sum(t.numel() for t in tensors if not (isinstance(shard, Row) and t.dim() == 1))
     tied = model.head.weight is model.embed.weight
+    experts = sum(p.numel() for name, p in block.ffn.named_parameters() if name.startswith("experts_"))
     return Sizes(
-        layers=len(model.blocks), cut=cut, whole=sum(p.numel() for p in block.parameters()) - cut,
+        layers=len(model.blocks), cut=cut, whole=sum(p.numel() for p in block.parameters()) - cut - experts, experts=experts,
         embed=model.embed.weight.numel(), norm=sum(p.numel() for p in model.norm.parameters()),
         head=0 if tied else sum(p.numel() for p in model.head.parameters()),
     )  # fmt: skip
@@ -92,7 +96,8 @@ def predicted(
     """
     parts = [stage + turn * plan.pp for turn in range(plan.virtual)]
     layers = sum(len(plan.layers_of(part, sizes.layers)) for part in parts)
-    blocks = layers * (sizes.cut // plan.tp + sizes.whole)
+    blocks = layers * (sizes.cut // plan.tp + sizes.whole + (sizes.experts if plan.ep == 1 else 0))
+    dealt = layers * sizes.experts // plan.ep if plan.ep > 1 else 0
     first, last = 0 in parts, plan.parts - 1 in parts
     own_head = sizes.head or (0 if first else sizes.embed)
     ends = (sizes.embed if first else 0) + (sizes.norm + own_head if last else 0)
@@ -102,14 +107,22 @@ def predicted(
     third = plan.dp if plan.zero == 3 else 1
     # What is updated apart from the weights in use: rows of whole weights. Master weights in float32 are else the weights.
     copied = (blocks if plan.zero in (1, 2) else 0) + (ends if plan.zero else 0)
-    masters = copied if item == 4 else blocks + ends
     own = micro_batches // plan.dp
     levels = 1 + math.ceil(math.log2(own)) if tree else 1
     sums = (blocks + used) / (plan.dp if plan.dealt else 1)
     held = simulated(plan, own).held[stage] / plan.virtual if plan.pp > 1 else 1
     width = cut_width / plan.tp + whole_width / (plan.tp if plan.sp else 1)
+    copies = plan.ep if tree else 1
+
+    def state(elements: int, copied: int) -> float:
+        return moments * elements + (4 * copied if item == 4 else 4 * elements + item * copied)
+
     return RankBytes(
-        weights=int(item * (blocks / third + ends)), gradients=int(item * (blocks + used) + 4 * levels * sums),
-        optimizer=int((moments * (blocks + ends) + 4 * masters + (item * copied if item < 4 else 0)) / share),
+        weights=int(item * (blocks / third + ends + dealt)),
+        gradients=int(item * (blocks + used) + 4 * levels * sums + (item + 4 * levels) * dealt * copies),
+        optimizer=int(
+            state(blocks + ends, copied) / share
+            + state(dealt, dealt if plan.zero else 0) / (plan.expert_replicas if plan.zero else 1)
+        ),
         activations=int(item * tokens / plan.cp * layers * held * width),
     )  # fmt: skip

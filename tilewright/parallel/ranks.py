@@ -53,6 +53,28 @@ class Ranks:
         total = self._gathered(self._sum_of_parts(padded.view(self.size, part)))
         return total.view(-1)[: flat.numel()].view(x.shape)
 
+    def all_reduce_into(self, x: Tensor) -> Tensor:
+        """`all_reduce` of what nobody else needs any more: the library's sum is formed in the memory of `x`."""
+        if self.size > 1 and not self.invariant:
+            dist.all_reduce(x, group=self.group)
+            return x
+        return self.all_reduce(x)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The first rank's tensor, in the memory of `x`."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Give a tensor to the rank in place `to`."""
+        dist.send(x, group=self.group, group_dst=to)
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """A tensor of the rank in place `source`, in the memory of `x`."""
+        dist.recv(x, group=self.group, group_src=source)
+        return x
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's part, along the first dimension, of the sum of all ranks' tensors. The size divides that dimension."""
         if self.size == 1:
@@ -75,6 +97,14 @@ class Ranks:
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, x.contiguous(), group=self.group)
         return received
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The rows that other ranks have for this one, by rank; `sent` rows of these go to each, `received` come from each."""
+        if self.size == 1:
+            return rows
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=self.group)
+        return out
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's part of a tensor that all have, along the first dimension."""

@@ -41,14 +41,17 @@ class Spread:
         self.pipeline = pipeline
         self.plan, self.mesh, self.part, self.invariant = plan, mesh, part, invariant
         self.leaves: dict[str, nn.Parameter] = {n: p for n, p in part.model.named_parameters() if p.requires_grad}
-        self.shards = RowShards(mesh.dp)
         rows = {id(row) for fetched in part.fetched for row in fetched.rows}
         self._whole = [name for name, leaf in self.leaves.items() if id(leaf) not in rows]
+        dealt = [name for name in self._whole if name in part.dealt]
+        self._groups = [([name for name in self._whole if name not in part.dealt], RowShards(mesh.dp))]
+        self._groups += [(dealt, RowShards(mesh.same))] if dealt else []
+        self._shards = {name: shards for names, shards in self._groups for name in names}
         self.pieces = dict(part.pieces)
         """What this rank's optimizer has of each parameter."""
         for name in part.pieces if plan.zero else ():
             if name in self._whole:
-                self.pieces[name] = part.pieces[name].narrowed(*self.shards.span(self.leaves[name].shape[0]))
+                self.pieces[name] = part.pieces[name].narrowed(*self._shards[name].span(self.leaves[name].shape[0]))
         self.held: dict[str, Tensor] = {}
         """What `weights` gave: this rank's pieces, in the memory of the optimizer."""
         self._norm = _Norm(self.pieces, order, self._gathering(), next(iter(self.leaves.values())).device)
@@ -60,16 +63,16 @@ class Spread:
         own = {name: self.leaves[name] for name in self.part.pieces}
         for name in self._whole if self.plan.zero else ():
             if name in own:
-                own[name] = nn.Parameter(self.shards.own(own[name].detach()).clone())
+                own[name] = nn.Parameter(self._shards[name].own(own[name].detach()).clone())
         self.held = dict(own)
         return dict(own)
 
     @torch.no_grad()
     def share(self) -> None:
         """Give the model the optimizer's weights: of all replicas, and in all places that use them."""
-        names = [name for name in self.part.pieces if name in self._whole]
-        if self.plan.zero:
-            self.shards.all_gather([self.held[n].detach() for n in names], [self.leaves[n].detach() for n in names])
+        for group, shards in self._groups if self.plan.zero else ():
+            names = [name for name in group if name in self.part.pieces]
+            shards.all_gather([self.held[n].detach() for n in names], [self.leaves[n].detach() for n in names])
         for name, uses in self.part.uses.items():
             for use in uses:
                 self.leaves[use].data = self.leaves[name].data
@@ -115,9 +118,11 @@ class Spread:
         loss, *grads = part
         assert loss is not None
         by_leaf = dict(zip(self.leaves, grads, strict=True))
-        whole = [grad.float() for name in self._whole if (grad := by_leaf[name]) is not None]
-        sums = self.shards.reduce_scatter(whole) if self.plan.zero else all_reduced(whole, self.mesh.dp)
-        found = dict(zip(self._whole, sums, strict=True))
+        found: dict[str, Tensor] = {}
+        for names, shards in self._groups:
+            whole = [grad.float() for name in names if (grad := by_leaf[name]) is not None]
+            sums = shards.reduce_scatter(whole) if self.plan.zero else all_reduced(whole, shards.ranks)
+            found |= zip(names, sums, strict=True)
         fetched = iter([rows for fetched in self.part.fetched for rows in fetched.sums])
         return [self.mesh.dp.all_reduce(loss.float()), *(found[n] if n in found else next(fetched) for n in self.leaves)]
 
@@ -140,9 +145,7 @@ class Spread:
     def _gathering(self) -> list[Ranks]:
         """The dimensions along which ranks have different pieces."""
         mesh = self.mesh
-        return [
-            ranks for ranks in (mesh.dp if self.plan.zero else None, mesh.tp, mesh.pp) if ranks is not None and ranks.size > 1
-        ]
+        return [ranks for ranks in (mesh.dp if self.plan.zero else mesh.ep, mesh.tp, mesh.pp) if ranks.size > 1]
 
 
 class _Norm:

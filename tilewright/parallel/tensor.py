@@ -10,18 +10,19 @@ tokens are cut between layers: ranks gather them in front of a layer, and each g
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.nn import Attention, Linear, RMSNorm
-from tilewright.nn.shard import SHARDS, Column, Replicate
+from tilewright.nn.shard import SHARDS, Column, Replicate, Shard
 from tilewright.parallel.pieces import Piece, merged_rows
 from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.reduce import tree
 
-__all__ = ["Sliced", "SlicedNorm", "gather_tokens", "narrow", "own_tokens", "shallow"]
+__all__ = ["Sliced", "SlicedNorm", "gather_tokens", "linear_pieces", "narrow", "own_tokens", "shallow"]
 
 
 class _Fan(torch.autograd.Function):
@@ -176,19 +177,31 @@ def narrow(layer: nn.Module, index: int, count: int) -> tuple[nn.Module, dict[st
             made._parameters[name] = nn.Parameter(pieces[name].cut(part.data))
             continue
         linear = made._modules[name] = shallow(part)
-        for own, parameter in part.named_parameters():
-            shape, wide = tuple(parameter.shape), parameter.dim() > 1
-            if isinstance(shard, Column):
-                rows, columns = merged_rows(part.parts, index, count), (0, shape[1] if wide else 1)
-                linear.parts = tuple(p // count for p in part.parts)
-            elif not wide:
+        for own, piece in linear_pieces(part, shard, index, count).items():
+            if piece is None:
                 linear._parameters[own] = None
                 continue
-            else:
-                rows, columns = ((0, shape[0]),), (shape[1] * index // count, shape[1] * (index + 1) // count)
-            piece = pieces[f"{name}.{own}"] = Piece(of=f"{name}.{own}", shape=shape, rows=rows, columns=columns)
-            linear._parameters[own] = nn.Parameter(piece.cut(parameter.data).contiguous())
+            pieces[f"{name}.{own}"] = replace(piece, of=f"{name}.{own}")
+            linear._parameters[own] = nn.Parameter(piece.cut(part._parameters[own].data).contiguous())
+        if isinstance(shard, Column):
+            linear.parts = tuple(p // count for p in part.parts)
     if isinstance(made, Attention):
         made.head_counts = tuple(heads // count for heads in made.head_counts)  # pyright: ignore[reportAttributeAccessIssue]
         made.qkv_shape = (-1, sum(made.head_counts), made.head_dim)
     return made, pieces
+
+
+def linear_pieces(linear: Linear, shard: Shard, index: int, count: int) -> dict[str, Piece | None]:
+    """What slice `index` of `count` has of each parameter of a linear layer; None of a bias that is added behind the sum."""
+    found: dict[str, Piece | None] = {}
+    for own, parameter in linear.named_parameters():
+        shape, wide = tuple(parameter.shape), parameter.dim() > 1
+        if isinstance(shard, Column):
+            rows, columns = merged_rows(linear.parts, index, count), (0, shape[1] if wide else 1)
+        elif not wide:
+            found[own] = None
+            continue
+        else:
+            rows, columns = ((0, shape[0]),), (shape[1] * index // count, shape[1] * (index + 1) // count)
+        found[own] = Piece(of=own, shape=shape, rows=rows, columns=columns)
+    return found

@@ -19,8 +19,9 @@ __all__ = ["Batch", "Sample", "Totals", "pack", "split"]
 class Sample:
     """One sequence, as an engine and an environment leave it.
 
-    tokens: prompt and answer. chosen: whether the policy chose the token. logprobs: what the sampler gave it, 0 elsewhere.
-    version: which weights sampled it. truncated: the answer was cut at a limit, not ended.
+    tokens: prompt and answer. chosen: whether the policy chose the token. logprobs: in the distribution that the sampler drew
+    it from, 0 elsewhere. kept: how many tokens the sampler's filters left it to be drawn from; None: no filters. version: which
+    weights sampled it. truncated: the answer was cut at a limit, not ended.
     """
 
     tokens: Sequence[int]
@@ -28,6 +29,7 @@ class Sample:
     logprobs: Sequence[float]
     reward: float
     group: int
+    kept: Sequence[int] | None = None
     version: int = 0
     truncated: bool = False
 
@@ -48,6 +50,9 @@ class Batch:
     log-probability; old [T]: the trainer's before the step's first update, `sampled` itself where both are the same numbers;
     rewards [S]; groups [S]; versions [S]; truncated [S] bool; advantages [T], returns [T], values [T] (a critic's, at
     sampling) and reference [T] (log-probability of a frozen policy): None until somebody fills them.
+
+    All log-probabilities are of logits over `temperature`, normalised over `support` [T, K] int64: the tokens that one was
+    drawn from, then -1; a row of -1, or None: the whole vocabulary. kept [T] int64: how many the sampler drew from, 0: all.
     """
 
     tokens: Tensor
@@ -60,6 +65,9 @@ class Batch:
     versions: Tensor
     truncated: Tensor
     totals: Totals
+    temperature: float = 1.0
+    kept: Tensor | None = None
+    support: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
     values: Tensor | None = None
@@ -71,7 +79,7 @@ class Batch:
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 wanted = size if field.name in _BY_SEQUENCE else count
-                if value.shape != (wanted,):
+                if value.shape[:1] != (wanted,) or value.dim() > 1 + (field.name == "support"):
                     raise ValueError(f"{field.name} has shape {tuple(value.shape)}; wanted ({wanted},)")
         if int(self.lengths.sum()) != count:
             raise ValueError(f"the lengths add up to {int(self.lengths.sum())}; wanted {count}, the number of tokens")
@@ -124,8 +132,8 @@ class Batch:
 _BY_SEQUENCE = {"lengths", "rewards", "groups", "versions", "truncated"}
 
 
-def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32) -> Batch:
-    """One batch of all samples, on the CPU.
+def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32, *, temperature: float = 1.0) -> Batch:
+    """One batch of all samples, which were drawn at `temperature`, on the CPU.
 
     Raises:
         ValueError: no samples, a sample whose parts differ in length, or numbers that are not finite.
@@ -134,7 +142,8 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32) -> Batch
         raise ValueError("a batch of no samples; wanted one or more")
     for place, sample in enumerate(samples):
         sizes = len(sample.tokens), len(sample.chosen), len(sample.logprobs)
-        if len(set(sizes)) > 1 or not sizes[0]:
+        kept = sizes[0] if sample.kept is None else len(sample.kept)
+        if len({*sizes, kept}) > 1 or not sizes[0]:
             raise ValueError(
                 f"sample {place} has {sizes} tokens, marks and log-probabilities; wanted as many of each, at least 1"
             )
@@ -153,6 +162,8 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32) -> Batch
         groups=torch.tensor([sample.group for sample in samples]),
         versions=torch.tensor([sample.version for sample in samples]),
         truncated=torch.tensor([sample.truncated for sample in samples]),
+        kept=torch.tensor([k for sample in samples for k in (sample.kept or [0] * len(sample.tokens))]),
+        temperature=temperature,
         totals=Totals(tokens=int(mask.sum()), sequences=sum(any(sample.chosen) for sample in samples)),
     )
 

@@ -8,11 +8,17 @@ from typing import Any
 from tilewright.rl.characters import ALPHABET, Characters
 from tilewright.rl.losses import ALGORITHMS
 from tilewright.rl.losses.kl import ESTIMATORS
+from tilewright.rl.rollout import Drawing
 
 __all__ = ["RLConfig", "read_config"]
 
 _LARGEST_FILE = 1 << 20
 _BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.01, 100.0),
+    "top_k": (0, 1 << 22),
+    "top_p": (1e-6, 1.0),
+    "cache_bytes": (0, 1 << 50),
+    "staleness": (0, 1000),
     "turns": (1, 1000),
     "max_reply_tokens": (1, 1 << 20),
     "resample": (0, 100),
@@ -79,6 +85,17 @@ class RLConfig:
     answers: int = 8
     max_tokens: int = 8
     """Of an answer."""
+    temperature: float = 1.0
+    top_k: int = 0
+    """Draw from that many likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
+    cache_bytes: int = 0
+    """Of keys and values while sampling; 0: what the memory leaves."""
+    sampler: str = ""
+    """Sample in a process of its own on this device: cpu, cuda or cuda:N. Empty: in the trainer's, on its weights."""
+    staleness: int = 0
+    """With `sampler`: updates that may be made between sampling and learning, so that both go on at once; 0: none."""
     turns: int = 1
     """Most answers of a conversation, where the environment replies."""
     max_reply_tokens: int = 64
@@ -124,6 +141,11 @@ class RLConfig:
     seed: int = 0
 
     @property
+    def drawing(self) -> Drawing:
+        """How tokens are drawn."""
+        return Drawing(temperature=float(self.temperature), top_k=self.top_k, top_p=float(self.top_p))
+
+    @property
     def longest(self) -> int:
         """Most tokens that the policy chooses in one conversation."""
         return self.turns * self.max_tokens
@@ -146,6 +168,8 @@ class RLConfig:
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(values)}")
+        if self.staleness and not self.sampler:
+            raise ValueError(f"staleness is {self.staleness}, but sampler is empty: one process has no older weights")
         if self.chat and (not self.model or self.turns > 1):
             raise ValueError("chat needs a model with a chat template, and one turn: replies are plain text")
         if self.tensorboard and not self.out:

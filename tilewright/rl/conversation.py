@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tilewright.rl.batch import Sample
 from tilewright.rl.environments.base import Task
-from tilewright.rl.rollout import Answer, Sampler
+from tilewright.rl.rollout import Answer, Samples
 from tilewright.rl.text import Text
 
 __all__ = ["Conversation", "Replies", "converse"]
@@ -21,7 +21,9 @@ Replies = Callable[[Sequence[Task], Sequence[Sequence[str]]], Sequence[str | Non
 class Conversation:
     """One task as far as it has come.
 
-    tokens, chosen, logprobs: as a `Sample` has them. answers: their texts. truncated: the last answer was cut at its limit.
+    tokens, chosen, logprobs, kept: as a `Sample` has them. whole: log-probabilities of the chosen tokens in the model's own
+    distribution. version: of the oldest weights that answered. answers: their texts. truncated: the last answer was cut at its
+    limit.
     """
 
     task: Task
@@ -29,34 +31,40 @@ class Conversation:
     tokens: list[int]
     chosen: list[bool]
     logprobs: list[float]
+    kept: list[int]
+    version: int = 0
+    whole: list[float] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     truncated: bool = False
 
     def add(self, answer: Answer, text: str) -> None:
         """The policy's next answer."""
-        self._append(answer.tokens, answer.logprobs, chosen=True)
+        self._append(answer.tokens, answer.logprobs, answer.kept, chosen=True)
+        self.version = min(self.version, answer.version) if self.answers else answer.version
+        self.whole += answer.whole
         self.answers.append(text)
         self.truncated = answer.truncated
 
     def hear(self, tokens: Sequence[int]) -> None:
         """A reply."""
-        self._append(tokens, [0.0] * len(tokens), chosen=False)
+        self._append(tokens, [0.0] * len(tokens), [0] * len(tokens), chosen=False)
 
-    def sample(self, reward: float, version: int) -> Sample:
+    def sample(self, reward: float) -> Sample:
         """What is learnt from it."""
         return Sample(
-            tokens=self.tokens, chosen=self.chosen, logprobs=self.logprobs, reward=reward, group=self.group,
-            version=version, truncated=self.truncated,
+            tokens=self.tokens, chosen=self.chosen, logprobs=self.logprobs, kept=self.kept, reward=reward, group=self.group,
+            version=self.version, truncated=self.truncated,
         )  # fmt: skip
 
-    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], *, chosen: bool) -> None:
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], kept: Sequence[int], *, chosen: bool) -> None:
+        self.kept += kept
         self.tokens += tokens
         self.chosen += [chosen] * len(tokens)
         self.logprobs += logprobs
 
 
 def converse(
-    sampler: Sampler, text: Text, tasks: Sequence[Task], replies: Replies | None, *, answers: int, max_tokens: int, turns: int,
+    sampler: Samples, text: Text, tasks: Sequence[Task], replies: Replies | None, *, answers: int, max_tokens: int, turns: int,
     max_reply_tokens: int, seed: int,
 ) -> list[Conversation]:  # fmt: skip
     """`answers` conversations about each task, in order. Without `replies`, or with one turn, each is a single answer.
@@ -70,10 +78,8 @@ def converse(
     prompts = [text.prompt(task.prompt) for task in tasks]
     for group, given in enumerate(sampler(prompts, answers=answers, max_tokens=max_tokens, seed=seed)):
         for answer in given:
-            prompt = list(prompts[group])
-            begun = Conversation(
-                task=tasks[group], group=group, tokens=prompt, chosen=[False] * len(prompt), logprobs=[0.0] * len(prompt)
-            )
+            begun = Conversation(task=tasks[group], group=group, tokens=[], chosen=[], logprobs=[], kept=[])
+            begun.hear(prompts[group])
             begun.add(answer, text.decode(answer.tokens))
             found.append(begun)
     going = list(enumerate(found))

@@ -20,7 +20,7 @@ from tilewright.rl.losses import ALGORITHMS
 from tilewright.rl.losses.correction import masked, truncated
 from tilewright.rl.losses.kl import penalty
 from tilewright.rl.losses.ppo import entropy_bonus, value_loss
-from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of
+from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of, support_of
 from tilewright.rl.stats import measure
 from tilewright.train.optim import AdamW
 from tilewright.train.step import running_sum, trainable
@@ -76,6 +76,9 @@ class Learner:
     def _prepared(self, batch: Batch) -> Batch:
         """With the trainer's own log-probabilities before the first update, the reference's, and advantages."""
         config = self.config
+        if config.drawing.filters:
+            width = max(1, int(batch.known("kept").max()))
+            batch = replace(batch, support=self._over(batch, partial(support_of, self.model, width=width)))
         batch = replace(batch, old=self._over(batch, partial(logprobs_of, self.model)))
         if self._reference is not None:
             batch = replace(batch, reference=self._over(batch, partial(logprobs_of, self._reference)))

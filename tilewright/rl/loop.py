@@ -6,28 +6,25 @@ samples says of their probabilities is compared with what the engine said at eve
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tilewright.models import Model
 from tilewright.rl.batch import Batch, Sample, pack
 from tilewright.rl.config import RLConfig
-from tilewright.rl.conversation import Conversation, converse
-from tilewright.rl.environments.base import MultiTurn, Task
+from tilewright.rl.environments.base import MultiTurn
 from tilewright.rl.environments.named import environment
 from tilewright.rl.environments.workers import Workers
+from tilewright.rl.gather import Ahead, Gathered, Gatherer, Shown
 from tilewright.rl.learner import Learner
 from tilewright.rl.policies import policy_of
-from tilewright.rl.rollout import Sampler
+from tilewright.rl.remote import RemoteSampler
+from tilewright.rl.sampler_process import sampler_of
 from tilewright.rl.text import Text
 
-__all__ = ["Shown", "Trainer"]
+__all__ = ["Trainer"]
 
 _EVALUATED = 1 << 40
 """Seeds of tasks from here on are measured on, and never trained on."""
-_SHOWN = 4
-Shown = tuple[str, str, float]
-"""Prompt, answers, reward."""
 
 
 class Trainer:
@@ -51,15 +48,17 @@ class Trainer:
         if config.turns > 1 and not isinstance(self.environment, MultiTurn):
             raise ValueError(f"turns is {config.turns}, but {config.environment} has no reply(task, answers); set turns = 1")
         self.learner = Learner(config, self.model)  # before the sampler: the optimizer moves the parameters
-        self.sampler = Sampler(
-            self.model, max_len=self._longest(), seqs=256, end_ids=self.text.end_ids, invariant=config.invariant
-        )
+        longest = self._longest()
         self.workers = Workers(config.environment, count=config.reward_workers, timeout_s=config.reward_timeout_s)
+        self.remote = RemoteSampler(config, self.model, longest) if config.sampler else None
+        self._local = None if self.remote else sampler_of(config, self.model, longest, self.text.end_ids)
+        sampler = self.remote or self._local
+        assert sampler is not None
+        self.gatherer = Gatherer(config, self.environment, self.text, sampler, self.workers)
+        self._ahead: Ahead | None = None
         self.update = 0
-        self.drawn = 0
-        """Tasks drawn so far."""
-        self.rounds = 0
-        """Times that was sampled so far."""
+        self._reached = (0, 0)
+        """Tasks drawn and times sampled for the steps that were learnt from."""
         self.shown: list[Shown] = []
         """A few samples of the last step."""
 
@@ -67,6 +66,10 @@ class Trainer:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.remote is not None:
+            self.remote.close()  # so that a thread that waits for it ends
+        if self._ahead is not None:
+            self._ahead.close()
         self.workers.__exit__(None, None, None)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -75,39 +78,52 @@ class Trainer:
 
     def state(self) -> dict[str, int]:
         """Where the trainer is; with the learner's tensors, all that later steps depend on."""
-        return {"update": self.update, "drawn": self.drawn, "rounds": self.rounds}
+        return {"update": self.update, "drawn": self._reached[0], "rounds": self._reached[1]}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go to where another one was."""
-        self.update, self.drawn, self.rounds = state["update"], state["drawn"], state["rounds"]
+        """Go to where another one was, before the first step."""
+        self.update, self._reached = state["update"], (state["drawn"], state["rounds"])
+        self.gatherer.drawn, self.gatherer.rounds = self._reached
+        if self.remote is not None:
+            self.remote.push(self.update)
 
     def step(self) -> dict[str, Any]:
         """Sample, score, learn once.
 
         Raises:
+            ConnectionError: the sampler's process has ended, or its weights are older than `staleness` allows.
             ValueError: no answer of the step got a reward.
         """
-        began, times = time.perf_counter(), [0.0, 0.0]
-        samples, lost, dropped = self._samples(times)
+        began = time.perf_counter()
+        found = self._gathered()
+        samples, waited = found.samples, time.perf_counter() - began
+        self._check_age(samples)
         if not samples:
             raise ValueError(
                 f"no answer of step {self.update} got a reward: {dict(self.workers.failures)}; {self.workers.last_error}"
             )
+        versions = [sample.version for sample in samples]
         stats = self.learner.learn(self._batch(samples), self.update)
         self.update += 1
+        self._reached, self.shown = (found.drawn, found.rounds), found.shown
+        pushed = {} if self.remote is None else self._pushed(self.remote)
         took = time.perf_counter() - began
         chosen = sum(sum(sample.chosen) for sample in samples)
         row = {
             "update": self.update,
             "exact": sum(sample.reward >= 1.0 for sample in samples) / len(samples),
             **stats,
-            "lost": lost,
-            "dropped_groups": dropped,
+            "entropy_whole": found.whole,
+            "oldest": self.update - 1 - min(versions),
+            "lost": found.lost,
+            "dropped_groups": found.dropped,
             "seconds": took,
-            "sampling": times[0] / took,
-            "scoring": times[1] / took,
-            "sampled_tokens_per_s": chosen / times[0],
-            "trained_tokens_per_s": sum(len(sample.tokens) for sample in samples) / max(took - sum(times), 1e-9),
+            "waiting": waited / took,
+            "sampling": found.sampling_s / took,
+            "scoring": found.scoring_s / took,
+            "sampled_tokens_per_s": chosen / found.sampling_s,
+            "trained_tokens_per_s": sum(len(sample.tokens) for sample in samples) / max(took - waited, 1e-9),
+            **pushed,
         }
         if self.config.eval_every and (self.update % self.config.eval_every == 0 or self.update == self.config.updates):
             row["eval_exact"] = self.evaluate()
@@ -116,55 +132,37 @@ class Trainer:
     def evaluate(self) -> float:
         """Share of held-out tasks whose one sampled answer gets the full reward; failures of the reward count as wrong."""
         tasks = [self.environment.task(_EVALUATED + i) for i in range(self.config.eval_tasks)]
-        rewards = self._scores(self.sample(tasks, answers=1, seed=self.config.seed))
+        with self.gatherer.lock:
+            rewards = self.gatherer.scores(self.gatherer.sample(tasks, answers=1, seed=self.config.seed))
         return sum(reward is not None and reward >= 1.0 for reward in rewards) / len(rewards)
 
-    def sample(self, tasks: Sequence[Task], *, answers: int, seed: int) -> list[Conversation]:
-        """Conversations about each task by the current weights."""
-        config = self.config
-        replies = self.workers.reply if config.turns > 1 else None
-        return converse(
-            self.sampler, self.text, tasks, replies, answers=answers, max_tokens=config.max_tokens, turns=config.turns,
-            max_reply_tokens=config.max_reply_tokens, seed=seed,
-        )  # fmt: skip
-
-    def _samples(self, times: list[float]) -> tuple[list[Sample], int, int]:
-        """(samples of a step, samples whose reward failed, groups left out). Adds the seconds of sampling and of scoring.
-
-        Without `resample` every group is in it. With it, groups that have something to learn from, the last round's others.
-        """
-        config, kept, lost, dropped = self.config, [], 0, 0
-        self.shown = []
-        for rounds_left in range(config.resample, -1, -1):
-            wanted = config.prompts - len(kept)
-            tasks = [self.environment.task(self.drawn + i) for i in range(wanted)]
-            began = time.perf_counter()
-            made = self.sample(tasks, answers=config.answers, seed=config.seed + self.rounds)
-            sampled = time.perf_counter()
-            rewards = self._scores(made)
-            times[0] += sampled - began
-            times[1] += time.perf_counter() - sampled
-            self.drawn, self.rounds = self.drawn + wanted, self.rounds + 1
-            lost += rewards.count(None)
-            groups: list[list[Sample]] = [[] for _ in tasks]
-            for one, reward in zip(made, rewards):
-                if reward is not None:
-                    groups[one.group].append(replace(one.sample(reward, self.update), group=len(kept) + one.group))
-                    if len(self.shown) < _SHOWN:
-                        self.shown.append((one.task.prompt, " | ".join(one.answers), reward))
-            useful = [group for group in groups if len({sample.reward for sample in group}) > 1]
-            if not rounds_left or len(useful) == wanted:
-                kept += [group for group in groups if group]
-                break
-            dropped += wanted - len(useful)
-            kept += useful
-        return [replace(sample, group=i) for i, group in enumerate(kept) for sample in group], lost, dropped
-
-    def _scores(self, made: Sequence[Conversation]) -> list[float | None]:
-        return self.workers.score([one.task for one in made], [one.answers[-1] for one in made])
-
     def _batch(self, samples: Sequence[Sample]) -> Batch:
-        return pack(samples).to(self.device)
+        return pack(samples, temperature=self.config.drawing.temperature).to(self.device)
+
+    def _gathered(self) -> Gathered:
+        if self._local is not None:
+            self._local.version = self.update
+        if not self.config.staleness:
+            with self.gatherer.lock:
+                return self.gatherer.gather()
+        if self._ahead is None:
+            self._ahead = Ahead(self.gatherer, first=self.update, staleness=self.config.staleness)
+        return self._ahead.take()
+
+    def _check_age(self, samples: Sequence[Sample]) -> None:
+        """Raises ConnectionError for samples of weights that nobody may have, or that are too old."""
+        oldest, newest = (how((sample.version for sample in samples), default=self.update) for how in (min, max))
+        if not self.update - self.config.staleness <= oldest <= newest <= self.update:
+            raise ConnectionError(
+                f"step {self.update} got samples of weights {oldest} to {newest}; wanted {self.update} or at most "
+                f"{self.config.staleness} older (staleness): the sampler does not follow the trainer"
+            )
+
+    def _pushed(self, remote: RemoteSampler) -> dict[str, float]:
+        numbers = remote.push(self.update)
+        if self._ahead is not None:
+            self._ahead.updated(self.update)
+        return numbers
 
     def _longest(self) -> int:
         """Tokens of the longest conversation: prompts as long as twice the longest of the first, and all its turns."""

@@ -1,16 +1,21 @@
-"""The trainer's side of a policy: log-probabilities and entropies of packed samples, by the model that also serves."""
+"""The trainer's side of a policy: log-probabilities and entropies of packed samples, by the model that also serves.
+
+They are those of the distribution that the sampler drew from: of the logits over the batch's temperature, normalised over its
+support. Where the filters are off that is the model's own distribution.
+"""
 
 import torch
 from torch import Tensor
 
 from tilewright import ops
+from tilewright.engine.draws import processed
 from tilewright.models import Model
 from tilewright.nn import Packed, PackedKeysValues, ServedKeysValues
 from tilewright.op import scope
 from tilewright.ops.values import valued
 from tilewright.rl.batch import Batch
 
-__all__ = ["hidden_of", "logprobs_and_entropies_of", "logprobs_of"]
+__all__ = ["hidden_of", "logprobs_and_entropies_of", "logprobs_of", "support_of"]
 
 _IGNORED = -100
 
@@ -23,19 +28,34 @@ def logprobs_of(model: Model, batch: Batch) -> Tensor:
     Raises:
         TypeError: the model's head is quantised, which has no gradient.
     """
-    return _logprobs(_logits(model, batch), batch)
+    return _logprobs(_processed(_logits(model, batch), batch), batch)
 
 
 def logprobs_and_entropies_of(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     """As `logprobs_of`, and [T] float32: the entropy, in nats, of the distribution that each token was drawn from; 0 at each
     sequence's first token. Both with gradients, from one pass."""
-    logits_TV = _logits(model, batch)
-    logs_TV = logits_TV.float().log_softmax(-1)
-    entropies = -(logs_TV.exp() * logs_TV).sum(-1)
+    processed_TV = _processed(_logits(model, batch), batch)
+    entropies = _entropies(processed_TV)
     # What is drawn at t + 1 is drawn from the distribution behind t.
     entropies = torch.cat([entropies.new_zeros(1), entropies[:-1]])
     starts = batch.lengths.cumsum(0) - batch.lengths
-    return _logprobs(logits_TV, batch), entropies.index_fill(0, starts[batch.lengths > 0], 0.0)
+    return _logprobs(processed_TV, batch), entropies.index_fill(0, starts[batch.lengths > 0], 0.0)
+
+
+@torch.no_grad()
+def support_of(model: Model, batch: Batch, width: int) -> Tensor:
+    """[T, K] int64: the `kept` likeliest tokens of each token's distribution, then -1. K is `width`, the most that were kept.
+
+    The sampler says how many it kept, and both sides order the tokens alike, but for rounding. A token that was drawn is among
+    them, also where the weights have moved since.
+    """
+    likeliest = _logits(model, batch).float().topk(width).indices
+    found = torch.cat([likeliest.new_full((1, width), -1), likeliest[:-1]])
+    kept = batch.known("kept")
+    found = found.masked_fill(torch.arange(width, device=found.device) >= kept[:, None], -1)
+    missing = (kept > 0) & ~(found == batch.tokens[:, None]).any(1)
+    last = (kept - 1).clamp_min(0)[:, None]
+    return found.scatter(1, last, torch.where(missing[:, None], batch.tokens[:, None], found.gather(1, last)))
 
 
 def hidden_of(model: Model, batch: Batch) -> Tensor:
@@ -55,15 +75,35 @@ def _logits(model: Model, batch: Batch) -> Tensor:
     return model.logits(hidden_of(model, batch))
 
 
-def _logprobs(logits_TV: Tensor, batch: Batch) -> Tensor:
+def _entropies(logits_TV: Tensor) -> Tensor:
+    """[T] float32; a logit of -inf has no part in value or gradient."""
+    logs_TV = logits_TV.float().log_softmax(-1)
+    return -(logs_TV.exp() * logs_TV.masked_fill(logs_TV == -torch.inf, 0.0)).sum(-1)
+
+
+def _processed(logits_TV: Tensor, batch: Batch) -> Tensor:
+    """The logits of the distributions that the tokens were drawn from: the model's own where nothing changes them."""
+    if batch.temperature == 1.0 and batch.support is None:
+        return logits_TV
+    kept = torch.ones_like(logits_TV, dtype=torch.bool)
+    if batch.support is not None:
+        count, vocab = logits_TV.shape
+        # What is drawn at t + 1 is drawn behind t. The column behind the vocabulary takes what is not there.
+        support = torch.cat([batch.support[1:], batch.support.new_full((1, batch.support.shape[1]), -1)])
+        found = torch.zeros(count, vocab + 1, dtype=torch.bool, device=support.device)
+        kept = found.scatter_(1, support.where(support >= 0, vocab), True)[:, :vocab] | (support[:, :1] < 0)
+    return processed(logits_TV, torch.full_like(kept[:, 0], batch.temperature, dtype=torch.float32), kept)
+
+
+def _logprobs(processed_TV: Tensor, batch: Batch) -> Tensor:
     ends = batch.lengths.cumsum(0)
     # The hidden state at t says the token at t + 1; the last of a sequence says nothing that was sampled.
     following = torch.cat([batch.tokens[1:], batch.tokens.new_full((1,), _IGNORED)])
     following = following.index_fill(0, ends[batch.lengths > 0] - 1, _IGNORED)
-    losses = ops.cross_entropy(logits_TV.float(), following, ignore_index=_IGNORED, reduction="none")
+    losses = ops.cross_entropy(processed_TV.float(), following, ignore_index=_IGNORED, reduction="none")
     if scope().invariant:
         with torch.no_grad():  # as the engine computes them
             alternatives = torch.where(following == _IGNORED, -1, 0).int()
-            served, *_ = ops.top_logprobs(logits_TV, following.clamp_min(0), alternatives, 1)
+            served, *_ = ops.top_logprobs(processed_TV, following.clamp_min(0), alternatives, 1)
         losses = valued(losses, -served)
     return -torch.cat([losses.new_zeros(1), losses[:-1]])

@@ -1,11 +1,12 @@
 """The sampler's side of a policy: the serving engine on the trainer's own parameters, in the same process, without a copy.
 
-The engine reads the tensors that the optimizer writes, so a sample is always of the newest weights. Nothing is cached between
-calls: keys and values of older weights would be wrong.
+The engine reads the tensors that the optimizer writes, so a sample is always of the newest weights. Answers to one prompt share
+its pages; nothing is cached between calls, for keys and values of older weights would be wrong.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -19,44 +20,87 @@ from tilewright.engine.request import SamplingParams
 from tilewright.engine.schedule import Scheduler
 from tilewright.models import Model
 
-__all__ = ["Answer", "Sampler"]
+__all__ = ["Answer", "Drawing", "Sampler", "Samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the policy said to a prompt: its tokens with the one that ended it, and the log-probability of each."""
+    """What the policy said to a prompt: its tokens with the one that ended it.
+
+    logprobs: of each token in the distribution that it was drawn from. kept: how many tokens the filters left that one; 0: all.
+    whole: of each token in the model's own distribution, at temperature 1 over the whole vocabulary. version: which weights.
+    """
 
     tokens: list[int]
     logprobs: list[float]
+    kept: list[int]
+    whole: list[float]
     truncated: bool
+    version: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How tokens are drawn: temperature, then top-k (0: off), then top-p (1: off)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution."""
+        return self.temperature == 1.0 and not self.filters
+
+
+class Samples(Protocol):
+    """What samples: here, or in another process."""
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
+    ) -> list[list[Answer]]:
+        """As `Sampler` does."""
+        ...
 
 
 class Sampler:
     """Samples from `model`, whose tensors stay the caller's.
 
     max_len: tokens of a prompt and its answer together. seqs: samples decoded at once. end_ids: tokens that end an answer.
+    cache_bytes: for keys and values; None: what the memory leaves. Where they do not fit, samples wait, or begin again.
 
     Raises:
         NoMemory: the cache of `seqs` sequences does not fit.
         ValueError: `max_len` is beyond what the model was made for.
     """
 
-    def __init__(self, model: Model, *, max_len: int, seqs: int, end_ids: tuple[int, ...], invariant: bool = False) -> None:
+    def __init__(
+        self, model: Model, *, max_len: int, seqs: int, end_ids: tuple[int, ...], invariant: bool = False,
+        drawing: Drawing = Drawing(), cache_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.drawing = drawing
+        self.version = 0
+        """Of the weights, as who owns them says; answers have it."""
         device = next(model.parameters()).device
         dtype = next(model.parameters()).dtype
         options = EngineConfig(
             device=str(device),
             max_model_len=max_len,
             max_seqs=seqs,
-            prefix_cache=False,
             invariant=invariant,
+            kv_cache_bytes=cache_bytes,
             max_waiting=1 << 20,
         )
         plan = plan_memory(model, options, device=device, dtype=dtype)
-        runner = runner_of(model, plan.num_pages, plan.max_model_len, options)
+        runner = runner_of(model, plan.num_pages, plan.max_model_len, options, explains_draws=not drawing.plain)
         runner.warmup(lambda words: None)
         scheduler = Scheduler(
-            blocks=BlockPool(plan.num_pages, plan.page_size, prefix_cache=False),
+            blocks=BlockPool(plan.num_pages, plan.page_size),
             max_seqs=seqs,
             max_tokens_per_step=options.max_tokens_per_step,
             max_model_len=plan.max_model_len,
@@ -68,7 +112,7 @@ class Sampler:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """`answers` answers to each prompt, at temperature 1. The same seed, prompts and weights give the same answers.
+        """`answers` answers to each prompt. The same seed, prompts and weights give the same answers.
 
         places: of each prompt among all that are sampled with this seed; what is drawn depends on seed, place and position in
             the sequence. Default: prompt i has place i * answers.
@@ -77,24 +121,34 @@ class Sampler:
             ValueError: a prompt and `max_tokens` do not fit.
             RuntimeError: the engine failed on a request.
         """
-        transcripts: dict[str, Transcript] = {}
+        drawing, transcripts = self.drawing, dict[str, Transcript]()
+        self._engine.reset()  # of what other weights have left
         with torch.no_grad():
             for index, prompt in enumerate(prompts):
                 place = index * answers if places is None else places[index]
-                params = SamplingParams(max_tokens=max_tokens, logprobs=0, n=answers, seed=(seed << 24) + place)
+                params = SamplingParams(
+                    max_tokens=max_tokens, logprobs=0, n=answers, seed=(seed << 24) + place, temperature=drawing.temperature,
+                    top_k=drawing.top_k, top_p=drawing.top_p,
+                )  # fmt: skip
                 name = self._engine.submit(list(prompt), params, f"{seed}-{index}")
                 transcripts[name] = Transcript(list(prompt), answers)
             while self._engine.has_work:
                 for delta in self._engine.step():
                     transcripts[delta.request_id].add(delta)
-        return [[_answer(output) for output in transcript.completion().outputs] for transcript in transcripts.values()]
+        wholes = (transcript.completion() for transcript in transcripts.values())
+        return [[_answer(output, drawing, self.version) for output in whole.outputs] for whole in wholes]
 
 
-def _answer(output: CompletionOutput) -> Answer:
+def _answer(output: CompletionOutput, drawing: Drawing, version: int) -> Answer:
     if output.finish_reason not in ("stop", "length") or output.logprobs is None:
         raise RuntimeError(f"the engine ended an answer with {output.finish_reason}: {output.error}")
+    whole = [entry.logprob for entry in output.logprobs]
+    drawn = [entry.drawn for entry in output.logprobs if entry.drawn is not None]
     return Answer(
         tokens=output.token_ids,
-        logprobs=[entry.logprob for entry in output.logprobs],
+        logprobs=whole if drawing.plain else drawn,
+        kept=[entry.kept if drawing.filters else 0 for entry in output.logprobs],
+        whole=whole,
         truncated=output.finish_reason == "length",
+        version=version,
     )

@@ -9,7 +9,7 @@ checkpoint gives bitwise the numbers of one that was not, on one device.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _MAY_CHANGE = ("updates", "out", "save_every", "keep", "tensorboard", "reward_wo
 """Fields that a run may go on with another value of: no update depends on them."""
 
 
-def rows(trainer: Trainer, say: Callable[[str], None] = print) -> Iterator[dict[str, Any]]:
+def rows(trainer: Trainer, say: Callable[[str], None] = print) -> Generator[dict[str, Any], None, None]:
     """The steps of a run in `config.out`, each as a dict of numbers; from the last checkpoint on where there is one.
 
     Raises:

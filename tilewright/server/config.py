@@ -33,6 +33,9 @@ class ServerConfig:
     max_body_bytes: int = option(16 << 20, "largest request body, in MiB")
     max_connections: int = option(4096, "connections open at once; idle ones are closed for new ones")
     replicas: int = option(1, "servers of the model on this machine, behind one router; each takes a GPU of its own if it can")
+    ray: bool = option(False, "start the replicas on a Ray cluster: the one that runs here, or one that this command starts")
+    max_replicas: int | None = option(None, "with --ray: replicas that may run under load; default: as many as --replicas")
+    scale_down_after_s: float = option(120.0, "with --ray: seconds of less load after which a replica ends")
     fronts: int = option(
         0, "front processes that serve HTTP for an engine in a process of its own; 0: all of it in one process"
     )
@@ -100,6 +103,13 @@ class ServerConfig:
             raise ValueError(f"replicas is {self.replicas}, wanted 1 to {MAX_REPLICAS}")
         if not 0 <= self.fronts <= MAX_FRONTS:
             raise ValueError(f"fronts is {self.fronts}, wanted 0 (one process for everything) to {MAX_FRONTS}")
+        if self.max_replicas is not None and not (self.ray and self.replicas <= self.max_replicas <= MAX_REPLICAS):
+            got = f"max_replicas is {self.max_replicas}" + ("" if self.ray else " without --ray")
+            raise ValueError(f"{got}, wanted {self.replicas} to {MAX_REPLICAS}, and --ray, which changes their number")
+        if not 1 <= self.scale_down_after_s <= 86400:
+            raise ValueError(f"scale_down_after_s is {self.scale_down_after_s}, wanted 1 to 86400 seconds")
+        if self.ray and (self.fronts or self.grpc_port is not None):
+            raise ValueError("--ray has one front, which speaks HTTP; leave out --fronts and --grpc-port")
         if self.replicas > 1 and self.fronts:
             raise ValueError(
                 f"replicas is {self.replicas} and fronts {self.fronts}; wanted one of them: replicas have one front each"

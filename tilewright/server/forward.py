@@ -11,7 +11,6 @@ tokenize, the page) is answered by any replica that is ready.
 """
 
 import asyncio
-import json
 import logging
 import socket
 from collections import Counter
@@ -30,20 +29,20 @@ from tilewright.server.access import request_id_of, tokens_of
 from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
-from tilewright.server.errors import ApiError, unavailable
+from tilewright.server.errors import unavailable
 from tilewright.server.fleet import Fleet, Replica
 from tilewright.server.forward_adapters import ReplicaAdapters
-from tilewright.server.forward_metrics import labelled, router_metrics
+from tilewright.server.forward_metrics import router_metrics
 from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.logs import Log
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
+from tilewright.server.passing import BUSY, Running, labelled, lost_event, nobody
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job, chat_job, completion_job
 from tilewright.server.responses import responses_job
 from tilewright.server.router import DIGEST_BYTES, Decision
 from tilewright.server.serve import run_server
-from tilewright.server.stream import unless_gone
 
 __all__ = ["Front", "digests_of", "front_of", "serve_replicas"]
 
@@ -52,7 +51,6 @@ PASSED_ON = ("content-type", "retry-after", "cache-control", "x-accel-buffering"
 MAX_PAGES = 1 << 14
 """Pages of a prompt that are looked up."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5)
-BUSY = (429, 503)
 
 logger = logging.getLogger(__name__)
 
@@ -66,25 +64,6 @@ def digests_of(prompt: list[int], page_tokens: int) -> list[bytes]:
     return found
 
 
-class _Running:
-    """The requests on their way, for the end of the server."""
-
-    def __init__(self) -> None:
-        self.tasks: dict[asyncio.Task[Any], None] = {}
-        self.stopped: str | None = None
-
-    @property
-    def open_channels(self) -> int:
-        """How many."""
-        return len(self.tasks)
-
-    def stop_all(self, reason: str) -> None:
-        """End them with an error."""
-        self.stopped = reason
-        for task in self.tasks:
-            task.cancel()
-
-
 class Front:
     """The endpoints; what `run_server` asks a server for is here too."""
 
@@ -93,7 +72,7 @@ class Front:
         self._bodies = Bodies(config)
         self.connections = Connections(config)
         self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
-        self.worker = _Running()
+        self.worker = Running()
         self.draining = self.hung = False
         self.failure: BaseException | None = None
         given = fleet.engine_options.get("adapters") or ()
@@ -226,11 +205,6 @@ class Front:
         return Response("\n".join(lines), media_type=CONTENT_TYPE)
 
 
-def nobody() -> ApiError:
-    """No replica takes requests."""
-    return unavailable("no replica is ready; they are starting or being started again; come again soon", code="no_replica")
-
-
 def passed_on(found: aiohttp.ClientResponse) -> dict[str, str]:
     """Headers for the client."""
     return {name: found.headers[name] for name in PASSED_ON if name in found.headers}
@@ -247,18 +221,7 @@ class _Forwarded(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` as long as nothing has been sent."""
-        running = self._front.worker
-        task = asyncio.ensure_future(self._run(send))
-        running.tasks[task] = None
-        try:
-            await unless_gone(receive, _awaited(task))
-        except asyncio.CancelledError:
-            if running.stopped is None:
-                raise
-            raise unavailable(running.stopped) from None
-        finally:
-            task.cancel()
-            del running.tasks[task]
+        await self._front.worker.pass_on(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
         front, tried, last = self._front, set[int](), None
@@ -325,17 +288,10 @@ class _Forwarded(Response):
             if not sent:
                 return last, "lost"
             logger.error("replica %d was lost in an answer: %s", decision.replica, error)
-            lost = ApiError(
-                500, "the replica that wrote this answer was lost; ask again", type="server_error", code="replica_lost"
-            )
-            await send({"type": "http.response.body", "body": b"data: " + json.dumps(lost.body).encode() + b"\n\n"})
+            await send({"type": "http.response.body", "body": lost_event()})
             return None, None
         finally:
             fleet.router.finished(name)
-
-
-async def _awaited(task: "asyncio.Task[None]") -> None:
-    await task
 
 
 def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:

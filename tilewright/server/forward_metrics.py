@@ -1,13 +1,10 @@
-"""/metrics of several replicas: their expositions as one, and the numbers of the router."""
+"""/metrics of the router: whom it has chosen, and why."""
 
-import json
-from collections.abc import Iterable, Mapping
-
-from prometheus_client.parser import text_string_to_metric_families
+from collections.abc import Mapping
 
 from tilewright.server.fleet import Fleet
 
-__all__ = ["labelled", "router_metrics"]
+__all__ = ["router_metrics"]
 
 
 def router_metrics(fleet: Fleet, retries: Mapping[str, int]) -> list[str]:
@@ -25,19 +22,3 @@ def router_metrics(fleet: Fleet, retries: Mapping[str, int]) -> list[str]:
     for replica in fleet.replicas:
         lines.append(f'tilewright_router_pages_known{{replica="{replica.index}"}} {router.pages_known(replica.index)}')
     return lines
-
-
-def labelled(texts: Iterable[tuple[int, str]]) -> list[str]:
-    """Expositions of several replicas as one, each sample with the label `replica`."""
-    kinds: dict[str, str] = {}
-    lines: dict[str, list[str]] = {}
-    for index, text in texts:
-        for family in text_string_to_metric_families(text):
-            kinds.setdefault(family.name, family.type)
-            for sample in family.samples:
-                labels = ",".join(
-                    f"{name}={json.dumps(value)}" for name, value in {**sample.labels, "replica": str(index)}.items()
-                )
-                lines.setdefault(family.name, []).append(f"{sample.name}{{{labels}}} {sample.value}")
-    total = {name: f"{name}_total" if kind == "counter" else name for name, kind in kinds.items()}
-    return [line for name, found in lines.items() for line in (f"# TYPE {total[name]} {kinds[name]}", *found)]

@@ -22,6 +22,7 @@ from tilewright.engine.core import Engine
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.pooling import Pass
 from tilewright.engine.request import Delta, SamplingParams
+from tilewright.engine.step import DeviceLost
 from tilewright.server.grammars import GrammarCompiler
 from tilewright.server.link import Channel, EngineLink, EngineStopped
 from tilewright.server.live import LiveView
@@ -36,6 +37,10 @@ def _take_exception(found: asyncio.Future[T]) -> None:
     """A caller that has gone takes no exception, and the log would show a traceback for each."""
     if not found.cancelled():
         found.exception()
+
+
+def _failed(error: BaseException) -> str:
+    return f"the engine failed: {type(error).__name__}: {error}"
 
 
 class EngineWorker(EngineLink):
@@ -75,7 +80,10 @@ class EngineWorker(EngineLink):
         return self.engine.failed_steps
 
     async def _submit_all(self, channel: Channel, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
-        await self.call(lambda: self._submit(channel.ids, prompts, params))
+        try:
+            await self.call(lambda: self._submit(channel.ids, prompts, params))
+        except DeviceLost as lost:  # before this loop has heard of it
+            raise EngineStopped(self.stopped or _failed(lost)) from lost
 
     def _leave(self, channel: Channel) -> None:
         if channel.unfinished and self.stopped is None:
@@ -91,8 +99,8 @@ class EngineWorker(EngineLink):
         return await self.call(self._live.snapshot)
 
     async def ping(self) -> None:
-        """Return between two steps. Raises EngineStopped."""
-        await self.call(lambda: None)
+        """Return between two steps; if a rank of the model is gone by then, the engine has failed. Raises EngineStopped."""
+        await self.call(self._check)
 
     async def run_pass(self, work: Pass) -> np.ndarray:
         """What the model says of whole texts, between two steps. Raises EngineStopped, and what the model raises."""
@@ -180,6 +188,14 @@ class EngineWorker(EngineLink):
         self._stepping = True
         self._executor.submit(self._step).add_done_callback(self._stepped)
 
+    def _check(self) -> None:
+        check = getattr(self.engine.runner, "check", None)  # of a runner with several ranks
+        if check is not None:
+            try:
+                check()
+            except DeviceLost as lost:
+                self._loop.call_soon_threadsafe(self._fail, lost)
+
     def _step(self) -> None:
         deltas = self.engine.step()
         if deltas:
@@ -210,5 +226,5 @@ class EngineWorker(EngineLink):
         return channel.direct.take(channel.choice(delta), delta.text, len(delta.token_ids))
 
     def _fail(self, error: BaseException) -> None:
-        self.stop_all(f"the engine failed: {type(error).__name__}: {error}")
+        self.stop_all(_failed(error))
         self._on_failure(error)

@@ -9,13 +9,14 @@ from torch import Tensor
 from tilewright.models import Model, ModelConfig, empty_model, load_model
 from tilewright.models.adapter_config import AdapterConfig
 from tilewright.models.adapters import Adapter, Pair, adapter_of, attach, read_adapter, save_adapter, targets_of
-from tilewright.nn import Linear
+from tilewright.nn import ExpertLinear, Linear
 from tilewright.quant import convert_layer, quantize
 from tilewright.train.config import TrainConfig
 
 __all__ = ["adapted", "adapter_config", "empty_base", "load_base", "save_trained"]
 
 _BASE_FORMATS = {"float": None, "int4": "int4"}
+_LAYERS = (Linear, ExpertLinear)
 
 
 def empty_base(config: TrainConfig, shape: ModelConfig, dtype: torch.dtype) -> Model:
@@ -32,9 +33,9 @@ def load_base(config: TrainConfig, device: torch.device, dtype: torch.dtype, pla
     chosen = set()
     if format is not None:
         found = planned.named_modules()
-        chosen = {name for name, one in found if isinstance(one, Linear) and not isinstance(one.weight, Tensor)}
+        chosen = {name for name, one in found if isinstance(one, _LAYERS) and not isinstance(one.weight, Tensor)}
 
-    def convert(name: str, layer: Linear) -> None:
+    def convert(name: str, layer: Linear | ExpertLinear) -> None:
         if format is not None and name in chosen:
             convert_layer(name, layer, format)
 

@@ -142,7 +142,9 @@ def train(
         summary = run.train()
         saved = Path(config.out) / ("adapter" if config.lora_rank else "model")
         if config.lora_rank:
-            save_trained(config, run.model, saved)
+            if run.is_first:
+                save_trained(config, run.model, saved)
+            mesh.world.first(lambda: None)
         else:
             save_whole(run, saved, tokenizer_folder(config))
         say(f"saved {saved}")
@@ -162,7 +164,7 @@ def _run(
     return Run(
         config=config, model=model, optimizer=optimizer, data=data, costs=costs, device=device, say=say, held=held,
         spread=spread,
-        objective=build_objective(config, device), pack=pack if config.loss == "next-token" else pack_pairs,
+        objective=build_objective(config, device, mesh.dp), pack=pack if config.loss == "next-token" else pack_pairs,
         sample=None if sampler is None or not config.sample_every or mesh.rank else sampler(model),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewright import ops
 from tilewright.models import Model
 from tilewright.nn import PackedKeysValues, without_adapters
+from tilewright.parallel.ranks import ALONE, Ranks
 from tilewright.train.batch import IGNORED, Piece, TrainBatch, pack
 from tilewright.train.step import plain_head
 
@@ -56,14 +57,17 @@ class Preference:
         beta, smoothing: as above.
         reference: the model as it was; None: the model without its adapters.
         deterministic: whether the same batch must give the same gradients every time.
+        replicas: that see other pairs of the same updates.
     """
 
     def __init__(
-        self, kind: str, *, beta: float, smoothing: float = 0.0, reference: Model | None = None, deterministic: bool = False
+        self, kind: str, *, beta: float, smoothing: float = 0.0, reference: Model | None = None, deterministic: bool = False,
+        replicas: Ranks = ALONE,
     ):  # fmt: skip
         self.kind, self.beta, self.smoothing, self.reference = kind, beta, smoothing, reference
         self.keys_values = PackedKeysValues(deterministic=deterministic)
         self._seen: list[Tensor] = []
+        self._replicas = replicas
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
         """The sum over the batch's pairs, float32."""
@@ -84,6 +88,8 @@ class Preference:
         above that of the rejected one, and the share of pairs in which it is above 0. Waits for the device."""
         if not self._seen:
             return {}
-        r = torch.cat(self._seen)
+        r = torch.cat(self._seen).double()
         self._seen.clear()
-        return {"margin": self.beta * r.mean().item(), "preferred": (r > 0).double().mean().item()}
+        sums = torch.stack((r.sum(), (r > 0).double().sum(), r.new_tensor(r.numel(), dtype=torch.float64)))
+        margin, preferred, pairs = self._replicas.all_gather(sums).view(-1, 3).sum(0).tolist()
+        return {"margin": self.beta * margin / pairs, "preferred": preferred / pairs}

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch.distributed.rendezvous import rendezvous
 
 from tilewright.hw.device import memory_bytes
 from tilewright.hw.env import Launched, launched
-from tilewright.models import Model, ModelConfig
+from tilewright.models import Model, ModelConfig, weight_bytes_of
 from tilewright.parallel.clock import bubble
 from tilewright.parallel.mesh import Mesh, join, leave
 from tilewright.parallel.part import make_part, refusal
@@ -18,7 +19,7 @@ from tilewright.parallel.predict import predicted, sizes_of
 from tilewright.parallel.spread import Spread
 from tilewright.parallel.watch import Watch
 from tilewright.train.config import TrainConfig
-from tilewright.train.setup import STATE_BYTES, dtype_of
+from tilewright.train.setup import STATE_BYTES, dtype_of, feed_forward_numbers, plan_memory
 
 __all__ = ["check_plan", "joined", "make_spread", "on_this_rank", "plan_lines", "quiet"]
 
@@ -29,16 +30,15 @@ _LOST_S = 25.0
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ValueError, one sentence, where the plan does not fit the model or the run."""
     plan = config.parallel
-    if (plan != Plan() or config.accumulate == "tree") and (config.lora_rank or config.loss != "next-token"):
-        raise ValueError(
-            "parallel and accumulate = tree are for next tokens and the whole model's weights: leave them out with lora_rank, "
-            "dpo and ipo"
-        )
+    if config.lora_rank:
+        _check_adapter(config)
     plan.check(
         Shape(
             layers=model.num_hidden_layers, heads=model.num_attention_heads, kv_heads=model.num_key_value_heads,
             inner=model.intermediate_size, tokens=config.row_tokens * config.micro_rows, micro_batches=config.micro_batches,
-            tree=config.accumulate == "tree", whole=_WHOLE.get(config.optimizer), ragged=config.chat,
+            tree=config.accumulate == "tree", whole=_WHOLE.get(config.optimizer),
+            ragged=config.chat or config.loss != "next-token",
+            experts=0 if model.experts is None else model.experts.routing.experts,
         )
     )  # fmt: skip
     cut = plan.alone() != Plan() or plan.pp > 1
@@ -46,6 +46,14 @@ def check_plan(config: TrainConfig, model: ModelConfig) -> None:
         raise ValueError("parallel: sample_every writes with a whole model, and this plan cuts it; set sample_every to 0")
     if config.eval_data is not None and (plan.pp > 1 or plan.sp or plan.chunks > 1):
         raise ValueError("parallel: eval_data is not measured where pp, sp or cp cut layers or tokens; leave eval_data out")
+
+
+def _check_adapter(config: TrainConfig) -> None:
+    plan = config.parallel
+    if plan.alone() != Plan() or plan.pp > 1 or plan.ep > 1 or plan.zero > 2:
+        raise ValueError("parallel: an adapter is trained on replicas of a frozen model: take dp, and zero 1 or 2, alone")
+    if config.lora_dropout and plan.ranks > 1:
+        raise ValueError("parallel: lora_dropout draws its masks pass by pass, and ranks make other passes; set it to 0")
 
 
 def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
@@ -126,6 +134,8 @@ def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[
     plan, shape = config.parallel, model.config
     if (why := refusal(model, plan)) is not None:
         raise ValueError(why)
+    if config.lora_rank:
+        return [f"parallel: {plan.ranks} ranks = dp {plan.dp}", f"of a rank: {plan_memory(config, model, device)}"]
     product = " x ".join(f"{name} {getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp") if getattr(plan, name) > 1)
     found = [f"parallel: {plan.ranks} ranks = {product or 'one'}"]
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -133,8 +143,10 @@ def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[
         need = predicted(
             plan, sizes_of(model), stage, item=dtype_of(config).itemsize, moments=STATE_BYTES[config.optimizer],
             micro_batches=config.micro_batches, tree=config.accumulate == "tree", tokens=config.row_tokens * config.micro_rows,
-            cut_width=2 * (q + 2 * kv) + q + 3 * shape.intermediate_size, whole_width=6 * shape.hidden_size + q,
+            cut_width=2 * (q + 2 * kv) + q + feed_forward_numbers(shape), whole_width=6 * shape.hidden_size + q,
         )  # fmt: skip
+        if config.loss != "next-token":  # the reference, whole on each rank
+            need = replace(need, weights=need.weights + weight_bytes_of(model))
         where = f"a rank at place {stage} of pp" if plan.pp > 1 else "a rank"
         found.append(f"memory of {where}: {need}")
         if device.type == "cuda" and need.total > (there := memory_bytes(device)):

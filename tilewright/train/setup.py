@@ -23,6 +23,7 @@ from tilewright.models import (
     weight_bytes_of,
 )
 from tilewright.ops.weights import QuantizedWeight
+from tilewright.parallel.ranks import ALONE, Ranks
 from tilewright.train.config import TrainConfig
 from tilewright.train.lora import adapted, empty_base, load_base
 from tilewright.train.mup import MuP, mup_for
@@ -42,6 +43,7 @@ __all__ = [
     "costs_of",
     "device_for",
     "dtype_of",
+    "feed_forward_numbers",
     "learning_rate",
     "model_config",
     "plan_memory",
@@ -80,8 +82,10 @@ def model_config(config: TrainConfig) -> ModelConfig:
     if named is not None and config.init == "load":
         raise ValueError(f"model {config.model} is a shape without weights: set init to random, or give a folder")
     found = named if named is not None else load_config(resolve(config.model))
-    if found.latent is not None or found.experts is not None:
-        raise ModelError(f"{found.architecture}: training latent attention or mixtures of experts is not supported yet")
+    if found.latent is not None or (found.experts is not None and found.experts.clamped is not None):
+        raise ModelError(f"{found.architecture}: training latent attention or clamped experts is not supported yet")
+    if found.experts is not None and config.optimizer == "muon":
+        raise ValueError("muon takes a matrix as a whole, and those of the experts are stacked: take adamw")
     if found.quantization is not None:
         raise ModelError(f"{config.model} has quantised weights, which have no gradients; take the unquantised model")
     if config.row_tokens > found.max_position_embeddings:
@@ -140,14 +144,17 @@ def build_optimizer(config: TrainConfig, model: Model, weights: Mapping[str, tor
     return kinds[config.optimizer](trainable(model) if weights is None else weights, **common)
 
 
-def build_objective(config: TrainConfig, device: torch.device) -> Objective:
-    """What is minimised. Preferences without an adapter compare with a second, frozen model, which is loaded here."""
+def build_objective(config: TrainConfig, device: torch.device, replicas: Ranks = ALONE) -> Objective:
+    """What is minimised. Preferences without an adapter compare with a second, frozen model, which is loaded here.
+
+    replicas: that have other micro-batches of the same updates.
+    """
     if config.loss == "next-token":
         return NextToken(z_loss=config.z_loss, label_smoothing=config.label_smoothing, deterministic=config.deterministic)
     reference = None if config.lora_rank else build_model(config, device).requires_grad_(False)
     return Preference(
         config.loss, beta=config.dpo_beta, smoothing=config.dpo_smoothing, reference=reference,
-        deterministic=config.deterministic,
+        deterministic=config.deterministic, replicas=replicas,
     )  # fmt: skip
 
 
@@ -190,6 +197,14 @@ class MemoryPlan:
         return f"memory: {self.total / 2**30:.2f}{room} GiB ({words})"
 
 
+def feed_forward_numbers(shape: ModelConfig) -> int:
+    """Numbers a token that backward passes read of a feed-forward layer; of a mixture, for each expert that a token has."""
+    if shape.experts is None:
+        return 3 * shape.intermediate_size
+    one = 3 * shape.experts.inner + 2 * shape.hidden_size
+    return shape.experts.routing.chosen * one + 3 * shape.experts.shared
+
+
 def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> MemoryPlan:
     """What a step takes. `model` may be on "meta".
 
@@ -205,7 +220,7 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # What backward passes read, a token and layer: both norms' inputs, the stream and outputs; q, k, v before and behind the
     # rotation, what attention gives; gate, up and their product.
-    layer = 6 * shape.hidden_size + 2 * (q + 2 * kv) + 2 * q + 3 * shape.intermediate_size
+    layer = 6 * shape.hidden_size + 2 * (q + 2 * kv) + 2 * q + feed_forward_numbers(shape)
     accumulated = 4 if config.micro_batches > 1 else 0
     if config.accumulate == "tree":
         accumulated = 4 * (1 + math.ceil(math.log2(config.micro_batches + 1)))
@@ -249,9 +264,12 @@ def costs_of(config: TrainConfig, model: Model, device: torch.device) -> Costs:
     matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("embed.")}
     if shape.tie_word_embeddings:
         matrices["head"] = model.embed.weight
+    # A token meets a few of the experts.
+    share = 1.0 if shape.experts is None else shape.experts.routing.chosen / shape.experts.routing.experts
+    met = {name: p.numel() * (share if ".ffn.experts_" in name else 1) for name, p in matrices.items()}
     codes = sum(module.shape.numel() for module in model.modules() if isinstance(module, QuantizedWeight))
-    frozen = codes + sum(p.numel() for p in matrices.values() if not p.requires_grad)
-    trained = sum(p.numel() for p in matrices.values() if p.requires_grad)
+    frozen = codes + sum(met[name] for name, p in matrices.items() if not p.requires_grad)
+    trained = sum(met[name] for name, p in matrices.items() if p.requires_grad)
     passes = 2 if config.loss != "next-token" else 0  # the reference's, forward alone
     products = (6 + passes) * trained + (4 + passes) * frozen
     width = shape.num_attention_heads * shape.head_dim

@@ -31,6 +31,19 @@ INFER = "/v2/models/m/infer"
 ASKED = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
 
 
+def test_the_command_line_tells_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A language model that is named is served beside ordinary ones; the default of MODEL steps back."""
+    from typer.testing import CliRunner
+
+    from tilewright.cli import app, serve
+
+    seen = []
+    monkeypatch.setattr(serve, "_serve", lambda model, *rest: seen.append((model, rest[4])) or 0)
+    for words in (["bookworm", "--model", "a.b:c"], ["--model", "a.b:c"], ["a.b:c"], ["bookworm"], []):
+        assert CliRunner().invoke(app, ["serve", *words]).exit_code == 0
+    assert seen == [("bookworm", ["a.b:c"]), (None, ["a.b:c"]), (None, ["a.b:c"]), ("bookworm", []), ("bookworm", [])]
+
+
 def test_both_live_in_one_server() -> None:
     engine, config = fake_engine(), ServerConfig(port=0)
     host = Host(sources={"m": Source(ModelConfig(source="a:b"), None)}, start=Makes(double))

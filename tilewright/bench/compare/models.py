@@ -9,11 +9,12 @@
     small_encoder        two pre-norm transformer blocks; [B, 64, 128] -> [B, 64, 128]
 
 A name may carry a batch: "resnet50@32". `module:function` is a user's own, imported from the current directory: the function
-takes no arguments and returns (model, example inputs). Nothing here is of tilewright's own layers, and nothing is downloaded:
-speed does not depend on what the weights say, correctness is measured against the same weights in float64.
+takes no arguments and returns (model, example inputs). FILE.onnx is a model of another framework. Nothing here is of
+tilewright's own layers, and nothing is downloaded: speed does not depend on what the weights say, correctness is measured
+against the same weights in float64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewright.host.users import users_model
+from tilewright.host.users import ONNX, users_model
 
 __all__ = ["BUILT_IN", "Model", "load_model"]
 
@@ -223,22 +224,26 @@ BUILT_IN: dict[str, tuple[Callable[[], nn.Module], int, Callable[[int], Tensor]]
 """Name -> (module, usual batch, example input of a batch)."""
 
 
-def load_model(text: str, *, seed: int = 0, device: torch.device | str = "cpu") -> Model:
-    """A built-in model ("resnet50", "resnet50@32") or a user's ("package.module:function"), in eval mode on `device`.
+def load_model(
+    text: str, *, seed: int = 0, device: torch.device | str = "cpu", shapes: Mapping[str, Sequence[int]] | None = None
+) -> Model:
+    """A built-in model ("resnet50@32") or a user's ("package.module:function", FILE.onnx), in eval mode on `device`.
+
+    `shapes`: of an ONNX model's inputs, where the file leaves dimensions open.
 
     The process' random state is as it was afterwards. ValueError: no such model, a batch that is none, or a user's function
     that fails (with its line) or returns something else.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module, inputs = users_model(text) if ":" in text else _built_in(text)
+        module, inputs = users_model(text, shapes) if ":" in text or text.endswith(ONNX) else _built_in(text)
     return Model(text, module.eval().requires_grad_(False).to(device), tuple(x.to(device) for x in inputs))
 
 
 def _built_in(text: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     name, at, batch = text.partition("@")
     if name not in BUILT_IN:
-        raise ValueError(f"no model {name!r}; wanted one of {', '.join(BUILT_IN)}, or MODULE:FUNCTION for your own")
+        raise ValueError(f"no model {name!r}; wanted one of {', '.join(BUILT_IN)}, MODULE:FUNCTION for your own, or FILE.onnx")
     if at and not (batch.isdecimal() and 0 < int(batch) <= 4096):
         raise ValueError(f"the batch of {text!r} is {batch!r}, wanted a number from 1 to 4096, as in {name}@32")
     build, usual, example = BUILT_IN[name]

@@ -62,7 +62,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.checks import check_bends, check_lengths, check_operands, scale_of, window_bounds
 from tilewright.kernels.attention.inputs import dense_attention_arguments
 from tilewright.kernels.attention.problem import Problem, empty_outputs, lengths_of, pairs_seen, problem_of
-from tilewright.kernels.attention.reference import Bends, attend, sequences
+from tilewright.kernels.attention.reference import Bends, alike, attend, sequences, stacked
 from tilewright.kernels.attention.sdpa import VENDOR
 from tilewright.kernels.attention.short import SHORT
 from tilewright.kernels.attention.sm90 import SM90, SM90_INVARIANT
@@ -82,15 +82,15 @@ def _reference(
     parts = sequences((q,), (k, v), cu_q, cu_k)
     behind = 0 if causal else right
     of_each = [prefix] * len(parts) if prefixes is None else prefixes.tolist()
-    results = [
-        attend(*part, scale=scale, bends=Bends(left, behind, own, softcap, sinks, slopes))
-        for part, own in zip(parts, of_each, strict=True)
-    ]
+    results: dict[int, tuple[Tensor, Tensor]] = {}
+    for places in alike(parts, 1, of_each):
+        bends = Bends(left, behind, of_each[places[0]], softcap, sinks, slopes)
+        results.update(zip(places, zip(*attend(*stacked(parts, places), scale=scale, bends=bends))))
     out, lse = empty_outputs(q, v, want_lse)
     if results:
-        out.copy_(torch.cat([r for r, _ in results]).view(out.shape))
+        out.copy_(torch.cat([results[i][0] for i in range(len(parts))]).view(out.shape))
         if want_lse:
-            lse = torch.cat([s for _, s in results], 1).contiguous()
+            lse = torch.cat([results[i][1] for i in range(len(parts))], 1).contiguous()
     return out, lse
 
 

@@ -1,17 +1,22 @@
-"""Attention of one sequence in plain torch: the scores, who sees whom, and the average; what both directions are checked by.
+"""Attention of sequences of one shape in plain torch: the scores, who sees whom, and the average; what both directions are
+checked by.
 
 attention.py has the formulae. In float32, or float64 where the operands are.
 """
 
-# Q query rows, K keys, H query heads, G key/value heads, D head dim, V value head dim
+# ... sequences alike, any leading dims; Q query rows, K keys, H query heads, G key/value heads, D head dim, V value head dim
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Bends", "attend", "by_group", "inverted", "scores_of", "sequences"]
+__all__ = ["Bends", "alike", "attend", "by_group", "inverted", "scores_of", "sequences", "stacked"]
+
+_MOST_SCORES = 1 << 22
+"""Scores computed at once where sequences are alike; a longer sequence is computed alone."""
 
 
 class Bends(NamedTuple):
@@ -37,14 +42,34 @@ def sequences(
     return list(zip(*q_parts, *k_parts, strict=True))
 
 
+def alike(parts: Sequence[tuple[Tensor, ...]], keys: int, prefixes: Sequence[int]) -> list[list[int]]:
+    """The sequences' places, those of one shape and one prefix together, so that many short ones are few products.
+
+    keys: which part's rows are the keys; the first part's are the queries.
+    """
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for place, (part, prefix) in enumerate(zip(parts, prefixes, strict=True)):
+        rows, seen = len(part[0]), len(part[keys])
+        groups = found.setdefault((rows, seen, prefix), [[]])
+        if (len(groups[-1]) + 1) * part[0].shape[1] * rows * seen > _MOST_SCORES and groups[-1]:
+            groups.append([])
+        groups[-1].append(place)
+    return [places for groups in found.values() for places in groups]
+
+
+def stacked(parts: Sequence[tuple[Tensor, ...]], places: Sequence[int]) -> list[Tensor]:
+    """The parts of these sequences as [N, ...] each."""
+    return [torch.stack(tensors) for tensors in zip(*(parts[place] for place in places))]
+
+
 def inverted(lse: Tensor) -> Tensor:
     """lse with +inf where it is -inf, so that exp(score - lse) is 0 in a row that sees no key."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def by_group(t: Tensor, groups: int) -> Tensor:
-    """[T, H, D] as [G, H / G, T, D], in float32 or wider."""
-    return t.to(torch.promote_types(t.dtype, torch.float32)).transpose(0, 1).unflatten(0, (groups, -1))
+    """[..., T, H, D] as [..., G, H / G, T, D], in float32 or wider."""
+    return t.to(torch.promote_types(t.dtype, torch.float32)).transpose(-3, -2).unflatten(-3, (groups, -1))
 
 
 def _seen(rows: int, keys: int, bends: Bends, device: torch.device) -> Tensor:
@@ -60,11 +85,12 @@ def _seen(rows: int, keys: int, bends: Bends, device: torch.device) -> Tensor:
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, bends: Bends) -> tuple[Tensor, Tensor | float]:
-    """(scores [G, H / G, Q, K], -inf where a query does not see a key; their slope over scale * q . k, which a cap flattens).
+    """(scores [..., G, H / G, Q, K], -inf where a query does not see a key; their slope over scale * q . k, which a cap
+    flattens).
 
-    q [G, H / G, Q, D], k [G, 1, K, D].
+    q [..., G, H / G, Q, D], k [..., G, 1, K, D].
     """
-    (groups, _, rows, _), keys = q.shape, k.shape[-2]
+    (groups, _, rows, _), keys = q.shape[-4:], k.shape[-2]
     scores, slope = q @ k.mT * scale, 1.0
     if bends.softcap is not None:
         bent = (scores / bends.softcap).tanh()
@@ -77,11 +103,11 @@ def scores_of(q: Tensor, k: Tensor, scale: float, bends: Bends) -> tuple[Tensor,
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bends: Bends) -> tuple[Tensor, Tensor]:
-    """(out [Q, H, V], lse [H, Q]) of q [Q, H, D], k [K, G, D], v [K, G, V]."""
-    groups = k.shape[1]
+    """(out [..., Q, H, V], lse [..., H, Q]) of q [..., Q, H, D], k [..., K, G, D], v [..., K, G, V]."""
+    groups = k.shape[-2]
     scores, _ = scores_of(by_group(q, groups), by_group(k, groups), scale, bends)
     lse = scores.logsumexp(-1)
     if bends.sinks is not None:
         lse = torch.logaddexp(lse, bends.sinks.to(lse.dtype).view(groups, -1, 1))
     out = (scores - inverted(lse)[..., None]).exp() @ by_group(v, groups)
-    return out.flatten(0, 1).transpose(0, 1), lse.flatten(0, 1)
+    return out.flatten(-4, -3).transpose(-3, -2), lse.flatten(-3, -2)

@@ -13,7 +13,8 @@ that is not zero never becomes zero, or its step would be a division by eps.
     p (master): flat float32; m_codes, v_codes: uint8 like p; m_scales, v_scales: float32 [elements / 256];
     weights, grads, rates, control: as in adamw.py.
 
-Limited by bytes: with bf16 gradients and weights 8 in and 8 out for each element.
+Limited by bytes: with bf16 gradients and weights 8 in and 8 out for each element. That leaves about 100 instructions and few
+special functions an element, so powers of ten are products of constants, and a group divides by its scale once.
 Not supported: stochastic rounding; unlike bitsandbytes, tensors that stay in 32 bits (use AdamW for those).
 """
 
@@ -44,9 +45,6 @@ __all__ = ["GROUP", "adamw_8bit_op", "decode", "encode"]
 
 GROUP = 256
 """Elements with one scale."""
-
-_LOG10_2 = 0.30102999566398120
-_LOG2_10 = 3.3219280948873623
 
 # ---- reference
 
@@ -172,33 +170,50 @@ def _make(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16
 
 
 @triton.jit
-def _decoded(n, TOP: tl.constexpr, LOG2_10: tl.constexpr):
+def _to_the(j, ONE: tl.constexpr, TWO: tl.constexpr, FOUR: tl.constexpr):
+    """b^j for j from 0 to 7, of the constants b, b^2 and b^4."""
+    power = tl.where((j & 1) != 0, ONE, 1.0) * tl.where((j & 2) != 0, TWO, 1.0)
+    return power * tl.where((j & 4) != 0, FOUR, 1.0)
+
+
+@triton.jit
+def _decoded(n, TOP: tl.constexpr):
     """The level of codes 0, 1, 2 ...; n is int32."""
     wide = n.to(tl.float32)
     k = (wide.to(tl.int32, bitcast=True) >> 23) - 127
     part = (wide + 1.0) * ((127 - k) << 23).to(tl.float32, bitcast=True)  # (n + 1) / 2^k
-    value = tl.exp2((k - TOP).to(tl.float32) * LOG2_10) * (0.9 * part - 0.8)
+    value = _to_the(TOP - k, 0.1, 0.01, 0.0001) * (1.0 - 0.9 * (2.0 - part))  # exactly 1 at the top
     return tl.where(n > 0, value, 0.0)
 
 
 @triton.jit
-def _encoded(share, TOP: tl.constexpr, LOG10_2: tl.constexpr, LOG2_10: tl.constexpr):
+def _encoded(share, TOP: tl.constexpr):
     """The nearest code of numbers in [0, 1], int32. Neighbouring powers of ten agree where they meet: which one is taken
-    there does not matter, so a logarithm that is off in its last bit does no harm."""
-    tens = tl.minimum(tl.maximum(tl.floor(tl.log2(tl.maximum(share, 1e-30)) * -LOG10_2), 0.0), TOP)
-    power = ((127 + TOP - tens.to(tl.int32)) << 23).to(tl.float32, bitcast=True)  # 2^k
-    place = power * (share * tl.exp2(tens * LOG2_10) / 0.9 + (1.0 - 0.1 / 0.9)) - 1.0
-    # Between 0 and the lowest level the nearest is a matter of its own.
-    lowest = tl.where(share * tl.exp2(TOP * LOG2_10) < 0.275, 0.0, 1.0)
+    there does not matter."""
+    # share >= 2^-halvings, so its power of ten is this one or the next: 77 / 256 is a little less than log10(2).
+    halvings = 127 - (share.to(tl.int32, bitcast=True) >> 23)
+    tens = tl.minimum(tl.maximum(((halvings - 1) * 77) >> 8, 0), TOP - 1)
+    scaled = share * _to_the(tens + 1, 10.0, 100.0, 10000.0)
+    below = scaled <= 1.0
+    tens = tl.where(below, tens + 1, tens)
+    power = ((127 + TOP - tens) << 23).to(tl.float32, bitcast=True)  # 2^k
+    place = power * (scaled * tl.where(below, 1.0 / 0.9, 0.1 / 0.9) + (1.0 - 0.1 / 0.9)) - 1.0
+    # Between 0 and the lowest level, 10^-TOP, the nearest is a matter of its own.
+    lowest = tl.where(scaled < 0.5, 0.0, 1.0)
     return tl.where(tens == TOP, lowest, tl.floor(place + 0.5)).to(tl.int32)
+
+
+@triton.jit
+def _inverse(scales):
+    """1 / scale; of a group of zeros 1. A scale below float32's normal numbers would have none: its group becomes zeros."""
+    return tl.where(scales >= 1.2e-38, 1.0 / scales, tl.where(scales > 0.0, 0.0, 1.0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["like_ptr"])
 def _adamw_8bit_kernel(
     p_ptr, m_codes_ptr, m_scales_ptr, v_codes_ptr, v_scales_ptr, weights_ptr, like_ptr, owners_ptr, spans_ptr, addresses_ptr,
     rates_ptr, control_ptr, lr, eps,
-    HAS_WEIGHTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, LOG10_2: tl.constexpr, LOG2_10: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(control_ptr + 8) != 0.0:
         GROUPS: tl.constexpr = BLOCK // GROUP
@@ -212,16 +227,14 @@ def _adamw_8bit_kernel(
         grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
         p, grad = tl.reshape(p, [GROUPS, GROUP]), tl.reshape(grad, [GROUPS, GROUP])
         signed = tl.reshape(m_codes, [GROUPS, GROUP]).to(tl.int32) - 128
-        m = _decoded(tl.abs(signed), 6, LOG2_10) * m_scales
+        m = _decoded(tl.abs(signed), 6) * m_scales
         m = tl.where(signed < 0, -m, m)
-        v = _decoded(tl.reshape(v_codes, [GROUPS, GROUP]).to(tl.int32), 7, LOG2_10) * v_scales
+        v = _decoded(tl.reshape(v_codes, [GROUPS, GROUP]).to(tl.int32), 7) * v_scales
         p, m, v = adamw_step(p, m, v, grad, rates_ptr, owner, control_ptr, lr, eps)
         m_scales, v_scales = tl.max(tl.abs(m), axis=1), tl.max(v, axis=1)
-        m_share = tl.abs(m) / tl.where(m_scales > 0.0, m_scales, 1.0)[:, None]
-        v_share = v / tl.where(v_scales > 0.0, v_scales, 1.0)[:, None]
-        n = _encoded(m_share, 6, LOG10_2, LOG2_10)
+        n = _encoded(tl.abs(m) * _inverse(m_scales)[:, None], 6)
         m_codes = (128 + tl.where(m < 0.0, -n, n)).to(tl.uint8)
-        n = _encoded(v_share, 7, LOG10_2, LOG2_10)
+        n = _encoded(v * _inverse(v_scales)[:, None], 7)
         v_codes = tl.where(v > 0.0, tl.maximum(n, 1), n).to(tl.uint8)
         p = tl.reshape(p, [BLOCK])
         tl.store(p_ptr + at, p)
@@ -244,8 +257,7 @@ def _launch(
     if master.numel():
         _adamw_8bit_kernel[(master.numel() // config["BLOCK"],)](
             master, m_codes, m_scales, v_codes, v_scales, master if weights is None else weights, grads[0], *table[:3], rates,
-            control, lr, eps, HAS_WEIGHTS=weights is not None, CHUNK=CHUNK, GROUP=GROUP, LOG10_2=_LOG10_2, LOG2_10=_LOG2_10,
-            **config,
+            control, lr, eps, HAS_WEIGHTS=weights is not None, CHUNK=CHUNK, GROUP=GROUP, **config,
         )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
     """Serve `host` from an app whose server is at `app.state.server`."""
     server = app.state.server
-    server.rpc = None
+    server.rpc, app.state.host = None, host
     inference = Inference(host, config)
     inference.draining = lambda: server.draining
     counts: HttpCounts = server.counts if isinstance(server, ModelServer) else server.metrics.http

@@ -53,7 +53,7 @@ from tilewright.kernels.attention.backward.problem import Gradients, arguments_o
 from tilewright.kernels.attention.backward.sm90 import SM90
 from tilewright.kernels.attention.backward.tile import TRITON
 from tilewright.kernels.attention.problem import lengths_of, pairs_seen
-from tilewright.kernels.attention.reference import Bends, attend, by_group, inverted, scores_of, sequences
+from tilewright.kernels.attention.reference import Bends, alike, attend, by_group, inverted, scores_of, sequences, stacked
 from tilewright.op import Example, Inputs, Op
 
 __all__ = ["attention_backward_op"]
@@ -61,23 +61,22 @@ __all__ = ["attention_backward_op"]
 # ---- reference
 
 
-def _one_sequence(
-    do: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, bends: Bends
-) -> Gradients:
-    """Gradients of q [Q, H, D], k [K, G, D], v [K, G, V] and the sinks, in float32 or wider; lse [H, Q]."""
-    groups = k.shape[1]
+def _gradients(do: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, bends: Bends) -> Gradients:
+    """Gradients of q [..., Q, H, D], k [..., K, G, D], v [..., K, G, V] and the sinks [..., H], in float32 or wider; lse
+    [..., H, Q]. The leading dims are those of sequences alike."""
+    groups = k.shape[-2]
     do, q, out, k, v = (by_group(t, groups) for t in (do, q, out, k, v))
-    lse = lse.to(q.dtype).unflatten(0, (groups, -1))
+    lse = lse.to(q.dtype).unflatten(-2, (groups, -1))
     scores, slope = scores_of(q, k, scale, bends)
     p = (scores - inverted(lse)[..., None]).exp()
     delta = (do * out).sum(-1)
     ds = p * (do @ v.mT - delta[..., None]) * slope * scale
-    dq = (ds @ k).flatten(0, 1).transpose(0, 1)
-    dk, dv = ((weights.mT @ rows).sum(1).transpose(0, 1) for weights, rows in ((ds, q), (p, do)))
+    dq = (ds @ k).flatten(-4, -3).transpose(-3, -2)
+    dk, dv = ((weights.mT @ rows).sum(-3).transpose(-3, -2) for weights, rows in ((ds, q), (p, do)))
     if bends.sinks is None:
-        return dq, dk, dv, lse.new_zeros(0)
+        return dq, dk, dv, lse.new_zeros(*lse.shape[:-3], 0)
     of_sinks = (bends.sinks.to(q.dtype).view(groups, -1, 1) - lse).exp()  # a sink's value is 0, and so its part of dp
-    return dq, dk, dv, -(of_sinks * delta).sum(-1).flatten()
+    return dq, dk, dv, -(of_sinks * delta).sum(-1).flatten(-2)
 
 
 def _reference(
@@ -87,13 +86,14 @@ def _reference(
     sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     parts = sequences((do, q, out), (k, v), cu_q, cu_k)
-    lses = lse.split([part[0].shape[0] for part in parts], 1)
+    parts = [(*part, rows) for part, rows in zip(parts, lse.split([len(part[0]) for part in parts], 1), strict=True)]
     of_each = [prefix] * len(parts) if prefixes is None else prefixes.tolist()
     behind = 0 if causal else right
-    found = [
-        _one_sequence(*part, lse=rows, scale=scale, bends=Bends(left, behind, own, softcap, sinks, slopes))
-        for part, rows, own in zip(parts, lses, of_each, strict=True)
-    ]
+    by_place: dict[int, Gradients] = {}
+    for places in alike(parts, 3, of_each):
+        bends = Bends(left, behind, of_each[places[0]], softcap, sinks, slopes)
+        by_place.update(zip(places, zip(*_gradients(*stacked(parts, places), scale=scale, bends=bends))))
+    found = [by_place[place] for place in range(len(parts))]
     results = empty_gradients(q, k, v, sinks)
     for i, result in enumerate(results[:3]):
         if found:

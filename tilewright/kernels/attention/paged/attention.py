@@ -33,6 +33,7 @@ that a length or a page is wrong, but never reads outside the cache for it (chec
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -73,12 +74,28 @@ __all__ = ["CODES", "FEW_QUERIES", "paged_attention", "paged_attention_op"]
 
 # ---- reference
 
+_MOST_GATHERED = 1 << 22
+"""Numbers of keys gathered at once where sequences are alike; a longer sequence is gathered alone."""
+
 
 def _gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of one sequence, [G, length, D]."""
+    """The first `length` tokens of N sequences, [N, G, length, D]; pages [N, pages of a sequence]."""
     _, heads, page_size, dim = cache.shape
-    held = cache.index_select(0, pages[: -(-length // page_size)])
-    return held.transpose(0, 1).reshape(heads, -1, dim)[:, :length]
+    needed = pages[:, : -(-length // page_size)]
+    held = cache.index_select(0, needed.flatten()).unflatten(0, needed.shape)
+    return held.transpose(1, 2).reshape(len(pages), heads, -1, dim)[:, :, :length]
+
+
+def _alike(counts: list[int], lengths: list[int], width: int) -> list[list[int]]:
+    """The sequences' places, those with as many queries and as many tokens together; few where `width` numbers a token are
+    many."""
+    found: dict[tuple[int, int], list[list[int]]] = {}
+    for place, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        groups = found.setdefault((count, length), [[]])
+        if groups[-1] and (len(groups[-1]) + 1) * length * width > _MOST_GATHERED:
+            groups.append([])
+        groups[-1].append(place)
+    return [places for groups in found.values() for places in groups]
 
 
 def _decoded(cache: Tensor, scale: Tensor | None, by_columns: bool, dtype: torch.dtype) -> Tensor:
@@ -90,7 +107,7 @@ def _decoded(cache: Tensor, scale: Tensor | None, by_columns: bool, dtype: torch
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
-    """q [1, G, rows, D], k and v [1, G, n, D], sinks [G, rows]: logits that take weight and have no value."""
+    """q [N, G, rows, D], k and v [N, G, n, D], sinks [G, rows]: logits that take weight and have no value."""
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -110,28 +127,30 @@ def _reference(
     wide = q.dtype if k_scale is None else torch.promote_types(q.dtype, torch.float32)
     bounds, lengths = cu_q.tolist(), kv_lens.tolist()
     keys, values = _decoded(k_cache, k_scale, False, wide), _decoded(v_cache, v_scale, True, wide)
-    outputs = []
-    for b, length in enumerate(lengths):
-        rows = q[bounds[b] : bounds[b + 1]] if len(lengths) > 1 else q
-        count = rows.shape[0]
+    counts = [end - begin for begin, end in pairwise(bounds)]
+    parts = q.split(counts) if len(counts) > 1 else (q,)
+    outputs: dict[int, Tensor] = {}
+    for places in _alike(counts, lengths, kv_heads * dim):
+        count, length = counts[places[0]], lengths[places[0]]
+        rows = torch.stack([parts[place] for place in places])
         if count == 0 or length == 0:
-            outputs.append(torch.zeros_like(rows))
+            outputs.update(zip(places, torch.zeros_like(rows)))
             continue
-        k, v = (_gather(cache, block_table[b], length) for cache in (keys, values))
+        pages = block_table[places] if len(places) < len(lengths) else block_table
+        k, v = (_gather(cache, pages, length) for cache in (keys, values))
         mask = None
         if count > 1 or window is not None:
             at = torch.arange(length - count, length, device=q.device).repeat_interleave(group)[:, None]
             others = torch.arange(length, device=q.device)[None, :]
             mask = (others <= at) if window is None else (others <= at) & (others > at - window)
         # The heads that share keys become rows of one head: query 0's heads, then query 1's ...
-        rows = rows.view(-1, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-        out = _attend(
-            rows.to(wide), k[None], v[None], mask, scale, None if sinks is None else sinks.view(-1, group).repeat(1, count)
-        )
-        outputs.append(out.to(q.dtype).view(kv_heads, -1, group, dim).transpose(0, 1).reshape(count, -1, dim))
+        rows = rows.unflatten(2, (kv_heads, group)).transpose(1, 2).flatten(2, 3)
+        out = _attend(rows.to(wide), k, v, mask, scale, None if sinks is None else sinks.view(-1, group).repeat(1, count))
+        out = out.to(q.dtype).unflatten(2, (count, group)).transpose(1, 2).flatten(2, 3)
+        outputs.update(zip(places, out))
     if not outputs:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
-    return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
+    return torch.cat([outputs[place] for place in range(len(lengths))])
 
 
 # ---- cost

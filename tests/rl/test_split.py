@@ -1,0 +1,184 @@
+"""A sampler in a process of its own: its versions are honest, their age is bounded, and its end ends the run."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rl.test_loop import CLOCKED, TINY
+from tilewright.models import Model
+from tilewright.rl.batch import Sample, pack
+from tilewright.rl.gather import Ahead, Gathered, Gatherer
+from tilewright.rl.loop import Trainer
+from tilewright.rl.policies import small_model
+from tilewright.rl.policy import logprobs_of
+from tilewright.rl.shared_weights import SharedWeights
+
+PUSHED = ("push_s", "push_gb_per_s")
+APART = replace(TINY, sampler="cpu", updates=4)
+
+
+def bare(row: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key not in (*CLOCKED, *PUSHED)}
+
+
+def rows_of(trainer: Trainer) -> list[dict[str, float]]:
+    return [bare(row) for row in trainer]
+
+
+def test_two_processes_give_the_numbers_of_one_and_the_samplers_end_is_the_runs() -> None:
+    with Trainer(replace(APART, sampler="")) as together:
+        wanted = rows_of(together)
+    with Trainer(replace(APART, updates=5)) as trainer:
+        steps = iter(trainer)
+        assert [bare(next(steps)) for _ in wanted] == wanted
+        assert all(row["oldest"] == 0 for row in wanted)
+        path = dies(trainer, steps)
+        assert path.exists()
+    assert not path.exists()
+
+
+def dies(trainer: Trainer, steps: Iterator[dict[str, float]]) -> Path:
+    """Kill the sampler: the next steps fail, with a sentence that names it. Returns where its weights are."""
+    assert trainer.remote is not None
+    number = trainer.remote.process.pid
+    os.kill(number, signal.SIGKILL)
+    with pytest.raises(ConnectionError, match=f"the sampler's process {number} ended with code -9 before it"):
+        list(steps)
+    return trainer.remote.weights.path
+
+
+def test_versions_are_honest_and_never_older_than_the_bound() -> None:
+    """The log-probabilities of each sample are those of the weights that its version names, and of no others."""
+    staleness, updates = 2, 8
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    with Trainer(replace(APART, staleness=staleness, updates=updates, correction="truncated", learning_rate=0.02)) as trainer:
+        seen: list[tuple[int, Sample]] = []
+        taken = trainer._gathered
+
+        def noted() -> Gathered:
+            found = taken()
+            weights[trainer.update] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+            seen.extend((trainer.update, sample) for sample in found.samples)
+            return found
+
+        trainer._gathered = noted
+        steps = iter(trainer)
+        oldest = [next(steps)["oldest"] for _ in range(updates)]
+        trainer.config = replace(trainer.config, updates=50)
+        dies(trainer, iter(trainer))
+    assert max(oldest) <= staleness
+    assert any(oldest)  # it did go on ahead
+    model = small_model(TINY).requires_grad_(False)
+    for update, sample in seen:
+        assert update - staleness <= sample.version <= update
+    for version in weights:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[version][name])
+        batch = pack([sample for _, sample in seen])
+        off = (logprobs_of(model, batch) - batch.sampled).abs()
+        of_this = batch.spread(batch.versions) == version
+        assert _most(off[batch.mask & of_this]) < 1e-4
+        assert _most(off[batch.mask & ~of_this]) > 1e-2
+
+
+def _most(x: torch.Tensor) -> float:
+    return float(x.max()) if len(x) else 0.0
+
+
+class Slow(Gatherer):
+    """Notes how many updates had been made when each step began to be sampled."""
+
+    def __init__(self) -> None:
+        self.lock, self.began, self.updates = threading.Lock(), list[int](), 0
+
+    def gather(self) -> Gathered:
+        self.began.append(self.updates)
+        return Gathered()
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_sampling_waits_for_the_trainer(staleness: int) -> None:
+    gatherer = Slow()
+    with Ahead(gatherer, first=0, staleness=staleness) as ahead:
+        for update in range(6):
+            ahead.take()
+            deadline = time.monotonic() + 10
+            while len(gatherer.began) < update + 1 + staleness and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            assert len(gatherer.began) == update + 1 + staleness  # as far ahead as is allowed, and no further
+            gatherer.updates = update + 1
+            ahead.updated(update + 1)
+    assert all(step - began <= staleness for step, began in enumerate(gatherer.began))
+
+
+def test_an_error_while_sampling_ahead_is_raised_in_the_trainer() -> None:
+    class Failing(Slow):
+        def gather(self) -> Gathered:
+            raise ValueError("no such task")
+
+    with Ahead(Failing(), first=0, staleness=1) as ahead, pytest.raises(ValueError, match="no such task"):
+        ahead.take()
+
+
+def test_weights_that_are_not_handed_over_are_noticed_within_one_step() -> None:
+    with Trainer(replace(APART, updates=9)) as trainer:
+        assert trainer.remote is not None
+        weights = trainer.remote.weights
+
+        def lie(version: int) -> dict[str, float]:
+            """The version of what is there, without its weights."""
+            weights._versions[:] = version
+            return {}
+
+        trainer.step()
+        trainer.remote.push = lie
+        assert trainer.step()["ratio_off"] < 1e-4  # it samples by weights that were handed over before
+        assert trainer.step()["ratio_off"] > 1e-2
+        trainer.remote.push = lambda version: {}
+        trainer.step()
+        with pytest.raises(ConnectionError, match=r"step 4 got samples of weights 3 to 3; wanted 4"):
+            trainer.step()
+
+
+def test_weights_cross_as_they_are_and_half_written_ones_are_not_read() -> None:
+    theirs, ours = small_model(TINY).requires_grad_(False), small_model(replace(TINY, seed=5)).requires_grad_(False)
+    giver = SharedWeights(theirs)
+    taker = SharedWeights(ours, giver.path)
+    assert taker.version == -1
+    numbers = giver.push(7)
+    assert numbers["push_gb_per_s"] == pytest.approx(giver.nbytes / numbers["push_s"] / 1e9)
+    assert taker.pull() == 7
+    for (name, a), (_, b) in zip(theirs.named_parameters(), ours.named_parameters()):
+        assert torch.equal(a, b), name
+    giver._versions[0] = 8  # writing has begun
+    thread = threading.Thread(target=lambda: (time.sleep(0.05), giver.push(8)))
+    thread.start()
+    assert taker.pull() == 8
+    thread.join()
+    with pytest.raises(ValueError, match="bytes; wanted"):
+        SharedWeights(small_model(replace(TINY, layers=2)), giver.path)
+    with pytest.raises(ValueError, match="of another shape"):
+        SharedWeights(_turned(), giver.path)
+    giver.close()
+    assert not giver.path.exists()
+
+
+def _turned() -> Model:
+    """A model of as many bytes and another shape."""
+    model = small_model(TINY)
+    model.head.weight = torch.nn.Parameter(model.head.weight.T.contiguous())
+    return model
+
+
+def test_bad_configs_are_one_sentence() -> None:
+    with pytest.raises(ValueError, match="staleness is 2, but sampler is empty"):
+        replace(TINY, staleness=2)
+    with pytest.raises(ConnectionError, match="before it was ready"):
+        Trainer(replace(TINY, sampler="cuda:99"))

@@ -1,0 +1,114 @@
+"""The experts of a mixture dealt out to ranks, which send tokens to the ranks of their experts and back (expert parallelism).
+
+Lepikhin et al., "GShard", 2020; Fedus et al., "Switch Transformers", 2021. The ranks are replicas: each has micro-batches of
+its own, and all else of the model.
+
+    rows by expert -> all-to-all -> products with the experts here -> all-to-all -> rows by expert -> weighted sums
+
+With sums in the order of the tree the rows of each replica are a product of their own, shaped as in one process, and a weight
+has a gradient for each replica whose tokens it saw: the terms are those of one process, and so is their order. Else the rows of
+an expert are one product, whoever sent them. How many rows go where is read by the host, once a layer and pass.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+from tilewright.nn import Linear, MoE
+from tilewright.ops.experts import ByExpert
+from tilewright.parallel.pieces import Piece
+from tilewright.parallel.ranks import Ranks
+
+__all__ = ["DealtExperts", "expert_pieces"]
+
+# T tokens, E features, X experts
+
+
+class _Sent(torch.autograd.Function):
+    """Rows for each rank -> rows of each rank; the gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: Ranks, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        ctx.ranks, ctx.sent, ctx.received = ranks, sent, received
+        return ranks.exchange(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.ranks.exchange(grad_outputs[0], ctx.received, ctx.sent), None, None, None
+
+
+class DealtExperts(nn.Module):
+    """A mixture (`nn.MoE`) of which this rank has some experts, and the router and the shared experts whole.
+
+    Args:
+        whole: the mixture, whose parts are taken over.
+        ranks: that have the experts, in runs of one length.
+        apart: whether the rows of each rank are products of their own, of weights of their own that share memory.
+    """
+
+    def __init__(self, whole: MoE, ranks: Ranks, apart: bool):
+        super().__init__()
+        self.router, self.shared, self.activation = whole.router, whole.shared, whole.activation
+        self._ranks, self._count = ranks, whole.experts_down.experts
+        weights: tuple[Any, ...] = (whole.experts_gate_up.weight, whole.experts_down.weight)
+        self.gate_up, self.down = (
+            nn.ParameterList([nn.Parameter(part) for _ in range(ranks.size if apart else 1)])
+            for part in (ranks.own(weight.data).clone() for weight in weights)
+        )
+
+    @property
+    def reader(self) -> Linear | None:
+        """As `MoE.reader`."""
+        return None
+
+    def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """As `MoE.forward`."""
+        weights, experts = self.router(x_TE)
+        order = ops.sort_by_expert(experts, self._count)
+        sizes = order.offsets.diff().view(self._ranks.size, -1)
+        theirs = self._ranks.all_to_all(sizes)
+        sent, received = (torch.stack((sizes.sum(1), theirs.sum(1)))).tolist()
+        rows: Any = _Sent.apply(ops.permute_tokens(x_TE, order), self._ranks, sent, received)
+        made = self._apart(rows, theirs, received) if len(self.down) > 1 else self._together(rows, theirs)
+        back: Any = _Sent.apply(made, self._ranks, received, sent)
+        routed = ops.combine_tokens(back, order, weights)
+        return routed if self.shared is None else self.shared(x_TE, adapters) + routed
+
+    def _apart(self, rows: Tensor, sizes: Tensor, received: Sequence[int]) -> Tensor:
+        ends = torch.nn.functional.pad(sizes.cumsum(1, dtype=torch.int32), (1, 0))
+        each = zip(rows.split(list(received)), ends, self.gate_up, self.down, strict=True)
+        return torch.cat([self._products(some, _by_expert(some, offsets), a, b) for some, offsets, a, b in each])
+
+    def _together(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        ranks, own = sizes.shape
+        expert = torch.arange(own, dtype=torch.int32, device=rows.device).repeat(ranks)
+        order = ops.sort_by_expert(expert.repeat_interleave(sizes.flatten(), output_size=rows.shape[0])[:, None], own)
+        made = self._products(ops.permute_tokens(rows, order), order, self.gate_up[0], self.down[0])
+        return made.index_select(0, order.places.flatten())
+
+    def _products(self, rows: Tensor, order: ByExpert, gate_up: Tensor, down: Tensor) -> Tensor:
+        own = self._count // self._ranks.size
+        inner = ops.grouped_linear(rows, gate_up.unflatten(0, (own, -1)), order, activation=self.activation)
+        return ops.grouped_linear(inner, down.unflatten(0, (own, -1)), order)
+
+
+def _by_expert(rows: Tensor, offsets: Tensor) -> ByExpert:
+    """The order of rows that lie by expert already."""
+    order = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    return ByExpert(offsets, order, order[:, None])
+
+
+def expert_pieces(home: str, whole: MoE, ranks: Ranks) -> dict[str, Piece]:
+    """What the weights of the experts here are of: those of the first rank's rows."""
+    found: dict[str, Piece] = {}
+    for name, own in (("experts_gate_up", "gate_up"), ("experts_down", "down")):
+        rows, columns = getattr(whole, name).weight.shape
+        each = rows // ranks.size
+        found[f"{home}.{own}.0"] = Piece(
+            of=f"{home}.{name}.weight", shape=(rows, columns), rows=((ranks.rank * each, (ranks.rank + 1) * each),),
+            columns=(0, columns),
+        )  # fmt: skip
+    return found
