@@ -110,18 +110,16 @@ class Layout:
 class Packer:
     """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
 
-    `always_adapted`: every step names adapters, even if no row has one. `ahead`: a sample's position is so much further than
-    behind its row, whose tokens are those behind their positions.
+    `always_adapted`: every step names adapters, even if no row has one.
     `place` is called with each request that has come to its slot since the step before. What a request's own numbers raise on
     the way is a `RowFault` that names it: nothing has been sent to the device then.
     """
 
     def __init__(
         self, *, page_size: int, max_seqs: int, max_pages: int, place: Callable[[Request], None] = lambda request: None,
-        always_adapted: bool = False, ahead: int = 0,
+        always_adapted: bool = False,
     ):  # fmt: skip
         self.page_size = page_size
-        self._ahead = ahead
         self._place, self._always_adapted = place, always_adapted
         self.padding_slot = max_seqs
         self.tables = np.zeros((max_seqs, max_pages), np.int32)
@@ -275,7 +273,7 @@ class Packer:
         out["sampled_slots"][:] = lines
         out["logits_rows"][:n] = at
         out["logits_rows"][n:] = 0
-        out["sampled_at"][:n] = lens + self._ahead
+        out["sampled_at"][:n] = lens
         out["sampled_at"][n:] = 0
         out["temperature"][:] = self._temperature[lines]
         out["top_k"][:], out["top_p"][:] = self._top_k[lines], self._top_p[lines]

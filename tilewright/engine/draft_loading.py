@@ -9,11 +9,12 @@ from typing import Any, cast
 import torch
 
 from tilewright.engine.config import EngineConfig
+from tilewright.engine.plan import MemoryPlan
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.models import Model, ModelConfig, ModelError, empty_model, load_config, load_model, resolve
 from tilewright.models.draft_head_files import HeadFiles, head_files, mtp_files
-from tilewright.models.draft_heads import DraftHead, KeptStates
+from tilewright.models.draft_heads import KeptStates
 
 __all__ = ["Draft", "found_draft"]
 
@@ -39,13 +40,14 @@ class Draft:
             return cast(Model, self.head.build(dtype))
         return empty_model(self.config, device="meta", dtype=dtype)
 
-    def beside(self, runner: ModelRunner, positions: int, make: Callable[[Model], ModelRunner]) -> ModelRunner:
-        """Load it for the model of `runner`, whose contexts have up to so many tokens. `make` makes its own runner.
+    def beside(self, runner: ModelRunner, plan: MemoryPlan, make: Callable[[Model], ModelRunner]) -> ModelRunner:
+        """Load it for the model of `runner`, before that is warmed up. `make` makes its own runner.
 
-        Raises ValueError where the positions of a model end before that.
+        Raises ValueError where the positions of a model end before the contexts of the plan do.
         """
         place: dict[str, Any] = {"device": runner.device, "dtype": runner.model.embed.weight.dtype}
         if self.head is None:
+            positions = plan.max_model_len
             if self.config.max_position_embeddings < positions:
                 raise ValueError(
                     f"draft is {self.name!r}, whose positions end at {self.config.max_position_embeddings}, and the model's "
@@ -54,17 +56,9 @@ class Draft:
                 )
             return make(load_model(self.folder, max_positions=positions, **place))
         head = self.head.load(runner.model, **place)
-        attach(head, runner)
+        states = KeptStates(pages=plan.num_pages, page_size=plan.page_size, numbers=head.kept_numbers, **place)
+        runner.cache = cast(Any, head.attach(runner.model, runner.cache, states))
         return make(cast(Model, head))
-
-
-def attach(head: DraftHead, runner: ModelRunner) -> None:
-    """Let a runner keep the states that a head reads. Before anything of the two is captured."""
-    pages, page_size = runner.pages
-    weight = runner.model.embed.weight
-    states = KeptStates(pages=pages, page_size=page_size, numbers=head.kept_numbers, device=runner.device, dtype=weight.dtype)
-    head.attach(runner.model, states)
-    runner.keeper = head
 
 
 def found_draft(options: EngineConfig, folder: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> Draft | None:

@@ -269,7 +269,7 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
     eos_ids = loaded.config.eos_token_ids if tokenizer is None else tokenizer.eos_ids
     proposer: Proposer | None = None
     if loaded.draft is not None:
-        proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens, head=loaded.draft.guesses_ahead)
+        proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens, head=loaded.draft_head)
     elif options.speculate is not None:
         proposer = FromText(seqs) if options.speculate == "ngram" else FromGrammar()
     return Engine(

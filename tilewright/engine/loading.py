@@ -54,6 +54,8 @@ class Loaded:
     """Those that the model has room for."""
     draft: ModelRunner | None = None
     """Of the model or the head that guesses ahead, with pages of the same numbers and size."""
+    draft_head: bool = False
+    """It is a head."""
 
 
 def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progress | None = None) -> Loaded:
@@ -106,14 +108,15 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         guesses = None
         if draft is not None:
             report(f"loading the draft {draft.kind} {draft.name}")
-            guesses = draft.beside(runner, plan.max_model_len, lambda model: _guessing(model, plan, options))
+            guesses = draft.beside(runner, plan, lambda model: _guessing(model, plan, options))
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
         if guesses is not None:
             guesses.warmup(report)
     compiles.mark_ready()
     return Loaded(
-        runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters, draft=guesses
+        runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters, draft=guesses,
+        draft_head=draft is not None and draft.head is not None
     )  # fmt: skip
 
 

@@ -31,7 +31,6 @@ from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, 
 from tilewright.engine.step import DeviceLost, FillMasks, RowFault, Step, StepResult, agreed
 from tilewright.engine.team import Notice, Team
 from tilewright.models import Model
-from tilewright.models.draft_heads import DraftHead
 from tilewright.nn import LoraStack
 from tilewright.op import invariant
 from tilewright.ops.paged import FEW_QUERIES
@@ -98,10 +97,6 @@ class ModelRunner:
         self.launching = False
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
         self.cache = model.empty_cache(num_pages, page_size, cache_dtype)
-        self.pages = (num_pages, page_size)
-        self.guesses_ahead = isinstance(model, DraftHead)
-        self.keeper: DraftHead | None = None
-        """Keeps hidden states for itself; set before `warmup`."""
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
@@ -111,7 +106,6 @@ class ModelRunner:
             page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
             # The products' epilogues are others beside adapters, and so are a row's bits.
             always_adapted=self._adapts and batch_invariant,
-            ahead=self.guesses_ahead,
         )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
@@ -243,8 +237,6 @@ class ModelRunner:
         if step.copies:
             pairs = torch.tensor(step.copies, dtype=torch.int64).to(self.device, non_blocking=True)
             self.cache.copy_pages(pairs[:, 0], pairs[:, 1])
-            if self.keeper is not None:
-                self.keeper.copy_pages(pairs[:, 0], pairs[:, 1])
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step and read its samples. Raises DeviceLost where the device answers no more."""
@@ -296,10 +288,7 @@ class ModelRunner:
         """hidden [T, E]; samples of the step before are taken from `_last`."""
         fed = self._last[inputs.feed.clamp_min(0)]
         token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
-        hidden = self.model(token_ids, inputs.batch, self.cache)
-        if self.keeper is not None:
-            self.keeper.keep(hidden, inputs.batch.slots)
-        return hidden
+        return self.model(token_ids, inputs.batch, self.cache)
 
     def _adapted_body(self, inputs: Inputs) -> Tensor:
         """The same where rows have adapters."""

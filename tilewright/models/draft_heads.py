@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tilewright.models.decoder import Block, Decoder
 from tilewright.nn import Batch, KVCache, LatentCache, Linear, RMSNorm
 
-__all__ = ["DraftHead", "Eagle3Block", "Eagle3Join", "EagleJoin", "Join", "KeptStates", "MTPJoin", "NoNorm"]
+__all__ = ["CacheWithStates", "DraftHead", "Eagle3Block", "Eagle3Join", "EagleJoin", "Join", "KeptStates", "MTPJoin", "NoNorm"]
 
 
 class NoNorm(nn.Module):
@@ -153,6 +153,21 @@ class KeptStates:
         pages.index_copy_(0, targets, pages.index_select(0, sources))
 
 
+class CacheWithStates:
+    """A model's cache, with the states beside it: what copies pages copies both."""
+
+    def __init__(self, cache: KVCache | LatentCache, states: KeptStates):
+        self._cache, self._states = cache, states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """As the cache does it."""
+        self._cache.copy_pages(sources, targets)
+        self._states.copy_pages(sources, targets)
+
+
 class DraftHead(nn.Module):
     """A head as a model of its own: its cache has pages of the same numbers, and `attach` gives it the states to read.
 
@@ -180,11 +195,22 @@ class DraftHead(nn.Module):
         """The head's blocks."""
         return self.decoder.blocks
 
-    def attach(self, model: Decoder, states: KeptStates) -> None:
-        """Read what `model` keeps in `states`; it has to call `keep` behind each of its passes."""
+    def attach(self, model: Decoder, cache: KVCache | LatentCache, states: KeptStates) -> "CacheWithStates":
+        """Read what `model` says of tokens in `cache`: from here on its passes keep their states. It is to run with the cache
+        that this returns."""
         self._states = states
+        beside = CacheWithStates(cache, states)
         for layer in self.join.layers or ():
             model.blocks[layer].register_forward_pre_hook(self._see(layer))
+
+        def keep(module: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> None:
+            if inputs[2] is beside:
+                found = hidden if self.join.layers is None else torch.cat([self._seen[i] for i in self.join.layers], -1)
+                states.write(self.join.kept(found), inputs[1].slots)
+            self._seen.clear()
+
+        model.register_forward_hook(keep)
+        return beside
 
     def _see(self, layer: int) -> Any:
         def see(block: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -192,18 +218,6 @@ class DraftHead(nn.Module):
             self._seen[layer] = h if residual is None else h + residual
 
         return see
-
-    def keep(self, hidden: Tensor, slots: Tensor) -> None:
-        """The model has computed `hidden` [T, E], behind its final norm, for tokens in `slots` [T]."""
-        assert self._states is not None
-        states = hidden if self.join.layers is None else torch.cat([self._seen[layer] for layer in self.join.layers], -1)
-        self._seen.clear()
-        self._states.write(self.join.kept(states), slots)
-
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Pages of the model's cache were copied."""
-        assert self._states is not None
-        self._states.copy_pages(sources, targets)
 
     def empty_cache(self, pages: int, page_size: int, dtype: torch.dtype | None = None) -> KVCache | LatentCache:
         """As a decoder's."""
