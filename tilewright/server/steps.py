@@ -30,9 +30,15 @@ class StepLog:
     @classmethod
     def of(cls, engine: Engine) -> "StepLog":
         """The log of an engine's steps, from here on."""
-        if not isinstance(engine.runner, cls):
-            engine.runner = cls(engine.runner)
-        return engine.runner
+        runner: Any = engine.runner
+        log = runner if isinstance(runner, cls) else cls(runner)
+        engine.runner = log
+        return log
+
+    @property
+    def asynchronous(self) -> bool:
+        """See `Runner`."""
+        return self._runner.asynchronous
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
