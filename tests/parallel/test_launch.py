@@ -176,6 +176,27 @@ def test_a_run_goes_on_by_four_ranks_with_the_same_bits(tmp_path: Path, plan: st
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_run_whose_ranks_are_all_killed_goes_on_with_the_same_bits(tmp_path: Path, after: int) -> None:
+    more = {"steps": 8, "save_every": 1, "optimizer": "adamw"}
+    _here(config_of(tmp_path, "one", **more))
+    config = config_of(tmp_path, "two", parallel="dp=2,zero=3", **more)
+    command = [sys.executable, "-m", "tilewright.cli", "train", "run", str(config)]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as run:
+        while not list((tmp_path / "two").glob(f"step-*{after}")) and run.poll() is None:
+            time.sleep(0.005)  # the next checkpoint is being written, or soon will be
+        os.killpg(run.pid, signal.SIGKILL)
+    assert not (tmp_path / "two" / "model").exists(), "it was killed too late: then this compares nothing"
+    again = _train(config_of(tmp_path, "two", parallel="dp=2,zero=1", **more))
+    assert again.returncode == 0, again.stderr
+    assert "going on behind step" in again.stderr
+    assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert models[0] == models[1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_killed_rank_ends_a_run_within_half_a_minute_and_is_named(tmp_path: Path) -> None:
     """Without our launcher, as on several machines: each rank has to notice by itself."""
     config = config_of(tmp_path, "run", parallel="dp=4", steps=100000, save_every=100000)

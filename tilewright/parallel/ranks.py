@@ -114,11 +114,11 @@ class Ranks:
         """The text of each rank."""
         if self.size == 1:
             return [text]
-        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+        raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8).clone()  # nothing cannot be sent
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_cards() else torch.device("cpu")
         sizes = self._gathered(torch.tensor([raw.numel()], device=device)).view(-1).tolist()
         padded = torch.nn.functional.pad(raw, (0, max(sizes) - raw.numel())).to(device)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(self._gathered(padded).cpu(), sizes)]
+        return [bytes(row[: size - 1].tolist()).decode() for row, size in zip(self._gathered(padded).cpu(), sizes)]
 
     def first(self, work: Callable[[], T]) -> T:
         """Do the work on the first rank, and when it is done there, on the others."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewright.parallel.pieces import Piece
 from tilewright.parallel.ranks import Ranks
 
-__all__ = ["gathered", "read_pieces"]
+__all__ = ["gathered", "named", "read_pieces"]
 
 
 def gathered(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: Ranks) -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def gathered(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: 
         tensors: "<state>.<parameter here>" -> the state of this rank's piece. What is not of a parameter is rank 0's.
         pieces: parameter here -> what it is.
     """
-    own = dict(_named(tensors, pieces))
+    own = dict(named(tensors, pieces))
     lists = [json.loads(text) for text in world.texts(json.dumps([_entry(*entry) for entry in own.values()]))]
     keys, found, seen = list(own), {}, set[str]()
     for rank, entries in enumerate(lists):
@@ -49,7 +49,7 @@ def gathered(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: 
     )
 
 
-def _named(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> Iterator[tuple[str, tuple[str, Piece, Tensor]]]:
+def named(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> Iterator[tuple[str, tuple[str, Piece, Tensor]]]:
     """(its name here, (its name in the file, piece, tensor)) of what is of a parameter."""
     for name, tensor in tensors.items():
         words = name.split(".")
@@ -81,14 +81,14 @@ def read_pieces(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str,
     Raises:
         ValueError: something is missing, damaged, or of another shape.
     """
-    named = dict(_named(wanted, pieces))
+    known = dict(named(wanted, pieces))
     found: dict[str, Tensor] = {}
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
             home = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (not a mapping)
             for name, tensor in wanted.items():
-                key, piece = named[name][:2] if name in named else (name, None)
+                key, piece = known[name][:2] if name in known else (name, None)
                 if key not in home:
                     raise ValueError(f"{key} is missing")
                 if piece is None or piece.is_whole:

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 
 from tilewright.parallel.pieces import Piece
 from tilewright.parallel.saved import read_pieces
+from tilewright.parallel.shards import MANIFEST, read_shards
 
-__all__ = ["Checkpoints", "load"]
+__all__ = ["Checkpoints", "load", "to_disk", "write"]
 
 _PREFIX, _PARTIAL = "step-", ".partial"
 
@@ -58,12 +59,12 @@ class Checkpoints:
         """Save the state behind `step` updates; a save that is under way is waited for. Returns what went wrong with that one,
         or with this one where it is not asynchronous."""
         before = self.finish()
-        partial = self._path(step).with_suffix(_PARTIAL)
+        partial = self.partial(step)
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            _write(partial / "state.json", json.dumps(state, indent=1) + "\n")
-            _write(partial / "config.toml", config)
+            write(partial / "state.json", json.dumps(state, indent=1) + "\n")
+            write(partial / "config.toml", config)
         except OSError as error:
             return self._failed(partial, error)
         # A copy: DCP's own would share the memory of tensors that are on the host already.
@@ -85,14 +86,29 @@ class Checkpoints:
         (partial, done), self._pending = self._pending, None
         try:
             done.result()
+        except (CheckpointException, OSError, RuntimeError) as error:
+            return self._failed(partial, error)
+        return self._named(partial)
+
+    def close(self) -> None:
+        """End what is written, also where a run ends by an error."""
+        self.finish()
+
+    def partial(self, step: int) -> Path:
+        """Where a checkpoint is while it is written."""
+        return self._path(step).with_suffix(_PARTIAL)
+
+    def _named(self, partial: Path) -> str | None:
+        """Give what is whole its name. Returns what went wrong."""
+        try:
             for path in partial.iterdir():
-                _to_disk(path)
-            _to_disk(partial)
+                to_disk(path)
+            to_disk(partial)
             whole = partial.with_suffix("")
             shutil.rmtree(whole, ignore_errors=True)
             partial.rename(whole)
-            _to_disk(self.folder)
-        except (CheckpointException, OSError, RuntimeError) as error:
+            to_disk(self.folder)
+        except OSError as error:
             return self._failed(partial, error)
         for old in self._whole()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
@@ -127,6 +143,8 @@ def load(
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         _expect_one_process()
+        if (folder / MANIFEST).is_file():
+            return read_shards(folder, tensors, pieces or {}), state
         if pieces is not None:
             return read_pieces(folder, tensors, pieces), state
         state_dict_loader.load(held, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
@@ -141,11 +159,12 @@ def _expect_one_process() -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Write a text file."""
     path.write_text(text, encoding="utf-8")
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Wait until a file or a folder's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

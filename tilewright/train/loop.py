@@ -23,6 +23,7 @@ from tilewright.train.data import Mixture, Texts
 from tilewright.train.log import Log, Silent
 from tilewright.train.optim import Muon, Optimizer
 from tilewright.train.setup import Costs, learning_rate
+from tilewright.train.sharded import ShardedCheckpoints
 from tilewright.train.step import NextToken, Objective, StepResult, running_sum, spread_step, train_step
 
 __all__ = ["Held", "Run", "Summary", "bits_per_byte", "resume", "save_whole"]
@@ -92,7 +93,7 @@ class Run:
             OSError: the last checkpoint could not be written.
         """
         config, folder = self.config, Path(self.config.out)
-        checkpoints = Checkpoints(folder, config.keep, config.save_async)
+        checkpoints = self._checkpoints()
         log = Log(folder, self.step, config.tensorboard) if self.is_first else Silent()
         self._since, self._counted, last = time.perf_counter(), self.tokens, {"loss": None}
         try:
@@ -118,7 +119,7 @@ class Run:
             if self.is_first and not checkpoints.has(self.step):
                 raise OSError(f"the last checkpoint, of step {self.step}, could not be written: the warning above says why")
         finally:
-            checkpoints.finish()
+            checkpoints.close()
             log.close()
         return Summary(step=self.step, loss=last["loss"], bits_per_byte=self._measured, tokens=self.tokens)
 
@@ -202,13 +203,21 @@ class Run:
             found["random.cuda"] = torch.cuda.get_rng_state(self.device)
         return found
 
+    def _checkpoints(self) -> Checkpoints:
+        folder, config = Path(self.config.out), self.config
+        if self.spread is None or self.spread.mesh.world.size == 1:
+            return Checkpoints(folder, config.keep, config.save_async)
+        return ShardedCheckpoints(folder, config.keep, config.save_async, self.spread.mesh.world)
+
     def _save(self, checkpoints: Checkpoints) -> None:
         state = {"step": self.step, "tokens": self.tokens, "skipped": self._skipped, "data": self.data.state()}
         tensors = self._tensors()
+        if isinstance(checkpoints, ShardedCheckpoints) and self.spread is not None:
+            self._warn(checkpoints.save_shards(self.step, tensors, self.spread.pieces, state, to_toml(self.config)))
+            return
         if self.spread is not None:
             tensors = gathered(tensors, self.spread.pieces, self.spread.mesh.world)
-        if self.is_first:
-            self._warn(checkpoints.save(self.step, tensors, state, to_toml(self.config)))
+        self._warn(checkpoints.save(self.step, tensors, state, to_toml(self.config)))
 
     def _warn(self, failure: str | None) -> None:
         if failure is not None:
