@@ -159,7 +159,7 @@ def test_on_policy_the_ratio_is_one_at_every_step(settings: dict[str, float]) ->
     for row in rows:
         assert row["applied"] == 1.0
         assert row["ratio_off"] < 1e-5
-        assert row["entropy"] != pytest.approx(row["entropy_whole"], rel=1e-3)
+        assert abs(row["entropy"] - row["entropy_whole"]) > 1e-6  # two distributions
         # The support stays that of the sampler while the weights move: a ratio is of probabilities over the same tokens.
         assert 0 < row["kl_after"] < math.inf
 

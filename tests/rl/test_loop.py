@@ -18,7 +18,10 @@ from tilewright.rl.policies import small_model
 from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of
 from tilewright.rl.rollout import Sampler
 
-TINY = RLConfig(environment="reversal:digits=2,partial=1", max_tokens=2, prompts=8, answers=4, hidden=32, layers=1, updates=2)
+TINY = RLConfig(
+    environment="reversal:digits=2,partial=1", algorithm="grpo", max_tokens=2, prompts=8, answers=4, hidden=32, layers=1,
+    updates=2, minibatches=4, learning_rate=3e-3, entropy_bonus=0.0,
+)  # fmt: skip
 
 CLOCKED = ("seconds", "waiting", "sampling", "scoring", "sampled_tokens_per_s", "trained_tokens_per_s")
 
@@ -198,7 +201,7 @@ def test_a_reward_that_fails_costs_its_sample_alone() -> None:
         ('environment = "addition"\ntemperature = 0', "temperature is 0, wanted 0.01 to 100"),
         ('environment = "addition"\ntop_p = 0.0', "top_p is 0.0, wanted"),
         ('environment = "addition"\nstaleness = 1', "staleness is 1, but sampler is empty"),
-        ('environment = "addition"\nprompts = 1\nanswers = 1', "do not fill 4 minibatches"),
+        ('environment = "addition"\nprompts = 1\nanswers = 1\nminibatches = 4', "do not fill 4 minibatches"),
         ("environment = ", "is no TOML"),
     ],
 )

@@ -61,7 +61,7 @@ class RLConfig:
     """
 
     environment: str
-    algorithm: str = "grpo"
+    algorithm: str = "dr-grpo"
     model: str = ""
     """A model folder, a hub name or the embedded model. Empty: a small random model of `layers` and `hidden` that reads the
     characters of `alphabet`."""
@@ -81,8 +81,8 @@ class RLConfig:
     save_every: int = 50
     keep: int = 2
     tensorboard: bool = False
-    prompts: int = 64
-    answers: int = 8
+    prompts: int = 128
+    answers: int = 4
     max_tokens: int = 8
     """Of an answer."""
     temperature: float = 1.0
@@ -104,16 +104,16 @@ class RLConfig:
     overlong: int = 0
     """Rewards fall by up to 1 over that many last tokens before the limit (DAPO's overlong shaping); 0: they do not."""
     updates: int = 250
-    minibatches: int = 4
+    minibatches: int = 1
     epochs: int = 1
-    learning_rate: float = 3e-3
+    learning_rate: float = 5e-3
     warmup: int = 5
     kl: float = 0.0
     """Coefficient of the KL divergence from the weights at the start."""
     kl_estimator: str = "k3"
     correction: str = "none"
     """Advantages weighed by the trainer's over the sampler's probability: none, truncated or masked."""
-    entropy_bonus: float = 0.0
+    entropy_bonus: float = 0.025
     """Coefficient of the mean entropy of the distributions that tokens are drawn from, which is subtracted from the loss."""
     gamma: float = 1.0
     """Of PPO: discount a token."""
