@@ -24,6 +24,7 @@ from tilewright.cli import app
 
 ENGINE_OPTIONS = {
     *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
+    "--host-cache-gib",
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
     *("--tp", "--pp", "--slices"),
@@ -34,7 +35,7 @@ OPTIONS = {
         *ENGINE_OPTIONS,
         *("--host", "--port", "--api-key", "--api-key-file", "--served-name", "--max-body-mib", "--max-seqs", "--queue"),
         *("--max-wait", "--prefix-cache", "--no-prefix-cache", "--config", "--replicas", "--fronts", "--max-connections"),
-        *("--ray", "--no-ray", "--max-replicas", "--scale-down-after"),
+        *("--ray", "--no-ray", "--max-replicas", "--scale-down-after", "--traces", "--trace-share"),
         *("--adapter", "--max-adapters", "--max-adapter-rank", "--adapter-dir"),
         *("--drain-timeout", "--cors-origin", "--log-level", "--log-format"),
         *("--tool-format", "--grpc-port", "--model", "--repository", "--package", "--precision", "--max-batch", "--max-delay"),

@@ -35,6 +35,28 @@ print("checked", len(op.examples))
 """
 
 
+FOLLOWS = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("tilewright.kernels.elementwise.gelu_tanh_add", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module
+spec.loader.exec_module(module)
+from tilewright import ops
+op = module.gelu_tanh_add_op
+ops.ALL = (*ops.ALL, op)  # what the one line in tilewright/ops/__init__.py does
+from tilewright.asm.certify import certify
+from tilewright.bench.op import checked
+from tilewright.cli import main
+from tilewright.op import Inputs
+print("certified", len(certify(op, Inputs, archs=[90], keep=lambda place, key: False)["cases"]))
+print("benched by", *sorted(checked(op, ["M=64", "N=64"])))
+for words in (["ops", "gelu_tanh_add"], ["explain", "gelu_tanh_add", "M=4096", "N=4096", "--card", "h100"]):
+    sys.argv = ["tilewright", *words]
+    try:
+        main()
+    except SystemExit as done:
+        assert not done.code, words
+"""
 TO_BE_WRITTEN = {"tilewright/kernels/elementwise/gelu_tanh_add.py", "tilewright/hw/ceilings_of/NAME.json"}
 """Files that the guides tell their readers to make."""
 OLDER = {*EXPERIMENTS, DOCS / "log.md"}
@@ -89,13 +111,27 @@ def test_the_digest_of_performance_is_a_page() -> None:
     assert len((DOCS / "performance.md").read_text(encoding="utf-8").splitlines()) <= 60
 
 
-def test_the_operator_of_the_guide_conforms(tmp_path: Path) -> None:
+def _with_the_operator_of_the_guide(script: str, folder: Path, *, interpreted: bool) -> "subprocess.CompletedProcess[str]":
+    """Run a script that is given the file of the guide."""
     guide = (DOCS / "how-to/add-an-operator.md").read_text(encoding="utf-8")
-    code = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)[0]
-    file = tmp_path / "gelu_tanh_add.py"
-    file.write_text(code, encoding="utf-8")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", TRIAL, str(file)], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=250
-    )
+    file = folder / "gelu_tanh_add.py"
+    file.write_text(re.findall(r"```python\n(.*?)```", guide, re.DOTALL)[0], encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", script, str(file)], capture_output=True, text=True, cwd=ROOT, timeout=250,
+        env=environment | ({"TRITON_INTERPRET": "1"} if interpreted else {}),
+    )  # fmt: skip
+
+
+def test_the_operator_of_the_guide_conforms(tmp_path: Path) -> None:
+    done = _with_the_operator_of_the_guide(TRIAL, tmp_path, interpreted=True)
     assert done.stdout == "checked 3\n", done.stderr
+
+
+def test_certificate_bench_listing_and_explanation_follow_from_the_file_and_the_line(tmp_path: Path) -> None:
+    done = _with_the_operator_of_the_guide(FOLLOWS, tmp_path, interpreted=False)
+    assert not done.returncode, done.stderr
+    assert done.stdout.startswith("certified 3\nbenched by M N\n")
+    assert "GELU and a residual in one pass." in done.stdout
+    assert "33.3 us by bytes" in done.stdout
+    assert re.search(r"\d+ registers", done.stdout)

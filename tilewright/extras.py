@@ -25,6 +25,7 @@ EXTRAS = {
         "trafilatura",
     ),
     "ray": ("ray", "aiohttp_cors"),
+    "traces": ("opentelemetry",),
     "train": ("tensorboard",),
     "scaling": ("scipy", "vl_convert"),
     "rl": ("math_verify", "reasoning_gym"),

@@ -147,8 +147,8 @@ class Impl:
     releases: bool = False
     """Whether it lets the launch behind it start early (kernels/launch/pdl.py)."""
     plan: Callable[..., Any] | None = None
-    """(config, *args) -> what makes a call with these arguments again on tensors that differ in their memory alone, asked for
-    after such a call; None where there is none. What it is called with is the wing's to say (kernels/conv/plan.py)."""
+    """(config, *args) -> the plan of a call that was made with these arguments, which makes it again on tensors that differ in
+    their memory alone (kernels/launch/plan.py); None where there is none. What it is run on is the wing's to say."""
     work: Callable[..., Work] | None = None
     """(device, config, *args) -> what a launch really does, for the analytical model; None: it is not predicted.
 

@@ -33,6 +33,7 @@ PEERLESS = {
     "clip_scale",
     "conv_codes",
     "cross_entropy_gradient_in_place",
+    "decode_inputs",
     "dropout",
     "edit_logits",
     "grad_squares",

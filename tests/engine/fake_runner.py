@@ -47,12 +47,13 @@ def scheduler(
     chunk: int | None = None,
     waiting: int = 1000,
     cache: bool = True,
+    host: int = 0,
     model_len: int = 1000,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """A scheduler with small bounds."""
     return Scheduler(
-        blocks=BlockPool(pages, size, prefix_cache=cache),
+        blocks=BlockPool(pages, size, prefix_cache=cache, host_pages=host),
         max_seqs=max_seqs,
         max_tokens_per_step=budget,
         max_model_len=model_len,
@@ -150,7 +151,9 @@ class FakeRunner:
         self.asynchronous = asynchronous
         self.layers = [[[EMPTY] * page_size for _ in range(num_pages)] for _ in range(2)]
         self.latest: dict[int, int] = {}
-        self.queue: list[tuple[int, list[_Work], tuple[tuple[int, int], ...]]] = []
+        self.host: dict[int, list[list[int]]] = {}
+        """What each page of host memory holds, a list a layer."""
+        self.queue: list[tuple[int, list[_Work], Step]] = []
         self.results: dict[int, StepResult] = {}
         self.launched = 0
         self.faults = faults
@@ -171,7 +174,11 @@ class FakeRunner:
         assert len(set(destinations)) == len(destinations)
         assert not sources & set(destinations), "copies would depend on their order"
         self.steps.append([(r.request.id, r.request.index, r.start, r.count) for r in step.rows])
-        self.queue.append((self.launched, rows, step.copies))
+        written, read = {host for _, host in step.out}, {host for host, _ in step.back}
+        assert not written & read, "a step reads a page of the host that it writes"
+        assert len(written) == len(step.out), "two pages go to the same one"
+        assert len({page for _, page in step.back}) == len(step.back), "two pages come to the same one"
+        self.queue.append((self.launched, rows, step))
         if not self.asynchronous:
             self._run()
         return self.launched
@@ -188,9 +195,14 @@ class FakeRunner:
         return self.results.pop(ticket)
 
     def _run(self) -> None:
-        ticket, rows, copies = self.queue.pop(0)
+        ticket, rows, step = self.queue.pop(0)
+        for page, host in step.out:
+            self.host[host] = [list(layer[page]) for layer in self.layers]
+        for host, page in step.back:
+            for layer, cells in zip(self.layers, self.host[host], strict=True):
+                layer[page] = list(cells)
         for layer in self.layers:
-            for source, destination in copies:
+            for source, destination in step.copies:
                 layer[destination] = list(layer[source])
         for work in rows:
             if len(work.tokens) < work.count:

@@ -88,7 +88,9 @@ def test_padding_rows_write_nowhere_and_see_nothing() -> None:
 def test_tables_follow_growth_preemption_and_a_new_owner() -> None:
     packer = Packer(page_size=PAGE, max_seqs=8, max_pages=16)
     first = request(0, 6)
-    assert packer.refresh(Step.of((Row(first, 0, 6, True),))) == len(first.pages)
+    step = Step.of((Row(first, 0, 6, True),))
+    packer.refresh(step)
+    assert packer.longest(step) == len(first.pages)
     first.pages.append(77)
     packer.refresh(Step.of((Row(first, 6, 1, True),)))
     assert packer.tables[0, : len(first.pages)].tolist() == first.pages

@@ -28,7 +28,7 @@ def make(monkeypatch, tmp_path):
                 tokenizer_path=tmp_path,
                 tokenizer=None,
                 config=SimpleNamespace(vocab_size=VOCAB + 7),
-                plan=SimpleNamespace(num_pages=pages, page_size=size, max_model_len=200),
+                plan=SimpleNamespace(host_pages=0, num_pages=pages, page_size=size, max_model_len=200),
                 adapters=None,
             )
 

@@ -25,6 +25,7 @@ from tilewright.engine.request import Request, SamplingParams
 from tilewright.engine.rules import FromGrammar
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.slots import row_inputs
 from tilewright.engine.speculation import FromText, Proposer
 from tilewright.models import random_model
 from tilewright.models.config import ModelConfig
@@ -178,14 +179,21 @@ class Uncaptured:
     """A step laid out for a graph of `rows` rows with room for `each` tokens, but run as it comes."""
 
     def __init__(self, runner: Any, rows: int, each: int):
-        self.runner, self.rows, self.each = runner, rows, each
-        self.layout = layout_of(rows, each)
+        self.runner, self.rows = runner, rows
+        self.layout, self.derives, self.slots = layout_of(rows, each), each == 1, None
+        self.table = torch.zeros(rows, runner._max_pages, dtype=torch.int32)
+        if self.derives:
+            buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
+            self.inputs = row_inputs(rows, buffer, self.table, runner.max_seqs)
 
-    def replay(self, packed: torch.Tensor, block_table: torch.Tensor, adapted: bool = False) -> None:
+    def take(self, packed: torch.Tensor, block_table: torch.Tensor) -> None:
+        self.table[: block_table.shape[0], : block_table.shape[1]] = block_table
+        self.inputs = self.layout.device(packed.clone(), self.table, self.layout.each or 1)
+
+    def run(self, adapted: bool) -> None:
         assert not adapted
-        table = torch.zeros(self.rows, 64, dtype=torch.int32)
-        table[: block_table.shape[0], : block_table.shape[1]] = block_table
-        self.inputs = self.layout.device(packed.clone(), table, self.each)
+        if self.derives:
+            self.runner._state.derive(self.inputs)
         self.hidden = self.runner._body(self.inputs)
 
     def sample(self, more: bool) -> Any:
@@ -194,13 +202,13 @@ class Uncaptured:
 
 def test_drafts_in_the_layout_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have room for more tokens than they bring, and there are rows of padding."""
-    rng, used = random.Random(4), Counter[str]()
+    rng, used, held = random.Random(4), Counter[str](), dict[tuple[int, int], Uncaptured]()
     asked = [any_request(rng) for _ in range(12)]
     plain = run(engine(None, asynchronous=False, pages=256), asked, {})
 
     def uncaptured(each: int, name: str, rows: int) -> Uncaptured:
         used[name] += 1
-        return Uncaptured(RUNNER, rows + 2, each)
+        return held.setdefault((each, rows), Uncaptured(RUNNER, rows + 2, each))
 
     graphs = SimpleNamespace(for_rows=partial(uncaptured, 1, "plain"), for_drafts=partial(uncaptured, 9, "drafted"))
     monkeypatch.setattr(RUNNER, "_graphs", graphs)

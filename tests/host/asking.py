@@ -51,6 +51,13 @@ async def ask_all(host: Host, values: list[float], **said: Any) -> list[Any]:
     return await asyncio.gather(*(ask(host, value, **said) for value in values), return_exceptions=True)
 
 
+async def first_alone(host: Host, makes: Makes, *asked: Awaitable[Any]) -> list[Any]:
+    """The answers of requests, of which the first is being computed when the others come."""
+    first = asyncio.ensure_future(asked[0])
+    await until(lambda: makes.made[0].busy)
+    return await asyncio.gather(first, *asked[1:], return_exceptions=True)
+
+
 async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not true():

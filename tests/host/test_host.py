@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.host.asking import ask, ask_all, double, marked, served, until
+from tests.host.asking import ask, ask_all, double, first_alone, marked, served, until
 from tests.host.fakes import SIGNATURE, Makes, wire
 from tilewright.host.config import ModelConfig
 from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Refused, Unavailable
@@ -18,9 +18,20 @@ def test_requests_that_wait_share_a_batch_and_get_their_own_rows() -> None:
     makes = Makes(double, seconds=0.01)
 
     async def test(host: Host) -> None:
-        found = await asyncio.gather(*(ask(host, value, rows) for value, rows in ((1, 1), (2, 3), (3, 2), (4, 1))))
+        found = await first_alone(host, makes, *(ask(host, value, rows) for value, rows in ((1, 1), (2, 3), (3, 2), (4, 1))))
         assert [f.tolist() for f in found] == [[[2 * v] * 4] * r for v, r in ((1, 1), (2, 3), (3, 2), (4, 1))]
         assert makes.made[0].batches == [[1], [3, 2, 1]]
+
+    served(makes, test)
+
+
+def test_requests_of_one_turn_of_the_event_loop_are_one_batch() -> None:
+    makes = Makes(double)
+
+    async def test(host: Host) -> None:
+        found = await ask_all(host, [1, 2, 3])
+        assert [f.tolist() for f in found] == [[[2 * value] * 4] for value in (1, 2, 3)]
+        assert makes.made[0].batches == [[1, 1, 1]]
 
     served(makes, test)
 
@@ -29,11 +40,12 @@ def test_a_full_queue_and_a_passed_deadline() -> None:
     makes = Makes(double, seconds=0.05)
 
     async def test(host: Host) -> None:
-        found = await asyncio.gather(
+        found = await first_alone(
+            host,
+            makes,
             ask(host, 0),
             *(ask(host, 1, timeout_s=0.01) for _ in range(2)),
             *(ask(host, 2) for _ in range(3)),
-            return_exceptions=True,
         )
         kinds = [type(f) for f in found]
         assert kinds == [np.ndarray, Expired, Expired, np.ndarray, np.ndarray, Overloaded]
@@ -47,13 +59,15 @@ def test_a_full_queue_and_a_passed_deadline() -> None:
 
 
 def test_a_request_that_raises_costs_its_batch_only_as_far_as_the_process_says() -> None:
+    makes = Makes(marked, seconds=0.02)
+
     async def test(host: Host) -> None:
-        found = await ask_all(host, [-1, 1])  # the first leaves alone
+        found = await first_alone(host, makes, ask(host, -1), ask(host, 1))
         assert isinstance(found[0], Failed)
         assert "a poisoned row" in str(found[0])
         assert found[1].tolist() == [[2.0] * 4]
 
-    served(Makes(marked, seconds=0.001), test)
+    served(makes, test)
 
 
 def test_clients_that_send_poison_do_not_open_the_circuit() -> None:
@@ -103,7 +117,7 @@ def test_a_model_that_always_fails_is_replaced_and_its_circuit_opens() -> None:
 
 @pytest.mark.parametrize("value", [-2.0, -3.0], ids=["dies", "hangs"])
 def test_who_kills_a_process_is_alone_without_an_answer(value: float) -> None:
-    makes = Makes(marked, seconds=0.001)
+    makes = Makes(marked, seconds=0.02)
 
     async def test(host: Host) -> None:
         first = asyncio.ensure_future(ask(host, 5))  # so that the others share a batch
@@ -182,7 +196,7 @@ def test_requests_that_go_away_are_not_computed() -> None:
 
 
 def test_a_model_whose_process_cannot_be_made_again_says_so_until_it_can() -> None:
-    makes = Makes(marked, seconds=0.001)
+    makes = Makes(marked, seconds=0.02)
 
     async def test(host: Host) -> None:
         version = host.models["m"].versions[1]

@@ -100,7 +100,7 @@ def test_a_plan_fills_memory_of_its_own() -> None:
     inputs, seen = Inputs(), []
 
     class Launched:
-        def launch(self, *operands: Tensor | None) -> None:
+        def run(self, *operands: Tensor | None) -> None:
             seen.append(operands)
 
     x, weight, size = inputs.randn(2, 5, 4, 8), inputs.randn(6, 3, 3, 8), [5, 4]

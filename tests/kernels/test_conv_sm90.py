@@ -24,12 +24,13 @@ from tilewright.kernels.conv.transpose import sm90 as conv_sm90_transpose
 from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv.transpose.sm90 import TRANSPOSE_SM90
 from tilewright.kernels.device.activations import activated
+from tilewright.kernels.launch.plan import Plan
 from tilewright.op import Inputs
 
 H100 = CARD_OF_ARCH[90]
 
 
-def by_shifts(config: Mapping[str, Any], work: Launch, whole: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+def by_shifts(config: Mapping[str, Any], work: Launch, whole: tuple[Tensor, Tensor, Tensor] | None = None) -> Plan:
     """What the kernel computes, position by position of the filter."""
     operands = (work.x, work.weight, work.y)
     for t, of in zip(operands, whole or operands, strict=True):
@@ -59,6 +60,7 @@ def by_shifts(config: Mapping[str, Any], work: Launch, whole: tuple[Tensor, Tens
     if work.residual is not None:
         y += work.residual.double()
     work.y.copy_(activated(y, work.activation))
+    return Plan()
 
 
 @pytest.fixture(autouse=True)

@@ -182,7 +182,7 @@ def play(
         return held[0]
 
     monkeypatch.setattr(sm90, "empty_grouped", poisoned)
-    monkeypatch.setattr(sm90, "device_of", lambda index: H100)
+    monkeypatch.setattr(sm90, "card_of", lambda x: H100)
     monkeypatch.setattr(sm90, "grouped_sm90_kernel", played)
     y = GROUPED_SM90.launch(config, *args)
     return y, played.stored

@@ -110,7 +110,7 @@ def test_hopper(
     page_size: int, queries: int, dim: int, window: int | None, configs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """With fewer sequences than are counted one by one and with more; pages poisoned as in all examples."""
-    monkeypatch.setattr(paged_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
+    monkeypatch.setattr(paged_sm90_launch, "card_of", lambda x: replace(DEVICE, sms=7))
     ends = [(queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1)]
     for lengths in (tuple(ends[-3:]), tuple(ends * 3)):
         example = _example("", lengths if queries > 1 else tuple((1, kv) for _, kv in lengths), (4, 1), dim, page_size, window)
@@ -124,7 +124,7 @@ def test_hopper_codes(
     format: str, page_size: int, queries: int, dim: int, window: int | None, configs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """As the test before; the scales of what is not there are NaN."""
-    monkeypatch.setattr(paged_sm90_launch, "device_of", lambda index: replace(DEVICE, sms=7))
+    monkeypatch.setattr(paged_sm90_launch, "card_of", lambda x: replace(DEVICE, sms=7))
     ends = ((queries, queries), (1, 64), (1, 65), (0, 20), (queries, 700), (1, 1))
     lengths = ends if queries > 1 else tuple((1, kv) for _, kv in ends * 3)
     check_hopper(_example("", lengths, (4, 1), dim, page_size, window, format=format).make(Inputs(WHERE, seed=13)), configs)

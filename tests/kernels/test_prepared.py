@@ -17,6 +17,7 @@ from tilewright import ops
 from tilewright.hw import env, here
 from tilewright.kernels.elementwise.activation import activation_op
 from tilewright.kernels.launch import replay as of_prepared
+from tilewright.kernels.launch.plan import Plan, Planned
 from tilewright.kernels.launch.replay import Held, Prepared, call_key, pointer_kind
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: what is launched again has run on one")
@@ -207,3 +208,54 @@ def test_kinds_of_pointers() -> None:
     assert pointer_kind(None) is None
     assert pointer_kind(x) != pointer_kind(x[1:]) == pointer_kind(x[2:])
     assert pointer_kind(x) == pointer_kind(x[8:]) != pointer_kind(x.view(torch.bfloat16))
+
+
+# ---- plans of calls
+
+
+def test_a_plan_launches_on_its_operands_and_memory() -> None:
+    """Launches that share memory see one allocation; joined plans have memory of their own."""
+    seen: list[tuple[str, list[int]]] = []
+    made: list[Tensor] = []
+
+    def memory(device: torch.device) -> tuple[Tensor | None, ...]:
+        made.append(torch.empty(4, device=device))
+        return made[-1], None
+
+    def launch(name: str) -> Any:
+        return lambda starts: seen.append((name, list(starts)))
+
+    x, y = torch.zeros(3), torch.zeros(3)
+    first, second = Plan(launch("a"), launch("b"), memory=memory), Plan(launch("c"))
+    Plan.joined([first, second, first]).run(x, None, y)
+    plain = [x.data_ptr(), 0, y.data_ptr()]
+    assert [name for name, _ in seen] == ["a", "b", "c", "a", "b"]
+    assert len(made) == 2
+    for (_, starts), scratch in zip(seen, (made[0], made[0], None, made[1], made[1]), strict=True):
+        assert starts == (plain if scratch is None else [*plain, scratch.data_ptr(), 0])
+
+
+def test_a_call_is_planned_once() -> None:
+    """By its key; what no card has run is not kept."""
+    ran: list[Any] = []
+
+    class OnACard(Tensor):
+        is_cuda = True  # pyright: ignore[reportAssignmentType]
+
+    def first(config: Any, y: Tensor, x: Tensor, scale: float) -> Plan:
+        ran.append(("first", scale))
+        launch: Any = lambda starts: ran.append(("again", scale, starts))  # noqa: E731
+        return Plan(launch)
+
+    planned = Planned(lambda config, x, scale: (x.shape, scale, *config.values()), first)
+    x, y = torch.zeros(3), torch.zeros(3)
+    for _ in range(2):
+        planned.fill({"BLOCK": 1}, y, (x, 2.0), (x, y))
+    assert ran == [("first", 2.0)] * 2
+    assert planned.plan({"BLOCK": 1}, x, 2.0) is None
+    here = x.as_subclass(OnACard)
+    for scale, config in ((2.0, {"BLOCK": 1}), (2.0, {"BLOCK": 1}), (3.0, {"BLOCK": 1}), (2.0, {"BLOCK": 2})):
+        planned.fill(config, y, (here, scale), (here, y))
+    assert [each[0] for each in ran[2:]] == ["first", "again", "first", "first"]
+    assert ran[3] == ("again", 2.0, [x.data_ptr(), y.data_ptr()])
+    assert planned.plan({"BLOCK": 1}, here, 2.0) is not None

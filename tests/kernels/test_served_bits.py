@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewright import ops
 from tilewright.hw.device import device_of
 from tilewright.models import Model, random_model
 from tilewright.models.config import ModelConfig
@@ -69,3 +70,27 @@ def test_a_packed_pass_has_the_bits_of_single_steps(model: Model) -> None:
     assert torch.equal(scored, served)
     assert torch.equal(learnt, served)
     assert not torch.equal(unfused, served), "the training operators round elsewhere: without them this test shows nothing"
+
+
+def test_attention_has_the_same_bits_where_a_tile_of_keys_is_full() -> None:
+    """A token behind 64 keys takes them without a mask when it comes alone, and with one among others."""
+    count, length, heads, dim = (64, 130, 4, HEAD_DIM) if ON_GPU else (2, 65, 2, HEAD_DIM)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(count * length, heads, dim, dtype=torch.bfloat16).to(DEVICE) for _ in range(3))
+    pages = -(-length // 16)
+    cache = torch.zeros(2, count * pages, 16, heads, dim, dtype=torch.bfloat16, device=DEVICE)
+    for held, rows in zip(cache, (k, v)):
+        held.view(count, pages * 16, heads, dim)[:, :length] = rows.view(count, length, heads, dim)
+    k_cache, v_cache = (held.transpose(1, 2).contiguous() for held in cache)
+    table = torch.arange(count * pages, dtype=torch.int32, device=DEVICE).view(count, pages)
+
+    def attend(rows: Tensor, queries: int, keys: int) -> Tensor:
+        kv_lens = torch.full((count,), keys, dtype=torch.int32, device=DEVICE)
+        cu_q = torch.arange(count + 1, dtype=torch.int32, device=DEVICE) * queries
+        return ops.paged_attention(rows, k_cache, v_cache, table, kv_lens, cu_q, queries, dim**-0.5)
+
+    with invariant():
+        whole = attend(q, length, length).view(count, length, heads, dim)
+        for place in range(63, length, 64):
+            alone = attend(q.view(count, length, heads, dim)[:, place].contiguous(), 1, place + 1)
+            assert torch.equal(alone, whole[:, place])

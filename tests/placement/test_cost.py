@@ -59,6 +59,39 @@ def test_a_mixed_load_is_never_worse_than_the_best_single_device() -> None:
     assert chosen <= min(sum(truth(one.name, work) for work in works) for one in devices) / 0.99
 
 
+def test_a_mixed_load_gains_where_both_devices_have_a_share() -> None:
+    """Loads of random sizes, one piece of work after the other, by the times of devices that are not of the model's form.
+
+    None is done slower than by the better device alone, within a hundredth. Where each of the two is the right one for a fourth
+    of the time at least, 19 in 20 gain 1.15 or more.
+    """
+    widths = (128, 256, 512, 1024, 2048)
+    devices = [fit(name, measured(name, 0.03, seed, widths)) for seed, name in enumerate(("cpu", "gpu"))]
+    devices[1] = DeviceCost(**{**vars_of(devices[1]), "link_bytes_per_s": 2e10, "link_s": 1e-5})
+    rng, mixed = random.Random(0), list[float]()
+    for _ in range(500):
+        small, large = rng.choice(widths), rng.choice(widths)
+        share = rng.random()
+        drawn = [
+            (rng.choice(SIZES[:6]), small) if rng.random() < share else (rng.choice(SIZES[10:]), large) for _ in range(200)
+        ]
+        alone, chosen, right = [0.0, 0.0], 0.0, [0.0, 0.0]
+        for batch, width in drawn:
+            work, moved = layer(batch, width), 4.0 * batch * width
+            true = [truth("cpu", work), truth("gpu", work) + 2 * (1e-5 + moved / 2e10)]
+            took = choose(devices, work, bytes_in=moved, bytes_out=moved)
+            alone = [a + b for a, b in zip(alone, true, strict=True)]
+            chosen += true[took.index]
+            right[true.index(min(true))] += min(true)
+        gain = min(alone) / chosen
+        assert gain >= 0.99
+        if min(right) >= 0.25 * sum(right):
+            mixed.append(gain)
+    print(f"{len(mixed)} mixed loads: gain {min(mixed):.2f} to {max(mixed):.2f}, median {sorted(mixed)[len(mixed) // 2]:.2f}")
+    assert len(mixed) >= 20
+    assert sorted(mixed)[len(mixed) // 20] >= 1.15
+
+
 def test_crossovers_and_words() -> None:
     cpu = DeviceCost(name="cpu", launch_s=1e-6, flops_per_s=1e11, bytes_per_s=1e12)
     gpu = DeviceCost(name="cuda:0", launch_s=5e-5, flops_per_s=1e14, bytes_per_s=1e12)

@@ -148,6 +148,7 @@ class Ledger:
         self.steps += 1
         self._queues()
         self._pages()
+        self._host_pages()
         for request in self.engine.scheduler.running:
             self._request(request)
         if not self.runner.queue:
@@ -188,6 +189,15 @@ class Ledger:
         assert named.keys() >= set(cached), "a cached page has no content to be found by"
         assert named.keys().isdisjoint(free), "a free page can still be found"
 
+    def _host_pages(self) -> None:
+        host = self.engine.scheduler.blocks.host
+        assert sorted([*host._free, *host._page.values()]) == list(range(host.num_pages)), "a page of the host is lost"
+        assert host._out.keys() <= set(host._page.values()), "something goes to a page of the host that nobody can find"
+        if not self.runner.queue and not self.engine._in_flight:
+            for digest, page in host._page.items():
+                if digest in self.known and page not in host._out:
+                    assert self.runner.host[page][0] == self.known[digest], f"page {page} of the host holds something else"
+
     def _request(self, request: Request) -> None:
         blocks = self.engine.scheduler.blocks
         assert len(set(request.pages)) == len(request.pages) >= blocks.pages_for(request.computed), "too few pages"
@@ -220,7 +230,7 @@ class Ledger:
         if self.engine._in_flight:
             return
         for digest, page in self.engine.scheduler.blocks._page.items():
-            if digest in self.known:
+            if digest in self.known and page not in self.engine.scheduler.blocks.host._in:
                 assert self.runner.layers[0][page] == self.known[digest], f"page {page} does not hold what its digest says"
 
     def idle(self) -> None:

@@ -14,6 +14,7 @@ from tilewright.engine import prefixes
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
 from tilewright.engine.decoding import Decoders
+from tilewright.engine.host_pages import HostPages
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.waiting import WaitingQueue
 from tilewright.server.link import Channel
@@ -81,6 +82,36 @@ def _copies_are_dropped() -> AbstractContextManager[Any]:
         return planned
 
     return _wrapped(Scheduler, "schedule", make)
+
+
+def _pages_do_not_reach_the_host() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def planned(self: Scheduler) -> Any:
+            step = old(self)
+            return step and replace(step, out=step.out[1:])
+
+        return planned
+
+    return _wrapped(Scheduler, "schedule", make)
+
+
+def _pages_do_not_come_back() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def planned(self: Scheduler) -> Any:
+            step = old(self)
+            return step and replace(step, back=step.back[1:])
+
+        return planned
+
+    return _wrapped(Scheduler, "schedule", make)
+
+
+def _pages_of_the_host_are_not_pinned() -> AbstractContextManager[Any]:
+    return patch.object(HostPages, "pin", lambda self, digests: None)
+
+
+def _pages_of_the_host_are_trusted_after_a_fault() -> AbstractContextManager[Any]:
+    return patch.object(HostPages, "forget", lambda self, hosts: None)
 
 
 def _pages_are_trusted_after_a_fault() -> AbstractContextManager[Any]:
@@ -231,12 +262,14 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     make.__name__.strip("_").replace("_", " "): make
     for make in (
         _release_forgets_the_last_page, _release_frees_what_others_share, _evicted_pages_can_still_be_found,
-        _digest_ignores_what_came_before, _preempted_requests_keep_their_place, _a_slot_is_not_given_back, _copies_are_dropped,
-        _pages_are_trusted_after_a_fault, _stop_tokens_count_one_token_early, _prefix_hits_skip_a_page, _aborts_are_forgotten,
-        _the_engine_stops_before_its_work_is_done, _last_deltas_are_lost, _deltas_come_out_of_order, _newest_first,
-        _deadlines_are_forgotten, _everybody_is_given_up_at_once, _priorities_are_ignored, _a_faulty_row_fails_its_neighbours,
-        _pages_of_a_withdrawn_row_are_trusted, _accepted_drafts_are_not_counted_as_computed,
-        _drafts_are_written_beyond_the_pages, _a_wrong_draft_is_believed, _a_stopped_engine_tells_nobody,
+        _digest_ignores_what_came_before, _preempted_requests_keep_their_place, _a_slot_is_not_given_back,
+        _copies_are_dropped, _pages_do_not_reach_the_host, _pages_do_not_come_back, _pages_of_the_host_are_not_pinned,
+        _pages_of_the_host_are_trusted_after_a_fault, _pages_are_trusted_after_a_fault, _stop_tokens_count_one_token_early,
+        _prefix_hits_skip_a_page, _aborts_are_forgotten, _the_engine_stops_before_its_work_is_done, _last_deltas_are_lost,
+        _deltas_come_out_of_order, _newest_first, _deadlines_are_forgotten, _everybody_is_given_up_at_once,
+        _priorities_are_ignored, _a_faulty_row_fails_its_neighbours, _pages_of_a_withdrawn_row_are_trusted,
+        _accepted_drafts_are_not_counted_as_computed, _drafts_are_written_beyond_the_pages, _a_wrong_draft_is_believed,
+        _a_stopped_engine_tells_nobody,
     )
 }  # fmt: skip
 """What is wrong -> a context in which it is."""

@@ -19,7 +19,7 @@ from tilewright.bench.load.schedule import BLOCK_TOKENS, Planned
 from tilewright.engine.blocks import BlockPool
 from tilewright.server.router import Costs, Router
 
-__all__ = ["Fleet", "Policy", "power_of_two", "prefix_aware", "round_robin", "simulate"]
+__all__ = ["Fleet", "Policy", "least_work", "power_of_two", "prefix_aware", "round_robin", "simulate", "sticky"]
 
 CHUNK = 8192
 MAX_RUNNING = 256
@@ -169,6 +169,25 @@ def load_s(router: Router, index: int) -> float:
     return prefill_s + decoding * router.costs.decode_row_s
 
 
+def least_work(fleet: "Fleet", request: _Request) -> int:
+    """What no router knows: the tokens that are really left."""
+
+    def left_s(replica: _Replica) -> float:
+        prompts = sum(one.planned.prompt_tokens - one.computed for one in (*replica.waiting, *replica.prefilling))
+        return prompts * TOKEN_S + len(replica.running) * Costs().decode_row_s
+
+    return min(range(len(fleet.replicas)), key=lambda index: left_s(fleet.replicas[index]))
+
+
+def sticky(fleet: "Fleet", request: _Request) -> int:
+    """By a hash of the prompt's beginning: who begins alike always goes to the same."""
+    return (
+        request.digests[min(1, len(request.digests) - 1)][0] % len(fleet.replicas)
+        if request.digests
+        else round_robin(fleet, request)
+    )
+
+
 def prefix_aware(fleet: "Fleet", request: _Request) -> int:
     return fleet.router.choose(request.digests, request.planned.prompt_tokens, range(len(fleet.replicas))).replica
 
@@ -176,7 +195,7 @@ def prefix_aware(fleet: "Fleet", request: _Request) -> int:
 class Fleet:
     """Replicas and the router in front of them. Every policy's requests are booked in the router, which sees the load."""
 
-    def __init__(self, policy: Policy, replicas: int = 4, pages: int = PAGES):
+    def __init__(self, policy: Policy, replicas: int = 4, pages: int = PAGES, *, one_cache: bool = False):
         self.policy = policy
         self.router = Router(replicas, BLOCK_TOKENS, Costs())
         self.replicas = [_Replica(index, pages, self) for index in range(replicas)]
@@ -186,6 +205,10 @@ class Fleet:
         self.next_arrival_s = float("inf")
         self.finished: list[_Request] = []
         self.on_done: Callable[[float], None] = lambda now_s: None
+        if one_cache:
+            pool = BlockPool(replicas * pages, 1)
+            for replica in self.replicas:
+                replica.pool = pool
         for replica in self.replicas:
             self._watch(replica)
 
@@ -245,10 +268,19 @@ class Outcome:
 
 
 def simulate(
-    requests: Sequence[Planned], policy: Policy, *, speed: float = 1.0, users: int | None = None, pages: int = PAGES
+    requests: Sequence[Planned],
+    policy: Policy,
+    *,
+    speed: float = 1.0,
+    users: int | None = None,
+    pages: int = PAGES,
+    one_cache: bool = False,
 ) -> Outcome:
-    """Replay a trace, `speed` times as fast; or, with `users`, as fast as so many users that wait for their answers can."""
-    fleet = Fleet(policy, pages=pages)
+    """Replay a trace, `speed` times as fast; or, with `users`, as fast as so many users that wait for their answers can.
+
+    `one_cache`: what one replica has computed all have, in a cache as large as theirs together; no router can find more.
+    """
+    fleet = Fleet(policy, pages=pages, one_cache=one_cache)
     if users is None:
         for number, planned in enumerate(requests):
             at_s = planned.at_s / speed

@@ -56,6 +56,8 @@ class Scenario:
     """Launches that one of their rows, as the number says, makes impossible."""
     max_wait_s: float | None = None
     """How long a request may wait for its start; None: for ever."""
+    host_pages: int = 0
+    """Pages of host memory behind the prefix cache."""
     guesses: float | None = None
     """Tokens are guessed ahead, and this share of them is right; None: nothing is guessed."""
     silent: bool = False
@@ -124,6 +126,7 @@ def draw_scenario(seed: int) -> Scenario:
         max_wait_s=rng.choice((None, None, 2.0, 20.0)),
         guesses=rng.choice((None, 0.1, 0.6, 0.9, 1.0)),
         silent=rng.random() < 0.5,
+        host_pages=rng.choice((0, 2, 20, 400)) // size,
     )
 
 

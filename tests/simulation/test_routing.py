@@ -3,7 +3,7 @@
 import pytest
 
 from tests.paths import SHARED
-from tests.simulation.replicas import Outcome, Policy, power_of_two, prefix_aware, round_robin, simulate
+from tests.simulation.replicas import Outcome, Policy, least_work, power_of_two, prefix_aware, round_robin, simulate, sticky
 from tilewright.bench.load.schedule import Planned, read_trace
 
 PAGES = 12_000
@@ -30,6 +30,17 @@ def test_conversations_wait_less_and_more_are_served() -> None:
     assert ours.ttft_p50 <= 0.4 * plain.ttft_p50
     assert ours.throughput >= 1.2 * plain.throughput
     assert ours.ttft_p99 <= plain.ttft_p99
+
+
+def test_hardly_more_can_be_served() -> None:
+    """A router that knows the work that is really left, over replicas that share one cache: what every hit is worth."""
+    requests = trace("mooncake-conversation.jsonl.xz", 4000)
+    ours = simulate(requests, prefix_aware, users=64, pages=PAGES)
+    most = simulate(requests, least_work, users=64, pages=PAGES, one_cache=True)
+    print(said("router", ours), said("one cache", most), sep="\n")
+    assert ours.throughput >= 0.95 * most.throughput
+    for policy in (sticky, least_work):  # hits alone, and even load alone
+        assert simulate(requests, policy, users=64, pages=PAGES).throughput <= 0.95 * ours.throughput
 
 
 def test_nothing_shared_is_as_good_as_power_of_two() -> None:

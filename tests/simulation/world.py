@@ -44,6 +44,7 @@ class Outcome:
     steps: int = 0
     preemptions: int = 0
     hits: int = 0
+    fetched: int = 0
     answers: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -61,7 +62,7 @@ class _Episode:
         s = scenario
         self.scheduler = make_scheduler(
             s.pages, s.page_size, max_seqs=s.max_seqs, budget=s.budget, chunk=s.chunk, waiting=s.max_waiting,
-            cache=s.prefix_cache, model_len=200, clock=clock,
+            cache=s.prefix_cache, host=s.host_pages, model_len=200, clock=clock,
         )  # fmt: skip
         self.runner = FakeRunner(
             s.pages, s.page_size, vocab_size=VOCAB, asynchronous=s.asynchronous, faults=self._fault
@@ -98,7 +99,7 @@ class _Episode:
 
         def launched(step: Step) -> int:
             number = self.runner.launched + 1
-            if number in self.scenario.row_faults:
+            if number in self.scenario.row_faults and number != self.scenario.lethal:
                 self.runner.launched = number
                 request = step.rows[number % len(step.rows)].request
                 self.faulty.add((request.id, request.index))
@@ -165,6 +166,7 @@ class _Episode:
         if not stopped:
             self.ledger.idle()
         stats = self.engine.stats()
+        self.outcome.fetched = stats.pages_in
         self.outcome.drafted, self.outcome.accepted = stats.drafted_tokens, stats.accepted_tokens
         self.outcome.steps, self.outcome.preemptions, self.outcome.hits = (
             self.ledger.steps,

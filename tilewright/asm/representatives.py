@@ -84,6 +84,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "gelu_mul": ({"M": 4, "N": 8192},),
     "silu_mul": ({"M": 4, "N": 8192},),
     "edit_logits": ({"M": 2, "N": 128256},),
+    "decode_inputs": ({"M": 2},),
     "mask_logits": ({"M": 2, "N": 128256},),
     "kv_cache_write": ({"T": 8},),
     "permute": (

@@ -10,6 +10,7 @@
 
     E0  128 requests, 128 in, 256 out, decode only, sampled: what a plain step takes (median_step_ms)
     E50 the same, half of the requests with penalties, a bias, log-probabilities and min_tokens: at most 5 % more is the aim
+    E50L, E50P the same with half of the requests asking for log-probabilities alone, or for penalties alone
 
     P4096  16 prompts of 4095 tokens, one token out of each: what counts is input_tok_per_s
     R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out, with sampling, penalties, biases and log-probabilities at
@@ -84,18 +85,22 @@ def any_params(rng: random.Random, out: int) -> SamplingParams:
     return SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30), **rng.choice(extras))
 
 
-def half_edited(rng: random.Random, out: int) -> SamplingParams:
-    """Every other request, at random, asks for all that is done to logits, and for their log-probabilities."""
-    edits: dict[str, Any] = {
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.2,
-        "repetition_penalty": 1.1,
-        "logit_bias": {7: 2.0, 11: -5.0},
-        "logprobs": 5,
-        "stop_token_ids": (3,),
-        "min_tokens": out,
-    }
-    return SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30), **(edits if rng.random() < 0.5 else {}))
+_PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
+_BIASES = {"logit_bias": {7: 2.0, 11: -5.0}, "stop_token_ids": (3,)}
+_LOGPROBS = {"logprobs": 5}
+
+
+def half_edited(*asked: dict[str, Any]) -> Callable[[random.Random, int], SamplingParams]:
+    """Every other request, at random, asks for these; with biases go bans for as long as it runs."""
+    extras: dict[str, Any] = {name: value for one in asked for name, value in one.items()}
+
+    def params(rng: random.Random, out: int) -> SamplingParams:
+        seed, edits = rng.randrange(1 << 30), extras if rng.random() < 0.5 else {}
+        return SamplingParams(
+            max_tokens=out, min_tokens=out if "logit_bias" in edits else 0, ignore_eos=True, seed=seed, **edits
+        )
+
+    return params
 
 
 WORKLOADS = {
@@ -116,7 +121,14 @@ WORKLOADS = {
         decode_only=True,
         params=lambda rng, out: SamplingParams(max_tokens=out, ignore_eos=True, seed=rng.randrange(1 << 30)),
     ),
-    "E50": Workload("E50", lambda rng: [(128, 256)] * 128, decode_only=True, params=half_edited),
+    **{
+        name: Workload(name, lambda rng: [(128, 256)] * 128, decode_only=True, params=half_edited(*asked))
+        for name, asked in {
+            "E50": (_PENALTIES, _BIASES, _LOGPROBS),
+            "E50L": (_LOGPROBS,),
+            "E50P": (_PENALTIES,),
+        }.items()
+    },
     "P4096": Workload("P4096", lambda rng: [(4095, 1)] * 16),
     "R2000": Workload(
         "R2000", lambda rng: [(rng.randint(1, 2048), rng.randint(1, 32)) for _ in range(2000)], params=any_params
@@ -190,7 +202,7 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card)
         torch.cuda.synchronize()
     start = time.perf_counter()
     for prompt, (_, out) in zip(prompts, lengths, strict=True):
-        engine.submit(prompt, workload.params(rng, out))
+        engine.submit(prompt, workload.params(rng, out), whole=True)
     produced, first_s = 0, 0.0
     stamps = []
     while engine.has_work:

@@ -1,8 +1,9 @@
 """What a decode step of the engine costs the host: everything but the device, for requests that only decode.
 
-A runner without a device packs each step as a real one does, one copy short, and answers with the same token for everybody.
+A runner without a device makes what a real one sends to it, one copy short, and answers with the same token for everybody.
 Times are medians over steps, in microseconds of the processor, so that other programs do not count. Every 16th token of a
-request crosses into a new page, and requests are staggered, so that a step has its share of that.
+request crosses into a new page, and requests are staggered, so that a step has its share of that. A step ends with the arrays
+that it hands out ("all"); what a reader makes of them, a value a request, is "read", in the same process or another.
 """
 
 import statistics
@@ -16,8 +17,10 @@ import numpy as np
 from tilewright.engine.batch import Layout, Packer
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
+from tilewright.engine.reader import Reader
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.slots import SlotState, put
 from tilewright.engine.speculation import FromText
 from tilewright.engine.step import FillMasks, Step, StepResult
 
@@ -34,23 +37,20 @@ class _Hostly:
 
     def __init__(self, requests: int, pages: int):
         self._packer = Packer(page_size=_PAGE, max_seqs=requests, max_pages=pages)
-        self._buffer = np.zeros(Layout(1 << 14, requests, requests).nbytes, np.uint8)
-        self._arrays: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
-        self._table = np.zeros((requests, pages), np.int32)
+        room = max(Layout(1 << 14, requests, requests).nbytes, SlotState.nbytes(requests, pages))
+        self._buffer, self._slots = np.zeros(room, np.uint8), np.zeros(0, np.int64)
 
     def launch(self, step: Step) -> Step:
-        """Packs a step."""
-        width = self._packer.refresh(step)
-        self._packer.fill(self._views(step), step)
-        np.take(self._packer.tables[:, :width], step.slots, axis=0, out=self._table[: step.slots.size, :width])
+        """Writes what a device would have to be told."""
+        self._packer.refresh(step)
+        if step.counts is step.samples and not step.drafts:
+            rows = np.zeros(0, np.int64) if self._slots is step.slots else step.slots
+            put(self._buffer, (rows, *self._packer.changes(step)))
+            self._slots = step.slots
+        else:
+            sizes = (int(step.counts.sum()), step.slots.size, int(step.samples.sum()))
+            self._packer.fill(Layout(*sizes).host(self._buffer), step)
         return step
-
-    def _views(self, step: Step) -> dict[str, np.ndarray]:
-        """As for captured graphs: laid out once for a number of rows."""
-        sizes = (int(step.counts.sum()), step.slots.size, int(step.samples.sum()))
-        if sizes not in self._arrays:
-            self._arrays[sizes] = Layout(*sizes).host(self._buffer)
-        return self._arrays[sizes]
 
     def sample(self, ticket: Step, words: int, fill: FillMasks) -> None:
         """No request has a grammar here."""
@@ -62,7 +62,7 @@ class _Hostly:
 
 
 def host_times(*, running: int, context: int, steps: int, speculate: bool) -> dict[str, float]:
-    """Median microseconds of each part of a step, and "all" of it.
+    """Median microseconds of each part of a step, "all" of it, and of reading it.
 
     Args:
         running: requests that decode.
@@ -77,18 +77,19 @@ def host_times(*, running: int, context: int, steps: int, speculate: bool) -> di
     engine = Engine(
         _Hostly(running, pages), None, (), scheduler, vocab_size=_VOCAB, proposer=FromText(running) if speculate else None
     )
-    rng = np.random.default_rng(0)
+    reader, rng = Reader(None), np.random.default_rng(0)
     for i in range(running):
         prompt = rng.integers(0, _VOCAB, context - i % _PAGE).tolist()
-        engine.submit(prompt, SamplingParams(max_tokens=steps + 20, ignore_eos=True))
+        params = SamplingParams(max_tokens=steps + 20, ignore_eos=True)
+        reader.open([i], engine.submit(prompt, params, streams=[i]), prompt, params)
     while len(scheduler.running) < running or scheduler.stats().generated_tokens < running:
-        engine.step()
+        reader.read(engine.advance())
         if scheduler.stats().failed:
             raise RuntimeError("a step failed: look at the messages of its requests")
-    return _timed(engine, steps)
+    return _timed(engine, reader, steps)
 
 
-def _timed(engine: Any, steps: int) -> dict[str, float]:
+def _timed(engine: Any, reader: Reader, steps: int) -> dict[str, float]:
     spent: dict[str, float] = defaultdict(float)
 
     def watch(owner: Any, name: str, part: str) -> None:
@@ -111,7 +112,10 @@ def _timed(engine: Any, steps: int) -> dict[str, float]:
     for _ in range(steps):
         spent.clear()
         start = time.thread_time()
-        engine.step()
-        whole = time.thread_time() - start
+        made = engine.advance()
+        end = time.thread_time()
+        whole = end - start
         rows.append({**spent, "hand out": whole - sum(spent.values()), "all": whole})
+        reader.read(made)
+        rows[-1]["read"] = time.thread_time() - end
     return {part: round(1e6 * statistics.median(row[part] for row in rows), 1) for part in rows[0]}

@@ -377,6 +377,7 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     "edit_logits": ("M=1", "M=256"),
     "minhash": ("D=65536 L=512", "D=64 L=65536"),
     "band_keys": ("D=1048576",),
+    "decode_inputs": ("M=1", "M=256"),
     "mask_logits": ("M=1", "M=256"),
     "token_logprobs": ("M=1", "M=256"),
     "top_logprobs": ("M=1", "M=64"),

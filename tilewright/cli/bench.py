@@ -107,7 +107,7 @@ def bench_engine(
     context: typer.Context,
     shape: Annotated[str, typer.Argument(help="Model shape, random weights: qwen3-0.6b, qwen3-8b, llama-1b, llama-8b.")],
     workload: Annotated[
-        list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B8, B64, S64, E0, E50, P4096, R2000; any.")
+        list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B8, B64, S64, E0, E50[L|P], P4096, R2000; any.")
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process: the first is cold.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",

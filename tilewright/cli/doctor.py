@@ -27,6 +27,7 @@ FOR = {
     "compare": "ONNX Runtime and OpenVINO in `tilewright compare`, and its HTML report",
     "data": "`tilewright data`",
     "ray": "`tilewright serve --ray`, and `tilewright data` on several machines",
+    "traces": "traces by OpenTelemetry of `tilewright serve`",
     "train": "TensorBoard beside `tilewright train`",
     "scaling": "`tilewright scaling`",
     "rl": "rewards and tasks of reinforcement learning",

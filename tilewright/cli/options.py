@@ -19,6 +19,7 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 # Options whose name or unit is friendlier than the field's: field -> (option, type, bytes in its unit).
 FRIENDLY: dict[str, tuple[str, Any, int]] = {
     "kv_cache_bytes": ("kv_cache_gib", float | None, 2**30),
+    "host_cache_bytes": ("host_cache_gib", float | None, 2**30),
     "max_body_bytes": ("max_body_mib", int, 2**20),
     "max_waiting": ("queue", int, 1),
     "max_wait_s": ("max_wait", float, 1),

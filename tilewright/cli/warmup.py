@@ -19,6 +19,7 @@ _WITHOUT = {
     "adapters",
     "model",
     "device",
+    "host_cache_bytes",
     "kv_cache_bytes",
     "memory_fraction",
     "prefill_chunk",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import compress
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +27,28 @@ class Accepted(NamedTuple):
     """The same."""
     logprobs: list[TokenLogprobs | None]
     """[], or an entry a token."""
-    here: np.ndarray
-    """[N] bool: the request is still in its slot."""
+    here: np.ndarray | None
+    """[N] bool: the request is still in its slot; None: all are."""
+    looks: list[int]
+    """Indices of the requests to which something has happened beside one more token: the first of a stay in a slot, the last,
+    several at once."""
+
+    def explained(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Of the requests, by their indices, that have log-probabilities."""
+        if not self.logprobs:
+            return {}
+        entries = ((i, tuple(one for one in logprobs if one is not None)) for i, (_, _, logprobs) in enumerate(self.each()))
+        return {i: found for i, found in entries if found}
+
+    def without_nan(self) -> tuple["Accepted", list[Request]]:
+        """(those whose log-probabilities are numbers, the requests of the others)"""
+        wrong = np.zeros(len(self.requests), bool)
+        for i, found in self.explained().items():
+            wrong[i] = any(isnan(one.logprob) for one in found)
+        if not wrong.any():
+            return self, []
+        looks = [i - int(wrong[:i].sum()) for i in self.looks if not wrong[i]]
+        return self.only(~wrong)._replace(looks=looks), list(compress(self.requests, wrong.tolist()))
 
     def append(self) -> None:
         """Add the tokens to their requests."""
@@ -56,20 +77,24 @@ class Accepted(NamedTuple):
             self.ids[lines],
             self.ids[lines].tolist(),
             list(compress(self.logprobs, lines)),
-            self.here[stays],
+            None if self.here is None else self.here[stays],
+            [],
         )
 
 
-def accepted(step: Step, result: StepResult, here: np.ndarray) -> Accepted:
-    """What counts of a result. `here` [rows]: the row's request is still in its slot.
+def accepted(step: Step, result: StepResult, here: np.ndarray | None) -> Accepted:
+    """What counts of a result. `here` [rows]: the row's request is still in its slot; None: each, and each has a sample.
 
     Of the others those that have ended need no more, and those that were preempted keep their samples.
     """
+    if here is None:
+        ids = result.tokens
+        return Accepted(step.requests, step.slots, result.counts, ids, ids.tolist(), result.logprobs, None, [])
     rows = np.flatnonzero(result.counts)
     requests = step.requests if rows.size == result.counts.size else [step.requests[i] for i in rows.tolist()]
     here = here[rows]
     ids = result.tokens
-    found = Accepted(requests, step.slots[rows], result.counts[rows], ids, ids.tolist(), result.logprobs, here)
+    found = Accepted(requests, step.slots[rows], result.counts[rows], ids, ids.tolist(), result.logprobs, here, [])
     if here.all():
         return found
     stays = here.copy()

@@ -1,5 +1,7 @@
 """From a step to what the model reads: one packed buffer on the host, one copy, views of it on the device.
 
+A step in which everybody brings one token is not packed: `Packer.changes` says what the device does not know of it yet.
+
     # T tokens, B sequences, R sampled rows, W pages in the longest block table
 
 Rows of the batch are the step's rows in their order. Whatever the host does not know yet, a sample of the step before, is
@@ -18,7 +20,11 @@ from tilewright.engine.request import Request
 from tilewright.engine.step import HOST_ERRORS, RowFault, Step
 from tilewright.nn import Batch
 
-__all__ = ["Inputs", "Layout", "Packer"]
+__all__ = ["LINE_WORDS", "Changes", "Inputs", "Layout", "Packer"]
+
+
+LINE_WORDS = 5
+"""int64 words of a slot's line, as `ops.decode_inputs` says."""
 
 
 class Inputs(NamedTuple):
@@ -26,8 +32,8 @@ class Inputs(NamedTuple):
 
     token_ids: Tensor
     """[T] int64; what stands where `feed` is not negative does not count."""
-    feed: Tensor
-    """[T] int64: the slot whose latest sample is this token, or -1."""
+    feed: Tensor | None
+    """[T] int64: the slot whose latest sample is this token, or -1. None: all tokens are in `token_ids`."""
     batch: Batch
     sampled_slots: Tensor
     """[R] int64: where the sample of each row goes; the row past the last slot for padding."""
@@ -107,6 +113,23 @@ class Layout:
         return Inputs(batch=batch, **views)
 
 
+class Changes(NamedTuple):
+    """What the device does not know yet of the slots of a step; every part may be empty."""
+
+    line_slots: np.ndarray
+    lines: np.ndarray
+    """[N] and [N, 5] int64: lines of `ops.decode_inputs`."""
+    fed_slots: np.ndarray
+    fed: np.ndarray
+    """[M] int64: newest tokens that were not sampled in the step before."""
+    cells: np.ndarray
+    """[2, L] int32: places in the table of all slots, as one row, and the pages that come there."""
+
+
+_NONE = np.zeros(0, np.int64)
+_NO_CELLS = np.zeros((2, 0), np.int32)
+
+
 class Packer:
     """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
 
@@ -124,46 +147,60 @@ class Packer:
         self.padding_slot = max_seqs
         self.tables = np.zeros((max_seqs, max_pages), np.int32)
         self._leases, self._held = np.full(max_seqs, -2, np.int64), np.zeros(max_seqs, np.int64)
-        # One line a slot, plus one for padding: greedy, everything off.
-        self._temperature = np.zeros(max_seqs + 1, np.float32)
-        self._top_k = np.zeros(max_seqs + 1, np.int32)
-        self._top_p = np.ones(max_seqs + 1, np.float32)
-        self._min_p = np.zeros(max_seqs + 1, np.float32)
-        self._seed = np.zeros(max_seqs + 1, np.int64)
-        self._alternatives = np.full(max_seqs + 1, -1, np.int32)
+        self._seen = np.zeros(0, np.int64)  # `leases` of the step before
+        # One line a slot, plus one for padding: greedy, everything off. As `ops.decode_inputs` reads them.
+        self.lines = np.zeros((max_seqs + 1, LINE_WORDS), np.int64)
+        halves = self.lines.view(np.int32)
+        floats = halves.view(np.float32)
+        self._computed, self._seed = self.lines[:, 0], self.lines[:, 1]
+        self._temperature, self._top_k, self._top_p, self._min_p = floats[:, 4], halves[:, 5], floats[:, 6], floats[:, 7]
+        self._alternatives = halves[:, 8]
+        self._top_p[:], self._alternatives[:] = 1, -1
+        # What the device has of them: lines, and the first so many pages of each table.
+        self._unsent, self._sent = np.zeros(max_seqs, bool), np.zeros(max_seqs, np.int64)
+        self._any_unsent = self._any_explained = False
+        self._row_slots, self._moves = _NONE, np.zeros(max_seqs + 1, np.int64)  # of the step before: 1 where a slot had a row
         self._explains = np.zeros(max_seqs, bool)
         self._adapter = np.zeros(max_seqs + 1, np.int32)
 
-    def refresh(self, step: Step) -> int:
-        """Bring tables and parameters of the step's slots up to date; returns the pages of the longest table.
+    def refresh(self, step: Step) -> None:
+        """Bring tables and parameters of the step's slots up to date.
 
         Raises:
             RowFault: those of one request cannot be written.
         """
-        slots = step.slots
-        moved = self._leases[slots] != step.leases
-        held = self._held[slots]
-        grown = ~moved & (step.pages == held + 1)
+        held = self._held.take(step.slots)
+        others = step.pages != held
+        moved = None
+        if step.leases is not self._seen:  # else nobody has come or gone
+            moved = self._leases.take(step.slots) != step.leases
+            others |= moved
+        rows = others.nonzero()[0]
+        if rows.size:
+            self._refresh(step, rows, held[rows], np.zeros(rows.size, bool) if moved is None else moved[rows])
+        self._seen = step.leases
+
+    def _refresh(self, step: Step, rows: np.ndarray, held: np.ndarray, moved: np.ndarray) -> None:
+        slots = step.slots[rows]
+        grown = ~moved & (step.pages[rows] == held + 1)
         if grown.any():  # by one page: what a decoding request asks for
-            rows = np.flatnonzero(grown)
-            last = [step.requests[i].pages[-1] for i in rows.tolist()]
+            last = [step.requests[i].pages[-1] for i in rows[grown].tolist()]
             try:
-                self.tables[slots[rows], held[rows]] = last
+                self.tables[slots[grown], held[grown]] = last
             except HOST_ERRORS:
                 grown[:] = False  # one by one, to find out whose it is
             else:
-                self._held[slots[rows]] += 1
-        for i in np.flatnonzero(moved | (~grown & (held != step.pages))).tolist():
-            request, slot = step.requests[i], int(slots[i])
-            held, pages = 0 if moved[i] else int(self._held[slot]), request.pages
+                self._held[slots[grown]] += 1
+        for i in (~grown).nonzero()[0].tolist():
+            request, slot = step.requests[int(rows[i])], int(slots[i])
+            first, pages = 0 if moved[i] else int(held[i]), request.pages
             try:
                 if moved[i]:
                     self._arrive(slot, request)
-                self.tables[slot, held : len(pages)] = pages[held:]
+                self.tables[slot, first : len(pages)] = pages[first:]
             except HOST_ERRORS as error:
                 raise RowFault(request, error) from error
-            self._leases[slot], self._held[slot] = step.leases[i], len(pages)
-        return max(1, int(step.pages.max(initial=1)))
+            self._leases[slot], self._held[slot] = step.leases[rows[i]], len(pages)
 
     def _arrive(self, slot: int, request: Request) -> None:
         s = request.settings
@@ -171,8 +208,67 @@ class Packer:
         self._min_p[slot], self._seed[slot] = s.min_p, request.seed
         self._alternatives[slot] = -1 if request.params.logprobs is None else request.params.logprobs
         self._explains[slot] = request.params.prompt_logprobs is not None
+        self._any_explained |= bool(self._alternatives[slot] >= 0)
         self._adapter[slot] = request.adapter
+        self._unsent[slot], self._any_unsent, self._sent[slot] = True, True, 0
         self._place(request)
+
+    def longest(self, step: Step) -> int:
+        """Pages of the longest block table of a step."""
+        return max(1, int(step.pages.max(initial=1)))
+
+    def changes(self, step: Step) -> Changes:
+        """What the device has to be told before it derives a step of one token a row. After `refresh`, once; it is then known.
+
+        Raises:
+            RowFault: the newest token of a request is none.
+        """
+        slots, unfed = step.slots, (_NONE if step.fed.all() else (~step.fed).nonzero()[0])
+        fed = self._newest(step, unfed) if unfed.size else _NONE
+        wrong = self._computed.take(slots) != step.starts
+        if self._any_unsent:
+            wrong |= self._unsent.take(slots)
+        at = slots[wrong] if wrong.any() else _NONE
+        if at.size:
+            self._computed[at], self._unsent[at] = step.starts[wrong], False
+            self._any_unsent = bool(self._unsent.any())
+        lines, cells = self.lines[at] if at.size else _NONE, self._cells()
+        if slots is not self._row_slots:
+            self._row_slots, self._moves = slots, np.zeros(self.lines.shape[0], np.int64)
+            self._moves[slots] = 1
+        self._computed += self._moves
+        return Changes(at, lines, slots[unfed] if unfed.size else _NONE, fed, cells)
+
+    def _cells(self) -> np.ndarray:
+        """The pages of all slots that the device does not have yet."""
+        slots = (self._held > self._sent).nonzero()[0]
+        if not slots.size:
+            return _NO_CELLS
+        place, more = self._sent[slots], self._held[slots] - self._sent[slots]
+        owner = slots
+        if more.max() > 1:
+            owner = np.repeat(slots, more)
+            place = np.repeat(place - np.cumsum(more) + more, more) + np.arange(owner.size)
+        cells = np.empty((2, owner.size), np.int32)
+        cells[0], cells[1] = owner * self.tables.shape[1] + place, self.tables[owner, place]
+        self._sent[slots] += more
+        return cells
+
+    def _newest(self, step: Step, rows: np.ndarray) -> np.ndarray:
+        tokens = np.zeros(rows.size, np.int64)
+        for at, i in enumerate(rows.tolist()):
+            request = step.requests[i]
+            try:
+                (tokens[at],) = request.tokens(int(step.starts[i]), int(step.starts[i]) + 1)
+            except HOST_ERRORS as error:
+                raise RowFault(request, error) from error
+        return tokens
+
+    def adapters(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [2 rows], as `Batch.adapters`, of rows of one token in these slots."""
+        out = np.zeros(2 * slots.size, np.int32)
+        self._fill_adapters(out, slice(slots.size), slots)
+        return out
 
     def adapted(self, step: Step) -> bool:
         """Whether the model is to be told adapters: any of the step's rows has one. After `refresh`."""
@@ -180,7 +276,7 @@ class Packer:
 
     def explained(self, step: Step) -> bool:
         """Whether any of a step's rows wants log-probabilities of its samples."""
-        return bool((self._alternatives[step.slots[step.samples > 0]] >= 0).any())
+        return self._any_explained and bool((self._alternatives[step.slots[step.samples > 0]] >= 0).any())
 
     def prompts_explained(self, step: Step) -> bool:
         """Whether any of a step's rows wants log-probabilities of its prompt."""

@@ -48,6 +48,7 @@ class EngineConfig:
     page_size: int | None = option(None, "tokens in a page of the KV cache; default: 64 for latents and 8-bit codes, else 16")
     kv_cache: str | None = option(None, f"store keys and values as {' or '.join(KV_CACHE)}; default: in the model's dtype")
     kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from memory_fraction")
+    host_cache_bytes: int | None = option(None, "bytes of host memory for what the KV cache gives up; default: none")
     memory_fraction: float = option(0.9, "share of the device's memory for weights, workspace and KV cache together")
     max_tokens_per_step: int = option(8192, "tokens of one pass of the model, at least max_seqs; a CPU takes 256 at most")
     prefill_chunk: int | None = option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
@@ -70,12 +71,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         least = {"max_seqs": 1, "page_size": 1, "max_tokens_per_step": self.max_seqs, "max_waiting": 1}
-        least |= {"max_model_len": 2, "kv_cache_bytes": 1, "prefill_chunk": 1, "max_adapters": 0, "max_adapter_rank": 1}
+        least |= {
+            "max_model_len": 2,
+            "kv_cache_bytes": 1,
+            "host_cache_bytes": 0,
+            "prefill_chunk": 1,
+            "max_adapters": 0,
+            "max_adapter_rank": 1,
+        }
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 also = ", max_seqs" if name == "max_tokens_per_step" else ""
                 raise ValueError(f"{name} is {value}, wanted {low}{also} or more")
+        if self.host_cache_bytes and not self.prefix_cache:
+            raise ValueError("host_cache_bytes is set without the prefix cache, whose pages it keeps; leave one of them out")
         if self.quantize is not None and self.quantize not in QUANTIZE:
             raise ValueError(f"quantize is {self.quantize!r}, wanted one of {', '.join(QUANTIZE)}")
         if self.kv_cache is not None and self.kv_cache not in KV_CACHE:
@@ -104,6 +114,7 @@ class EngineConfig:
         if self.plan == Plan():
             return
         held = {"max_adapters": self.adapter_places, "quantize": self.quantize, "draft": self.draft, "bundle": self.bundle}
+        held["host_cache_bytes"] = self.host_cache_bytes
         for name, value in held.items():
             if value:
                 raise ValueError(f"{name} is {value!r}, which does not go with tp, pp and slices; leave one of them out")

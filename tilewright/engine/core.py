@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilewright.engine.accepting import Accepted
 from tilewright.engine.adapter_names import place_of
-from tilewright.engine.deltas import Note, OutputState, StepDeltas, StepRows
+from tilewright.engine.deltas import OutputState, StepDeltas, StepRows
 from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.reader import Reader
-from tilewright.engine.request import Delta, Request, SamplingParams, TokenLogprobs
+from tilewright.engine.request import Delta, Request, SamplingParams
 from tilewright.engine.rules import Rules
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import Proposer, Speculator
@@ -89,6 +90,7 @@ class Engine:
         self._grammars_lock = threading.Lock()
         self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
         self._rows = StepRows()  # not handed out yet
+        self._stream_of = np.zeros(scheduler.max_seqs, np.int64)  # by slot, from the first sample in it on
         self._speculator: Speculator | None = None
         if proposer is not None:
             self._speculator = Speculator(proposer, scheduler, longest=draft_tokens, rules=Rules(self._constraints))
@@ -124,11 +126,13 @@ class Engine:
         *,
         max_wait_s: float | None = None,
         streams: Sequence[int] | None = None,
+        whole: bool = False,
     ) -> str:
         """Queue a prompt: one request for each of its `params.n` samples, all or none. Returns their id.
 
         streams: the numbers of the samples, for a caller that reads `advance` itself and finds the stop strings. None:
             `step` reads them.
+        whole: nobody wants to hear of each token: `step` tells many at once, the last ones at the end.
         max_wait_s: how long the first sample may wait to be started; then all end with finish_reason "expired". The others
             wait as long as it takes. None: so does the first.
 
@@ -165,7 +169,7 @@ class Engine:
         self._constraints.update(zip(samples, constraints))
         if streams is None:
             streams = [-1 - next(self._numbers) for _ in samples]  # beside those of callers, which count from 0
-            self._reader.open(streams, name, prompt_ids, params)
+            self._reader.open(streams, name, prompt_ids, params, whole=whole)
         for stream, request in zip(streams, samples, strict=True):
             self._outputs[request] = OutputState(stream)
             self._streams[stream] = request
@@ -337,8 +341,32 @@ class Engine:
         self.failed_steps = 0
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(step, result)
-        for request, tokens, logprobs in self.scheduler.complete(step, result).each():
-            self._publish(request, tokens, [entry for entry in logprobs if entry is not None])
+        found, wrong = self.scheduler.complete(step, result), list[Request]()
+        if found.logprobs:
+            found, wrong = found.without_nan()
+        if found.requests:
+            self._publish(found)
+        for request in wrong:
+            self.scheduler.finish(request, "error")
+            request.finish_reason, request.error = "error", NOT_NUMBERS
+            self._end(request)
+
+    def _publish(self, found: Accepted) -> None:
+        """Hand out what counts of a step. Nobody looks at a request that has got one more token and nothing else."""
+        streams = self._stream_of.take(found.slots)
+        first = self._rows.extend(streams, found.counts, found.ids)
+        explained = found.explained()
+        for i in sorted({*found.looks, *explained}):
+            request = found.requests[i]
+            output = self._outputs[request]
+            streams[i] = output.stream
+            if request.slot is not None:
+                self._stream_of[request.slot] = output.stream
+            ended = request.finish_reason is not None
+            if ended or i in explained or not output.published:
+                self._rows.note(output.note(first + i, request, explained.get(i, ())))
+            if ended:
+                self._forget(request)
 
     def _keep_prompt_logprobs(self, step: Step, result: StepResult) -> None:
         for row, entries in zip(step.rows, result.prompt_logprobs):
@@ -349,48 +377,11 @@ class Engine:
                 if any(math.isnan(entry.logprob) for entry in entries):
                     self._fail_request(row.request, NOT_NUMBERS)
 
-    def _publish(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        output = self._outputs[request]
-        if any(math.isnan(entry.logprob) for entry in logprobs):
-            self.scheduler.finish(request, "error")
-            request.finish_reason, request.error = "error", NOT_NUMBERS
-            self._end(request)
-            return
-        row = self._rows.add(output.stream, *tokens)
-        ended = request.finish_reason is not None
-        if ended or logprobs or not output.published:
-            self._note(row, request, output, tuple(logprobs))
-        if ended:
-            self._forget(request)
-
     def _end(self, request: Request, retry_s: float | None = None) -> None:
         output = self._outputs[request]
-        self._note(self._rows.add(output.stream), request, output, retry_after_s=retry_s)
+        self._rows.note(output.note(self._rows.add(output.stream), request, retry_after_s=retry_s))
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
         self._constraints.pop(request, None)
         del self._streams[self._outputs.pop(request).stream]
-
-    def _note(
-        self,
-        row: int,
-        request: Request,
-        output: OutputState,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        retry_after_s: float | None = None,
-    ) -> None:
-        first, output.published = not output.published, True
-        asked = first and request.params.prompt_logprobs is not None
-        self._rows.note(
-            Note(
-                row=row,
-                finish_reason=request.finish_reason,
-                stop_reason=request.stop_reason,
-                error=request.error,
-                retry_after_s=retry_after_s,
-                cached_tokens=request.cached if first else None,
-                logprobs=logprobs,
-                prompt_logprobs=tuple(output.prompt_logprobs) if asked else None,
-            )
-        )

@@ -2,7 +2,8 @@
 
 While a request is here its `computed` and `pending` live in these arrays, and it reads through to them. Python looks at a
 single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the prefix
-cache wants to know, or ends.
+cache wants to know, or ends. As long as nobody comes or goes the list of requests, their slots and leases are the same objects
+in every step, by which a runner sees that nothing but the positions has changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ class Decoders:
         prompt     tokens of the prompt
         stops      [8, max_seqs]: tokens that end the text, else -1
         many       bool: there are more of these
+        fresh      bool: no sample of its stay in the slot has come yet
         held       bool: it speculates: it waits for the samples of its last row before it has another
     """
 
@@ -56,13 +58,14 @@ class Decoders:
         )
         self.stops = np.full((_STOPS, max_seqs), -1, np.int64)
         self._most_stops = 0
-        self.many, self.held = np.zeros((2, max_seqs), bool)
+        self.many, self.held, self.fresh = np.zeros((3, max_seqs), bool)
         self.together = False
         """Those that are held wait in the next step, for the samples that some of them have in flight."""
         self._requests: list[Request] = []
-        self._slots = self._leases = np.zeros(0, np.int64)
         self._joining: list[Request] = []
         self._stale = False
+        self._any_fresh = False
+        self._settle(np.zeros(0, np.int64))
 
     # Who is here -----------------------------------------------------------------------------------------------------
 
@@ -73,7 +76,7 @@ class Decoders:
         self.computed[slot], self.pending[slot] = request.computed, request.pending
         self.known[slot], self.prompt[slot] = len(request), len(request.prompt_ids)
         self.left[slot] = request.max_tokens - len(request.output_ids) - request.pending
-        self.held[slot] = False
+        self.held[slot], self.fresh[slot], self._any_fresh = False, True, True
         stops = list(request.stop_ids)
         self.many[slot] = len(stops) > _STOPS
         self._most_stops = max(self._most_stops, min(len(stops), _STOPS))
@@ -105,7 +108,7 @@ class Decoders:
         if self._stale:
             stays = self.lease[self._slots] == self._leases
             self._requests = list(compress(self._requests, stays.tolist()))
-            self._slots, self._leases = self._slots[stays], self._leases[stays]
+            self._settle(self._slots[stays])
             self._stale = False
         if self._joining:
             new = [
@@ -113,9 +116,18 @@ class Decoders:
             ]
             # Never in place: a step may hold the list. Seldom out of order: a short prompt may overtake a long one.
             self._requests = sorted(self._requests + new, key=lambda request: request.order)
-            self._slots = np.array([request.slot for request in self._requests], np.int64)
-            self._leases = self.lease[self._slots]
+            self._settle(np.array([request.slot for request in self._requests], np.int64))
             self._joining = []
+
+    def _settle(self, slots: np.ndarray) -> None:
+        """Who decodes from now on, in the order of `_requests`, and what follows from it alone."""
+        self._slots, self._leases = slots, self.lease[slots]
+        self._ones = np.ones(slots.size, np.int64)
+        self._turns = np.zeros(self.lease.size, np.int64)  # 1 in their slots: sums over all slots need no indices
+        self._turns[slots] = 1
+        self._ends = self.stops[: self._most_stops, slots]
+        self._many = bool(self.many[slots].any())
+        self._sure = 0  # steps in which all of them have a row, as far as is known
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -128,20 +140,31 @@ class Decoders:
     def turn(self) -> tuple[Turn, np.ndarray]:
         """Who decodes in the next step, and which of the rows, by their indices, need one more page."""
         requests, slots = self.members()
-        goes = self.left[slots] > 0
-        if self.together:
-            goes &= ~self.held[slots]
-        if not goes.all():
-            requests, slots = list(compress(requests, goes.tolist())), slots[goes]
-        starts = self.computed[slots]
-        turn = Turn(requests, slots, starts, self.pending[slots] > 0, {})
-        return turn, np.flatnonzero(starts >= self.cells[slots])
+        if self.together or self._sure <= 0:
+            left = self.left.take(slots)
+            goes = left > 0
+            if self.together:
+                goes &= ~self.held.take(slots)
+            if not goes.all():
+                requests, slots = list(compress(requests, goes.tolist())), slots[goes]
+            elif not self.together and slots.size:
+                self._sure = int(left.min())
+        starts = self.computed.take(slots)
+        turn = Turn(requests, slots, starts, self.pending.take(slots) > 0, {})
+        return turn, (starts >= self.cells.take(slots)).nonzero()[0]
 
     def book(self, turn: Turn) -> None:
         """The rows of a turn are launched."""
-        self.computed[turn.slots] += 1
-        self.pending[turn.slots] += 1
-        self.left[turn.slots] -= 1
+        if turn.slots is self._slots:
+            self.computed += self._turns
+            self.pending += self._turns
+            self.left -= self._turns
+            self._sure -= 1
+        else:
+            self.computed[turn.slots] += 1
+            self.pending[turn.slots] += 1
+            self.left[turn.slots] -= 1
+            self._sure = 0
 
     def booked(self, requests: list[Request]) -> Turn:
         """The turn of these requests, launched."""
@@ -167,41 +190,54 @@ class Decoders:
 
     def step(self, turn: Turn) -> Step:
         """A step of a turn alone."""
-        slots = turn.slots
+        slots, pages = turn.slots, self.cells.take(turn.slots) // self._size
+        if slots is self._slots and not turn.drafts:
+            return Step(turn.requests, slots, turn.starts, self._ones, self._ones, turn.fed, self._leases, pages)
         counts = np.ones(slots.size, np.int64)
         for i, drafts in turn.drafts.items():
             counts[i] += len(drafts)
-        return Step(
-            turn.requests, slots, turn.starts, counts, counts, turn.fed, self.lease[slots], self.cells[slots] // self._size,
-            turn.drafts,
-        )  # fmt: skip
+        return Step(turn.requests, slots, turn.starts, counts, counts, turn.fed, self.lease[slots], pages, turn.drafts)
 
     def goes(self, request: Request) -> bool:
         """Whether a request has a row in the next step, as far as it is up to it."""
         return bool(self.left[request.slot] > 0 and not (self.held[request.slot] and self.together))
 
-    def take(self, step: Step, counts: np.ndarray) -> np.ndarray:
-        """Which rows of a step brought samples to a request that is still here. These rows are pending no more."""
+    def take(self, step: Step, counts: np.ndarray) -> np.ndarray | None:
+        """Which rows of a step brought samples to a request that is still here; None: all. These are pending no more."""
+        if step.slots is self._slots and not step.drafts and not self._stale:
+            self.pending -= self._turns
+            self.known += self._turns
+            return None
         here = (self.lease[step.slots] == step.leases) & (step.samples > 0)
         slots, more = (step.slots, counts - 1) if here.all() else (step.slots[here], counts[here] - 1)
         self.pending[slots] -= 1
         self.known[slots] += more + 1
-        self.computed[slots] += more
-        self.left[slots] -= more
+        if step.drafts:
+            self.computed[slots] += more
+            self.left[slots] -= more
+            self._sure = 0
         return here
 
     def eventful(self, accepted: Accepted) -> tuple[list[int], list[int]]:
         """Indices of the requests at which somebody has to look, and of those that have filled a page and nothing else."""
-        slots = accepted.slots
-        single = accepted.ids.size == slots.size
-        last = accepted.ids if single else accepted.ids[np.cumsum(accepted.counts) - 1]
-        found = self.known[slots] == self.prompt[slots] + 1
-        if not single:
-            found |= accepted.counts > 1
-        for stops in self.stops[: self._most_stops]:
-            found |= stops[slots] == last
-        found |= self.many[slots]
-        found |= (self.left[slots] <= 0) & (self.pending[slots] == 0)
-        found |= ~accepted.here  # their slots are others' now
-        full = (self.computed[slots] >= self.due[slots]) & ~found
-        return np.flatnonzero(found).tolist(), np.flatnonzero(full).tolist()
+        slots, ids = accepted.slots, accepted.ids
+        same = slots is self._slots and accepted.here is None
+        single = ids.size == slots.size
+        last = ids if single else ids[np.cumsum(accepted.counts) - 1]
+        found = np.zeros(slots.size, bool) if single else accepted.counts > 1
+        for stops in self._ends if same else self.stops[: self._most_stops, slots]:
+            found |= stops == last
+        if self._any_fresh:
+            found |= self.fresh.take(slots)
+            self.fresh[slots if accepted.here is None else slots[accepted.here]] = False
+            self._any_fresh = bool(self.fresh.any())
+        if self._many or not same:
+            found |= self.many.take(slots)
+        if self._sure <= 0 or not same:
+            found |= (self.left.take(slots) <= 0) & (self.pending.take(slots) == 0)
+        if accepted.here is not None:
+            found |= ~accepted.here  # their slots are others' now
+        full = self.computed.take(slots) >= self.due.take(slots)
+        if found.any():
+            full &= ~found
+        return found.nonzero()[0].tolist(), full.nonzero()[0].tolist()

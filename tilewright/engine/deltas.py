@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewright.engine.request import TokenLogprobs
+from tilewright.engine.request import Request, TokenLogprobs
 
 __all__ = ["Note", "OutputState", "StepDeltas", "StepRows"]
 
@@ -60,40 +60,44 @@ class StepRows:
     """Rows as they come up during a step."""
 
     def __init__(self) -> None:
-        self._streams: list[int] = []
-        self._counts: list[int] = []
-        self._tokens: list[int] = []
+        self._rows = 0
+        self._blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._notes: list[Note] = []
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return self._rows
 
     def add(self, stream: int, *tokens: int) -> int:
         """A row; returns its index, for a note."""
-        self._streams.append(stream)
-        self._counts.append(len(tokens))
-        self._tokens += tokens
-        return len(self._streams) - 1
+        return self.extend(np.array([stream], np.int64), np.array([len(tokens)], np.int64), np.array(tokens, np.int64))
+
+    def extend(self, streams: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> int:
+        """Rows, as in `StepDeltas`; the arrays stay the caller's until `take`. Returns the index of the first."""
+        first, self._rows = self._rows, self._rows + streams.size
+        self._blocks.append((streams, counts, tokens))
+        return first
 
     def note(self, note: Note) -> None:
-        """Of the row that was added last."""
+        """Of a row behind those of all notes so far."""
         self._notes.append(note)
 
     def clear(self) -> None:
         """Forget all rows."""
-        for part in (self._streams, self._counts, self._tokens, self._notes):
-            part.clear()
+        self._rows = 0
+        self._blocks, self._notes = [], []
 
     def take(self) -> StepDeltas:
         """All rows so far, which are then forgotten."""
-        made = StepDeltas(
-            np.array(self._streams, np.int64),
-            np.array(self._counts, np.int32),
-            np.array(self._tokens, np.int32),
-            tuple(self._notes),
-        )
+        if not self._blocks:
+            return _NOTHING
+        blocks = self._blocks
+        streams, counts, tokens = blocks[0] if len(blocks) == 1 else map(np.concatenate, zip(*blocks))
+        made = StepDeltas(streams, counts.astype(np.int32), tokens.astype(np.int32), tuple(self._notes))
         self.clear()
         return made
+
+
+_NOTHING = StepDeltas(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 class OutputState:
@@ -105,3 +109,20 @@ class OutputState:
         self.stream = stream
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.published = False
+
+    def note(
+        self, row: int, request: Request, logprobs: tuple[TokenLogprobs, ...] = (), retry_after_s: float | None = None
+    ) -> Note:
+        """What there is to say of a request in a row of it."""
+        first, self.published = not self.published, True
+        asked = first and request.params.prompt_logprobs is not None
+        return Note(
+            row=row,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+            retry_after_s=retry_after_s,
+            cached_tokens=request.cached if first else None,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(self.prompt_logprobs) if asked else None,
+        )

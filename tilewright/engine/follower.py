@@ -20,9 +20,10 @@ from tilewright.engine.batch import Inputs, Layout
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.graphs import DecodeGraphs
 from tilewright.engine.plan import cache_dtype
-from tilewright.engine.runner import on_device, padding_inputs, scope_of, warm_sizes
+from tilewright.engine.runner import on_device, scope_of
 from tilewright.engine.share import Share
 from tilewright.engine.team import HEADER, Notice
+from tilewright.engine.warm import padding_inputs, warm_sizes
 from tilewright.hw.env import Launched, launched
 from tilewright.models import ModelError
 from tilewright.parallel.mesh import join

@@ -12,13 +12,27 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.engine.batch import Inputs, Layout
 from tilewright.engine.sampler import LogprobTensors
+from tilewright.engine.slots import row_inputs
 
-__all__ = ["Bodies", "Body", "DecodeGraph", "DecodeGraphs", "Sampled", "Tail", "Tails", "graph_sizes", "layout_of", "rehearse"]
+__all__ = [
+    "Bodies",
+    "Body",
+    "DecodeGraph",
+    "DecodeGraphs",
+    "Derive",
+    "Sampled",
+    "Tail",
+    "Tails",
+    "graph_sizes",
+    "layout_of",
+    "rehearse",
+]
 
 
 class Sampled(NamedTuple):
@@ -40,6 +54,13 @@ Tails = tuple[Tail, ...]
 """For rows that want a sample, and for rows that want more; none on a rank without a head."""
 
 
+class Derive(NamedTuple):
+    """How the inputs of rows of one token are written on the device, and the slot of those that are padding."""
+
+    inputs: Callable[[Inputs], None]
+    padding_slot: int
+
+
 def graph_sizes(max_seqs: int) -> list[int]:
     """Numbers of rows to capture, ascending, the last one `max_seqs`: close together where a step is short."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_seqs + 1, 16)]
@@ -58,7 +79,7 @@ def layout_of(rows: int, row_tokens: int = 1) -> Layout:
 
 
 class DecodeGraph:
-    """One captured step. `hidden` [rows * row_tokens, E] holds the result of `replay` until the next."""
+    """One captured step. `hidden` [rows * row_tokens, E] holds the result of `run` until the next."""
 
     def __init__(
         self,
@@ -68,6 +89,7 @@ class DecodeGraph:
         bodies: Bodies,
         tails: Tails,
         *,
+        derive: Derive | None,
         device: torch.device,
         stream: torch.cuda.Stream,
         pool: Any,
@@ -75,7 +97,13 @@ class DecodeGraph:
         self.layout = layout_of(rows, row_tokens)
         self._buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
-        inputs = _padding(self.layout, self._buffer, self._table)
+        self.inputs = inputs = _padding(self.layout, self._buffer, self._table, derive)
+        self.slots: np.ndarray | None = None
+        """The slots that `inputs` has, of a step that is derived."""
+        self.derives = derive is not None and self.layout.each is None
+        """Its rows have one token each, and their inputs are derived from the state of the slots."""
+        if derive is not None and self.derives:
+            bodies = _derived(bodies, derive)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for body in filter(None, bodies):
@@ -100,12 +128,20 @@ class DecodeGraph:
             self._tails.append((graph, sampled))
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    def replay(self, packed: Tensor, block_table: Tensor, adapted: bool = False) -> None:
-        """Run a step's body: `packed` [layout.nbytes] uint8 and `block_table` [B, W] int32, on the device; adapted: rows have
-        adapters."""
+    def run(self, adapted: bool = False) -> None:
+        """Run the body of a step that is derived; adapted: rows have adapters."""
+        (self._adapted if adapted else self._body).replay()
+
+    def take(self, packed: Tensor, block_table: Tensor) -> None:
+        """The inputs of a step that is not derived: `packed` [layout.nbytes] uint8 and `block_table` [B, W] int32, on the
+        device."""
         self._buffer.copy_(packed)
         self._table[: block_table.shape[0], : block_table.shape[1]].copy_(block_table)
-        (self._adapted if adapted else self._body).replay()
+
+    def replay(self, packed: Tensor, block_table: Tensor) -> None:
+        """`take` and `run`."""
+        self.take(packed, block_table)
+        self.run()
 
     def sample(self, more: bool) -> Sampled:
         """Run head and sampling behind the body; `more`: a row wants more than a sample. The result holds until the next."""
@@ -114,22 +150,38 @@ class DecodeGraph:
         return sampled
 
 
-def _padding(layout: Layout, buffer: Tensor, table: Tensor) -> Inputs:
+def _padding(layout: Layout, buffer: Tensor, table: Tensor, derive: Derive | None) -> Inputs:
     """Rows that are all padding: slot -1 writes nothing, and the sample goes to the row past the last slot."""
-    inputs = layout.device(buffer, table, layout.each or 1)
-    inputs.feed.fill_(-1)
+    if derive is not None and layout.each is None:
+        inputs = row_inputs(layout.seqs, buffer, table, derive.padding_slot)
+    else:
+        inputs = layout.device(buffer, table, layout.each or 1)
+        assert inputs.feed is not None
+        inputs.feed.fill_(-1)
     inputs.batch.slots.fill_(-1)
     return inputs
 
 
-def rehearse(bodies: Bodies, tails: Tails, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int) -> None:
+def _derived(bodies: Bodies, derive: Derive) -> Bodies:
+    """Bodies that derive their inputs first."""
+
+    def behind(body: Body) -> Body:
+        return lambda inputs: (derive.inputs(inputs), body(inputs))[1]
+
+    return behind(bodies[0]), bodies[1] and behind(bodies[1])
+
+
+def rehearse(
+    bodies: Bodies, tails: Tails, derive: Derive | None, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int
+) -> None:
     """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
     layouts = [layout_of(rows) for rows in graph_sizes(max_seqs)]
     layouts += [layout_of(rows, row_tokens) for rows in drafted_sizes(max_seqs, row_tokens, max_samples)]
     for layout in layouts:
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
-        inputs = _padding(layout, buffer, torch.zeros(layout.seqs, max_pages, dtype=torch.int32, device="meta"))
-        for body in filter(None, bodies):
+        table = torch.zeros(layout.seqs, max_pages, dtype=torch.int32, device="meta")
+        inputs = _padding(layout, buffer, table, derive)
+        for body in filter(None, _derived(bodies, derive) if derive is not None and layout.each is None else bodies):
             hidden = body(inputs)
             for tail in tails:
                 tail(inputs, hidden)
@@ -142,6 +194,7 @@ class DecodeGraphs:
         self,
         bodies: Bodies,
         tails: Tails,
+        derive: Derive | None = None,
         *,
         device: torch.device,
         max_seqs: int,
@@ -161,7 +214,7 @@ class DecodeGraphs:
         for i, (rows, tokens) in enumerate(sorted(sizes, key=lambda size: -size[0] * size[1])):
             progress(f"capturing decode graphs {i + 1}/{len(sizes)}")
             self._graphs[rows, tokens] = DecodeGraph(
-                rows, tokens, max_pages, bodies, tails, device=device, stream=stream, pool=pool
+                rows, tokens, max_pages, bodies, tails, derive=derive, device=device, stream=stream, pool=pool
             )
 
     def of(self, rows: int, row_tokens: int) -> DecodeGraph:

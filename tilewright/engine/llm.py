@@ -209,7 +209,7 @@ class LLM:
         while queue:
             prompt_ids, params = queue[0]
             try:
-                name = self.engine.submit(prompt_ids, params)
+                name = self.engine.submit(prompt_ids, params, whole=True)
             except QueueFull:
                 if not self.engine.has_work:
                     raise  # no step makes room for n samples where so many may never wait
@@ -258,7 +258,9 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
     if not loaded.runner.asynchronous:  # a CPU
         step_tokens, seqs = min(step_tokens, CPU_STEP_TOKENS), min(seqs, CPU_SEQS)
     scheduler = Scheduler(
-        blocks=BlockPool(loaded.plan.num_pages, loaded.plan.page_size, prefix_cache=options.prefix_cache),
+        blocks=BlockPool(
+            loaded.plan.num_pages, loaded.plan.page_size, prefix_cache=options.prefix_cache, host_pages=loaded.plan.host_pages
+        ),
         max_seqs=seqs,
         max_tokens_per_step=step_tokens,
         max_model_len=loaded.plan.max_model_len,

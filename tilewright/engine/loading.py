@@ -101,7 +101,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
                 max_positions=plan.max_model_len,
             )
         adapters = held_adapters(built, options, read)
-        runner = runner_of(built, plan.num_pages, plan.max_model_len, options)
+        runner = runner_of(built, plan.num_pages, plan.max_model_len, options, host_pages=plan.host_pages)
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
         guesses = None if draft is None else _draft_runner(draft, options, plan, on, dtype, report)
@@ -230,6 +230,7 @@ def runner_of(
     page_size: int | None = None,
     *,
     guesses: bool = False,
+    host_pages: int = 0,
     explains_draws: bool = False,
     team: Team | None = None,
 ) -> ModelRunner:
@@ -249,6 +250,7 @@ def runner_of(
         row_tokens=1 if guesses else options.row_tokens,
         batch_invariant=options.invariant,
         cache_dtype=cache_dtype(model, options),
+        host_pages=host_pages,
         explains_draws=explains_draws,
         team=team,
     )

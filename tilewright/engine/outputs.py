@@ -119,3 +119,10 @@ class EngineStats:
     """Ended by an error of the runner."""
     expired: int
     """Given up: they had waited too long to be started."""
+    host_pages_total: int = 0
+    host_pages_used: int = 0
+    """Pages of host memory that hold what the prefix cache had to give up."""
+    pages_out: int = 0
+    """Copied to host memory."""
+    pages_in: int = 0
+    """Copied back."""

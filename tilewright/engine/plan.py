@@ -10,6 +10,7 @@ import torch
 
 from tilewright.engine.adapters import adapter_bytes
 from tilewright.engine.config import EngineConfig
+from tilewright.engine.tier import buffer_bytes
 from tilewright.hw.device import free_bytes, memory_bytes
 from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
 from tilewright.nn import ExpertLinear, Linear, LoraStack, Rope
@@ -42,6 +43,8 @@ class MemoryPlan:
     page_bytes: int
     page_size: int
     num_pages: int
+    host_pages: int = 0
+    """Pages of host memory, which take nothing of `limit_bytes`."""
     max_model_len: int
     warnings: tuple[str, ...] = ()
     """What was asked for, or what the model could do, and is not so."""
@@ -66,6 +69,8 @@ class MemoryPlan:
             ("reserve", self.reserve_bytes, ""),
             ("KV cache", self.cache_bytes, f"{self.num_pages} pages of {self.page_size} tokens, {self.page_bytes} bytes each"),
         ]
+        if self.host_pages:
+            rows.append(("host memory", self.host_pages * self.page_bytes, f"{self.host_pages} pages, not of the device"))
         lines = [f"memory plan for {self.device}, contexts up to {self.max_model_len} tokens"]
         lines += [f"  {name:<15}{size:>16,} bytes  {note}".rstrip() for name, size, note in rows]
         limit = "" if self.limit_bytes is None else f" of {self.limit_bytes:,} allowed"
@@ -177,13 +182,19 @@ def _cuts(
     return tuple(found)
 
 
+def _host_pages(options: EngineConfig, page_bytes: int, device: torch.device) -> tuple[int, int]:
+    """(pages of host memory, bytes of the device that they pass through)"""
+    pages = (options.host_cache_bytes or 0) // page_bytes
+    return pages, buffer_bytes(page_bytes) if pages and device.type == "cuda" else 0
+
+
 def plan_memory(
     model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype, draft: Model | None = None
 ) -> MemoryPlan:
     """Divide the memory of a device between a model, which may be on "meta", and what runs it. `draft`: a second model, which
     guesses for it, and has its keys and values in pages of its own beside each of the model's.
 
-    Of the options: without `max_model_len` it is the model's own limit, or what the cache holds if that is less; without
+    Without `max_model_len` it is the model's own limit, or what the cache holds if that is less; without
     `kv_cache_bytes` the cache gets what `memory_fraction` of a GPU leaves, on a CPU 1 GiB.
 
     Raises:
@@ -195,8 +206,9 @@ def plan_memory(
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {longest}")
     page_bytes = page_size * kv_bytes_per_token(config, cache_dtype(model, options) or dtype)
+    host_pages, buffers = _host_pages(options, page_bytes, device)
     weights, tables, adapters = weight_bytes_of(model), _tables_bytes(model), adapter_bytes(model)
-    working = _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
+    working = buffers + _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
     if draft is not None:
         page_bytes += page_size * kv_bytes_per_token(draft.config, cache_dtype(draft, options) or dtype)
         weights, tables = weights + weight_bytes_of(draft), tables + _tables_bytes(draft)
@@ -205,8 +217,7 @@ def plan_memory(
     if device.type == "cuda":
         limit = min(int(memory_bytes(device) * options.memory_fraction), free_bytes(device))
         reserve = _CUDA_RESERVE_BYTES
-    useful = options.max_seqs * -(-(wanted or longest) // page_size)
-    room = options.kv_cache_bytes
+    useful, room = options.max_seqs * -(-(wanted or longest) // page_size), options.kv_cache_bytes
     if room is None:
         room = _CPU_CACHE_BYTES if limit is None else max(0, limit - weights - adapters - tables - working - reserve)
     num_pages = min(room // page_bytes, useful)
@@ -223,6 +234,7 @@ def plan_memory(
         page_bytes=page_bytes,
         page_size=page_size,
         num_pages=num_pages,
+        host_pages=host_pages,
         max_model_len=fitting,
         warnings=_cuts(config, options, num_pages * page_bytes, fitting, all_useful=num_pages == useful),
     )

@@ -3,11 +3,17 @@
 Pure Python. `StepPlan` is the step that the scheduler is making: pages that it fills may be read by its later rows.
 """
 
+from collections.abc import Sequence
+
 from tilewright.engine.blocks import BlockPool, page_digest
 from tilewright.engine.request import Request
 from tilewright.engine.step import Row
 
 __all__ = ["Prefixes", "StepPlan"]
+
+
+ON_HOST = -1
+"""Instead of a page: its content is in host memory."""
 
 
 class StepPlan:
@@ -33,26 +39,35 @@ class Prefixes:
         self.blocks = blocks
 
     def hits(self, request: Request, plan: StepPlan) -> list[int]:
-        """Pages of the prefix cache that continue what the request has computed. Owns nothing yet."""
+        """Pages of the prefix cache that continue what the request has computed, `ON_HOST` for those that must be fetched.
+        Owns nothing yet."""
         size = self.blocks.page_size
         first = len(request.pages)
         hits: list[int] = []
         if request.computed != first * size or request.params.prompt_logprobs is not None:
             return hits
+        spare = self.blocks.available
         for index in range(first, len(request) // size):
-            page = self.blocks.find(self._digest(request, index))
+            digest = self._digest(request, index)
+            page = self.blocks.find(digest)
+            if page is None and self.blocks.host.ready(digest):
+                page = ON_HOST
             if page is None:
-                return hits
+                break
+            if page == ON_HOST or self.blocks.owners(page) == 0:
+                if not spare:
+                    break
+                spare -= 1
             hits.append(page)
         everything = hits and (first + len(hits)) * size == len(request)
         # The last page is to be copied. If it is filled in this very step, or there is no page for the copy, it is computed.
-        if everything and (hits[-1] in plan.fresh or self.blocks.available <= self.unowned(hits)):
+        if everything and (hits[-1] in plan.fresh or hits[-1] == ON_HOST or not spare):
             hits.pop()
         return hits
 
     def unowned(self, pages: list[int]) -> int:
-        """How many of these pages nobody owns."""
-        return sum(self.blocks.owners(page) == 0 for page in pages)
+        """How many of these hits take a page that nobody owns."""
+        return sum(page == ON_HOST or self.blocks.owners(page) == 0 for page in pages)
 
     def take(self, request: Request, hits: list[int], plan: StepPlan) -> int:
         """Put pages that `hits` found at the end of the request's block table; returns how many tokens they hold for it."""
@@ -60,8 +75,9 @@ class Prefixes:
             return 0
         blocks, before = self.blocks, request.computed
         for page in hits:
-            blocks.share(page)
-        request.pages += hits
+            if page != ON_HOST:
+                blocks.share(page)
+        request.pages += self._fetched(request, hits, plan)
         request.registered = len(request.pages)
         request.computed = len(request.pages) * blocks.page_size
         if request.computed == len(request):
@@ -71,6 +87,19 @@ class Prefixes:
             request.computed -= 1
         return request.computed - before
 
+    def _fetched(self, request: Request, hits: list[int], plan: StepPlan) -> list[int]:
+        """The hits, with new pages for those on the host, which the step fills before anything else."""
+        first, blocks = len(request.pages), self.blocks
+        wanted = {i: self._digest(request, first + i) for i, page in enumerate(hits) if page == ON_HOST}
+        blocks.host.pin(wanted.values())
+        pages = list(hits)
+        for i, digest in wanted.items():
+            pages[i] = blocks.allocate()
+            blocks.host.fetch(digest, pages[i])
+            blocks.register(pages[i], digest)
+            plan.fresh.add(pages[i])
+        return pages
+
     def _digest(self, request: Request, index: int) -> bytes:
         """Of the request's page `index`, whose tokens are all known. Digests are kept, and made only when first needed."""
         digests, size = request.digests, self.blocks.page_size
@@ -79,17 +108,19 @@ class Prefixes:
             digests.append(page_digest(digests[-1] if digests else request.salt, request.tokens(start, start + size)))
         return digests[index]
 
-    def register_next(self, request: Request) -> None:
-        """Make known the first page of a decoding request that is not known yet, and is full."""
-        index, size = request.registered, self.blocks.page_size
-        if len(request.digests) == index:
-            start = index * size - len(request.prompt_ids)
-            tokens = (
-                request.output_ids[start : start + size] if start >= 0 else request.tokens(index * size, (index + 1) * size)
-            )
-            request.digests.append(page_digest(request.digests[-1] if index else b"", tokens))
-        self.blocks.register(request.pages[index], request.digests[index])
-        request.registered = index + 1
+    def register_next(self, requests: Sequence[Request]) -> None:
+        """Make known the first page of each decoding request that is not known yet, and is full."""
+        size, register = self.blocks.page_size, self.blocks.register
+        for request in requests:
+            index, digests = request.registered, request.digests
+            if len(digests) == index:
+                start = index * size - len(request.prompt_ids)
+                tokens = request.output_ids[start : start + size]
+                if start < 0:
+                    tokens = request.tokens(index * size, index * size + size)
+                digests.append(page_digest(digests[-1] if index else request.salt, tokens))
+            register(request.pages[index], digests[index])
+            request.registered = index + 1
 
     def register(self, request: Request) -> list[int]:
         """Make known to the prefix cache the pages that are full and whose tokens are known; returns them."""

@@ -19,9 +19,9 @@ NOTHING = Note(0)
 class _Sample:
     """What is known of one stream."""
 
-    __slots__ = ("cached_tokens", "direct", "index", "plain", "request_id", "text")
+    __slots__ = ("cached_tokens", "direct", "held", "index", "plain", "request_id", "text")
 
-    def __init__(self, request_id: str, index: int, text: OutputText | None):
+    def __init__(self, request_id: str, index: int, text: OutputText | None, *, whole: bool):
         self.request_id = request_id
         self.index = index
         self.text = text
@@ -29,6 +29,8 @@ class _Sample:
         self.direct: Callable[[str, int], bool] | None = None
         self.plain = None if text is None else text.plain
         """Makes text of tokens at once, where there are no stop strings."""
+        self.held: list[int] | None = [] if whole and (text is None or text.plain) else None
+        """Tokens that no delta has told yet, where nobody wants to hear of each."""
 
 
 class Reader:
@@ -46,14 +48,22 @@ class Reader:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def open(self, streams: Sequence[int], request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Read these streams: the samples of one prompt, by index."""
+    def open(
+        self,
+        streams: Sequence[int],
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Read these streams: the samples of one prompt, by index. whole: tokens may come late and many at once."""
         for index, stream in enumerate(streams):
             text = None
             if self._tokenizer is not None:
                 detokenizer = Detokenizer(self._tokenizer, prompt_ids, special=params.special_tokens)
                 text = OutputText(detokenizer, params.stop, params.min_tokens)
-            self._samples[stream] = _Sample(request_id, index, text)
+            self._samples[stream] = _Sample(request_id, index, text, whole=whole)
 
     def direct(self, stream: int, take: Callable[[str, int], bool]) -> None:
         """Offer (text, tokens) of rows without a note to `take` first; what it takes is in no delta."""
@@ -81,6 +91,9 @@ class Reader:
             sample = samples.get(stream)
             if sample is None:
                 continue
+            if sample.held is not None and row not in notes:
+                sample.held += tokens[start:end]
+                continue
             if row in notes or sample.plain is None:
                 deltas.append(self._delta(stream, sample, tokens[start:end], notes.get(row, NOTHING)))
                 continue
@@ -97,11 +110,13 @@ class Reader:
         reason: str | None = note.finish_reason
         stop_reason: str | int | None = note.stop_reason
         error, logprobs = note.error, note.logprobs
+        if sample.held:
+            tokens, sample.held = (*sample.held, *tokens), []
         text, stop = "", None
         if sample.text is not None:
             # The token that ended a text is not in it.
             shown = tokens[:-1] if reason == "stop" else tokens
-            text, stop, used = _push(sample.text, shown)
+            text, stop, used = (sample.plain(shown), None, 0) if sample.plain else _push(sample.text, shown)
             if stop is not None:
                 # The text may have reached its last token, too: what a reader sees is that it was stopped.
                 tokens, logprobs = tokens[:used], logprobs[:used]

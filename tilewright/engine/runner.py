@@ -24,18 +24,20 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.batch import Inputs, Layout, Packer
-from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, rehearse
+from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, rehearse
 from tilewright.engine.head import Head, turns_of
 from tilewright.engine.request import TokenLogprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
-from tilewright.engine.step import DeviceLost, FillMasks, RowFault, Step, StepResult, agreed
+from tilewright.engine.slots import NOTHING, SlotState
+from tilewright.engine.step import DeviceLost, FillMasks, RowFault, Step, StepResult, agreed_rows
 from tilewright.engine.team import Notice, Team
+from tilewright.engine.tier import HostTier
+from tilewright.engine.warm import padding_inputs, warm_sizes
 from tilewright.models import Model
 from tilewright.nn import LoraStack
 from tilewright.op import invariant
-from tilewright.ops.paged import FEW_QUERIES
 
-__all__ = ["ModelRunner", "Progress", "on_device", "padding_inputs", "scope_of", "warm_sizes"]
+__all__ = ["ModelRunner", "Progress", "on_device", "scope_of"]
 
 Progress = Callable[[str], None]
 _PROMPT_LOGPROB_ROWS = 256
@@ -82,11 +84,11 @@ class ModelRunner:
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
-        cache_dtype: torch.dtype | None = None, explains_draws: bool = False, team: Team | None = None,
+        cache_dtype: torch.dtype | None = None, host_pages: int = 0, explains_draws: bool = False, team: Team | None = None,
     ):  # fmt: skip
         """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
-        `explains_draws`: log-probabilities come with `TokenLogprobs.drawn`; rows with drafts have none.
-        `team`: other ranks, which run each step on their shares of the model."""
+        `host_pages`: of host memory, for what the prefix cache gives up. `explains_draws`: log-probabilities come with
+        `TokenLogprobs.drawn`; rows with drafts have none. `team`: other ranks, which run each step on their shares."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
@@ -97,6 +99,7 @@ class ModelRunner:
         self.launching = False
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
         self.cache = model.empty_cache(num_pages, page_size, cache_dtype)
+        self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
@@ -108,11 +111,14 @@ class ModelRunner:
             always_adapted=self._adapts and batch_invariant,
         )  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
+        self._state: SlotState | None = None
+        if team is None:
+            self._state = SlotState(self._packer.lines, self._last, max_pages=self._max_pages, page_size=page_size)
         self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples).nbytes
-        longest += max_seqs * self._max_pages * 4
+        longest = max(longest + max_seqs * self._max_pages * 4, SlotState.nbytes(max_seqs, self._max_pages))
         self._staging = [torch.zeros(longest, dtype=torch.uint8, pin_memory=self.asynchronous) for _ in range(3)]
         self._arrivals = [
             (
@@ -162,24 +168,19 @@ class ModelRunner:
             raise
 
     def _launch(self, step: Step) -> Ticket:
-        width = self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
+        self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
         graph = self._graph(step)
-        if graph is not None:
-            layout, longest = graph.layout, graph.layout.each or 1
-        else:
-            tokens, samples = int(step.counts.sum()), int(step.samples.sum())
-            layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
-        packed, table = self._to_device(step, layout, width)
-        if self._team is not None:
-            self._tell(self._team, step, layout, width, longest, graph)
-        self._copy_pages(step)
-        inputs = layout.device(packed, table, longest)
-        ticket = Ticket(step, None, None)
         adapted = self._adapts and self._packer.adapted(step)
+        if self._state is not None and (step.alike if graph is None else graph.derives):
+            inputs = self._derived(self._state, step, graph)
+        else:
+            inputs = self._packed(step, graph)
+        self._copy_pages(step)
+        ticket = Ticket(step, None, None)
         if graph is None:
             hidden = (self._adapted_body if adapted else self._body)(inputs)
         else:
-            graph.replay(packed, table, adapted)
+            graph.run(adapted)
             hidden = graph.hidden
         ticket.prompt_logprobs = self._prompt_logprobs(step, hidden)
         ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
@@ -188,10 +189,43 @@ class ModelRunner:
         self._turn = (self._turn + 1) % 3
         return ticket
 
+    def _derived(self, state: SlotState, step: Step, graph: DecodeGraph | None) -> Inputs:
+        """The inputs of a step whose rows have one token each; those of a graph are derived in it."""
+        changes, rows, adapters = self._packer.changes(step), NOTHING, NOTHING
+        if graph is None:
+            inputs = state.padding(step.slots.size, self._packer.longest(step))
+        else:
+            inputs = graph.inputs
+        if graph is None or graph.slots is not step.slots:
+            rows = np.full(inputs.sampled_slots.numel(), self.max_seqs, np.int64)
+            rows[: step.slots.size] = step.slots
+            adapters = self._packer.adapters(rows) if self._adapts else NOTHING
+            if graph is not None:
+                graph.slots = None
+        state.tell(changes, rows, adapters, inputs, self._staging[self._turn])
+        if graph is None:
+            state.derive(inputs)
+        else:
+            graph.slots = step.slots
+        return inputs
+
+    def _packed(self, step: Step, graph: DecodeGraph | None) -> Inputs:
+        """The inputs of any other step."""
+        if graph is not None:
+            layout, longest = graph.layout, graph.layout.each or 1
+        else:
+            tokens, samples = int(step.counts.sum()), int(step.samples.sum())
+            layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
+        packed, table = self._to_device(step, layout, self._packer.longest(step))
+        if self._team is not None:
+            self._tell(self._team, step, layout, table.shape[1], longest, graph)
+        if graph is not None:
+            graph.take(packed, table)
+        return layout.device(packed, table, longest)
+
     def _tell(self, team: Team, step: Step, layout: Layout, width: int, longest: int, graph: DecodeGraph | None) -> None:
         """Hand the step to the other ranks."""
-        seqs = step.slots.size
-        size = layout.nbytes + 4 * seqs * width
+        size = layout.nbytes + 4 * step.slots.size * width
         rows = (0, 0) if graph is None else (graph.layout.seqs, graph.layout.each or 1)
         notice = Notice(*layout.counts, longest, width, *rows, len(step.copies), size)
         team.tell(notice, self._staging[self._turn][:size].numpy(), step.copies)
@@ -203,7 +237,7 @@ class ModelRunner:
 
     def _graph(self, step: Step) -> DecodeGraph | None:
         """The captured step that this one fits into: nobody's prompt is computed in it."""
-        if self._graphs is None or not (step.counts == step.samples).all():
+        if self._graphs is None or not (step.counts is step.samples or (step.counts == step.samples).all()):
             return None
         if not step.drafts:
             return self._graphs.for_rows(step.slots.size)
@@ -234,6 +268,9 @@ class ModelRunner:
             ticket.done.record()
 
     def _copy_pages(self, step: Step) -> None:
+        if step.out or step.back:
+            assert self.tier is not None, "pages go to the host where there is a tier"
+            self.tier.move(step.out, step.back)
         if step.copies:
             pairs = torch.tensor(step.copies, dtype=torch.int64).to(self.device, non_blocking=True)
             self.cache.copy_pages(pairs[:, 0], pairs[:, 1])
@@ -250,18 +287,9 @@ class ModelRunner:
             wanted = [r.params.logprobs for r, n in zip(step.requests, lines.tolist()) for _ in range(n)]
             logprobs = ticket.logprobs.read(wanted)
         if step.drafts:
-            counts, stays = self._agreed(step, samples)
+            counts, stays = agreed_rows(step, samples)
             samples, logprobs = samples[stays], list(compress(logprobs, stays))
         return StepResult(samples.copy(), counts, logprobs, self._read_prompt_logprobs(ticket))
-
-    def _agreed(self, step: Step, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How many of each row's samples count, and which of all samples that are."""
-        counts, stays, ends = step.samples.copy(), np.ones(samples.size, bool), np.cumsum(step.samples)
-        for i, drafts in step.drafts.items():
-            first = int(ends[i]) - len(drafts) - 1
-            counts[i] = agreed(drafts, samples[first : ends[i]].tolist())
-            stays[first + counts[i] : ends[i]] = False
-        return counts, stays
 
     def _read_prompt_logprobs(self, ticket: Ticket) -> list[list[TokenLogprobs] | None]:
         if not ticket.prompt_logprobs:
@@ -269,7 +297,7 @@ class ModelRunner:
         found: list[list[TokenLogprobs] | None] = [None] * len(ticket.step.requests)
         for i, tensors in ticket.prompt_logprobs:
             wanted = ticket.step.requests[i].params.prompt_logprobs or 0
-            read = tensors.read([wanted] * tensors.token_ids.shape[0])
+            read = tensors.read([wanted] * tensors.words.shape[0])
             found[i] = (found[i] or []) + [entry for entry in read if entry is not None]
         return found
 
@@ -286,6 +314,8 @@ class ModelRunner:
 
     def _body(self, inputs: Inputs) -> Tensor:
         """hidden [T, E]; samples of the step before are taken from `_last`."""
+        if inputs.feed is None:
+            return self.model(inputs.token_ids, inputs.batch, self.cache)
         fed = self._last[inputs.feed.clamp_min(0)]
         token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
         return self.model(token_ids, inputs.batch, self.cache)
@@ -345,15 +375,17 @@ class ModelRunner:
         for i, (tokens, longest) in enumerate(sizes):
             progress(f"warming up kernels {i + 1}/{len(sizes)}")
             self._warm_prefill(tokens, longest)
+        tails = (self._head.plain, self._head.full)
+        derive = None if self._state is None else Derive(self._state.derive, self.max_seqs)
         if self.device.type == "meta":
             rehearse(
-                self._bodies, (self._head.plain, self._head.full), max_seqs=self.max_seqs, max_pages=self._max_pages,
+                self._bodies, tails, derive, max_seqs=self.max_seqs, max_pages=self._max_pages,
                 row_tokens=self._row_tokens, max_samples=self.max_samples,
             )  # fmt: skip
             return
         self._graphs = DecodeGraphs(
-            self._bodies, (self._head.plain, self._head.full), device=self.device, max_seqs=self.max_seqs,
-            max_pages=self._max_pages, row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress,
+            self._bodies, tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
+            row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress,
         )  # fmt: skip
         torch.cuda.synchronize(self.device)
 
@@ -366,26 +398,3 @@ class ModelRunner:
         for mask in (None, self._masks.unused()):
             self._head.plain(inputs, hidden, mask)
             self._head.full(inputs, hidden, mask)
-
-
-def warm_sizes(most: int) -> list[tuple[int, int]]:
-    """(tokens of a step, tokens of its longest row) of the eager steps of a warm-up, the largest first."""
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
-    # Of a sequence's tokens: attention has a kernel for few.
-    return [(tokens, longest) for tokens in reversed(powers) for longest in (2, FEW_QUERIES + 1)]
-
-
-def padding_inputs(tokens: int, longest: int, max_seqs: int, max_samples: int, device: torch.device) -> Inputs:
-    """A step of so many tokens, all padding."""
-    seqs = min(tokens, max_seqs)
-    layout = Layout(tokens, seqs, min(tokens, max_samples))
-    inputs = layout.device(
-        torch.zeros(layout.nbytes, dtype=torch.uint8, device=device),
-        torch.zeros(seqs, 1, dtype=torch.int32, device=device),
-        longest,
-    )
-    inputs.feed.fill_(-1)
-    inputs.batch.slots.fill_(-1)
-    inputs.batch.cu_q[1:] = tokens
-    inputs.sampled_slots.fill_(max_seqs)
-    return inputs

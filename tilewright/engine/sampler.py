@@ -174,30 +174,31 @@ class Masks:
 
 
 class LogprobTensors(NamedTuple):
-    """Log-probabilities of N tokens and of the K likeliest beside them, as `ops.top_logprobs` gives them."""
+    """Log-probabilities of N tokens and of the K likeliest beside them, as `ops.top_logprobs` gives them, side by side in one
+    tensor: a step brings them to the host in one copy."""
 
-    token_ids: Tensor
-    logprob: Tensor
-    rank: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
+    words: Tensor
+    """[N, 5 + 3 K] int32: token id, rank, top ids (two words each), log-probability, top log-probabilities (float32)."""
     drawn: Tensor | None = None
     """[N] float32 and, next, [N] int64: what `draws.drawn_logprobs` says; None where the engine was not told to."""
     kept: Tensor | None = None
 
     @classmethod
+    def of(cls, ids: Tensor, logprob: Tensor, rank: Tensor, top_ids: Tensor, top: Tensor) -> "LogprobTensors":
+        """From what `ops.top_logprobs` gives of `ids`."""
+        wide = torch.stack([ids, rank], 1).view(torch.int32)
+        numbers = torch.cat([logprob[:, None].float(), top.float()], 1).view(torch.int32)
+        return cls(torch.cat([wide, top_ids.view(torch.int32), numbers], 1))
+
+    @classmethod
     def on_host(cls, rows: int, *, pinned: bool) -> "LogprobTensors":
         """Room for those of so many tokens on the host. From memory that is not pinned the device would be waited for."""
-
-        def room(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.empty(rows, *shape, dtype=dtype, pin_memory=pinned)
-
-        top = room(MOST_ALTERNATIVES), room(MOST_ALTERNATIVES, dtype=torch.float32)
-        return cls(room(), room(dtype=torch.float32), room(), *top, room(dtype=torch.float32), room())
+        words = torch.empty(rows, 5 + 3 * MOST_ALTERNATIVES, dtype=torch.int32, pin_memory=pinned)
+        return cls(words, torch.empty(rows, pin_memory=pinned), torch.empty(rows, dtype=torch.int64, pin_memory=pinned))
 
     def sent(self, rows: int, room: "LogprobTensors | None" = None) -> "LogprobTensors":
         """The first `rows` of them on the host, in `room` or new memory, once the device has come to this point."""
-        pinned = self.logprob.device.type == "cuda"
+        pinned = self.words.device.type == "cuda"
         if room is None and not pinned:
             return self
         room = room or LogprobTensors.on_host(rows, pinned=pinned)
@@ -207,19 +208,23 @@ class LogprobTensors(NamedTuple):
 
     def read(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """As values; `wanted[i]` alternatives for token i, None: not asked. The tensors must have arrived."""
-        most = max((n for n in wanted if n is not None), default=0)
-        ids, logprob, rank = self.token_ids.tolist(), self.logprob.tolist(), self.rank.tolist()
-        top_ids, top = self.top_ids[:, :most].tolist(), self.top_logprobs[:, :most].tolist()
-        drawn = [None] * len(ids) if self.drawn is None else self.drawn.tolist()
-        kept = [0] * len(ids) if self.kept is None else self.kept.tolist()
-        return [
-            None
-            if n is None
-            else TokenLogprobs(ids[i], logprob[i], rank[i], tuple(zip(top_ids[i][:n], top[i][:n])), drawn[i], kept[i])
-            for i, n in enumerate(wanted)
-        ]
+        found: list[TokenLogprobs | None] = [None] * len(wanted)
+        rows = [i for i, n in enumerate(wanted) if n is not None]
+        if not rows:
+            return found
+        most, words = max(n or 0 for n in wanted), np.ascontiguousarray(self.words.numpy()[rows])
+        split = 4 + 2 * MOST_ALTERNATIVES
+        wide, numbers = words[:, :split].copy().view(np.int64), words[:, split:].copy().view(np.float32)
+        ids = wide[:, : 2 + most].tolist()
+        drawn = [None] * len(rows) if self.drawn is None else self.drawn[rows].tolist()
+        kept = [0] * len(rows) if self.kept is None else self.kept[rows].tolist()
+        each = zip(rows, ids, numbers[:, : 1 + most].tolist(), drawn, kept)
+        for i, (token, rank, *top_ids), (logprob, *top), draw, keep in each:
+            n = wanted[i] or 0
+            found[i] = TokenLogprobs(token, logprob, rank, tuple(zip(top_ids[:n], top[:n])), draw, keep)
+        return found
 
 
 def likelihoods(logits: Tensor, token_ids: Tensor, alternatives: Tensor) -> LogprobTensors:
     """Of one token a row of logits [N, V], and of the likeliest `alternatives` [N] beside it; see `Inputs.alternatives`."""
-    return LogprobTensors(token_ids, *ops.top_logprobs(logits, token_ids, alternatives, MOST_ALTERNATIVES))
+    return LogprobTensors.of(token_ids, *ops.top_logprobs(logits, token_ids, alternatives, MOST_ALTERNATIVES))

@@ -13,6 +13,8 @@ Who goes when:
       again later (preemption by recompute), at its place in the queue. The first always progresses.
     - A waiting request starts when there are pages for all its known tokens, for the rest of the prompts already started,
       and for one more page for each running request; otherwise it would be preempted as soon as it had begun.
+    - What a cached page holds that somebody else gets goes to host memory, where there is room, and is as good as cached there:
+      the step that needs it begins by copying it back.
     - Pages in the prefix cache are shared instead of computed, when a request starts and at each page boundary while its
       prompt is computed, also those that an earlier row of the same step fills. At least one token is always computed, for its
       logits: where the cache has everything, the last page is copied and its last token written into the copy.
@@ -64,9 +66,8 @@ class Scheduler(Tenants):
 
     def _decode(self, turn: Turn, crossing: np.ndarray, plan: StepPlan) -> None:
         if crossing.size:
-            allocate = self.blocks.allocate
-            for i in crossing.tolist():
-                turn.requests[i].pages.append(allocate())
+            for i, page in zip(crossing.tolist(), self.blocks.allocate_many(crossing.size)):
+                turn.requests[i].pages.append(page)
             self.decoders.cells[turn.slots[crossing]] += self.blocks.page_size
         self.decoders.book(turn)
         plan.budget -= len(turn.requests)
@@ -95,7 +96,11 @@ class Scheduler(Tenants):
         step = self.decoders.step(turn)
         if plan.prefill:
             step = step.followed_by(Step.of(plan.prefill))
-        return replace(step, copies=tuple(plan.copies), fills=frozenset(plan.fresh)) if plan.copies or plan.fresh else step
+        out, back = self.blocks.host.moves()
+        if not (plan.copies or plan.fresh or out or back):
+            return step
+        fills = plan.fresh.union(page for _, page in back)
+        return replace(step, copies=tuple(plan.copies), fills=frozenset(fills), out=out, back=back)
 
     def complete(self, step: Step, result: StepResult) -> Accepted:
         """Add the samples that a step brought; returns those that count.
@@ -112,11 +117,12 @@ class Scheduler(Tenants):
         found = accepted(step, result, self.decoders.take(step, result.counts))
         found.append()
         looks, full = self.decoders.eventful(found)
-        for i in full:
-            self.prefixes.register_next(found.requests[i])
-        self.decoders.due[found.slots[full]] += self.blocks.page_size
+        if full:
+            self.prefixes.register_next([found.requests[i] for i in full])
+            self.decoders.due[found.slots[full]] += self.blocks.page_size
         for i in looks:
             self._look(found.requests[i])
+        found.looks.extend(looks)
         self.generated_tokens += len(found.tokens)
         return found
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tilewright.engine.host_pages import Moves
 from tilewright.engine.request import Request, TokenLogprobs
 
-__all__ = ["HOST_ERRORS", "DeviceLost", "FillMasks", "Row", "RowFault", "Runner", "Step", "StepResult", "agreed"]
+__all__ = ["HOST_ERRORS", "DeviceLost", "FillMasks", "Row", "RowFault", "Runner", "Step", "StepResult", "agreed", "agreed_rows"]
 
 FillMasks = Callable[[Any], None]
 """Writes the masks of a step's masked rows into a numpy array [lines, words] int32: a bit a token, the lowest first."""
@@ -74,6 +75,11 @@ class Step:
     """Drafts of the rows that have any, by the rows' indices."""
     copies: tuple[tuple[int, int], ...] = ()
     """(source, destination) pages, copied in all layers before the pass. No destination is a source, so their order is free."""
+    out: Moves = ()
+    """(page, host page): copied to host memory before anything else."""
+    back: Moves = ()
+    """(host page, page): copied from host memory, in all layers, behind that and before the copies. The step reads no host page
+    that it writes."""
     fills: frozenset[int] = frozenset()
     """Pages that the prefix cache counts on: full once the step has run."""
     masked: tuple[int, ...] = ()
@@ -83,7 +89,7 @@ class Step:
 
     @classmethod
     def of(cls, rows: Sequence[Row], **others: Any) -> "Step":
-        """A step of these rows. `others`: its copies, fills, masked."""
+        """A step of these rows. `others`: its copies, moves, fills, masked."""
         requests = [row.request for row in rows]
         return cls(
             requests,
@@ -109,12 +115,29 @@ class Step:
         arrays = (np.concatenate([getattr(self, name), getattr(other, name)]) for name in names)
         return Step([*self.requests, *other.requests], *arrays, drafts=self.drafts)
 
+    @property
+    def alike(self) -> bool:
+        """All rows bring one token, and sample it."""
+        if self.drafts or not self.slots.size:
+            return False
+        return bool((self.counts == 1).all() and self.samples.all())
+
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The step's rows, as values of their own: for whoever is in no hurry."""
         drafts = self.drafts
         columns = zip(self.requests, self.starts.tolist(), self.counts.tolist(), self.samples.tolist())
         return tuple(Row(r, start, count, n > 0, drafts.get(i, ())) for i, (r, start, count, n) in enumerate(columns))
+
+
+def agreed_rows(step: Step, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many of each row's samples count, and which of all samples that are."""
+    counts, stays, ends = step.samples.copy(), np.ones(samples.size, bool), np.cumsum(step.samples)
+    for i, drafts in step.drafts.items():
+        first = int(ends[i]) - len(drafts) - 1
+        counts[i] = agreed(drafts, samples[first : ends[i]].tolist())
+        stays[first + counts[i] : ends[i]] = False
+    return counts, stays
 
 
 def _integers(values: Sequence[int]) -> np.ndarray:

@@ -168,6 +168,7 @@ class Tenants:
         start again; none of these may be in flight."""
         rows = [row for step in steps for row in step.rows]
         spoiled = {page for row in rows for page in self._written(row)}.union(*(step.fills for step in steps))
+        self.blocks.host.forget(host for step in steps for _, host in step.out)
         self._spoil(spoiled, {row.request for row in rows})
 
     def withdraw(self, step: Step, request: Request) -> Step | None:
@@ -184,7 +185,10 @@ class Tenants:
             row.request.pending -= row.request in out and row.samples
         self._spoil(spoiled, {request})
         kept = tuple(row for row in step.rows if row.request not in out)
-        return Step.of(kept, copies=step.copies, fills=step.fills - spoiled) if kept else None
+        if not kept:
+            self.blocks.host.give_back(step.out, step.back)
+            return None
+        return Step.of(kept, copies=step.copies, fills=step.fills - spoiled, out=step.out, back=step.back)
 
     def _written(self, row: Row) -> list[int]:
         return row.request.pages[row.start // self.blocks.page_size :]
@@ -208,6 +212,10 @@ class Tenants:
             pages_total=blocks.num_pages,
             pages_used=blocks.num_pages - blocks.available,
             pages_cached=blocks.cached,
+            host_pages_total=blocks.host.num_pages,
+            host_pages_used=len(blocks.host),
+            pages_out=blocks.host.pages_out,
+            pages_in=blocks.host.pages_in,
             **{name: getattr(self, name) for name in COUNTERS},
         )
 

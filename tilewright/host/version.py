@@ -46,6 +46,8 @@ class Ask:
     timeout_s: float | None = None
     """How long it may wait for its start."""
     sequence: int | str | None = None
+    note: Callable[..., None] | None = None
+    """Told what the request waited for: (name, begin, end by `time.monotonic`, numbers by name)."""
     starts: bool = False
     ends: bool = False
 
@@ -57,6 +59,8 @@ class _Waiting:
     inputs: list[Wire]
     answer: "asyncio.Future[tuple[Wire, ...]]"
     tried: bool = False
+    times: tuple[float, float, int, float] | None = None
+    """(begin, end, rows, the model's seconds) of its batch."""
 
 
 class Version:
@@ -88,6 +92,8 @@ class Version:
         self._batcher = Batcher(self._policy)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._soon = False
+        """Whether `_pump` comes at the end of this turn of the event loop."""
         self._failures = 0
         self._running = 0
         self._tasks = set[asyncio.Task[None]]()
@@ -146,15 +152,26 @@ class Version:
         waiting = _Waiting(wires, self._loop.create_future())
         item = Item(rows, now_s, ask.priority, deadline_s, key, most, waiting)
         try:
-            self._batcher.add(item, len(self._instances))
+            try:
+                self._batcher.add(item, len(self._instances))
+            except Full:
+                self._pump()  # who arrived in this turn may not be in the queue any more
+                self._batcher.add(item, len(self._instances))
         except Full as error:
             self.stats.refused += 1
             raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
-        self._pump()
+        # Behind everybody who has arrived in this turn of the event loop: they are one batch, not one and the rest.
+        if not self._soon:
+            self._soon = True
+            self._loop.call_soon(self._pump)
         try:
             return await waiting.answer
         finally:
             self._batcher.withdraw(item)
+            if ask.note is not None and waiting.times is not None:
+                began_s, ended_s, rows, model_s = waiting.times
+                ask.note("queue", now_s, began_s, model=self.name, version=self.number)
+                ask.note("compute", began_s, ended_s, model=self.name, version=self.number, rows=rows, model_s=model_s)
 
     def _check_open(self, now_s: float) -> None:
         if self.closed:
@@ -167,7 +184,7 @@ class Version:
 
     def _pump(self) -> None:
         """Give every free instance what it should compute now, and come back when there will be more."""
-        now_s = time.monotonic()
+        self._soon, now_s = False, time.monotonic()
         for item in self._batcher.expire(now_s):
             self.stats.expired += 1
             waited_s = now_s - item.arrival_s
@@ -205,6 +222,7 @@ class Version:
         times, at, answered = self.stats.times, 0, 0
         for number, item in enumerate(batch.items):
             rows, answer = item.rows, item.payload.answer
+            item.payload.times = started_s, ended_s, batch.rows, reply.seconds
             if number in reply.errors:
                 self._fail(item, Failed(f"{self.label}: {reply.errors[number]}"))
             elif not answer.done():

@@ -11,6 +11,7 @@ from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write_op
 from tilewright.kernels.attention.paged.attention import paged_attention_op
 from tilewright.kernels.attention.paged.cache_write import kv_cache_write_op
 from tilewright.kernels.attention.paged.capped import capped_paged_attention_op
+from tilewright.kernels.attention.paged.decode_inputs import decode_inputs, decode_inputs_op
 from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write_op
 from tilewright.kernels.conv.conv import conv_op
 from tilewright.kernels.conv.int8 import conv_codes, conv_codes_op
@@ -156,6 +157,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "cross_entropy",
+    "decode_inputs",
     "dropout",
     "edit_logits",
     "embedding",

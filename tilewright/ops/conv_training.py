@@ -43,7 +43,7 @@ class ConvTraining:
         self._scope = scope()
         self._short: dict[tuple[Any, ...], bool] = {}
         """By which gradients are wanted, and what their ops' choices are of: whether there is a short way to them."""
-        self._of_x: list[Any] | None = None
+        self._of_x: Any = None
         """What launches the gradient of x; None: cuDNN does it in the same call."""
         self._of_weight: Any = None
         """The same of the weight."""
@@ -78,11 +78,10 @@ class ConvTraining:
         dx, dw, db = (gradient if asked else None for gradient, asked in zip(found, mask, strict=True))
         if own is not None:
             dx = torch.empty_like(x)
-            for launch in own:
-                launch.launch(dy, weight, dx, None, None, None, None)
+            own.run(dy, weight, dx, None, None, None, None)
         if self._of_weight is not None and needs[1]:
             dw = torch.empty_like(weight)
-            self._of_weight.launch(dy, x, dw)
+            self._of_weight.run(dy, x, dw)
         return [dx, dw, db]
 
     def _by_ops(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tilewright.server.logs import FIELDS
 from tilewright.server.metrics import HttpCounts
+from tilewright.server.spans import RequestSpan, put_span, span_of
 
 __all__ = ["CLIENT_GONE", "Access", "Tokens", "note", "request_id_from", "request_id_of", "tokens_of"]
 
@@ -62,8 +63,12 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        scope["request_id"] = request_id_from(given)
+        headers = Headers(scope=scope)
+        scope["request_id"] = request_id_from(headers.get("x-request-id", ""))
+        tracer = self._counts.tracer
+        if tracer is not None:
+            route = self._counts.route(scope["path"])
+            put_span(scope, tracer.begin(scope["method"], route, headers, scope["request_id"]))
         scope["tokens"] = Tokens()
         watched = _Watched(scope, receive, send)
         try:
@@ -89,6 +94,7 @@ class Access:
             client=(scope.get("client") or ("-",))[0],
             first_s=first_s,
             tokens=tokens_of(scope),
+            span=span_of(scope),
         )
 
 
@@ -103,9 +109,12 @@ def note(
     client: str,
     first_s: float | None = None,
     tokens: Tokens | None = None,
+    span: RequestSpan | None = None,
 ) -> None:
-    """Count a request, and write its line."""
+    """Count a request, write its line, and end its span."""
     counts.count(path, status)
+    if span is not None:
+        span.end(status)
     level = logging.ERROR if status >= 500 and status != 503 else logging.INFO
     if not logger.isEnabledFor(level):
         return
@@ -121,6 +130,8 @@ def note(
         "completion_tokens": None if tokens.prompt is None else tokens.completion(),
         "client": client,
     }
+    if span is not None:
+        fields["trace_id"] = span.trace_id
     words = [f"{fields['method']} {fields['path']} {status} {seconds:.3f}s"]
     if tokens.prompt is not None:
         first = "" if first_s is None else f", first byte {first_s:.3f}s"

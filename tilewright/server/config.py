@@ -13,6 +13,7 @@ LOG_FORMATS = ("text", "json")
 TOOL_FORMATS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 MAX_REPLICAS = 64
 MAX_FRONTS = 64
+_COLLECTOR = re.compile(r"https?://[^\s?#]+")
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 
 
@@ -51,6 +52,10 @@ class ServerConfig:
     adapter_dir: str | None = option(
         None, "folder below which clients may load and unload LoRA adapters while the server runs; default: they may not"
     )
+    traces: str | None = option(
+        None, "collector of OpenTelemetry traces, such as http://127.0.0.1:4318; each request is a trace; default: none"
+    )
+    trace_share: float = option(1.0, "share of the requests that are traced, where the client does not say")
     head_timeout_s: float = 10.0
     """Longest time that the head of a request may take to arrive, and that a connection may be idle before its first."""
     body_timeout_s: float = 60.0
@@ -82,6 +87,10 @@ class ServerConfig:
     """Most messages in one chat request."""
 
     def __post_init__(self) -> None:
+        if self.traces is not None and not _COLLECTOR.fullmatch(self.traces):
+            raise ValueError(f"traces is {self.traces!r}, wanted the address of a collector, such as http://127.0.0.1:4318")
+        if not 0 <= self.trace_share <= 1:
+            raise ValueError(f"trace_share is {self.trace_share}, wanted 0 to 1")
         if not 0 < self.max_wait_s < math.inf:
             raise ValueError(f"max_wait_s is {self.max_wait_s}, wanted seconds above 0; a large number is no limit")
         if not 0 <= self.port <= 65535:

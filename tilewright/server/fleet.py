@@ -35,6 +35,8 @@ PAUSE_LEAST_S, PAUSE_MOST_S = 1.0, 60.0
 """Before a replica that has ended is started again."""
 STEADY_S = 60.0
 """A replica that lived for so long begins again with the shortest pause."""
+TOLD = ("max_body_bytes", "max_connections", "drain_timeout_s", "log_format", "tool_format", "max_wait_s", "traces")
+"""What replicas are told of the server's config."""
 LOOK_S = 0.5
 LOOK_TIMEOUT_S = 5.0
 MAX_STUCK = 3
@@ -86,10 +88,7 @@ class Fleet:
         say: Callable[[str], None],
         command: tuple[str, ...] = (sys.executable, "-m", "tilewright.server.replica"),
     ):
-        server = {
-            name: getattr(config, name)
-            for name in ("max_body_bytes", "max_connections", "drain_timeout_s", "log_format", "tool_format", "max_wait_s")
-        }
+        server = {name: getattr(config, name) for name in TOLD}
         count = config.replicas
         self.key = secrets.token_urlsafe(32)
         """What replicas ask for: other users of this machine must not get around the front's key."""

@@ -41,6 +41,7 @@ from tilewright.server.protocol import Job, chat_job, completion_job
 from tilewright.server.responses import responses_job
 from tilewright.server.router import DIGEST_BYTES, Decision
 from tilewright.server.serve import run_server
+from tilewright.server.spans import span_of
 
 __all__ = ["Front", "digests_of", "front_of", "serve_replicas"]
 
@@ -148,6 +149,8 @@ class Front:
     def headers(self, request: Request) -> dict[str, str]:
         """What a replica is told of a request."""
         found = {"x-request-id": request_id_of(request.scope)}
+        if (span := span_of(request.scope)) is not None:
+            found["traceparent"] = span.traceparent
         if kind := request.headers.get("content-type"):
             found["content-type"] = kind
         return found

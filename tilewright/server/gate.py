@@ -10,6 +10,7 @@
 
 import hmac
 import re
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -20,6 +21,7 @@ from tilewright.server.access import Access
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError
 from tilewright.server.metrics import HttpCounts
+from tilewright.server.spans import tracer_of
 
 __all__ = ["Gate", "install_gates"]
 
@@ -81,18 +83,21 @@ class Gate:
         return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
-def install_gates(app: Starlette, config: ServerConfig, counts: HttpCounts) -> None:
-    """Put what every request passes around an app: the access log, the rules for pages of other origins, and `Gate`."""
+def install_gates(app: Starlette, config: ServerConfig, counts: HttpCounts, exposed: Sequence[str] = ()) -> None:
+    """Put what every request passes around an app: the access log, the rules for pages of other origins, and `Gate`.
+
+    `exposed`: further headers of answers that such pages may read. Raises MissingExtra: traces are asked for.
+    """
     app.add_middleware(Gate, config=config, counts=counts)
     if config.cors_origins:
-        exposed = ["x-request-id", "x-tilewright-ignored", "retry-after"]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=exposed,
+            expose_headers=["x-request-id", "x-tilewright-ignored", "retry-after", *exposed],
         )
+    counts.tracer = tracer_of(config)
     app.add_middleware(Access, counts=counts)
 
 

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,6 +20,9 @@ from prometheus_client.registry import Collector
 
 from tilewright.engine.outputs import EngineStats
 from tilewright.server.aliases import aliases
+
+if TYPE_CHECKING:
+    from tilewright.server.traces import Tracer
 
 __all__ = ["CONTENT_TYPE", "HttpCounts", "Latencies", "Metrics", "Scrape", "added_gauges", "process_numbers"]
 
@@ -30,12 +34,16 @@ GAUGES = {
     "kv_pages_total": ("Pages of the KV cache", "pages_total"),
     "kv_pages_used": ("Pages held by running requests", "pages_used"),
     "kv_pages_cached": ("Pages kept only for prefix reuse", "pages_cached"),
+    "host_pages_total": ("Pages of host memory for what the KV cache gives up", "host_pages_total"),
+    "host_pages_used": ("Those of them that hold something", "host_pages_used"),
 }
 COUNTERS = {
     "prompt_tokens": ("Prompt tokens taken in", "prompt_tokens"),
     "generation_tokens": ("Tokens generated", "generated_tokens"),
     "prefix_query_tokens": ("Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
     "prefix_hit_tokens": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
+    "pages_out": ("Pages copied to host memory", "pages_out"),
+    "pages_in": ("Pages copied back from host memory", "pages_in"),
     "drafted_tokens": ("Tokens guessed ahead", "drafted_tokens"),
     "accepted_tokens": ("Those of them that were right", "accepted_tokens"),
     "forced_tokens": ("Those of these that a grammar left no choice about", "forced_tokens"),
@@ -130,13 +138,18 @@ class HttpCounts:
         self.wrong_keys = 0
         self.further: list[Collector] = []
         """What else stands in /metrics."""
+        self.tracer: Tracer | None = None
+        """What makes a span of each request."""
         self._connections = connections
         self._ended = ended
 
     def count(self, path: str, status: int) -> None:
         """A request for `path` was answered with `status`."""
-        above = next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
-        self.requests[path if path in self.paths else above, status] += 1
+        self.requests[self.route(path), status] += 1
+
+    def route(self, path: str) -> str:
+        """What a path is counted as."""
+        return path if path in self.paths else next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
 
     def counts(self) -> Iterator[tuple[str, float]]:
         """Numbers that only rise, by name."""

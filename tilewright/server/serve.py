@@ -76,6 +76,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
         app,
         http=connection,  # pyright: ignore[reportArgumentType]  # called like the class
         ws="none",
+        loop="asyncio",  # which the tests know; uvicorn would take uvloop where another package has brought it
         log_config=None,
         log_level="error",  # its warnings are about requests that are no HTTP: a client could fill the log with them
         access_log=False,

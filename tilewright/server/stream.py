@@ -26,6 +26,7 @@ from tilewright.server.link import Channel, EngineLink, EngineStopped
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job
 from tilewright.server.reply import Reply, Writer
+from tilewright.server.spans import RequestSpan, span_of
 
 __all__ = ["Answer", "unless_gone"]
 
@@ -73,6 +74,8 @@ class Answer(Response):
         self._job = job
         self._worker, self._served = worker, served
         self._taken = 0
+        self._first_s: float | None = None
+        """When the first token came."""
         self._direct: Direct | None = None
         self._reply = writer(f"{job.prefix}{token_hex(12)}", int(time.time()), job, served)
 
@@ -87,6 +90,7 @@ class Answer(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
+            stack.callback(self._noted, span_of(scope), time.perf_counter())
             try:
                 opening = self._worker.open(self._reply.id, self._job.prompts, self._job.params)
                 channel = await stack.enter_async_context(opening)
@@ -104,6 +108,14 @@ class Answer(Response):
             body = await self._whole(channel)
         await Response(body, media_type="application/json", headers=self._job.headers)(scope, receive, send)
 
+    def _noted(self, span: RequestSpan | None, began_s: float) -> None:
+        """Note in the request's span how long its first token took, and the others."""
+        if span is None or self._first_s is None:
+            return
+        prompts = sum(map(len, self._job.prompts))
+        span.child("first token", began_s, self._first_s, prompt_tokens=prompts, prompts=len(self._job.prompts))
+        span.child("decode", self._first_s, time.perf_counter(), tokens=self.completion_tokens)
+
     async def _whole(self, channel: Channel) -> bytes:
         while deltas := await self._take(channel):
             for _ in self._reply.add(deltas):
@@ -115,6 +127,8 @@ class Answer(Response):
             deltas = await channel.take()
         except EngineStopped as error:
             raise unavailable(str(error)) from None
+        if self._first_s is None:
+            self._first_s = time.perf_counter()
         self._taken += sum(len(delta.token_ids) for delta in deltas)
         failed = next((delta for delta in deltas if delta.finish_reason in ("abort", "error", "expired")), None)
         if failed is not None and failed.finish_reason == "expired":

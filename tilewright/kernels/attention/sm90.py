@@ -10,19 +10,21 @@ has one config for a head dim and kind of mask, so that a sequence alone, in a b
 the invariant scope it copies what the copy engine cannot address: else strides would choose between kernels, and so bits.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.attention.problem import LOG2_E, Problem, addressable, empty_outputs, lacks, packed
 from tilewright.kernels.attention.sm90_kernel import attention_sm90_kernel
 from tilewright.kernels.attention.sm90_schedule import SLOT
+from tilewright.kernels.hopper.descriptors import SIXTEEN_BITS, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.replay import Held, Prepared, pointer_kind
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import Prepared, pointer_kind
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
@@ -30,11 +32,10 @@ __all__ = ["SM90", "SM90_INVARIANT"]
 
 HEAD_DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (256, 128), (256, 256))  # of keys and of values
 _ROWS = 64  # of a consumer
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _refuse_any_layout(device: Device, problem: Problem) -> str | None:
-    if problem.dtype not in _DTYPES:
+    if problem.dtype not in SIXTEEN_BITS:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if (problem.head_dim, problem.value_dim) not in HEAD_DIMS:
         taken = ", ".join(f"{keys}/{values}" for keys, values in HEAD_DIMS)
@@ -110,10 +111,8 @@ SPACE = Space(
 
 def _descriptor(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """Of [T, H, D] as a matrix whose rows hold the heads beside each other; a box is `rows` of `cols` columns of one head."""
-    box = [rows, cols]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
     width = (t.shape[1] - 1) * t.stride(1) + t.shape[2]
-    return TensorDescriptor(t, [t.shape[0], width], [t.stride(0), 1], box, layout)
+    return descriptor(t, [rows, cols], [t.shape[0], width], [t.stride(0), 1])
 
 
 def _memory(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
@@ -121,19 +120,18 @@ def _memory(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
     return tickets(device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=device)
 
 
-class _Again(NamedTuple):
-    """A launch to be made again on other memory."""
-
-    prepared: Prepared
-    programs: int
-
-    def launch(self, q: Tensor, *others: Tensor | None) -> None:
-        """Only addresses are read: of q, k, v, the result, lse, cu_q, cu_k, sinks."""
-        operands = (q, *others, *_memory(q.device, self.programs))
-        self.prepared([0 if t is None else t.data_ptr() for t in operands])
+def _place(t: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return t.shape, t.stride(), t.data_ptr() % 16
 
 
-_HELD = Held()
+def _key(
+    config: Config, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+    scale: float, causal: bool, want_lse: bool, left: int | None, right: int | None, sinks: Tensor | None,
+) -> Hashable:  # fmt: skip
+    return (
+        q.get_device(), q.dtype, *map(_place, (q, k, v)), *map(pointer_kind, (cu_q, cu_k, sinks)),
+        None if cu_q is None else cu_q.shape, max_q, max_k, scale, causal, want_lse, left, right, *config.values(),
+    )  # fmt: skip
 
 
 def _launch(
@@ -146,19 +144,22 @@ def _launch(
         return result, lse
     if not k.numel():  # the copy engine has no empty matrices
         return result.zero_(), lse.fill_(float("-inf")) if sinks is None or not want_lse else lse.copy_(sinks[:, None])
-    key = (
-        q.get_device(), *((t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v)),
-        *(pointer_kind(t) for t in (q, cu_q, cu_k, sinks)), None if cu_q is None else cu_q.shape,
-        max_q, max_k, scale, causal, want_lse, left, right, *config.values(),
-    )  # fmt: skip
-    held: _Again | None = _HELD.get(key)
-    if held is not None:
-        held.launch(q, k, v, result, lse if want_lse else None, cu_q, cu_k, sinks)
-        return result, lse
+    seen = lse if want_lse else None
+    args = (q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, want_lse, left, right, sinks)
+    _PLANS.fill(config, (result, seen), args, (q, k, v, result, seen, cu_q, cu_k, sinks))
+    return result, lse
+
+
+def _first_launch(
+    config: Config, results: tuple[Tensor, Tensor | None], q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None,
+    cu_k: Tensor | None, max_q: int, max_k: int, scale: float, causal: bool, want_lse: bool, left: int | None,
+    right: int | None, sinks: Tensor | None,
+) -> Plan:  # fmt: skip
+    """Fill the result and, where it is wanted, lse."""
+    result, lse = results
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     q, k, v, out = packed(q), packed(k), packed(v), packed(result)
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    device = card_of(q)
     total_q, heads, d = q.shape
     behind = 0 if causal else right
     consumers, block_n = config["CONSUMERS"], config["BLOCK_N"]
@@ -174,7 +175,7 @@ def _launch(
     section = max(1, min(wanted, device.l2_bytes // 2 // max(1, max_k * 2 * (d + dv)))) * group
     programs = min(blocks * batch * heads, device.sms)
     counters, scratch = _memory(q.device, programs)
-    operands = (q, k, v, out, lse if want_lse else None, cu_q, cu_k, sinks, counters, scratch)
+    operands = (q, k, v, out, lse, cu_q, cu_k, sinks, counters, scratch)
     arguments = (
         _descriptor(q, _ROWS, main), _descriptor(k, block_n, main), _descriptor(v, block_n, dv), _descriptor(out, _ROWS, dv),
         _descriptor(q, _ROWS, tail) if tail else None, _descriptor(k, block_n, tail) if tail else None,
@@ -191,9 +192,10 @@ def _launch(
     starts = [0 if t is None else t.data_ptr() for t in operands]
     owners = (0, 1, 2, 3, 0, 1, 3, *range(4, 10))  # which operand each argument points into
     prepared = Prepared(attention_sm90_kernel, compiled, (programs,), arguments, constants, owners, starts)
-    if q.is_cuda:
-        _HELD.keep(key, _Again(prepared, programs))
-    return result, lse
+    return Plan(prepared, memory=lambda device: _memory(device, programs))
+
+
+_PLANS = Planned(_key, _first_launch)
 
 
 def _launch_any_layout(config: Config, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

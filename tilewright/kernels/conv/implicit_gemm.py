@@ -18,7 +18,7 @@ the same kernel. int8 is summed in int32 and scaled in the epilogue. float32 is 
 cores.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -31,11 +31,12 @@ from tilewright.kernels.conv.problem import Problem, empty_output, finish_pixels
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.replay import Held, Prepared, pointer_kind
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import Prepared, pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["FEW", "TRITON", "Again", "estimate", "launched", "tiles_of"]
+__all__ = ["FEW", "TRITON", "estimate", "planned", "tiles_of"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -358,21 +359,26 @@ def _launch(
     if not y.numel():
         return y
     weight = weight.contiguous()
-    key = _key(
-        config, x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype
-    )
-    again: Again | None = _HELD.get(key)
-    if again is not None:
-        again.launch(x, weight, y, bias, residual, x_scales, w_scales)
-        return y
+    args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype)
+    _PLANS.fill(config, y, args, (x, weight, y, bias, residual, x_scales, w_scales))
+    return y
+
+
+def _first_launch(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
+    w_scales: Tensor | None, dtype: torch.dtype,
+) -> Plan:  # fmt: skip
+    """Fill y."""
     s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     (kd, kh, kw), (sd, sh, sw), (dd, dh, dw) = s.kernel, s.stride, s.dilation
     tiles, together = tiles_of(s.o, groups, config["BLOCK_N"])
     tiles, split = tiles * triton.cdiv(s.pixels, config["BLOCK_M"]), config.get("SPLIT_K", 1)
     scratch = tiles * split * config["BLOCK_M"] * config["BLOCK_N"] if split > 1 else 0
-    parts, counters = _shared(scratch, tiles, x)
-    operands = (x, weight, bias, residual, y, x_scales, w_scales, parts, counters)
-    arguments = (*operands, s.n, *s.x, *s.y, *s.padding)
+    parts, counters = _shared(scratch, tiles, x.device)
+    operands = (x, weight, y, bias, residual, x_scales, w_scales, parts, counters)
+    owners = (0, 1, 3, 4, 2, 5, 6, 7, 8)  # which operand each of the kernel's first arguments is
+    arguments = (*(operands[i] for i in owners), s.n, *s.x, *s.y, *s.padding)
     constants = {
         "C": s.c, "O": s.o, "GROUPS": groups, "KD": kd, "KH": kh, "KW": kw, "SD": sd, "SH": sh, "SW": sw, "DD": dd, "DH": dh,
         "DW": dw, "DEEP": s.deep, "SPLIT_K": 1, "ACTIVATION": activation, "TOGETHER": together, "GROUP_M": 8,
@@ -380,31 +386,8 @@ def _launch(
     constants |= config
     compiled = _conv_kernel[(tiles, split)](*arguments, **constants)
     starts = [0 if t is None else t.data_ptr() for t in operands]
-    prepared = Prepared(_conv_kernel, compiled, (tiles, split), arguments, constants, range(9), starts)
-    if x.is_cuda:
-        _HELD.keep(key, Again(prepared, scratch, tiles))
-    return y
-
-
-class Again(NamedTuple):
-    """A launch to be made again on other memory."""
-
-    prepared: Prepared
-    scratch: int
-    """Numbers of scratch memory; 0: no tiles are shared."""
-    tiles: int
-
-    def launch(
-        self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None, x_scales: Tensor | None,
-        w_scales: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Fill y. Only addresses are read of the tensors: the rest is as in the first launch."""
-        parts, counters = _shared(self.scratch, self.tiles, x)
-        operands = (x, weight, bias, residual, y, x_scales, w_scales, parts, counters)
-        self.prepared([0 if t is None else t.data_ptr() for t in operands])
-
-
-_HELD = Held()
+    prepared = Prepared(_conv_kernel, compiled, (tiles, split), arguments, constants, owners, starts)
+    return Plan(prepared, memory=(lambda device: _shared(scratch, tiles, device)) if scratch else None)
 
 
 def _key(
@@ -414,20 +397,23 @@ def _key(
 ) -> tuple[Any, ...]:  # fmt: skip
     return (
         x.dtype, dtype, x.get_device(), x.shape, weight.shape, *size, *stride, *padding, *dilation, groups, activation,
-        *(pointer_kind(t) for t in (x, weight, bias, residual, x_scales, w_scales)), *config.values(),
+        *map(pointer_kind, (x, weight, bias, residual, x_scales, w_scales)), *config.values(),
     )  # fmt: skip
 
 
-def launched(config: Config, *args: Any) -> Again | None:
-    """What makes a launch again that `TRITON` or `FEW` made of these arguments; None where they made none."""
-    return _HELD.get(_key(config if "BLOCK_M" in config else _few_config(config), *args))
+_PLANS = Planned(_key, _first_launch)
 
 
-def _shared(scratch: int, tiles: int, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def planned(config: Config, *args: Any) -> Plan | None:
+    """The plan of a call of `TRITON` or `FEW`; None where they made none."""
+    return _PLANS.plan(config if "BLOCK_M" in config else _few_config(config), *args)
+
+
+def _shared(scratch: int, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Memory for the parts of tiles that programs share along K, and tickets; none without `scratch` numbers of it."""
     if not scratch:
         return None, None
-    return torch.empty(scratch, dtype=torch.float32, device=x.device), tickets(x.device, tiles)
+    return torch.empty(scratch, dtype=torch.float32, device=device), tickets(device, tiles)
 
 
 def _launch_few(config: Config, *args: Any) -> Tensor:
@@ -439,5 +425,5 @@ def _few_config(config: Config) -> Config:
     return {"BLOCK_M": 64, "num_warps": 4, "num_stages": 6 if config["BLOCK_N"] == 32 else 4, **config}
 
 
-TRITON = Impl(name="triton", launch=_launch, space=SPACE, plan=plan_of(launched), refuse=_refuse)
-FEW = Impl(name="few", launch=_launch_few, space=FEW_SPACE, plan=plan_of(launched), refuse=_refuse_few)
+TRITON = Impl(name="triton", launch=_launch, space=SPACE, plan=plan_of(planned), refuse=_refuse)
+FEW = Impl(name="few", launch=_launch_few, space=FEW_SPACE, plan=plan_of(planned), refuse=_refuse_few)

@@ -5,11 +5,12 @@ cuDNN. It keeps no tensor alive.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewright.kernels.launch import plan as launch_plan
 from tilewright.tune.space import Config
 
 __all__ = ["FORMATS", "Plan", "plan_of"]
@@ -21,24 +22,15 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dimensions."""
 
 
-class _Launched(Protocol):
-    """A held launch, which fills y."""
-
-    def launch(
-        self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None, x_scales: Tensor | None,
-        w_scales: Tensor | None,
-    ) -> None: ...  # fmt: skip
-
-
-def plan_of(launched: Callable[..., _Launched | None]) -> Callable[..., Plan | None]:
-    """`Impl.plan` from (config, *args) -> the launch that is held of such a call, or None."""
+def plan_of(planned: Callable[..., launch_plan.Plan | None]) -> Callable[..., Plan | None]:
+    """`Impl.plan` from (config, *args) -> the launches of such a call, on x, weight, y, bias, residual and scales, or None."""
 
     def plan(config: Config, *args: Any) -> Plan | None:
-        found = launched(config, *args)
+        found = planned(config, *args)
         if found is None:
             return None
         x, weight, *_, size, _, _, dtype = args
-        fill, shape = found.launch, (x.shape[0], weight.shape[0], *size)
+        fill, shape = found.run, (x.shape[0], weight.shape[0], *size)
         options = {"dtype": dtype, "device": x.device, "memory_format": FORMATS[x.dim()]}
 
         def call(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -14,7 +14,6 @@ from tilewright.kernels.conv.plan import plan_of
 from tilewright.kernels.conv.problem import Problem, empty_output, sizes_of
 from tilewright.kernels.conv.sm90_im2col import (
     AXES,
-    Again,
     Launch,
     Shape,
     best_tile,
@@ -24,11 +23,12 @@ from tilewright.kernels.conv.sm90_im2col import (
     tile_refusal,
 )
 from tilewright.kernels.conv.sm90_space_to_depth import Fold, fold_of, folded
+from tilewright.kernels.launch.plan import Plan
 from tilewright.kernels.launch.replay import Held, pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SM90", "launched"]
+__all__ = ["SM90", "planned"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -80,10 +80,10 @@ def _key(
     )  # fmt: skip
 
 
-def launched(config: Config, *args: Any) -> Again | None:
-    """What makes a launch again that `SM90` made of these arguments; None where it made none, or copies operands first."""
-    again, fold = _HELD.get(_key(config, *args)) or (None, None)
-    return again if fold is None else None
+def planned(config: Config, *args: Any) -> Plan | None:
+    """The plan of a call of `SM90`; None where it made none, or copies operands first."""
+    plan, fold = _HELD.get(_key(config, *args)) or (None, None)
+    return plan if fold is None else None
 
 
 def _launch(
@@ -97,27 +97,27 @@ def _launch(
     key = _key(
         config, x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype
     )
-    held: tuple[Again, Fold | None] | None = _HELD.get(key)
+    held: tuple[Plan, Fold | None] | None = _HELD.get(key)
     if held is not None and held[1] is None:
-        held[0].launch(x, weight, y, bias, residual, x_scales, w_scales)
+        held[0].run(x, weight, y, bias, residual, x_scales, w_scales)
         return y
     s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     fold, plane = fold_of(s, x.dtype), (s.n, *s.y[1:], s.o)
     view = folded(fold, x, weight, s)
     if held is not None:
-        held[0].launch(view.x, view.weight, y, bias, residual, x_scales, w_scales)
+        held[0].run(view.x, view.weight, y, bias, residual, x_scales, w_scales)
         return y
     rest = None if residual is None else residual.view(plane)
     work = Launch(
         view.x, view.weight, y.view(plane), fold.stride, fold.padding, fold.dilation, activation, bias, rest, x_scales,
         w_scales,
     )  # fmt: skip
-    again = launch_boxes(config, work)
+    plan = launch_boxes(config, work)
     if x.is_cuda:
-        _HELD.keep(key, (again, fold if fold.way == "windows" else None))
+        _HELD.keep(key, (plan, fold if fold.way == "windows" else None))
     return y
 
 
 SM90 = Impl(
-    name="sm90", launch=_launch, space=SPACE, plan=plan_of(launched), written_for=90, refuse=_refuse, interpretable=False
+    name="sm90", launch=_launch, space=SPACE, plan=plan_of(planned), written_for=90, refuse=_refuse, interpretable=False
 )

@@ -38,21 +38,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.conv.plan import plan_of
 from tilewright.kernels.conv.problem import Problem, Three, empty_output, sizes_of
-from tilewright.kernels.conv.sm90_im2col import Again, fetched_box, refuse_boxes
+from tilewright.kernels.conv.sm90_im2col import fetched_box, refuse_boxes
 from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
+from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.epilogue import activate
 from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
-from tilewright.kernels.launch.replay import Held, Prepared, pointer_kind
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import Prepared, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["NARROW", "launched"]
+__all__ = ["NARROW"]
 
 _SIDE = 64
 """Channels of x and of y of a tile: 128 bytes, a row of the swizzle."""
@@ -319,9 +320,6 @@ def _narrow_kernel(
 # ---- launcher
 
 
-_HELD = Held()
-
-
 def _key(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any
 ) -> tuple[Any, ...]:
@@ -330,16 +328,6 @@ def _key(
         x.get_device(), x.dtype, x.shape, weight.shape, *size, *stride, *padding, groups, activation, residual is None,
         pointer_kind(weight), pointer_kind(bias), *config.values(),
     )  # fmt: skip
-
-
-def launched(config: Config, *args: Any) -> Again | None:
-    """What makes a launch again that `NARROW` made of these arguments; None where it made none."""
-    return _HELD.get(_key(config, *args))
-
-
-def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16)  # of any type of 16 bits
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
 
 
 def _launch(
@@ -351,21 +339,26 @@ def _launch(
     if not y.numel():
         return y
     weight = weight.contiguous()
-    key = _key(config, x, weight, bias, residual, activation, stride, padding, dilation, groups, size)
-    held: Again | None = _HELD.get(key)
-    if held is not None:
-        held.launch(x, weight, y, bias, residual, None, None)
-        return y
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size)
+    _PLANS.fill(config, y, args, (x, weight, y, bias, residual))
+    return y
+
+
+def _first_launch(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int],
+) -> Plan:  # fmt: skip
+    """Fill y."""
+    device = card_of(x)
     s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     (_, h, w), (_, rows, cols), (_, kh, kw), step = s.x, s.y, s.kernel, s.stride[2]
     box, extra, _ = _box(config["BLOCK_M"], s.n, s.y, s.kernel, step)
     # [H / S, S, N, W / S, S * C]: rows and columns of a phase side by side.
     seen = x.view(s.n, h // step, step, w // step, step * s.c).permute(1, 2, 0, 3, 4)
-    descs = [_descriptor(seen, [height, 1, box[1], box[2], _SIDE]) if height else None for height in (box[0], extra)]
+    descs = [descriptor(seen, [height, 1, box[1], box[2], _SIDE]) if height else None for height in (box[0], extra)]
     # A row of y above those of all images, as with x.
     planes = [None if t is None else t.view(s.n, rows, cols, s.o).transpose(0, 1) for t in (residual, y)]
-    descs += [None if t is None else _descriptor(t, [*box, _SIDE]) for t in planes]
+    descs += [None if t is None else descriptor(t, [*box, _SIDE]) for t in planes]
     down, deep, across = ceil_div(rows, box[0]), ceil_div(s.n, box[1]), ceil_div(cols, box[2])
     boxes, tiles_n = down * deep * across, s.o // _SIDE
     programs = tiles_n * max(1, min(boxes, device.sms // tiles_n))
@@ -380,11 +373,11 @@ def _launch(
     compiled = _narrow_kernel[(programs,)](*arguments, **constants, num_warps=4)
     starts = [0 if t is None else t.data_ptr() for t in (x, weight, y, bias, residual)]
     prepared = Prepared(_narrow_kernel, compiled, (programs,), arguments, constants, (0, 0, 4, 2, 1, 3), starts)
-    if x.is_cuda:
-        _HELD.keep(key, Again(prepared, None, 0))
-    return y
+    return Plan(prepared)
 
+
+_PLANS = Planned(_key, _first_launch)
 
 NARROW = Impl(
-    name="narrow", launch=_launch, space=SPACE, plan=plan_of(launched), written_for=90, refuse=_refuse, interpretable=False
+    name="narrow", launch=_launch, space=SPACE, plan=plan_of(_PLANS.plan), written_for=90, refuse=_refuse, interpretable=False
 )

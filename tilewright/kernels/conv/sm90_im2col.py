@@ -6,22 +6,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.conv.problem import Problem
 from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON, conv_sm90_kernel
 from tilewright.kernels.gemm.sm90_configs import shares
+from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.plan import Plan
 from tilewright.kernels.launch.replay import Prepared
 from tilewright.kernels.launch.shapes import next_pow2
-from tilewright.op import scope
 from tilewright.tune.space import Config
 
 __all__ = [
     "AXES",
-    "Again",
     "Launch",
     "Shape",
     "best_tile",
@@ -232,13 +230,6 @@ def _ring(device: Device, c: Config, box: Three, taps: int, extra: int, step_byt
 
 # ---- launch
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8}
-
-
-def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
-
 
 class Launch(NamedTuple):
     """A convolution for the kernel. Tensors are views that the copy engine can address: channels dense, strides of 16 bytes."""
@@ -264,24 +255,6 @@ class Launch(NamedTuple):
     w_major: str = "k"
 
 
-class Again(NamedTuple):
-    """A launch of `launch_boxes` to be made again on other memory."""
-
-    prepared: Prepared
-    scratch: int | None
-    """Numbers of scratch memory; None: no tiles are shared."""
-    counters: int
-
-    def launch(
-        self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None, x_scales: Tensor | None,
-        w_scales: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Fill y. Tensors begin where those of the first `Launch` did, with its dtypes, shapes and strides."""
-        parts, counters = _shared(self.scratch, self.counters, x.device)
-        given = (x, weight, y, bias, residual, x_scales, w_scales, parts, counters)
-        self.prepared([0 if t is None else t.data_ptr() for t in given])
-
-
 def _shared(scratch: int | None, counters: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Memory and tickets for tiles that programs share."""
     if scratch is None:
@@ -290,14 +263,13 @@ def _shared(scratch: int | None, counters: int, device: torch.device) -> tuple[T
 
 
 _OWNERS = (0, 0, 0, 0, 1, 4, 2, 5, 6, 3, 7, 8)
-"""Which of `Again.launch`'s operands, scratch and tickets behind them, the kernel's first arguments point into."""
+"""Which operands the kernel's first arguments point into: x, weight, y, bias, residual, scales, scratch memory, tickets."""
 
 
-def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tensor] | None = None) -> Again:
-    """Fill work.y, which is not empty. Gives what makes the launch again: given x, weight and y, or what is `whole` of them."""
+def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tensor] | None = None) -> Plan:
+    """Fill work.y, which is not empty. The plan takes x, weight, y, or what is `whole` of them, bias, residual and scales."""
     x, y = work.x, work.y
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    device = card_of(x)
     (n, rows, cols, o), (kh, kw), c = y.shape, work.weight.shape[1:3], x.shape[3]
     block_m, block_n, turns = config["BLOCK_M"], config["BLOCK_N"], config["TURNS"]
     taps, extra, filter_h = (kh, next_pow2(kh - 1), 1) if config["COLUMN"] else (1, 0, kh)
@@ -308,13 +280,13 @@ def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tens
     heights = (box[0], extra) if extra else (box[0],)
     # A box is [rows, images, columns, channels]: all images of a row lie together, above those of the next.
     x_descs = [
-        _descriptor(x[:, h::stride_h, w::stride_w].transpose(0, 1), [height, *box[1:], block_k])
+        descriptor(x[:, h::stride_h, w::stride_w].transpose(0, 1), [height, *box[1:], block_k])
         for height, (h, w) in product(heights, phases)
     ]
-    w_desc = _descriptor(work.weight, [block_n, 1, 1, block_k] if work.w_major == "k" else [block_k, 1, 1, block_n])
+    w_desc = descriptor(work.weight, [block_n, 1, 1, block_k] if work.w_major == "k" else [block_k, 1, 1, block_n])
     # A residual comes through the stages of x, so its blocks are no wider than those.
     y_box = [*box, _WIDTH if work.residual is None else min(_WIDTH, block_k * x.element_size() // y.element_size())]
-    y_desc, residual_desc = (None if t is None else _descriptor(t.transpose(0, 1), y_box) for t in (y, work.residual))
+    y_desc, residual_desc = (None if t is None else descriptor(t.transpose(0, 1), y_box) for t in (y, work.residual))
     down, deep, across = _box_count(box, n, rows, cols)
     count = down * deep * across
     steps = filter_h * kw * _blocks(c, block_k)
@@ -341,4 +313,4 @@ def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tens
     operands = (*(whole or (x, work.weight, y)), work.bias, work.residual, work.x_scales, work.w_scales, pieces, counters)
     starts = [0 if t is None else t.data_ptr() for t in operands]
     prepared = Prepared(conv_sm90_kernel, compiled, (programs,), arguments, constants, _OWNERS, starts)
-    return Again(prepared, scratch, left * 2)
+    return Plan(prepared, memory=None if scratch is None else lambda device: _shared(scratch, left * 2, device))

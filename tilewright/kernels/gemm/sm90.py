@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.gemm.pad_operands import Border, align, aligned_base, class_count, is_aligned
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output
 from tilewright.kernels.gemm.quantized_operands import float8_span
@@ -37,12 +36,13 @@ from tilewright.kernels.gemm.sm90_configs import (
 )
 from tilewright.kernels.gemm.sm90_kernel import sm90_kernel
 from tilewright.kernels.gemm.work import sm90_work
+from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.pdl import launch_options
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["DTYPES", "SM90", "box_rows", "descriptor", "launch_sm90", "pieces"]
+__all__ = ["SM90", "box_rows", "launch_sm90", "pieces"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -57,21 +57,6 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 # ---- launcher
 
-DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float32: gl.float32,
-    torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-}
-
-
-def descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, row_stride: int | None = None) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[t.dtype])
-    strides = [t.stride(0) if row_stride is None else row_stride, 1]
-    return TensorDescriptor(t, shape or list(t.shape), strides, box, layout)
-
 
 def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, TensorDescriptor]:
     """(classes, elements from the base to x, descriptor of the longer classes, of the others) of x [M, K], dense along K."""
@@ -82,7 +67,7 @@ def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, Ten
     longer = m % classes
 
     def of_rows(rows: int, last_class: int) -> TensorDescriptor:
-        return descriptor(base, box, [max(rows, 1), lead + last_class * stride + k], classes * stride)
+        return descriptor(base, box, [max(rows, 1), lead + last_class * stride + k], [classes * stride, 1])
 
     low = of_rows(m // classes, classes - 1)
     return classes, lead, of_rows(m // classes + 1, longer - 1) if longer else low, low
@@ -224,8 +209,7 @@ def launch_sm90(
     """
     function, gated = ACTIVATIONS[activation]
     width, halves = y.shape[1], 1 + gated
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    device = card_of(x)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], BLOCK_K_BYTES // x.element_size()
     rows, cols = consumer_tile(config)
     stages, buffers = ring(device, config)
@@ -242,7 +226,7 @@ def launch_sm90(
         CONSUMERS=config["CONSUMERS"], X_MAJOR=ready.x_major, W_MAJOR=ready.w_major, HALVES=halves,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, GROUP_M=GROUP_M,
         EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
-        TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, DTYPES[y.dtype]),
+        TILE_LAYOUT=box_layout(y_box, y.dtype),
         SPAN=float8_span(x.dtype, x.shape[1]) // block_k, STREAM=config["SPLIT_K"] != 1, CLASSES=ready.classes,
         ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
         num_warps=4, **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),

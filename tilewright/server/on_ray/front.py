@@ -36,6 +36,7 @@ from tilewright.server.gate import install_gates
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
 from tilewright.server.on_ray.replica import Head
 from tilewright.server.passing import BUSY, Running, labelled, lost_event, nobody
+from tilewright.server.spans import span_of
 
 __all__ = ["APP", "DEPLOYMENT", "RayFront", "front_on_ray"]
 
@@ -145,6 +146,9 @@ def scope_of(request: Request, method: str | None = None, path: str | None = Non
     given = request.scope
     headers = [(name, value) for name, value in given["headers"] if name not in OWN]
     headers += [(b"host", b"localhost"), (b"x-request-id", request_id_of(given).encode())]
+    if (span := span_of(given)) is not None:
+        headers = [header for header in headers if header[0] != b"traceparent"]
+        headers.append((b"traceparent", span.traceparent.encode()))
     path = str(path or given["path"])
     return {
         "asgi": {"version": "3.0"},

@@ -50,7 +50,7 @@ def serve_on_ray(spec: dict[str, Any], config: ServerConfig, listener: socket.so
     ours = _cluster(log)
     try:
         resources, threads = resources_of(ray.cluster_resources(), scaling.most)
-        fields = ("max_body_bytes", "drain_timeout_s", "log_format", "tool_format", "max_wait_s")
+        fields = ("max_body_bytes", "drain_timeout_s", "log_format", "tool_format", "max_wait_s", "traces")
         inner = {name: getattr(config, name) for name in fields} | {"port": 0, "log_level": "warning"}
         whole = {**spec, "folder": os.getcwd(), "server": inner, "threads": threads}
         deployment = serve.deployment(

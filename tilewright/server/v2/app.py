@@ -16,16 +16,14 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
 from tilewright.extras import MissingExtra
 from tilewright.host.host import Host
 from tilewright.server import errors
-from tilewright.server.access import Access
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
-from tilewright.server.gate import Gate
+from tilewright.server.gate import Gate, install_gates
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
 from tilewright.server.v2.http import Inference
 from tilewright.server.v2.metrics import HostMetrics
@@ -156,17 +154,7 @@ def create_models_app(host: Host, config: ServerConfig) -> FastAPI:
     server = ModelServer(host, config)
     app = FastAPI(title="tilewright", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
-    app.add_middleware(Gate, config=config, counts=server.counts)
-    if config.cors_origins:
-        exposed = ["x-request-id", "retry-after", "inference-header-content-length"]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=exposed,
-        )
-    app.add_middleware(Access, counts=server.counts)
+    install_gates(app, config, server.counts, exposed=("inference-header-content-length",))
     errors.install(app)
     gets = {"/health": server.health, "/ready": server.ready, "/version": server.version, "/metrics": server.prometheus}
     for path, endpoint in gets.items():

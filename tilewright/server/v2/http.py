@@ -10,6 +10,7 @@ Errors are the protocol's: `{"error": sentence}`.
 """
 
 import asyncio
+import dataclasses
 import json
 import math
 from collections.abc import Awaitable, Callable
@@ -20,13 +21,15 @@ from fastapi.responses import JSONResponse, Response
 from tilewright import __version__
 from tilewright.host.errors import Expired, Failed, HostError, NotFound, Overloaded, Refused, Unavailable
 from tilewright.host.host import Host, Model
+from tilewright.host.version import Ask
 from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
+from tilewright.server.spans import RequestSpan, span_of
 from tilewright.server.v2.codec import answer_body, inflated, parse_infer, parse_json
 from tilewright.server.v2.describe import EXTENSIONS, config_of, index_of, metadata_of, stats_of
 from tilewright.server.v2.predict import predict
 
-__all__ = ["STATUS", "Inference", "failure"]
+__all__ = ["STATUS", "Inference", "failure", "noted"]
 
 STATUS: dict[type[HostError], int] = {
     Refused: 400,
@@ -47,6 +50,11 @@ def failure(error: HostError) -> tuple[int, dict[str, str], bytes]:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1e3))
     return STATUS[type(error)], headers, json.dumps({"error": str(error)}).encode()
+
+
+def noted(ask: Ask, span: RequestSpan | None) -> Ask:
+    """What a request says, with the span that hears what it waits for."""
+    return ask if span is None else dataclasses.replace(ask, note=span.child)
 
 
 def _error(request: Request, error: Exception) -> Response:
@@ -169,7 +177,12 @@ class Inference:
         length = headers.get("inference-header-content-length")
         small = len(raw) <= INLINE_BYTES or (length is not None and length.isdecimal() and int(length[:12]) <= INLINE_BYTES)
         asked = parse_infer(raw, length) if small else await asyncio.to_thread(parse_infer, raw, length)
-        answer = await self.host.infer(request.path_params["name"], request.path_params.get("version"), asked.inputs, asked.ask)
+        answer = await self.host.infer(
+            request.path_params["name"],
+            request.path_params.get("version"),
+            asked.inputs,
+            noted(asked.ask, span_of(request.scope)),
+        )
         size = sum(len(wire.data) for wire in answer.outputs.values())
         made = answer_body(answer, asked) if size <= INLINE_BYTES else await asyncio.to_thread(answer_body, answer, asked)
         body, json_bytes = made
@@ -185,6 +198,8 @@ class Inference:
         raw = await self._bodies.read(request)
         kind = request.headers.get("content-type", "")
         inputs = await asyncio.to_thread(predict, model.signature, raw, kind)
-        answer = await self.host.infer(model.name, request.path_params.get("version"), inputs.inputs, inputs.ask)
+        answer = await self.host.infer(
+            model.name, request.path_params.get("version"), inputs.inputs, noted(inputs.ask, span_of(request.scope))
+        )
         media, body = inputs.answered(answer, request.headers.get("accept", ""))
         return Response(body if isinstance(body, bytes) else json.dumps(body, allow_nan=False), media_type=media)

@@ -23,7 +23,7 @@ from tilewright.server.connections import PARTIAL, Short, Taken
 from tilewright.server.gate import Gate
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.v2.codec import answer_body, parse_infer
-from tilewright.server.v2.http import failure
+from tilewright.server.v2.http import failure, noted
 
 __all__ = ["Quick"]
 
@@ -46,6 +46,8 @@ class _Head(NamedTuple):
     body_bytes: int
     json_bytes: str | None
     request_id: str | None
+    trace: dict[str, str] | None = None
+    """Headers that say whose trace it belongs to."""
 
 
 class Quick:
@@ -102,8 +104,11 @@ class Quick:
             return None
         version = None if path[2] is None else path[2].decode()
         json_bytes, identity = fields.get("inference-header-content-length"), fields.get("x-request-id")
-        head = _Head(where, path[1].decode(), version, int(length), json_bytes, identity)
-        if identity is None:
+        trace = None
+        if self._counts.tracer is not None:
+            trace = {name: fields[name] for name in ("traceparent", "tracestate") if name in fields}
+        head = _Head(where, path[1].decode(), version, int(length), json_bytes, identity, trace)
+        if identity is None and not trace:
             self._heads[raw] = head
             if len(self._heads) > MAX_HEADS:
                 self._heads.popitem(last=False)
@@ -111,9 +116,12 @@ class Quick:
 
     async def _answer(self, head: _Head, body: bytes, client: str) -> Short:
         started_s, request_id = time.perf_counter(), request_id_from(head.request_id or "")
+        tracer, span = self._counts.tracer, None
+        if tracer is not None:
+            span = tracer.begin("POST", self._counts.route(head.path), head.trace or {}, request_id)
         try:
             request = parse_infer(body, head.json_bytes)
-            answer = await self._host.infer(head.model, head.version, request.inputs, request.ask)
+            answer = await self._host.infer(head.model, head.version, request.inputs, noted(request.ask, span))
             found, json_bytes = answer_body(answer, request)
             status, headers = 200, {"content-type": "application/json"}
             if json_bytes is not None:
@@ -122,5 +130,14 @@ class Quick:
             status, headers, found = failure(error)
         headers["x-request-id"] = request_id
         seconds = time.perf_counter() - started_s
-        note(self._counts, method="POST", path=head.path, status=status, seconds=seconds, request_id=request_id, client=client)
+        note(
+            self._counts,
+            method="POST",
+            path=head.path,
+            status=status,
+            seconds=seconds,
+            request_id=request_id,
+            client=client,
+            span=span,
+        )
         return Short(status, headers, found)

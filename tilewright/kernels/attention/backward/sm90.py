@@ -15,27 +15,26 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.attention.backward.problem import Gradients, Problem, empty_gradients, gradient_of_sinks
 from tilewright.kernels.attention.backward.sm90_kernel import attention_backward_sm90_kernel
 from tilewright.kernels.attention.backward.sm90_schedule import SLOT
 from tilewright.kernels.attention.problem import LOG2_E, lacks
+from tilewright.kernels.hopper.descriptors import SIXTEEN_BITS, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
 __all__ = ["SM90"]
 
 HEAD_DIMS = (64, 128, 256)
 _ROWS = 64  # of a product
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if problem.dtype not in _DTYPES:
+    if problem.dtype not in SIXTEEN_BITS:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if problem.head_dim not in HEAD_DIMS:
         return f"takes head dims {HEAD_DIMS}, not {problem.head_dim}"
@@ -156,14 +155,12 @@ def _round_kernel(
 
 def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
     """Of [B, S, H, D] as B matrices whose rows hold the heads beside each other; a box is `rows` of one head."""
-    box = [1, rows, t.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
     width = (t.shape[2] - 1) * t.stride(2) + t.shape[3]
-    return TensorDescriptor(t, [t.shape[0], t.shape[1], width], [t.stride(0), t.stride(1), 1], box, layout)
+    return descriptor(t, [1, rows, t.shape[3]], [t.shape[0], t.shape[1], width], [t.stride(0), t.stride(1), 1])
 
 
 def _line_descriptor(t: Tensor, box: int) -> TensorDescriptor:
-    return TensorDescriptor(t, [t.shape[0]], [1], [box], gl.NVMMASharedLayout.get_default_for([box], gl.float32))
+    return descriptor(t, [box])
 
 
 def _section(card: Device, head_dim: int, causal: bool, key_blocks: int, heads: int, config: Config) -> int:
@@ -190,7 +187,7 @@ def _launch(
     blocks, key_blocks = -(-max_q // rows), -(-max_k // keys)
     programs = batch * heads * blocks
     bounds = torch.empty((2, programs * rows), dtype=torch.float32, device=q.device)
-    card = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    card = card_of(q)
     section = _section(card, d, causal, key_blocks, batch * groups, config)
     sums = torch.zeros(programs * rows * d, dtype=torch.float32, device=q.device)
     columns = 128 if d == 256 else 64 if rows * d >= 8192 else 32  # of a part of dq

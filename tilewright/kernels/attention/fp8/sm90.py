@@ -6,22 +6,20 @@ queries that the copy engine cannot address.
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.attention.fp8.layout import Problem
 from tilewright.kernels.attention.fp8.sm90_kernel import scaled_attention_sm90_kernel
 from tilewright.kernels.attention.fp8.sm90_schedule import CONSUMERS, KEYS, ROWS, SLOT
 from tilewright.kernels.attention.problem import LOG2_E, packed
+from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config
 
 __all__ = ["SM90"]
 
 HEAD_DIMS = (64, 128)
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -39,11 +37,6 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 # ---- launcher
 
 
-def _descriptor(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], _DTYPES[matrix.dtype])
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, cols], layout)
-
-
 def _launch(
     config: Config, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor | None, keys: int, scale: float,
     causal: bool,
@@ -56,8 +49,7 @@ def _launch(
         return out
     if not keys:  # the copy engine has no empty matrices
         return out.zero_()
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    device = card_of(q)
     rows, block, consumers = ROWS.value, KEYS.value, CONSUMERS.value
     blocks = -(-queries // (consumers * rows))
     shared = heads // groups
@@ -72,8 +64,8 @@ def _launch(
     width = (heads - 1) * of_q.stride(1) + d
     q_matrix = of_q.as_strided((batch * queries, width), (of_q.stride(0), 1))
     scaled_attention_sm90_kernel[(programs,)](
-        _descriptor(q_matrix, rows, d), _descriptor(k.view(-1, d), block, d), _descriptor(v.view(-1, padded_k), d, block),
-        _descriptor(out.view(batch * queries, heads * d), rows, d), out, k_scale, v_scale,
+        descriptor(q_matrix, [rows, d]), descriptor(k.view(-1, d), [block, d]), descriptor(v.view(-1, padded_k), [d, block]),
+        descriptor(out.view(batch * queries, heads * d), [rows, d]), out, k_scale, v_scale,
         tickets(q.device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=q.device),
         blocks, batch * heads, min(section, batch * heads), heads, shared, queries, keys, padded_k, of_q.stride(1),
         scale * LOG2_E,

@@ -5,7 +5,6 @@ Refuses: dtypes other than bf16 and fp16, other latents than 512 + 64, pages tha
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.hw.device import Device
@@ -13,13 +12,13 @@ from tilewright.kernels.attention.mla.problem import Problem
 from tilewright.kernels.attention.mla.sm90_kernel import mla_sm90_kernel
 from tilewright.kernels.attention.mla.tile import combine_splits
 from tilewright.kernels.attention.paged.configs import room_of
+from tilewright.kernels.hopper.descriptors import SIXTEEN_BITS, descriptor
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
 __all__ = ["SM90", "SM90_INVARIANT"]
 
 _LOG2_E = 1.4426950408889634
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _ROWS = 64  # heads of a program, keys of a tile
 _RANK, _ROTATED = 512, 64
 _SPLITS = (1, 2, 4, 8, 16, 32, 64)
@@ -29,7 +28,7 @@ _COMBINED_TILES = 0.05  # a range more to combine, of a tile: 64 of 2 tiles are 
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if problem.dtype not in _DTYPES:
+    if problem.dtype not in SIXTEEN_BITS:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if (problem.rank, problem.rotated) != (_RANK, _ROTATED):
         return f"takes latents of {_RANK} + {_ROTATED} numbers, not {problem.rank} + {problem.rotated}"
@@ -55,11 +54,7 @@ def _default(device: Device, problem: Problem) -> Config:
 def _boxes(t: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Of a matrix of rows of 576 numbers: in boxes of 64 rows by 256, and by 64."""
     rows = t.view(-1, _RANK + _ROTATED)
-    made = []
-    for width in (_RANK // 2, _ROTATED):
-        box = [_ROWS, width]
-        layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
-        made.append(TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], box, layout))
+    made = [descriptor(rows, [_ROWS, width]) for width in (_RANK // 2, _ROTATED)]
     return made[0], made[1]
 
 

@@ -10,27 +10,25 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.attention.paged.configs import CODES, Problem, room_of, stream_refusal
 from tilewright.kernels.attention.paged.decode_sm90_kernel import paged_sm90_kernel
 from tilewright.kernels.attention.paged.decode_sm90_kernel_8bit import paged_sm90_codes_kernel
 from tilewright.kernels.attention.paged.work import stream_work
+from tilewright.kernels.hopper.descriptors import SIXTEEN_BITS, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.shapes import next_pow2, token_stride
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SM90", "boxes", "sm90_refusal"]
+__all__ = ["SM90", "sm90_refusal"]
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 64  # of a tile: keys; and queries times heads that share them, at most
 _PANEL = 64  # columns of a box
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_BOXED = {**_DTYPES, torch.int32: gl.int32}
 
 
 def sm90_refusal(device: Device, problem: Problem, block: int, *, coded: bool = False) -> str | None:
@@ -38,7 +36,7 @@ def sm90_refusal(device: Device, problem: Problem, block: int, *, coded: bool = 
 
     block: keys of a tile; larger pages are whole tiles. coded: whether caches may be of codes too.
     """
-    if problem.dtype not in _DTYPES or (problem.cache != problem.dtype and not (coded and problem.cache in CODES)):
+    if problem.dtype not in SIXTEEN_BITS or (problem.cache != problem.dtype and not (coded and problem.cache in CODES)):
         caches = "the same or of 8-bit codes" if coded else "the same"
         return f"takes queries of bf16 or fp16 and caches of {caches}, not {problem.dtype} with {problem.cache}"
     if problem.head_dim not in (64, 128):
@@ -84,19 +82,13 @@ def _default(device: Device, problem: Problem) -> Config:
     return {"PER_SM": 1 if few and not own else 2, "STAGES": 2 if few else 4, "LONGER": 6, "BOX": 8}
 
 
-def boxes(t: Tensor, box: list[int]) -> TensorDescriptor:
-    """A dense tensor of bf16, fp16 or words of codes in boxes, swizzled by as many bytes as a box is wide, 128 at most."""
-    layout = gl.NVMMASharedLayout.get_default_for(box, _BOXED[t.dtype])
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
-
-
 def _code_boxes(k_cache: Tensor, v_cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Of keys and values in words of four codes: a page at most 64 tokens of it; small pages of values in rows of 128 bytes."""
     dim, page_size = k_cache.shape[3], k_cache.shape[2]
-    keys = boxes(k_cache.view(-1, dim).view(torch.int32), [min(page_size, _ROWS), dim // 4])
+    keys = descriptor(k_cache.view(-1, dim).view(torch.int32), [min(page_size, _ROWS), dim // 4])
     if page_size < _ROWS:
-        return keys, boxes(v_cache.view(-1, 128).view(torch.int32), [dim * page_size // 128, 32])
-    return keys, boxes(v_cache.view(-1, page_size).view(torch.int32), [dim, _ROWS // 4])
+        return keys, descriptor(v_cache.view(-1, 128).view(torch.int32), [dim * page_size // 128, 32])
+    return keys, descriptor(v_cache.view(-1, page_size).view(torch.int32), [dim, _ROWS // 4])
 
 
 def _launch(
@@ -109,8 +101,7 @@ def _launch(
         return o
     group, queries = heads // kv_heads, 1 if max_q_len == 1 else 16
     block_r = next_pow2(queries * group)
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    device = card_of(q)
     most = batch * kv_heads * triton.cdiv(block_table.shape[1] * page_size, _ROWS)
     grid = max(1, min(config["PER_SM"] * device.sms, most))
     part = torch.empty(2 * grid * queries * group * (dim + 2), dtype=torch.float32, device=q.device)
@@ -125,7 +116,7 @@ def _launch(
     }  # fmt: skip
     if k_scale is None:
         heights = (min(page_size, _ROWS), min(page_size, config["BOX"]))
-        descriptors = [boxes(t.view(-1, dim), [high, _PANEL]) for high in heights for t in (k_cache, v_cache)]
+        descriptors = [descriptor(t.view(-1, dim), [high, _PANEL]) for high in heights for t in (k_cache, v_cache)]
         paged_sm90_kernel[(grid,)](*descriptors, *out, *lengths, *strides, **constants)
     else:
         format = "int8" if k_cache.dtype == torch.int8 else "e4m3"

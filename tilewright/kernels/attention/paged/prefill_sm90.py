@@ -10,15 +10,16 @@ the row is in, and a block that the row does not see leaves it as it was.
 import torch
 from torch import Tensor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.attention.paged.configs import Problem, room_of
-from tilewright.kernels.attention.paged.decode_sm90 import boxes, sm90_refusal
+from tilewright.kernels.attention.paged.decode_sm90 import sm90_refusal
 from tilewright.kernels.attention.paged.prefill_sm90_kernel import paged_varlen_sm90_kernel
 from tilewright.kernels.attention.paged.work import varlen_work
 from tilewright.kernels.attention.problem import LOG2_E, addressable
 from tilewright.kernels.attention.sm90_schedule import SLOT
+from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space
 
@@ -55,15 +56,14 @@ def _launch(
         return o.zero_()
     if not addressable(q):
         q = q.contiguous()
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    device = card_of(q)
     pack = _pack(heads // kv_heads)
     units, tiles = heads // pack, tokens * pack // (_CONSUMERS * _ROWS) + batch
     programs = min(units * tiles, device.sms)
     box = [min(page_size, _BLOCK_N), _PANEL]
     paged_varlen_sm90_kernel[(programs,)](
-        boxes(q, [_ROWS // pack, pack, _PANEL]), *(boxes(t.view(-1, dim), box) for t in (k_cache, v_cache)),
-        boxes(o, [_ROWS // pack, pack, _PANEL]), o, sinks, block_table, kv_lens, cu_q,
+        descriptor(q, [_ROWS // pack, pack, _PANEL]), *(descriptor(t.view(-1, dim), box) for t in (k_cache, v_cache)),
+        descriptor(o, [_ROWS // pack, pack, _PANEL]), o, sinks, block_table, kv_lens, cu_q,
         tickets(q.device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=q.device),
         tiles, units, batch, tokens, room_of(k_cache, block_table), 0 if window is None else window - 1,
         block_table.stride(0), scale * LOG2_E,

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.conv.problem import Problem, sizes_of
-from tilewright.kernels.conv.sm90_im2col import AXES, Again, Launch, Shape, best_tile, launch_boxes, refuse_boxes, tile_refusal
-from tilewright.kernels.launch.replay import Held, pointer_kind
+from tilewright.kernels.conv.sm90_im2col import AXES, Launch, Shape, best_tile, launch_boxes, refuse_boxes, tile_refusal
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["TRANSPOSE_SM90", "launched", "taps_of"]
+__all__ = ["TRANSPOSE_SM90", "taps_of"]
 
 _LARGEST_STRIDE = 4
 
@@ -86,9 +87,6 @@ SPACE = Space(
 )
 
 
-_HELD = Held()
-
-
 def _key(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, size: list[int],
@@ -99,11 +97,6 @@ def _key(
     )  # fmt: skip
 
 
-def launched(config: Config, *args: Any) -> list[Again] | None:
-    """What makes the launches again that `TRANSPOSE_SM90` made of these arguments, one a phase; None where it made none."""
-    return _HELD.get(_key(config, *args))
-
-
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, size: list[int],
@@ -111,19 +104,23 @@ def _launch(
     y = torch.empty((x.shape[0], *size, weight.shape[-1]), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    key = _key(config, x, weight, bias, activation, stride, padding, dilation, groups, size)
-    held: list[Again] | None = _HELD.get(key)
-    if held is not None:
-        for again in held:
-            again.launch(x, weight, y, bias, None, None, None)
-        return y
+    args = (x, weight, bias, activation, stride, padding, dilation, groups, size)
+    _PLANS.fill(config, y, args, (x, weight, y, bias, None, None, None))
+    return y
+
+
+def _first_launch(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int],
+) -> Plan:  # fmt: skip
+    """Fill y, by a launch a phase."""
     s = sizes_of(y, weight, stride, padding, dilation, groups, x.shape[1:-1])
     (_, kh, kw), (_, sh, sw), (_, h, w), c = s.kernel, s.stride, s.x, s.c
     pad_w, dilation_w = s.padding[2], s.dilation[2]
     if _fills(kw, sw, pad_w, dilation_w, w):
         w, c, kw, sw = w // sw, c * kw, 1, 1
     pixels, filters, plane = x.view(s.n, *s.y[1:], s.o), weight.view(s.o, kh, kw, c), y.view(s.n, h, w, c)
-    made: list[Again] = []
+    made: list[Plan] = []
     for a, b in product(range(min(sh, h)), range(min(sw, w))):
         down = taps_of(a, kh, sh, s.padding[1], s.dilation[1])
         right = taps_of(b, kw, sw, pad_w, dilation_w)
@@ -135,11 +132,11 @@ def _launch(
             w_major="n",
         )  # fmt: skip
         made.append(launch_boxes(config, work, (x, weight, y)))
-    if x.is_cuda:
-        _HELD.keep(key, made)
-    return y
+    return Plan.joined(made)
 
+
+_PLANS = Planned(_key, _first_launch)
 
 TRANSPOSE_SM90 = Impl(
-    name="sm90", launch=_launch, plan=launched, space=SPACE, written_for=90, refuse=_refuse, interpretable=False
+    name="sm90", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse, interpretable=False
 )

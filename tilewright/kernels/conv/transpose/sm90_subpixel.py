@@ -38,20 +38,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.conv.problem import Problem, Three, sizes_of
-from tilewright.kernels.conv.sm90_im2col import Again, fetched_box, refuse_boxes
+from tilewright.kernels.conv.sm90_im2col import fetched_box, refuse_boxes
 from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
+from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.epilogue import activate, column_blocks
 from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
-from tilewright.kernels.launch.replay import Held, Prepared, pointer_kind
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import Prepared, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["PHASES", "launched"]
+__all__ = ["PHASES"]
 
 _SIDE = 64
 """Channels of x of a step, and of y of a block of the epilogue: 128 bytes."""
@@ -323,13 +324,6 @@ def _phases_kernel(
 
 # ---- launcher
 
-_HELD = Held()
-
-
-def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16)  # of any type of 16 bits
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
-
 
 def _key(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
@@ -338,12 +332,6 @@ def _key(
     return (
         x.get_device(), x.dtype, x.shape, weight.shape, pointer_kind(bias), activation, *padding, *size, *config.values(),
     )  # fmt: skip
-
-
-def launched(config: Config, *args: Any) -> list[Again] | None:
-    """What makes the launch again that `PHASES` made of these arguments; None where it made none."""
-    found: Again | None = _HELD.get(_key(config, *args))
-    return None if found is None else [found]
 
 
 def _parities(padding: int) -> tuple[int, int]:
@@ -359,20 +347,25 @@ def _launch(
     if not y.numel():
         return y
     weight = weight.contiguous()
-    key = _key(config, x, weight, bias, activation, stride, padding, dilation, groups, size)
-    held: Again | None = _HELD.get(key)
-    if held is not None:
-        held.launch(x, weight, y, bias, None, None, None)
-        return y
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    args = (x, weight, bias, activation, stride, padding, dilation, groups, size)
+    _PLANS.fill(config, y, args, (x, weight, y, bias, None, None, None))
+    return y
+
+
+def _first_launch(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int],
+) -> Plan:  # fmt: skip
+    """Fill y."""
+    device = card_of(x)
     s = sizes_of(y, weight, stride, padding, dilation, groups, x.shape[1:-1])
     (_, kh, kw), (_, pad_h, pad_w), block_n = s.kernel, s.padding, config["BLOCK_N"]
     taps, h, w = (kh + 1) // 2, ceil_div(s.x[1], 2), ceil_div(s.x[2], 2)
     box = _box(s.n, h, w, taps, block_n)
     pixels = x.transpose(0, 1)  # a row of all images, then the next one
     phases = [y[:, a::2, b::2].transpose(0, 1) for a in _parities(pad_h) for b in _parities(pad_w)]
-    descs = [_descriptor(pixels, [rows, *box[1:], _SIDE]) if rows else None for rows in (box[0], taps - 1)]
-    descs += [_descriptor(weight, [_SIDE, 1, 1, block_n])] + [_descriptor(phase, [*box, _SIDE]) for phase in phases]
+    descs = [descriptor(pixels, [rows, *box[1:], _SIDE]) if rows else None for rows in (box[0], taps - 1)]
+    descs += [descriptor(weight, [_SIDE, 1, 1, block_n])] + [descriptor(phase, [*box, _SIDE]) for phase in phases]
     down, deep, across = ceil_div(h, box[0]), ceil_div(s.n, box[1]), ceil_div(w, box[2])
     boxes, tiles_n = down * deep * across, s.c // block_n
     # A step of x with the row below it, and of the weight; the two consumers' tiles leave through memory of their own.
@@ -387,9 +380,9 @@ def _launch(
     compiled = _phases_kernel[(programs,)](*arguments, **constants, num_warps=4)
     starts = [0 if t is None else t.data_ptr() for t in (x, weight, y, bias)]
     prepared = Prepared(_phases_kernel, compiled, (programs,), arguments, constants, (0, 0, 1, 2, 2, 2, 2, 3), starts)
-    if x.is_cuda:
-        _HELD.keep(key, Again(prepared, None, 0))
-    return y
+    return Plan(prepared)
 
 
-PHASES = Impl(name="phases", launch=_launch, plan=launched, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
+_PLANS = Planned(_key, _first_launch)
+
+PHASES = Impl(name="phases", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)

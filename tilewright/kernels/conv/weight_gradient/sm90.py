@@ -26,7 +26,7 @@ Triton from 3.8 on (`VIEWS_REACH_ON`).
 
 # N images, C channels of x, O of dy; boxes of pixels
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -35,19 +35,20 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
-from tilewright.kernels.conv.problem import Sizes, sizes_of
+from tilewright.hw.device import Device
+from tilewright.kernels.conv.problem import sizes_of
 from tilewright.kernels.conv.sm90_im2col import fetched_box
 from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
+from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.primitives import load_box, release, viewed
-from tilewright.kernels.launch.replay import Held, Prepared
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import Prepared
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["WEIGHT_GRADIENT_SM90", "Again", "launched"]
+__all__ = ["WEIGHT_GRADIENT_SM90"]
 
 _SIDE = 64
 """Channels of x of a tile, and pixels of a box."""
@@ -232,33 +233,6 @@ def _add_kernel(parts_ptr, out_ptr, PARTS, COUNT: tl.constexpr, AT_ONCE: tl.cons
 # ---- launcher
 
 
-def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16)  # of any type of 16 bits
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
-
-
-class Again(NamedTuple):
-    """A launch to be made again on other memory."""
-
-    products: Prepared
-    sums: Prepared | None
-    """None: there is one part, the result."""
-    scratch: int
-    """Numbers of the parts."""
-
-    def launch(self, dy: Tensor, x: Tensor, dw: Tensor) -> None:
-        """Fill dw. Only addresses are read of the tensors: the rest is as in the first launch."""
-        if self.sums is None:
-            self.products([dy.data_ptr(), x.data_ptr(), dw.data_ptr()])
-            return
-        parts = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
-        self.products([dy.data_ptr(), x.data_ptr(), parts.data_ptr()])
-        self.sums([parts.data_ptr(), dw.data_ptr()])
-
-
-_HELD = Held()
-
-
 def _key(
     config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     kernel: list[int],
@@ -266,30 +240,22 @@ def _key(
     return x.get_device(), x.dtype, dy.shape, x.shape, *padding, *kernel
 
 
-def launched(config: Config, *args: Any) -> Again | None:
-    """What makes a launch again that `WEIGHT_GRADIENT_SM90` made of these arguments; None where it made none."""
-    return _HELD.get(_key(config, *args))
-
-
 def _launch(
     config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     kernel: list[int],
 ) -> Tensor:  # fmt: skip
     dw = torch.empty((dy.shape[-1], *kernel, x.shape[-1]), dtype=x.dtype, device=x.device)
-    key = _key(config, dy, x, stride, padding, dilation, groups, kernel)
-    held: Again | None = _HELD.get(key)
-    if held is None:
-        held = _first_launch(dy, x, dw, sizes_of(x, dw, stride, padding, dilation, groups, dy.shape[1:-1]))
-        if x.is_cuda:
-            _HELD.keep(key, held)
-    else:
-        held.launch(dy, x, dw)
+    _PLANS.fill(config, dw, (dy, x, stride, padding, dilation, groups, kernel), (dy, x, dw))
     return dw
 
 
-def _first_launch(dy: Tensor, x: Tensor, dw: Tensor, s: Sizes) -> Again:
+def _first_launch(
+    config: Config, dw: Tensor, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    kernel: list[int],
+) -> Plan:  # fmt: skip
     """Fill dw."""
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    s = sizes_of(x, dw, stride, padding, dilation, groups, dy.shape[1:-1])
+    device = card_of(x)
     n, c, o, (_, rows, cols), (_, kh, kw) = s.n, s.c, s.o, s.y, s.kernel
     extra = next_pow2(kh - 1) if kh > 1 else 0
     apart = o // _SIDE % 2 == 1
@@ -298,7 +264,7 @@ def _first_launch(dy: Tensor, x: Tensor, dw: Tensor, s: Sizes) -> Again:
     box = fetched_box(_SIDE, next_pow2(n), rows, cols, 4 - each, extra, 2.8 * kh * (3 - each))
     # A row of all images, then the next one.
     seen, pixels = dy.view(n, rows, cols, o).transpose(0, 1), x.view(n, *s.x[1:], c).transpose(0, 1)
-    x_descs = [_descriptor(pixels, [r, *box[1:], _SIDE]) if r else None for r in (box[0], extra)]
+    x_descs = [descriptor(pixels, [r, *box[1:], _SIDE]) if r else None for r in (box[0], extra)]
     down, deep, across = ceil_div(rows, box[0]), ceil_div(n, box[1]), ceil_div(cols, box[2])
     steps, tiles_c = ceil_div(down * deep * across, each), c // _SIDE
     tiles = o // (_SIDE * (3 - each)) * tiles_c * kw
@@ -307,20 +273,23 @@ def _first_launch(dy: Tensor, x: Tensor, dw: Tensor, s: Sizes) -> Again:
     stage_bytes = 2 * (2 * _SIDE * _SIDE + each * (box[0] + extra) * box[1] * box[2] * _SIDE)
     count = split * each
     parts = dw if count == 1 else torch.empty(count * dw.numel(), dtype=torch.float32, device=x.device)
-    arguments = (_descriptor(seen, [*box, _SIDE]), *x_descs, parts, o, c, down, across, tiles_c, steps, share)
+    arguments = (descriptor(seen, [*box, _SIDE]), *x_descs, parts, o, c, down, across, tiles_c, steps, share)
     constants = {
         "KH": kh, "KW": kw, "PAD_H": s.padding[1], "PAD_W": s.padding[2], "APART": apart,
         "STAGES": min(6, (device.smem_bytes - 1024) // stage_bytes),
     }  # fmt: skip
     compiled = _gradient_kernel[(tiles, split)](*arguments, **constants, num_warps=4)
-    starts = [dy.data_ptr(), x.data_ptr(), parts.data_ptr()]
-    products = Prepared(_gradient_kernel, compiled, (tiles, split), arguments, constants, (0, 1, 1, 2), starts)
+    starts = [dy.data_ptr(), x.data_ptr(), dw.data_ptr(), parts.data_ptr()]
+    owners = (0, 1, 1, 2 if count == 1 else 3)  # which operand each argument points into
+    products = Prepared(_gradient_kernel, compiled, (tiles, split), arguments, constants, owners, starts)
     if count == 1:
-        return Again(products, None, 0)
+        return Plan(products)
     grid, sizes = (ceil_div(dw.numel(), 256),), {"COUNT": dw.numel(), "AT_ONCE": 16, "BLOCK": 256}
-    compiled = _add_kernel[grid](parts, dw, count, **sizes)
-    sums = Prepared(_add_kernel, compiled, grid, (parts, dw, count), sizes, (0, 1), [parts.data_ptr(), dw.data_ptr()])
-    return Again(products, sums, parts.numel())
+    compiled, scratch = _add_kernel[grid](parts, dw, count, **sizes), parts.numel()
+    sums = Prepared(_add_kernel, compiled, grid, (parts, dw, count), sizes, (3, 2), starts)
+    return Plan(products, sums, memory=lambda device: (torch.empty(scratch, dtype=torch.float32, device=device),))
 
 
-WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, plan=launched, written_for=90, refuse=_refuse, interpretable=False)
+_PLANS = Planned(_key, _first_launch)
+
+WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, plan=_PLANS.plan, written_for=90, refuse=_refuse, interpretable=False)

@@ -4,13 +4,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from tilewright.hw.device import Device
 from tilewright.kernels.gemm.grouped.block_scaled_sm90_kernel import grouped_block_sm90_kernel
 from tilewright.kernels.gemm.grouped.problem import GROUPED_ACTIVATIONS, most_tiles
-from tilewright.kernels.gemm.quantized.block_scaled_sm90 import card_of
-from tilewright.kernels.gemm.sm90 import DTYPES, descriptor
+from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.tune.space import Config, Space
 
@@ -126,7 +124,7 @@ def launch_grouped_block_sm90(
         x_scales, w_scales, bias, rows, experts, each, width, k, ceil_div(k, _BLOCK_K), *x_scales.stride(), *w_scales.stride(),
         CONSUMERS="m" if by_rows else "n", HALVES=halves, MASKED=masked, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
         GROUP_M=8, PART_N=part_n, OVERLAP=overlap, EPILOGUE_N=_EPILOGUE_N, EPILOGUE_BUFS=buffers,
-        TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, DTYPES[y.dtype]),
+        TILE_LAYOUT=box_layout(y_box, y.dtype),
         ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0), CLEAR=clear,
         num_warps=4,
     )  # fmt: skip

@@ -114,8 +114,8 @@ def _first(device: Device, problem: GroupedProblem) -> str | None:
 
     H200, microseconds of triton and sm90. Mixtral-8x7B up with a gate and gathered, 0.25 rows an expert 117 and 120, 4 rows 396
     and 408, 16 rows 473 and 442; down 54 and 93, 230 and 216, 224 and 223. Qwen3-30B-A3B up 0.06 rows 16 and 31, 1 row 126 and
-    133, 4 rows 179 and 187; down 10 and 21, 64 and 67, 95 and 97. Of 2,048 rows an expert sm90 takes 0.65 to 0.99 of torch's
-    time, and 256 rows of rooms 0.70 of triton's.
+    133, 4 rows 179 and 187, 16 rows 205 and 206, 32 rows 227 and 216; down 10 and 21, 64 and 67, 95 and 97, 116 and 105, 137
+    and 108. Of 2,048 rows an expert sm90 takes 0.65 to 0.99 of torch's time, and 256 rows of rooms 0.70 of triton's.
     """
     return "triton" if problem.rows_each < (_HOPPER_MANY if device.is_hopper else _MANY) else None
 

@@ -7,17 +7,16 @@ other, a K that ends within a step of a weight dense along N, and gpt-oss's acti
 """
 
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.experts.permute import permute_tokens_op
 from tilewright.kernels.gemm.grouped.problem import GROUPED_ACTIVATIONS, GroupedProblem, empty_grouped, most_tiles
 from tilewright.kernels.gemm.grouped.sm90_kernel import grouped_sm90_kernel
 from tilewright.kernels.gemm.grouped.work import grouped_sm90_work
-from tilewright.kernels.gemm.sm90 import DTYPES, descriptor
 from tilewright.kernels.gemm.sm90_configs import BLOCK_K_BYTES, GROUP_M, consumer_tile, epilogue_n, ring
+from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.shapes import ceil_div
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
 __all__ = ["GROUPED_SM90"]
@@ -100,7 +99,7 @@ def _launch(
         return y
     if order is not None:
         x = permute_tokens_op.run(x.contiguous(), order, chosen, None)
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    device = card_of(x)
     (experts, n, k), masked, halves = weight.shape, x.dim() == 3, 1 + gated
     each, x = x.shape[1] if masked else 0, x.flatten(0, -2)
     w_major = "k" if weight.stride(2) == 1 else "n"
@@ -117,7 +116,7 @@ def _launch(
         ceil_div(k, block_k),
         CONSUMERS=config["CONSUMERS"], W_MAJOR=w_major, HALVES=halves, MASKED=masked, CLEAR=clear,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, GROUP_M=GROUP_M,
-        EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers, TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, DTYPES[y.dtype]),
+        EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers, TILE_LAYOUT=box_layout(y_box, y.dtype),
         ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0), num_warps=4,
     )  # fmt: skip
     return y

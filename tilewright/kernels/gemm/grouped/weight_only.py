@@ -9,7 +9,8 @@ shape of scales, for int4 -> y [R, N] or [X, M, N]
 
 A code is exact in 16 bits. Its scale is multiplied as `mixed_linear`'s `triton` does it: onto float32 sums of a row or a block,
 or onto the code where blocks are shorter than a step. One rounding at the end. Rows that belong to nobody are zeros. The bounds
-are read on the device: nothing waits for the host. With few rows an expert the chosen experts' codes set the time.
+are read on the device: nothing waits for the host. With few rows an expert the chosen experts' codes set the time. For int4 x
+is copied first, its columns in the order in which words hold theirs: a thread then takes words apart by itself.
 
     triton      any card
     invariant   `triton` with one config for every number of rows
@@ -18,6 +19,7 @@ Nothing was measured yet. Not supported: gradients, float32 beyond the definitio
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,6 +40,7 @@ from tilewright.kernels.gemm.grouped.problem import GROUPED_ACTIVATIONS, finish_
 from tilewright.kernels.gemm.grouped.work import group_places
 from tilewright.kernels.gemm.problem import weight_rows
 from tilewright.kernels.gemm.tile import grouped
+from tilewright.kernels.gemm.weight_only.int4_layout import CHUNK
 from tilewright.kernels.gemm.weight_only.linear import mixed_linear_op
 from tilewright.kernels.gemm.weight_only.problem import FORMATS, as_units, block_k, load_blocks, load_codes
 from tilewright.kernels.launch.shapes import next_pow2
@@ -148,6 +151,44 @@ SPACE = Space(
 )
 
 
+_MAGIC = tl.constexpr(8388608.0)
+"""2^23: a float32 of this exponent counts in ones, so a code in its low bits is the number that is added to it."""
+
+
+def _in_order_of_words(x: Tensor) -> Tensor:
+    """x [..., K] with its columns in the order in which int4 words hold theirs (int4_layout.py), filled up with zeros."""
+    chunks = F.pad(x, (0, -x.shape[-1] % CHUNK)).unflatten(-1, (-1, 4, 4, 4, 2))  # c, i, t, j of column 32 c + 8 i + 2 t + j
+    return chunks.movedim(-2, -4).flatten(-5)  # t, c, i, j
+
+
+@triton.jit
+def _load_codes(w_ptrs, live, k, K, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`load_codes`, but for int4 in the order of the words, and `_MAGIC` more: no number changes its thread."""
+    if FORMAT == "int4":
+        words = tl.load(w_ptrs + k // 8, mask=live, other=0)
+        # The numbers of i and j stand at bits 4 i + 16 j; joined, the last dimensions are i / 2, i % 2 and j.
+        evens = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12))
+        odds = tl.join(tl.join(words >> 16, words >> 24), tl.join(words >> 20, words >> 28))
+        codes = tl.join(evens, odds) & 15 | 0x4B000000
+        return tl.reshape(codes, [BLOCK_N, BLOCK_K]).to(tl.float32, bitcast=True)
+    else:
+        return load_codes(w_ptrs, live, k, K, FORMAT, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _load_blocks(
+    ptr, blocks, live, k, K, other: tl.constexpr, FORMAT: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`load_blocks` for tiles of `_load_codes`."""
+    if FORMAT == "int4" and ptr is not None and BLOCK_COLS > 0 and BLOCK_COLS < BLOCK_K:
+        first = k + tl.arange(0, 4)[None, :] * 32
+        each = tl.load(ptr + blocks + first // BLOCK_COLS, mask=live & (first < K), other=other)
+        return tl.reshape(tl.broadcast_to(each[:, None, :, None], [BLOCK_N, 4, 4, 8]), [BLOCK_N, BLOCK_K])
+    else:
+        return load_blocks(ptr, blocks, live, k, K, other, BLOCK_COLS, BLOCK_N, BLOCK_K)
+
+
 @triton.jit
 def _walk_codes(
     x_ptrs, w_ptrs, scales_ptr, zeros_ptr, blocks, row_live, col_live, K, FORMAT: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -159,12 +200,16 @@ def _walk_codes(
     ks = tl.arange(0, BLOCK_K)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, K, BLOCK_K):
-        x = tl.load(x_ptrs + k, mask=row_live & (ks < K - k), other=0.0)
-        w = load_codes(w_ptrs, col_live, k, K, FORMAT, BLOCK_N, BLOCK_K)
+        if FORMAT == "int4":  # x is filled up
+            x = tl.load(x_ptrs + k, mask=row_live, other=0.0)
+        else:
+            x = tl.load(x_ptrs + k, mask=row_live & (ks < K - k), other=0.0)
+        w = _load_codes(w_ptrs, col_live, k, K, FORMAT, BLOCK_N, BLOCK_K)
         if FORMAT == "int4":
-            w -= load_blocks(zeros_ptr, blocks, col_live, k, K, 8, BLOCK_COLS, BLOCK_N, BLOCK_K).to(tl.float32)
+            zero = _load_blocks(zeros_ptr, blocks, col_live, k, K, 8, FORMAT, BLOCK_COLS, BLOCK_N, BLOCK_K).to(tl.float32)
+            w -= zero + _MAGIC
         if SHORT:
-            w *= load_blocks(scales_ptr, blocks, col_live, k, K, 1.0, BLOCK_COLS, BLOCK_N, BLOCK_K)
+            w *= _load_blocks(scales_ptr, blocks, col_live, k, K, 1.0, FORMAT, BLOCK_COLS, BLOCK_N, BLOCK_K)
         if BLOCK_COLS and not SHORT:
             part = dot(w.to(x.dtype), tl.trans(x), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
             acc += part * load_blocks(scales_ptr, blocks, col_live, k, K, 1.0, BLOCK_COLS, BLOCK_N, BLOCK_K)
@@ -228,6 +273,8 @@ def _launch(
     function, gated = GROUPED_ACTIVATIONS[activation]
     (experts, n), k, masked, format = codes.shape[:2], x.shape[-1], x.dim() == 3, FORMATS[codes.dtype]
     units = as_units(codes)
+    if format == "int4":
+        x = _in_order_of_words(x)
     _grouped_mixed_kernel[(programs(y, experts, n, config),)](
         x, units, scales, zeros, bounds, order, bias, y, y.numel() // y.shape[-1], x.shape[1] if masked else 0, x.shape[0],
         experts, n, k, chosen, x.stride(-2), units.stride(0), units.stride(1), scales.stride(0), scales.stride(1),

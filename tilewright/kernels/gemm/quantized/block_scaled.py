@@ -32,10 +32,11 @@ from tilewright.hw.device import Device
 from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish, weight_rows
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import SPACE as SM90_SPACE
-from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem, best_config, card_of, launch_block_sm90
+from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem, best_config, launch_block_sm90
 from tilewright.kernels.gemm.quantized.inputs import block_scaled_linear_arguments
 from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
 from tilewright.kernels.gemm.tile import grouped
+from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import waits
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.op import Example, Impl, Op

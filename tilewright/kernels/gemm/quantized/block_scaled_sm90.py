@@ -5,20 +5,18 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.gemm.problem import ACTIVATIONS
 from tilewright.kernels.gemm.quantized.block_scaled_sm90_kernel import block_sm90_kernel
 from tilewright.kernels.gemm.sm90 import box_rows
 from tilewright.kernels.gemm.sm90_configs import shares
+from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.pdl import launch_options
-from tilewright.op import scope
 from tilewright.tune.space import Config, Space
 
-__all__ = ["SPACE", "BlockProblem", "best_config", "card_of", "launch_block_sm90"]
+__all__ = ["SPACE", "BlockProblem", "best_config", "launch_block_sm90"]
 
 
 class BlockProblem(NamedTuple):
@@ -105,29 +103,12 @@ SPACE = Space(
 
 # ---- launcher
 
-_DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-}
-
-
-def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[t.dtype])
-    return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], box, layout)
-
 
 def _ring(device: Device, c: Config) -> tuple[int, int]:
     """(stages, buffers of a consumer's epilogue): as many stages as fit, up to eight."""
     buffers = 1 if c["BLOCK_M"] == 64 else 2
     staging = 2 * 64 * _EPILOGUE_N * 2 * buffers
     return min(8, (device.smem_bytes - staging - 1024) // ((c["BLOCK_M"] + c["BLOCK_N"]) * _BLOCK_K)), buffers
-
-
-def card_of(x: Tensor) -> Device:
-    """The card that x is on; for a meta tensor the one that a launch is compiled for."""
-    return scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
 
 
 def launch_block_sm90(
@@ -163,13 +144,13 @@ def launch_block_sm90(
         scratch = torch.empty(max(1, left * (most - 1) * block_m * block_n), dtype=torch.float32, device=x.device)
         counters = tickets(x.device, left * 2)
     block_sm90_kernel[(programs,)](
-        _descriptor(x, [box_rows(rows, m), _BLOCK_K]), _descriptor(weight, [cols // halves, _BLOCK_K]),
-        _descriptor(y, y_box) if width % 8 == 0 else None, y, x_scales, w_scales, bias, residual, scratch, counters,
+        descriptor(x, [box_rows(rows, m), _BLOCK_K]), descriptor(weight, [cols // halves, _BLOCK_K]),
+        descriptor(y, y_box) if width % 8 == 0 else None, y, x_scales, w_scales, bias, residual, scratch, counters,
         m, width, steps, waves, share, most - 1, *x_scales.stride(), *w_scales.stride(),
         0 if residual is None else residual.stride(0),
         CONSUMERS=_consumers(config), HALVES=halves, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, GROUP_M=8,
         PART_N=part_n, OVERLAP=overlap, EPILOGUE_N=_EPILOGUE_N, EPILOGUE_BUFS=buffers,
-        TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, gl.bfloat16),
+        TILE_LAYOUT=box_layout(y_box, torch.bfloat16),
         STREAM=stream, ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0), num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip

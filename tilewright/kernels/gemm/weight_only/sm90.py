@@ -10,17 +10,17 @@ rows that do not start at 16 bytes.
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.gemm.problem import ACTIVATIONS
-from tilewright.kernels.gemm.sm90 import DTYPES, box_rows, descriptor, pieces
+from tilewright.kernels.gemm.sm90 import box_rows, pieces
 from tilewright.kernels.gemm.sm90_configs import BLOCK_K_BYTES, consumer_tile, epilogue_n, ring
 from tilewright.kernels.gemm.weight_only.problem import MixedProblem, as_units, empty_result
 from tilewright.kernels.gemm.weight_only.sm90_dequant_rows import ITEM
 from tilewright.kernels.gemm.weight_only.sm90_kernel import mixed_sm90_kernel
+from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.hopper.producer_rows import counters_of
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
 __all__ = ["MIXED_SM90", "tiles_of"]
@@ -69,8 +69,7 @@ def _launch(
     if not y.numel():
         return y
     (m, k), n = x.shape, codes.shape[0]
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    device = card_of(x)
     weight, words = torch.empty((n, k), dtype=x.dtype, device=x.device), as_units(codes)
     tile = {**_TILE, **config}
     rows, cols = consumer_tile(tile)
@@ -87,7 +86,7 @@ def _launch(
         _first_items(tiles_m, tiles_n, work.programs, config["GROUP_M"]), m, n, k, steps, work.waves, work.share,
         work.parts - 1, 0 if residual is None else residual.stride(0), y_stride,
         BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], BLOCK_K=_BLOCK_K, STAGES=stages, GROUP_M=config["GROUP_M"],
-        EPILOGUE_N=y_box[1], TILE_LAYOUT=gl.NVMMASharedLayout.get_default_for(y_box, DTYPES[y.dtype]),
+        EPILOGUE_N=y_box[1], TILE_LAYOUT=box_layout(y_box, y.dtype),
         STREAM=config["SPLIT_K"] != 1, ACTIVATION=ACTIVATIONS[activation][0],
         VECTOR=next(v for v in (8, 4, 2, 1) if n % v == 0), GROUP=block_cols, COLS=_COLS,
         K_VECTOR=_K_VECTOR, REGISTERS=_REGISTERS, num_warps=4,

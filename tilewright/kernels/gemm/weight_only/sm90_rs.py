@@ -7,20 +7,17 @@ Refuses: cards other than sm_90, groups of 32 columns, zero points of whole rows
 
 # M rows of x, N rows of the weight, K shared
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewright.hw.device import CARD_OF_ARCH, Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.gemm.problem import ACTIVATIONS
 from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem, empty_result
 from tilewright.kernels.gemm.weight_only.sm90_rs_kernel import mixed_registers_kernel
+from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
 __all__ = ["MIXED_REGISTERS", "shares"]
@@ -150,16 +147,6 @@ def shares(tiles: int, steps: int, programs: int, block_m: int, split_k: int) ->
 
 # ---- launcher
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, torch.int16: gl.int16}
-
-
-def _layout(box: list[int], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(box, _DTYPES[dtype])
-
-
-def _descriptor(t: Tensor, box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], box, _layout(box, t.dtype))
-
 
 def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
@@ -170,8 +157,7 @@ def _launch(
         return y
     function, gated = ACTIVATIONS[activation]
     (m, k), n, format = x.shape, codes.shape[0], FORMATS[codes.dtype]
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())
+    device = card_of(x)
     units = codes.view(torch.int32 if format == "int4" else torch.int16)
     box = [_BLOCK_N // (1 + gated), 64 // units.itemsize]
     block_m = config["BLOCK_M"]
@@ -184,12 +170,12 @@ def _launch(
         scratch = torch.empty(max(1, left * (parts - 1) * block_m * _BLOCK_N), dtype=torch.float32, device=x.device)
         counters = tickets(x.device, left)
     mixed_registers_kernel[(programs,)](
-        _descriptor(x, [block_m, 64]), _descriptor(units, box), y, scales, zeros, bias, residual, scratch, counters,
+        descriptor(x, [block_m, 64]), descriptor(units, box), y, scales, zeros, bias, residual, scratch, counters,
         m, y.shape[1], k, steps, waves, share, parts - 1, scales.stride(0), 0 if residual is None else residual.stride(0),
         FORMAT=format, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, HALVES=1 + gated, BLOCK_M=block_m,
         SPAN=_span(config, format), STAGES=_ring(device, config, format), GROUP_M=8, STREAM=stream,
         ON_SUMS=bool(block_cols) and block_m <= _ON_SUMS, AHEAD=config["AHEAD"],
-        ACTIVATION=function, CODE_LAYOUT=_layout([_BLOCK_N, box[1]], units.dtype), num_warps=8,
+        ACTIVATION=function, CODE_LAYOUT=box_layout([_BLOCK_N, box[1]], units.dtype), num_warps=8,
         maxnreg=_REGISTERS[config["PER_SM"]],
     )  # fmt: skip
     return y

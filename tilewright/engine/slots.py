@@ -1,0 +1,102 @@
+"""The state of the slots on the device: how far each is, its newest token, its pages, and what its samples are drawn with.
+
+A step in which everybody brings one token is derived from it there (`ops.decode_inputs`). The host sends what the device does
+not know: lines of requests that have come, or that another kind of step has moved on; new pages; which slots have a row, if
+these are others than before. Where there is nothing of the kind nothing is sent.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright import ops
+from tilewright.engine.batch import LINE_WORDS, Changes, Inputs, Layout
+
+__all__ = ["NOTHING", "SlotState", "put", "row_inputs"]
+
+NOTHING = np.zeros(0, np.int64)
+
+
+def put(buffer: np.ndarray, parts: Sequence[np.ndarray]) -> int:
+    """Write arrays of whole 8 bytes into a uint8 buffer, one behind the other; returns the bytes of all."""
+    end = 0
+    for part in parts:
+        if part.size:
+            begin, end = end, end + part.nbytes
+            buffer[begin:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    return end
+
+
+def row_inputs(rows: int, buffer: Tensor, table: Tensor, padding_slot: int) -> Inputs:
+    """Inputs of so many rows of one token each, all padding. `decode_inputs` writes the rest of the buffer, `Layout.nbytes`."""
+    inputs = Layout(rows, rows, rows).device(buffer, table, 1)
+    inputs.sampled_slots.fill_(padding_slot)
+    torch.arange(rows + 1, out=inputs.batch.cu_q)
+    torch.arange(rows, out=inputs.batch.logits_rows)
+    return inputs._replace(feed=None)
+
+
+class SlotState:
+    """Tensors with a line for each of `max_seqs` slots, and one for padding.
+
+    Args:
+        lines: [max_seqs + 1, words] int64, as `Packer` has them at the start.
+        last: [max_seqs + 1] int64, where samples are left, by slot.
+    """
+
+    def __init__(self, lines: np.ndarray, last: Tensor, *, max_pages: int, page_size: int):
+        device = last.device
+        self._lines, self._last, self._page_size = torch.from_numpy(lines.copy()).to(device), last, page_size
+        self._table = torch.zeros(lines.shape[0], max_pages, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def nbytes(max_seqs: int, max_pages: int) -> int:
+        """The most bytes that a step sends."""
+        return 8 * max_seqs * (LINE_WORDS + 6 + max_pages) + 64
+
+    def padding(self, rows: int, width: int) -> Inputs:
+        """Inputs of their own of so many rows, with block tables of `width` pages; as `row_inputs`."""
+        device, padding_slot = self._last.device, self._last.numel() - 1
+        buffer = torch.zeros(Layout(rows, rows, rows).nbytes, dtype=torch.uint8, device=device)
+        return row_inputs(rows, buffer, torch.zeros(rows, width, dtype=torch.int32, device=device), padding_slot)
+
+    def tell(self, changes: Changes, rows: np.ndarray, adapters: np.ndarray, inputs: Inputs, staging: Tensor) -> None:
+        """Bring the device up to date, in one copy.
+
+        rows: slots of the step's rows, [] where `inputs` has them already. adapters: int32 [2 rows] likewise, or [].
+        staging: pinned memory, which must not change before the device has come to this point.
+        """
+        parts = (rows, adapters, changes.line_slots, changes.lines, changes.fed_slots, changes.fed, changes.cells)
+        size = put(staging.numpy(), parts)
+        if not size:
+            return
+        arrived, at = staging[:size].to(self._last.device, non_blocking=True), 0
+        views: list[Tensor] = []
+        for part in parts:
+            views.append(arrived[at : at + part.nbytes])
+            at += part.nbytes
+        wide = [view.view(torch.int64) for view in views[:6]]
+        if rows.size:
+            inputs.sampled_slots.copy_(wide[0])
+        if adapters.size:
+            inputs.adapters.copy_(views[1].view(torch.int32))
+        if changes.line_slots.size:
+            self._lines.index_copy_(0, wide[2], wide[3].view(-1, LINE_WORDS))
+        if changes.fed_slots.size:
+            self._last.index_copy_(0, wide[4], wide[5])
+        if changes.cells.size:
+            places, pages = views[6].view(torch.int32).view(2, -1)
+            self._table.view(-1).index_copy_(0, places.long(), pages)
+
+    def derive(self, inputs: Inputs) -> None:
+        """Write the inputs of a step whose rows have the slots `inputs.sampled_slots`; each slot is a token further then."""
+        batch, width = inputs.batch, inputs.batch.block_table.shape[1]
+        table = self._table if width == self._table.shape[1] else self._table[:, :width].contiguous()
+        ops.decode_inputs(
+            inputs.sampled_slots, self._lines, self._last, table, self._page_size, token_ids=inputs.token_ids,
+            positions=batch.positions, places=batch.slots, kv_lens=batch.kv_lens, block_table=batch.block_table,
+            sampled_at=inputs.sampled_at, seed=inputs.seed, temperature=inputs.temperature, top_k=inputs.top_k,
+            top_p=inputs.top_p, min_p=inputs.min_p, alternatives=inputs.alternatives,
+        )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Moves pages of the KV cache between the device and host memory.
+
+On the host a page is one row, all layers side by side, so that it crosses the link in one copy; on the device it is gathered
+from the layers, or spread over them, through a buffer of `CHUNK_BYTES`. There are two buffers for each direction and a stream
+for each: while one is copied the other is spread. The step waits on the device for what comes in; the host waits for nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.engine.host_pages import Moves
+from tilewright.nn import KVCache, LatentCache
+
+__all__ = ["CHUNK_BYTES", "HostTier", "buffer_bytes", "page_bytes_of"]
+
+CHUNK_BYTES = 64 << 20
+
+
+def page_bytes_of(cache: KVCache | LatentCache) -> int:
+    """Bytes of a page, all layers."""
+    return sum(part[0].numel() * part.element_size() for part in _parts(cache))
+
+
+def buffer_bytes(page_bytes: int) -> int:
+    """What a tier takes of the device's memory."""
+    return 4 * max(page_bytes, CHUNK_BYTES)
+
+
+def _parts(cache: KVCache | LatentCache) -> list[Tensor]:
+    """[P, ...] tensors, a page a row. A CPU indexes no float8."""
+    parts = [part for layer in cache.layers for part in layer]
+    return [part.view(torch.uint8) if part.element_size() == 1 else part for part in parts]
+
+
+class _Way:
+    """One direction: two buffers on the device, and the stream that copies them."""
+
+    def __init__(self, pages: int, page_bytes: int, device: torch.device):
+        self.buffers = [torch.empty(pages, page_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.used = 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.done: list[torch.Event | None] = [None, None]
+        """When each buffer may be written again."""
+
+    def next(self) -> int:
+        """The number of the buffer whose turn it is."""
+        self.used += 1
+        return self.used % 2
+
+
+class HostTier:
+    """`num_pages` rows of host memory, pinned where there is a CUDA device."""
+
+    def __init__(self, cache: KVCache | LatentCache, num_pages: int):
+        self._parts = _parts(cache)
+        device = self._parts[0].device
+        self._page_bytes = page_bytes_of(cache)
+        self._chunk = max(1, CHUNK_BYTES // self._page_bytes)
+        self._cuda = device.type == "cuda"
+        self.rows = torch.empty(num_pages, self._page_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+        self._out, self._in = (_Way(self._chunk, self._page_bytes, device) for _ in range(2))
+
+    def move(self, out: Moves, back: Moves) -> None:
+        """Enqueue the moves of a step: (device, host) pages out, (host, device) pages in. No page is there twice."""
+        if self._cuda:
+            self._wait_for_each_other(out, back)
+        for chunk in _chunks(out, self._chunk):
+            self._take_out(chunk)
+        for chunk in _chunks(back, self._chunk):
+            self._bring_in(chunk)
+
+    def _wait_for_each_other(self, out: Moves, back: Moves) -> None:
+        """What goes out may go where an earlier step has read, and come back from where an earlier one has written."""
+        assert self._out.stream is not None
+        assert self._in.stream is not None
+        before = self._in.stream.record_event(), self._out.stream.record_event()
+        if out:
+            self._out.stream.wait_event(before[0])
+        if back:
+            self._in.stream.wait_event(before[1])
+
+    def _take_out(self, pairs: Moves) -> None:
+        pages, hosts = (list(side) for side in zip(*pairs))
+        number = self._out.next()
+        buffer = self._out.buffers[number]
+        self._begin(self._out, number)
+        index = self._index(pages)
+        for part, place in self._places(buffer, len(pages)):
+            place.copy_(part.index_select(0, index))
+        self._copy(self._out, [(self.rows[host : host + n], buffer[at : at + n]) for at, host, n in _runs(hosts)])
+        if self._cuda:
+            assert self._out.stream is not None
+            self._out.done[number] = self._out.stream.record_event()
+
+    def _bring_in(self, pairs: Moves) -> None:
+        hosts, pages = (list(side) for side in zip(*pairs))
+        number = self._in.next()
+        buffer, done = self._in.buffers[number], self._in.done[number]
+        if self._in.stream is not None and done is not None:
+            self._in.stream.wait_event(done)
+        self._copy(self._in, [(buffer[at : at + n], self.rows[host : host + n]) for at, host, n in _runs(hosts)], behind=False)
+        if self._in.stream is not None:
+            torch.cuda.current_stream(buffer.device).wait_stream(self._in.stream)
+        index = self._index(pages)
+        for part, place in self._places(buffer, len(pages)):
+            part.index_copy_(0, index, place)
+        if self._cuda:
+            self._in.done[number] = torch.cuda.current_stream(buffer.device).record_event()
+
+    def _begin(self, way: _Way, number: int) -> None:
+        """The buffer is written on the current stream, once it has been copied."""
+        done = way.done[number]
+        if done is not None:
+            torch.cuda.current_stream(way.buffers[0].device).wait_event(done)
+
+    def _copy(self, way: _Way, pairs: Sequence[tuple[Tensor, Tensor]], *, behind: bool = True) -> None:
+        """Copies (to, from) on the stream of a way; behind: once the current stream has come to this point."""
+        if way.stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return
+        if behind:
+            way.stream.wait_stream(torch.cuda.current_stream(way.buffers[0].device))
+        with torch.cuda.stream(way.stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+    def _index(self, pages: list[int]) -> Tensor:
+        index = torch.tensor(pages, dtype=torch.int64, pin_memory=self._cuda)
+        return index.to(self._parts[0].device, non_blocking=True)
+
+    def _places(self, buffer: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(each part of the cache, where its pages stand in a buffer [count, ...])"""
+        at = 0
+        for part in self._parts:
+            size = part[0].numel() * part.element_size()
+            yield part, buffer[:count, at : at + size].view(part.dtype).view(count, *part.shape[1:])
+            at += size
+
+
+def _chunks(moves: Moves, size: int) -> Iterator[Moves]:
+    for at in range(0, len(moves), size):
+        yield moves[at : at + size]
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(index, page, length) of each run of rising neighbours."""
+    ends = np.flatnonzero(np.diff(pages) != 1) + 1
+    for at, end in zip([0, *ends.tolist()], [*ends.tolist(), len(pages)]):
+        yield at, pages[at], end - at

@@ -1,0 +1,32 @@
+"""What a warm-up runs: steps of every size that has kernels of its own."""
+
+import torch
+
+from tilewright.engine.batch import Inputs, Layout
+from tilewright.ops.paged import FEW_QUERIES
+
+__all__ = ["padding_inputs", "warm_sizes"]
+
+
+def warm_sizes(most: int) -> list[tuple[int, int]]:
+    """(tokens of a step, tokens of its longest row) of the eager steps of a warm-up, the largest first."""
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+    # Of a sequence's tokens: attention has a kernel for few.
+    return [(tokens, longest) for tokens in reversed(powers) for longest in (2, FEW_QUERIES + 1)]
+
+
+def padding_inputs(tokens: int, longest: int, max_seqs: int, max_samples: int, device: torch.device) -> Inputs:
+    """A step of so many tokens, all padding."""
+    seqs = min(tokens, max_seqs)
+    layout = Layout(tokens, seqs, min(tokens, max_samples))
+    inputs = layout.device(
+        torch.zeros(layout.nbytes, dtype=torch.uint8, device=device),
+        torch.zeros(seqs, 1, dtype=torch.int32, device=device),
+        longest,
+    )
+    assert inputs.feed is not None
+    inputs.feed.fill_(-1)
+    inputs.batch.slots.fill_(-1)
+    inputs.batch.cu_q[1:] = tokens
+    inputs.sampled_slots.fill_(max_seqs)
+    return inputs

@@ -1,0 +1,303 @@
+"""Layers that do not fit on a device: their weights stay on the host and are copied in while earlier layers are computed.
+
+    resident weights + buffers x the largest streamed layer <= the memory that there is
+
+`plan` says which layers stay on the device. Copies share one link, one after the other; a layer starts when its copy and the
+layer before it have ended, and a buffer is filled again once the layer in it has ended. With all layers alike the streamed ones
+are best spread evenly, so that what is computed between two of them hides a copy; `timeline` says what any choice takes, from
+the costs of `cost.py`, and the search starts with the layers whose weights take longest to copy for what they compute.
+
+`Offloaded` runs such a plan: the copies go through a `Lane`, which on a card is a stream of its own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CardLane", "HostLane", "Lane", "Layer", "Offloaded", "Plan", "plan", "timeline"]
+
+ALIGNED = 256
+CALLS = 3
+"""Calls in a row after which a timeline is the same in each."""
+ROUNDS = 8
+"""Passes over all swaps of the search, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer: the bytes of its weights, and the seconds that it takes where they are there."""
+
+    name: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What stays on the device. `seconds` of a call, once one has followed another."""
+
+    resident: tuple[bool, ...]
+    buffers: int
+    seconds: float
+    bytes: int
+    """On the device."""
+
+    def explain(self, layers: Sequence[Layer], link_s: Callable[[float], float]) -> list[str]:
+        """A line for each layer, and one for the whole: where it is and why, and what waits for what."""
+        computed = sum(layer.seconds for layer in layers)
+        lines = []
+        for layer, resident in zip(layers, self.resident, strict=True):
+            where = "on the device" if resident else "on the host"
+            moved = f"{link_s(layer.bytes) * 1e3:.3f} ms to copy, {layer.seconds * 1e3:.3f} ms to compute"
+            lines.append(f"{layer.name}: {where} ({layer.bytes} bytes, {moved})")
+        copied = sum(link_s(layer.bytes) for layer, resident in zip(layers, self.resident, strict=True) if not resident)
+        bound = "the copies decide" if copied > computed else "what is computed decides"
+        lines.append(
+            f"a call takes {self.seconds * 1e3:.3f} ms: {computed * 1e3:.3f} ms are computed and {copied * 1e3:.3f} ms copied "
+            f"meanwhile, so {bound}; one after the other would be {(computed + copied) * 1e3:.3f} ms"
+        )
+        return lines
+
+
+def timeline(
+    layers: Sequence[Layer], resident: Sequence[bool], link_s: Callable[[float], float], buffers: int = 2
+) -> tuple[float, list[tuple[float, float]]]:
+    """(seconds of a call that follows others, when each layer of it begins and ends, from its own beginning)."""
+    free_s = [0.0] * buffers  # when a buffer may be filled
+    link_free_s = now_s = 0.0
+    streamed, found, began_s = 0, list[tuple[float, float]](), 0.0
+    for _ in range(CALLS):
+        began_s, found = now_s, []
+        for layer, stays in zip(layers, resident, strict=True):
+            start_s = now_s
+            if not stays:
+                slot = streamed % buffers
+                link_free_s = max(link_free_s, free_s[slot]) + link_s(layer.bytes)
+                start_s = max(now_s, link_free_s)
+            now_s = start_s + layer.seconds
+            if not stays:
+                free_s[streamed % buffers] = now_s
+                streamed += 1
+            found.append((start_s - began_s, now_s - began_s))
+    return now_s - began_s, found
+
+
+def plan(layers: Sequence[Layer], memory: int, link_s: Callable[[float], float], buffers: int = 2) -> Plan:
+    """Which layers stay on a device with so many bytes for weights.
+
+    Args:
+        layers: in the order in which they run.
+        memory: bytes for weights.
+        link_s: bytes -> seconds from the host's memory to the device.
+        buffers: for layers that are streamed; at least two, or nothing overlaps.
+
+    Raises:
+        ValueError: not even the buffers fit.
+    """
+    everything = sum(layer.bytes for layer in layers)
+    if everything <= memory:
+        seconds, _ = timeline(layers, [True] * len(layers), link_s, buffers)
+        return Plan(resident=(True,) * len(layers), buffers=0, seconds=seconds, bytes=everything)
+    resident = [False] * len(layers)
+    if _needed(layers, resident, buffers) > memory:
+        largest = max(layers, key=lambda layer: layer.bytes)
+        raise ValueError(
+            f"{buffers} buffers of the largest layer, {largest.name} with {largest.bytes} bytes, do not fit into {memory}; "
+            "wanted more memory, or smaller layers"
+        )
+
+    def seconds_of(choice: Sequence[bool]) -> float:
+        return timeline(layers, choice, link_s, buffers)[0] if _needed(layers, choice, buffers) <= memory else float("inf")
+
+    best = min((_greedy(layers, seconds_of, by) for by in (0, 1)), key=seconds_of)
+    for _ in range(ROUNDS):
+        before = seconds_of(best)
+        best = _swapped(best, seconds_of)
+        if seconds_of(best) >= before - 1e-15:
+            break
+    return Plan(resident=tuple(best), buffers=buffers, seconds=seconds_of(best), bytes=_needed(layers, best, buffers))
+
+
+def _needed(layers: Sequence[Layer], resident: Sequence[bool], buffers: int) -> int:
+    streamed = max((layer.bytes for layer, stays in zip(layers, resident, strict=True) if not stays), default=0)
+    return sum(layer.bytes for layer, stays in zip(layers, resident, strict=True) if stays) + buffers * streamed
+
+
+def _greedy(layers: Sequence[Layer], seconds_of: Callable[[Sequence[bool]], float], by: int) -> list[bool]:
+    """Layers stay as long as one fits: the one that saves most time, per call or per byte."""
+    found = [False] * len(layers)
+    while True:
+        now_s, saved = seconds_of(found), dict[int, float]()
+        for index, stays in enumerate(found):
+            if not stays:
+                found[index] = True
+                trial_s = seconds_of(found)
+                found[index] = False
+                if trial_s < float("inf"):
+                    saved[index] = (now_s - trial_s) / (layers[index].bytes if by else 1)
+        if not saved:
+            return found
+        # Where none saves anything yet, the largest: two of them may.
+        found[max(saved, key=lambda index: (saved[index], layers[index].bytes))] = True
+
+
+def _swapped(choice: list[bool], seconds_of: Callable[[Sequence[bool]], float]) -> list[bool]:
+    """The best after trading one layer that stays for one that does not, wherever that helps; and after giving one up."""
+    best = list(choice)
+    for out in range(len(best)):
+        for into in range(len(best)):
+            if best[out] and not best[into]:
+                trial = list(best)
+                trial[out], trial[into] = False, True
+                if seconds_of(trial) < seconds_of(best) - 1e-15:
+                    best = trial
+    return best
+
+
+# ---- running a plan
+
+
+class Lane(ABC):
+    """Copies beside the computation."""
+
+    @abstractmethod
+    def pinned(self, count: int) -> Tensor:
+        """Host memory of so many bytes that copies begin in."""
+
+    @abstractmethod
+    def buffer(self, count: int) -> Tensor:
+        """Device memory of so many bytes that they end in."""
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
+        """Begin to copy once `after` (of `mark`, or None) has passed; what `wait` takes."""
+
+    @abstractmethod
+    def wait(self, copied: Any) -> None:
+        """Let what is computed from here on begin only when a copy has ended."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """The end of what has been asked to be computed so far."""
+
+
+class HostLane(Lane):
+    """A processor: copies are made at once."""
+
+    def pinned(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8)
+
+    def buffer(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
+        target.copy_(source)
+
+    def wait(self, copied: Any) -> None:
+        """It has ended."""
+
+    def mark(self) -> Any:
+        return None
+
+
+class CardLane(Lane):
+    """A card: a stream beside the current one."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def pinned(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+    def buffer(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._device)
+
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event()
+
+
+class Offloaded(nn.Module):
+    """Layers that run one after the other, of which some keep their weights on the host.
+
+    Args:
+        layers: each takes the output of the one before. Weights are not changed afterwards.
+        plan: for them.
+        lane: to the device where they run, on which `resident` layers already are.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], plan: Plan, lane: Lane):
+        super().__init__()
+        self._layers, self._lane = list(layers), lane
+        self.resident = nn.ModuleList(layer for layer, stays in zip(layers, plan.resident, strict=True) if stays)
+        self._streamed = [index for index, stays in enumerate(plan.resident) if not stays]
+        self._held = {index: _Held(self._layers[index], lane) for index in self._streamed}
+        largest = max((held.bytes for held in self._held.values()), default=0)
+        self._memory = [lane.buffer(largest) for _ in range(plan.buffers)]
+        self._copied: dict[int, Any] = {}
+        self._done = 0
+        """Streamed layers that have been computed, over all calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last layer's output."""
+        if self._streamed and not self._copied:
+            for number in range(self._done, self._done + len(self._memory)):
+                self._fetch(number, None)
+        try:
+            for index, layer in enumerate(self._layers):
+                x = self._run(index, layer, x) if index in self._held else layer(x)
+        except BaseException:
+            self._copied.clear()  # the next call begins anew
+            self._done += -self._done % max(1, len(self._streamed))
+            raise
+        return x
+
+    def _run(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        number = self._done
+        self._lane.wait(self._copied.pop(number))
+        views = self._held[index].views(self._memory[number % len(self._memory)])
+        x = torch.func.functional_call(layer, views, (x,))
+        self._done += 1
+        self._fetch(number + len(self._memory), self._lane.mark())
+        return x
+
+    def _fetch(self, number: int, after: Any) -> None:
+        held = self._held[self._streamed[number % len(self._streamed)]]
+        target = self._memory[number % len(self._memory)][: held.bytes]
+        self._copied[number] = self._lane.copy(target, held.memory, after)
+
+
+class _Held:
+    """A layer's weights in one piece of host memory. The layer itself keeps none."""
+
+    def __init__(self, layer: nn.Module, lane: Lane):
+        tensors = dict[str, Tensor]((*layer.named_parameters(), *layer.named_buffers()))
+        self._places, at = list[tuple[str, int, torch.dtype, torch.Size]](), 0
+        for name, tensor in tensors.items():
+            self._places.append((name, at, tensor.dtype, tensor.shape))
+            at += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
+        self.bytes = at
+        self.memory = lane.pinned(at)
+        for name, view in self.views(self.memory).items():
+            view.copy_(tensors[name].detach())
+        layer.to("meta")
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The weights by name, in a piece of memory that holds them."""
+        return {
+            name: memory[at : at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for name, at, dtype, shape in self._places
+        }
