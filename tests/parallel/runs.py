@@ -28,8 +28,8 @@ def config_of(folder: Path, name: str, **changes: Any) -> Path:
         write_books(books)
     small: dict[str, Any] = {"row_tokens": 48, "micro_rows": 2, "micro_batches": 4, "steps": 4, "warmup": 2, "lr": 3e-3}
     small |= {"dtype": "float32", "accumulate": "tree", "save_every": 2, "log_every": 1, "device": "cpu", "init": "random"}
-    small |= {"data": (str(books),), "out": str(folder / name)}
-    config = TrainConfig(model=str(model), **{**small, **changes})
+    small |= {"model": str(model), "data": (str(books),), "out": str(folder / name)}
+    config = TrainConfig(**{**small, **changes})
     path = folder / f"{name}.toml"
     path.write_text(to_toml(config))
     return path

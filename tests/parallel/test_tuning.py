@@ -75,7 +75,7 @@ def test_a_mixture_is_trained_and_loads(tmp_path: Path) -> None:
     ("plan", "changes"),
     [
         ("dp=2,zero=1", {"loss": "dpo", "lora_rank": 4, "lr": 2e-2}), ("dp=2,zero=2", {"lora_rank": 4, "lr": 2e-2}),
-        ("dp=2", {"lora_rank": 4, "lora_base": "int4", "lr": 2e-2}),
+        ("dp=2", {"lora_rank": 4, "lora_base": "int4", "model": "bookworm"}),
         ("dp=4,zero=3", {"loss": "ipo", "dpo_beta": 0.5}), ("dp=2", {"loss": "dpo", "dpo_smoothing": 0.1}),
     ],
     ids=str,

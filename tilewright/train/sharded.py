@@ -47,7 +47,8 @@ class ShardedCheckpoints(Checkpoints):
         if words:
             return words
         self._pending = (partial, self._writer.submit(_write_shard, own, partial / file_of(self._world.rank)))
-        return before if self._asynchronous else before or self.finish()
+        now = None if self._asynchronous else self.finish()  # on all ranks, whatever the save before has brought here
+        return before or now
 
     def _begun(self, partial: Path, files: Mapping[str, str]) -> str:
         """Make the folder with all but the tensors. Returns what went wrong."""
