@@ -34,6 +34,7 @@ from tilewright.engine.team import Notice, Team
 from tilewright.engine.tier import HostTier
 from tilewright.engine.warm import padding_inputs, warm_sizes
 from tilewright.models import Model
+from tilewright.models.draft_heads import DraftHead
 from tilewright.nn import LoraStack
 from tilewright.op import invariant
 
@@ -108,11 +109,10 @@ class ModelRunner:
         self._packer = Packer(
             page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
             # The products' epilogues are others beside adapters, and so are a row's bits.
-            always_adapted=self._adapts and batch_invariant,
-        )  # fmt: skip
+            always_adapted=self._adapts and batch_invariant)  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._state: SlotState | None = None
-        if team is None:
+        if team is None and not isinstance(model, DraftHead):  # whose next state may lie on a page beyond the row's
             self._state = SlotState(self._packer.lines, self._last, max_pages=self._max_pages, page_size=page_size)
         self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
