@@ -178,8 +178,10 @@ def drive(side: Side, clients: int, seconds: float) -> tuple[float, list[float]]
             end = held.find(b"\r\n\r\n")
             if end < 0:
                 continue
-            at = held.lower().index(b"content-length:") + 15
-            if len(held) < end + 4 + int(held[at : held.index(b"\r", at)]):
+            at = held.lower().find(b"content-length:", 0, end)
+            if at < 0 and not held.endswith(b"0\r\n\r\n"):  # in chunks
+                continue
+            if at >= 0 and len(held) < end + 4 + int(held[at + 15 : held.index(b"\r", at)]):
                 continue
             if not held.startswith(b"HTTP/1.1 200"):
                 raise SystemExit(f"{side.name}: {bytes(held[:300])!r}")

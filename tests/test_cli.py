@@ -95,6 +95,7 @@ OPTIONS = {
     },
     "load": LOAD_OPTIONS,
     "configure": CONFIGURE_OPTIONS,
+    "place": {"--max-batch", "--explain", "--json"},
     "train plan": {"--tokens", "--length", "--card", "--budget", "--json"},
     "scaling run": {"--out"},
     "hw": {"--measure", "--json"},

@@ -108,6 +108,7 @@ def test_the_four_figures() -> None:
 def test_the_speed_is_that_of_the_chart() -> None:
     results = (ROOT / "benchmarks/results").glob("*/studies/optimize-models.json")
     content = max((json.loads(path.read_text()) for path in results), key=lambda content: content["runs"][-1]["date"])
-    rows = [row["us"] for row in content["rows"] if "us" in row]
+    most = max(row["batch"] for row in content["rows"])
+    rows = [row["us"] for row in content["rows"] if row["batch"] == most and {"graph", "compile"} <= set(row.get("us", ()))]
     gains = [min(us for name, us in row.items() if name != "ours") / row["ours"] for row in rows]
     assert f"{statistics.geometric_mean(gains):.2f}" == f"{figure(r'people.s models run ([0-9.]+) times'):.2f}"

@@ -62,7 +62,7 @@ def test_positions_that_end_early_are_refused(folder: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculate": "medusa"}, "speculate is 'medusa', wanted grammar or ngram"),
+        ({"speculate": "medusa"}, "speculate is 'medusa', wanted grammar or mtp or ngram"),
         ({"speculate": "ngram", "draft": "bookworm"}, "wanted one of them"),
         ({"draft": "bookworm", "bundle": "b"}, "no kernels of a draft model"),
         ({"draft_tokens": 0}, "draft_tokens is 0, wanted 1 to 15"),

@@ -122,7 +122,7 @@ def test_mixtures_have_the_bits_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_three_dimensions_on_eight_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
-    cells = [Cell(plan="pp=2,dp=2,tp=2,sp"), Cell(plan="dp=2,cp=2,tp=2,sp,zero=3", shape="qwen3")]
+    cells = [Cell(plan="pp=2,dp=2,tp=2,sp"), Cell(plan="dp=2,cp=2,tp=2,sp,zero=3", shape="qwen2")]
     cells += [Cell(plan="pp=2,dp=4,ep=2,zero=1", shape="mixture", micro_batches=8)]
     found = by_ranks(tmp_path, cells, ranks=8)
     assert not {cell.name: names for cell in cells if (names := differing(found[cell], alone(cell)))}

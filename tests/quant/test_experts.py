@@ -174,6 +174,16 @@ def test_masked_rooms_and_gradients() -> None:
     torch.testing.assert_close(rows.grad, each)
 
 
+def test_it_traces_whole() -> None:
+    routing = nn.Routing(method="greedy", experts=4, chosen=2)
+    layer = nn.MoE(64, 32, shared=0, routing=routing, device="cpu", dtype=torch.float32).requires_grad_(False)
+    tw.quantize(layer, "int8")
+    x = torch.randn(70, 64)
+    want = layer(x)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), want)
+
+
 def test_shapes_of_quantised_experts_are_checked() -> None:
     weight = quantize_weight(torch.randn(8, 16), "int8")
     order = ops.sort_by_expert(torch.tensor([[0], [1]], dtype=torch.int32), 2)

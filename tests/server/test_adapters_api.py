@@ -1,11 +1,13 @@
 """Adapters over HTTP: each is a model of its own; they come and go while others are answered, and no bad one is noticed."""
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
 import pytest
@@ -13,10 +15,18 @@ import pytest
 from tests.engine.test_adapters import write_adapter
 from tests.server.fake_engine import Running, running
 from tests.server.tiny_model import write_tiny_model
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.llm import LLM
 from tilewright.models import load_model, save_model
 from tilewright.models.adapters import merge, read_adapter, targets_of
+from tilewright.server.adapter_desk import AdapterDesk
+from tilewright.server.config import ServerConfig
+from tilewright.server.errors import ApiError
+from tilewright.server.forward_adapters import ReplicaAdapters
 from tilewright.server.prompts import Served
+from tilewright.server.wire import WireError
+
+pytestmark = pytest.mark.usefixtures("shape")
 
 PROMPT = "Once upon a time"
 
@@ -26,11 +36,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("server")
     base = write_tiny_model(home / "base")
     one, two = (write_adapter(base, home / "adapters" / name, seed) for seed, name in enumerate(("one", "two"), 1))
+    (home / "adapters/out").symlink_to(base)
+    (home / "adapters/damaged").mkdir()
+    shutil.copy(one / "adapter_config.json", home / "adapters/damaged")
     return {"home": home, "base": base, "one": one, "two": two}
 
 
 @pytest.fixture(scope="module")
-def server(folders: dict[str, Path]) -> Iterator[Running]:
+def server(shape: str, folders: dict[str, Path]) -> Iterator[Running]:
     llm = LLM(
         str(folders["base"]), device="cpu", max_seqs=8, max_tokens_per_step=64, page_size=8, kv_cache_bytes=1 << 20,
         max_adapters=2, adapters=(f"one={folders['one']}",),
@@ -102,9 +115,6 @@ def test_adapters_come_and_go_while_others_are_answered(server: Running, merged:
 
 
 def test_what_a_client_gets_wrong_is_one_sentence(server: Running, folders: dict[str, Path], merged: dict[str, str]) -> None:
-    (folders["home"] / "adapters/out").symlink_to(folders["base"])
-    (folders["home"] / "adapters/damaged").mkdir()
-    shutil.copy(folders["one"] / "adapter_config.json", folders["home"] / "adapters/damaged")
     wrong = "wanted a folder below the server's folder for adapters"
     name = server.server.served.name
     cases: list[tuple[str, dict[str, Any], int, str]] = [
@@ -152,3 +162,75 @@ def test_an_adapter_cannot_have_the_models_name(folders: dict[str, Path]) -> Non
     llm = LLM(str(folders["base"]), device="cpu", kv_cache_bytes=1 << 20, adapters=(f"base={folders['one']}",))
     with pytest.raises(ValueError, match="an adapter has the name of the model, 'base'"):
         Served.of(llm.engine, "base")
+
+
+def test_an_engine_that_is_started_again_has_the_adapters_of_the_one_before(folders: dict[str, Path]) -> None:
+    """Those that came while it ran, and not those that went; a folder that is gone is left out."""
+
+    def desk() -> AdapterDesk:
+        llm = LLM(
+            str(folders["base"]), device="cpu", kv_cache_bytes=1 << 20, max_adapters=3, adapters=(f"one={folders['one']}",)
+        )  # fmt: skip
+        return AdapterDesk(llm.engine, folders["home"])
+
+    def names(desk: AdapterDesk) -> list[str]:
+        desk.ask(b"f", 1, "list", "", "")
+        return next(answer for _, number, answer in desk.answers() if number == 1)
+
+    gone = folders["home"] / "gone"
+    shutil.copytree(folders["two"], gone)
+    first = desk()
+    for number, (name, folder) in enumerate((("two", folders["two"]), ("three", gone)), 2):
+        first.ask(b"f", number, "load", name, str(folder))
+    answered: list[tuple[bytes, int, Any]] = []
+    while len(answered) < 2:
+        answered += first.answers()
+    first.ask(b"f", 4, "unload", "one", "")
+    answered += first.answers()
+    assert [(number, answer) for _, number, answer in answered] == [(2, None), (3, None), (4, None)]
+    assert names(first) == ["two", "three"]
+    shutil.rmtree(gone)
+    assert names(desk()) == ["two"]
+    first.ask(b"f", 5, "unload", "four", "")
+    ((_, _, error),) = first.answers()
+    assert isinstance(error, UnknownAdapter)
+    with pytest.raises(WireError, match="wanted one of list, load, unload"):
+        first.ask(b"f", 6, "burn", "", "")
+    (folders["home"] / "adapters.json").unlink()
+
+
+def test_replicas_have_the_same_adapters(folders: dict[str, Path], merged: dict[str, str]) -> None:
+    """Loaded on all or on none; and one that was away comes back to what the others have."""
+    options: dict[str, Any] = {"device": "cpu", "max_seqs": 4, "page_size": 8, "kv_cache_bytes": 1 << 20}
+    home = {"adapter_dir": str(folders["home"] / "adapters")}
+    given = (f"one={folders['one']}",)
+    large = LLM(str(folders["base"]), **options, max_adapters=2, adapters=given)
+    small = LLM(str(folders["base"]), **options, adapters=given)  # has room for no other
+    with running(large.engine, **home) as first, running(small.engine, **home) as second:
+        urls = [first.url]
+
+        async def all_of_it() -> None:
+            async with aiohttp.ClientSession() as session:
+                fan = ReplicaAdapters(ServerConfig(**home), given, lambda: urls, lambda: session)
+                two = b'{"lora_name": "two", "lora_path": "two"}'
+                assert (await fan.load(two)).status_code == 200
+                assert text(first, "two") == merged["two"]
+                assert (await fan.unload(b'{"lora_name": "two"}')).status_code == 200
+                urls.append(second.url)
+                refused = await fan.load(two)
+                assert (refused.status_code, b"no more: unload one" in bytes(refused.body)) == (400, True)
+                assert post(first, "completions", model="two", prompt=PROMPT)[0] == 404, "it is on none"
+                assert (await fan.unload(b'{"lora_name": "one"}')).status_code == 200
+                assert (await fan.load(two)).status_code == 200
+                assert [text(server, "two") for server in (first, second)] == [merged["two"]] * 2
+                post(second, "unload_lora_adapter", lora_name="two")  # as if it had been started again
+                post(second, "load_lora_adapter", lora_name="one", lora_path="one")
+                await fan.prepare(second.url)
+                assert text(second, "two") == merged["two"]
+                assert post(second, "completions", model="one", prompt=PROMPT)[0] == 404
+                urls.append("http://127.0.0.1:9")
+                assert (await fan.load(b'{"lora_name": "x", "lora_path": "two"}')).status_code in (400, 503)
+                with pytest.raises(ApiError, match="wanted a folder below"):
+                    await fan.load(b'{"lora_name": "x", "lora_path": "/etc"}')
+
+        asyncio.run(all_of_it())

@@ -1,6 +1,9 @@
 """The playground in a real browser. Runs where Playwright and a Chromium are; nothing is fetched from anywhere else."""
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -146,6 +149,85 @@ def test_the_engine_is_shown_at_work(page, server: Running) -> None:
         page.hover("#pool", position={"x": 6, "y": 6})
         expect(page, "#tip").to_contain_text("page 0")
     expect(page, "#none").to_be_visible()
+
+
+def test_steps_and_latencies_are_drawn(page, server: Running) -> None:
+    body = {"prompt": "a" * 40, "max_tokens": 40, "temperature": 0}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    expect(page, "#steps-words").to_contain_text("1 decoding")
+    expect(page, "#steps-note").to_contain_text("ms")
+    for name in ("#ttft", "#itl"):
+        expect(page, name).to_contain_text("ms")
+        expect(page, f"{name}-note").to_contain_text("p99")
+    expect(page, "#drafts-note").to_have_text("no drafts")
+    steps = httpx.get(f"{server.url}/live", timeout=10).json()["steps"]
+    assert [step[0] for step in steps] == list(range(steps[0][0], steps[0][0] + len(steps)))
+    assert sum(step[2] for step in steps) >= 24, "the prompt's tokens, but for what the cache had"
+    assert {step[3] for step in steps} >= {0, 1}
+
+
+def test_a_system_prompt_a_schema_and_probabilities(page) -> None:
+    page.get_by_text("Chat").click()
+    page.locator("#boxes summary").click()
+    page.fill("#system", "Be brief.")
+    page.check("#probabilities")
+    page.locator("#knobs summary").click()
+    page.fill("#knob-max_tokens", "4")
+    page.fill("#prompt", "hi")
+    page.click("#go")
+    expect(page, ".token").to_have_count(4)
+    assert "60.7 %" in page.locator(".token").first.get_attribute("title")
+    expect(page, "#boxes-note").to_have_text("· system prompt, probabilities")
+    page.fill("#schema", "{")
+    page.fill("#prompt", "hi")
+    page.click("#go")
+    expect(page, "#meta").to_contain_text("The schema is not JSON")
+    page.fill("#schema", '{"enum": [1]}')
+    page.uncheck("#probabilities")
+    page.fill("#prompt", "hi")
+    page.click("#go")
+    expect(page, ".turn.live-text").to_have_count(0)
+    expect(page, "#turns > .turn >> nth=-1").to_have_text("1")
+
+
+def test_a_turn_is_edited_and_an_answer_made_again(page) -> None:
+    page.get_by_text("Chat").click()
+    page.locator("#knobs summary").click()
+    page.fill("#knob-max_tokens", "3")
+    for text in ("one", "two"):
+        page.fill("#prompt", text)
+        page.keyboard.press("Control+Enter")
+        expect(page, "#prompt").to_have_value("")
+    expect(page, ".turn").to_have_count(4)
+    page.click("#again")
+    expect(page, "#go").to_have_text("Send")
+    expect(page, ".turn").to_have_count(4)
+    expect(page, ".turn.user >> nth=1").to_have_text("two")
+    page.locator(".edit").first.click()
+    expect(page, ".turn").to_have_count(0)
+    expect(page, "#prompt").to_have_value("one")
+
+
+def test_a_request_is_copied_and_does_the_same(page, opened: Page, server: Running) -> None:
+    opened._context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_text("Complete").click()
+    page.locator("#knobs summary").click()
+    page.fill("#knob-max_tokens", "5")
+    page.fill("#knob-temperature", "0")
+    page.fill("#knob-top_k", "9")
+    page.fill("#prompt", "it's\n“ab”")
+    said = {}
+    for kind, run in (("curl", ["bash", "-c"]), ("python", [sys.executable, "-c"])):
+        page.click(f"#copy-{kind}")
+        expect(page, "#meta").to_have_text("Copied.")
+        text = page.evaluate("navigator.clipboard.readText()")
+        done = subprocess.run([*run, text], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        said[kind] = done.stdout
+        page.fill("#prompt", "it's\n“ab”")
+    answer = json.loads(said["curl"])["choices"][0]["text"]
+    assert len(answer) == 5
+    assert f"text={answer!r}" in said["python"]
 
 
 def test_the_theme_can_be_chosen_and_stays(page) -> None:

@@ -10,19 +10,27 @@ import torch
 from tilewright.train.checkpoint import Checkpoints
 
 
+@pytest.mark.parametrize("by", ["Checkpoints", "ShardedCheckpoints"])
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, asynchronous: bool, by: str) -> None:
     """/dev/full would not do: DCP names its files itself. A limit on the size of files fails like a disk."""
     script = f"""
 import resource, signal, torch
 from pathlib import Path
+from tilewright.parallel.ranks import ALONE
 from tilewright.train.checkpoint import Checkpoints, load
+from tilewright.train.sharded import ShardedCheckpoints
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-made = Checkpoints(Path({str(tmp_path)!r}), 1, {asynchronous})
+if {by!r} == "Checkpoints":
+    made = Checkpoints(Path({str(tmp_path)!r}), 1, {asynchronous})
+    save = made.save
+else:
+    made = ShardedCheckpoints(Path({str(tmp_path)!r}), 1, {asynchronous}, ALONE)
+    save = lambda step, tensors, state, config: made.save_shards(step, tensors, {{}}, state, config)
 state = {{"a": torch.arange(100.0)}}
-assert made.save(1, state, {{"step": 1}}, "") is None and made.finish() is None
+assert save(1, state, {{"step": 1}}, "") is None and made.finish() is None
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-words = made.save(2, {{"a": torch.zeros(100_000)}}, {{"step": 2}}, "") or made.finish()
+words = save(2, {{"a": torch.zeros(100_000)}}, {{"step": 2}}, "") or made.finish()
 print(words)
 print(sorted(path.name for path in Path({str(tmp_path)!r}).iterdir()))
 print(torch.equal(load(made.latest(), state)[0]["a"], state["a"]))

@@ -23,6 +23,7 @@ try:
     import tilewright.cli.merge
     import tilewright.cli.ops
     import tilewright.cli.optimize
+    import tilewright.cli.place
     import tilewright.cli.quantize
     import tilewright.cli.rl
     import tilewright.cli.scaling

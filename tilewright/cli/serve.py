@@ -138,9 +138,8 @@ def _serve(
     _warn_of_strangers(config, log)
     if config.fronts and host is not None:
         raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
-    several = config.fronts or config.replicas > 1 or config.ray
-    if several and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
-        raise ValueError("LoRA adapters are served by one process: leave out --fronts, --replicas and --ray, or the adapters")
+    if config.ray and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
+        raise ValueError("LoRA adapters do not go with --ray: leave one of them out")
     if (config.replicas > 1 or config.ray) and model is not None and EngineConfig(model=model, **engine).plan.ranks > 1:
         raise ValueError("--replicas and --ray start servers of one rank each; leave them out, or --tp and --pp")
     if config.ray:

@@ -10,9 +10,10 @@ __all__ = ["KV_CACHE", "QUANTIZE", "SPECULATE", "EngineConfig", "option"]
 QUANTIZE = ("int8", "fp8", "fp8-block", "mxfp8", "int4", "int8-weight")
 """The formats of `quantize`. A test compares them with those of `tilewright.ops.weights`, which imports torch."""
 
-SPECULATE = ("grammar", "ngram")
-"""What guesses tokens ahead without a model: "ngram" looks where the end of the text has stood before. What a grammar leaves no
-choice about is tried in any case; with "grammar" nothing else is."""
+SPECULATE = ("grammar", "mtp", "ngram")
+"""What guesses tokens ahead without another model: "ngram" looks where the end of the text has stood before, "mtp" is the
+model's own layer for a second token. What a grammar leaves no choice about is tried in any
+case; with "grammar" nothing else is."""
 
 KV_CACHE = ("int8", "fp8")
 """What a cache of codes may hold."""
@@ -55,7 +56,9 @@ class EngineConfig:
     max_waiting: int = option(4096, "requests that may wait; beyond it they are refused")
     prefix_cache: bool = option(True, "share pages of the KV cache between requests that begin alike")
     speculate: str | None = option(None, f"guess tokens ahead, without loss, by {' or '.join(SPECULATE)}; see also draft")
-    draft: str | None = option(None, "guess tokens ahead by a small model of the same vocabulary: a folder or a hub name")
+    draft: str | None = option(
+        None, "guess tokens ahead by a small model of the same vocabulary, or a draft head: folder or hub name"
+    )
     draft_tokens: int = option(8, "tokens guessed ahead of one request in one pass at most")
     adapters: tuple[str, ...] | None = option(
         None, "NAME=FOLDER of a LoRA adapter that requests may ask for by its name; may be given several times"
@@ -94,7 +97,7 @@ class EngineConfig:
             raise ValueError(f"speculate is {self.speculate!r}, wanted {' or '.join(SPECULATE)}")
         if self.speculate is not None and self.draft is not None:
             raise ValueError(f"speculate is {self.speculate!r} and draft is {self.draft!r}, wanted one of them")
-        if self.draft is not None and self.bundle is not None:
+        if (self.draft is not None or self.speculate == "mtp") and self.bundle is not None:
             raise ValueError(f"bundle is {self.bundle!r}, which has no kernels of a draft model; leave draft or bundle out")
         if not 1 <= self.draft_tokens <= MOST_DRAFTS:
             raise ValueError(f"draft_tokens is {self.draft_tokens}, wanted 1 to {MOST_DRAFTS}")
@@ -115,6 +118,7 @@ class EngineConfig:
             return
         held = {"max_adapters": self.adapter_places, "quantize": self.quantize, "draft": self.draft, "bundle": self.bundle}
         held["host_cache_bytes"] = self.host_cache_bytes
+        held["speculate"] = self.speculate if self.speculate == "mtp" else None
         for name, value in held.items():
             if value:
                 raise ValueError(f"{name} is {value!r}, which does not go with tp, pp and slices; leave one of them out")

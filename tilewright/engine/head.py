@@ -19,6 +19,7 @@ from tilewright.engine.graphs import Sampled
 from tilewright.engine.sampler import LogitTables, Mask, likelihoods
 from tilewright.engine.step import Step
 from tilewright.models import Model
+from tilewright.models.draft_heads import DraftHead
 
 __all__ = ["Head", "Turns", "turns_of"]
 
@@ -96,7 +97,9 @@ class Head:
 
     def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
         settings = [inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed]
-        tokens = self._draw(logits, settings, inputs.sampled_at)
+        # A draft head says what comes next but one, and shall draw with the noise of that position.
+        at = inputs.sampled_at + 1 if isinstance(self._model, DraftHead) else inputs.sampled_at
+        tokens = self._draw(logits, settings, at)
         # Of several samples in one slot any stays: who has drafts waits for them, and is not fed from here.
         self._last.index_copy_(0, inputs.sampled_slots, tokens)
         return tokens

@@ -270,11 +270,10 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
     )
     eos_ids = loaded.config.eos_token_ids if tokenizer is None else tokenizer.eos_ids
     proposer: Proposer | None = None
-    if options.speculate is not None:
+    if loaded.draft is not None:
+        proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens, head=loaded.draft_head)
+    elif options.speculate is not None:
         proposer = FromText(seqs) if options.speculate == "ngram" else FromGrammar()
-    elif options.draft is not None:
-        assert loaded.draft is not None
-        proposer = DraftModel(loaded.draft, max_seqs=seqs, most_tokens=step_tokens)
     return Engine(
         loaded.runner, tokenizer, eos_ids, scheduler, vocab_size=loaded.config.vocab_size, proposer=proposer,
         draft_tokens=options.draft_tokens, adapters=loaded.adapters,

@@ -15,6 +15,7 @@ from tilewright.asm.compile import compile_only
 from tilewright.asm.jit import CompileCounter, Compiled, log_late, raise_late
 from tilewright.engine.adapters import Adapters, beside, held_adapters, read_adapters
 from tilewright.engine.config import EngineConfig
+from tilewright.engine.draft_loading import found_draft
 from tilewright.engine.places import dtype_of, place_of
 from tilewright.engine.plan import MemoryPlan, cache_dtype, page_size_of, plan_memory
 from tilewright.engine.runner import ModelRunner, Progress, on_device
@@ -52,7 +53,9 @@ class Loaded:
     adapters: Adapters | None
     """Those that the model has room for."""
     draft: ModelRunner | None = None
-    """Of the model that guesses ahead, with pages of the same numbers and size."""
+    """Of the model or the head that guesses ahead, with pages of the same numbers and size."""
+    draft_head: bool = False
+    """It is a head."""
 
 
 def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progress | None = None) -> Loaded:
@@ -77,8 +80,8 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
     shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))
-    draft = None if options.draft is None else _draft_of(options.draft, config, tokenizer)
-    drafting = None if draft is None else empty_model(draft[1], device="meta", dtype=dtype)
+    draft = found_draft(options, folder, config, tokenizer)
+    drafting = None if draft is None else draft.empty(dtype)
     beside(shape, options)
     read = read_adapters(shape, options)  # before the weights, so that a damaged one costs no time
     plan = plan_memory(shape, options, device=on, dtype=dtype, draft=drafting)
@@ -102,12 +105,18 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
             )
         adapters = held_adapters(built, options, read)
         runner = runner_of(built, plan.num_pages, plan.max_model_len, options, host_pages=plan.host_pages)
+        guesses = None
+        if draft is not None:
+            report(f"loading the draft {draft.kind} {draft.name}")
+            guesses = draft.beside(runner, plan, lambda model: _guessing(model, plan, options))
         compiles = _watched(runner, strict=options.strict)
         runner.warmup(report)
-        guesses = None if draft is None else _draft_runner(draft, options, plan, on, dtype, report)
+        if guesses is not None:
+            guesses.warmup(report)
     compiles.mark_ready()
     return Loaded(
-        runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters, draft=guesses
+        runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=adapters, draft=guesses,
+        draft_head=draft is not None and draft.head is not None
     )  # fmt: skip
 
 
@@ -142,47 +151,6 @@ def _load_spread(model: str | Path | ModelConfig, options: EngineConfig, report:
     folder, config = share.folder, share.config.limited(plan.max_model_len)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     return Loaded(runner=runner, tokenizer_path=folder, tokenizer=tokenizer, config=config, plan=plan, adapters=None)
-
-
-def _draft_of(name: str, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[Path, ModelConfig]:
-    """The folder and the config of a draft model. Raises ValueError where its tokens are not the model's."""
-    folder, draft = _found(name)
-    theirs = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
-    why = None
-    if draft.vocab_size != config.vocab_size:
-        why = f"has {draft.vocab_size} tokens, the model {config.vocab_size}"
-    elif tokenizer is not None and theirs is not None and _numbers(tokenizer) != _numbers(theirs):
-        why = "gives other numbers to its tokens than the model"
-    if why is not None:
-        raise ValueError(f"draft is {name!r}, which {why}; wanted a model with the same vocabulary, such as one of its family")
-    return folder, draft
-
-
-def _draft_runner(
-    draft: tuple[Path, ModelConfig],
-    options: EngineConfig,
-    plan: MemoryPlan,
-    on: torch.device,
-    dtype: torch.dtype,
-    say: Progress,
-) -> ModelRunner:
-    """Load and warm up a draft model. Raises ValueError where its positions end before the model's contexts do."""
-    folder, config = draft
-    if config.max_position_embeddings < plan.max_model_len:
-        raise ValueError(
-            f"draft is {options.draft!r}, whose positions end at {config.max_position_embeddings}, and the model's contexts "
-            f"have up to {plan.max_model_len} tokens; set max_model_len to no more than that, or take another draft model"
-        )
-    say(f"loading the draft model {options.draft}")
-    small = load_model(folder, device=on, dtype=dtype, max_positions=plan.max_model_len)
-    runner = runner_of(small, plan.num_pages, plan.max_model_len, options, page_size=plan.page_size, guesses=True)
-    runner.warmup(say)
-    return runner
-
-
-def _numbers(tokenizer: Tokenizer) -> tuple[Any, Any]:
-    told = json.loads(tokenizer.to_json())
-    return told["model"].get("vocab"), [(token["id"], token["content"]) for token in told.get("added_tokens", ())]
 
 
 def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: Device) -> tuple[Model, Convert | None]:
@@ -254,6 +222,11 @@ def runner_of(
         explains_draws=explains_draws,
         team=team,
     )
+
+
+def _guessing(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:
+    """The runner of what guesses."""
+    return runner_of(model, plan.num_pages, plan.max_model_len, options, page_size=plan.page_size, guesses=True)
 
 
 # ---- bundles

@@ -13,6 +13,7 @@ from tilewright.engine.config import EngineConfig
 from tilewright.engine.tier import buffer_bytes
 from tilewright.hw.device import free_bytes, memory_bytes
 from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
+from tilewright.models.draft_heads import DraftHead
 from tilewright.nn import ExpertLinear, Linear, LoraStack, Rope
 from tilewright.ops.weights import MixedWeight, QuantizedWeight
 
@@ -188,6 +189,12 @@ def _host_pages(options: EngineConfig, page_bytes: int, device: torch.device) ->
     return pages, buffer_bytes(page_bytes) if pages and device.type == "cuda" else 0
 
 
+def _draft_bytes_per_token(draft: Model, options: EngineConfig, dtype: torch.dtype) -> int:
+    """Its own keys and values, and the hidden states that a head reads."""
+    kept = draft.kept_numbers * dtype.itemsize if isinstance(draft, DraftHead) else 0
+    return kv_bytes_per_token(draft.config, cache_dtype(draft, options) or dtype) + kept
+
+
 def plan_memory(
     model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype, draft: Model | None = None
 ) -> MemoryPlan:
@@ -210,7 +217,7 @@ def plan_memory(
     weights, tables, adapters = weight_bytes_of(model), _tables_bytes(model), adapter_bytes(model)
     working = buffers + _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
     if draft is not None:
-        page_bytes += page_size * kv_bytes_per_token(draft.config, cache_dtype(draft, options) or dtype)
+        page_bytes += page_size * _draft_bytes_per_token(draft, options, dtype)
         weights, tables = weights + weight_bytes_of(draft), tables + _tables_bytes(draft)
         working += _working_bytes(draft, dtype, options.max_tokens_per_step, options.max_samples)
     limit, reserve = None, 0

@@ -41,6 +41,7 @@ LLAMA: Table = {
     "attn.sinks": ("self_attn.sinks",),
     "attn.out.weight": ("self_attn.o_proj.weight",),
     "attn.out.bias": ("self_attn.o_proj.bias",),
+    "hidden_norm.weight": ("hidden_norm.weight",),  # of a draft head
     "ffn_norm.weight": ("post_attention_layernorm.weight",),
     "ffn.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "ffn.gate_up.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),

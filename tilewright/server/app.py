@@ -17,6 +17,7 @@ Not here: TLS, several models, quotas. A proxy does these.
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -258,8 +259,8 @@ class Server:
     async def live_view(self, request: Request) -> Response:
         """GET /live: the engine's state for the page; ask a few times a second."""
         view = await self._look(self.worker.live())
-        if self.draining:
-            view = view.removesuffix(b"}") + b', "draining": true}'
+        more = {"latencies": self.metrics.latencies.percentiles(), **({"draining": True} if self.draining else {})}
+        view = view.removesuffix(b"}") + b", " + json.dumps(more).encode()[1:]
         return Response(view, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def _look(self, look: Awaitable[T]) -> T:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.asm.jit import CompileCounter
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.core import Engine
 from tilewright.engine.deltas import StepDeltas
 from tilewright.engine.grammar_masks import GrammarError
@@ -26,6 +27,7 @@ from tilewright.engine.request import QueueFull
 from tilewright.engine.step import HOST_ERRORS
 from tilewright.extras import needed
 from tilewright.server import wire
+from tilewright.server.adapter_desk import AdapterDesk
 from tilewright.server.grammars import GrammarCompiler
 from tilewright.server.live import LiveView
 from tilewright.server.metrics import added_gauges, process_numbers
@@ -60,6 +62,12 @@ class _Front:
         self.gauges: dict[str, float] = {}
 
 
+def _adapter_answer(number: int, answer: Any) -> bytes:
+    if isinstance(answer, Exception):
+        return wire.pack("refused", number, "adapter" if isinstance(answer, UnknownAdapter) else "value", str(answer), None)
+    return wire.pack("answer", number, answer)
+
+
 class EngineProcess:
     """Serves `engine` to fronts until its parent has gone.
 
@@ -91,6 +99,7 @@ class EngineProcess:
         self._totals: dict[str, float] = {}
         self._live = LiveView(engine)
         self._grammars = GrammarCompiler(engine)
+        self._adapters = AdapterDesk(engine, folder)
         self._compiling: list[tuple[bytes, int, Future[None]]] = []
         self._compiles = CompileCounter()
         self._stopping = False
@@ -136,6 +145,7 @@ class EngineProcess:
         finally:
             self._compiles.stop()
             self._grammars.close()
+            self._adapters.close()
             self._socket.close()
             self._context.term()
 
@@ -168,7 +178,7 @@ class EngineProcess:
 
     def _take_messages(self) -> bool:
         """Take what has come, and wait for something where there is nothing to do. False: the parent has gone."""
-        wait_ms = 0 if self.engine.has_work else COMPILING_MS if self._compiling else IDLE_MS
+        wait_ms = 0 if self.engine.has_work else COMPILING_MS if self._compiling or self._adapters.busy else IDLE_MS
         events = dict(self._poller.poll(wait_ms))
         if self._parent in events and not os.read(self._parent, 4096):  # pyright: ignore[reportArgumentType]
             return False
@@ -184,6 +194,9 @@ class EngineProcess:
                 self._compiling.append((identity, number, done))
             elif (front := self._fronts.get(identity)) is not None:
                 self._compiled(front, number, done.exception())
+        for identity, number, answer in self._adapters.answers():
+            if (front := self._fronts.get(identity)) is not None:
+                self._send(front, _adapter_answer(number, answer))
         return True
 
     def _hear(self, identity: bytes, parts: Sequence[bytes]) -> None:
@@ -218,6 +231,8 @@ class EngineProcess:
                     self.engine.stop(stream)
         elif kind == "look":
             self._look(front, *wire.check(message, int, str))
+        elif kind == "adapter":
+            self._adapters.ask(front.identity, *wire.check(message, int, str, str, str))
         elif kind == "pass":
             self._pass(front, *wire.read_pass(message))
         elif kind == "grammar":
@@ -266,6 +281,8 @@ class EngineProcess:
             refusal = ("full", str(error), error.retry_after_s)
         except GrammarError as error:
             refusal = ("grammar", str(error), None)
+        except UnknownAdapter as error:
+            refusal = ("adapter", str(error), None)
         except ValueError as error:
             refusal = ("value", str(error), None)
         if refusal is None:

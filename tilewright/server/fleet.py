@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +36,7 @@ PAUSE_LEAST_S, PAUSE_MOST_S = 1.0, 60.0
 STEADY_S = 60.0
 """A replica that lived for so long begins again with the shortest pause."""
 TOLD = ("max_body_bytes", "max_connections", "drain_timeout_s", "log_format", "tool_format", "max_wait_s", "traces")
+TOLD += ("adapter_dir",)
 """What replicas are told of the server's config."""
 LOOK_S = 0.5
 LOOK_TIMEOUT_S = 5.0
@@ -99,6 +100,13 @@ class Fleet:
         self.hello: dict[str, Any] = {}
         self.router = Router(count, 1)  # until the first replica has said how large a page is
         self.ending = False
+        self.prepare: Callable[[Replica], Awaitable[None]] | None = None
+        """Awaited before a replica gets its first requests."""
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Options of every replica's engine."""
+        return self._spec.get("engine", {})
 
     @property
     def ready(self) -> list[int]:
@@ -241,7 +249,10 @@ class Fleet:
                     answers[path] = response.status
             except (aiohttp.ClientError, TimeoutError, OSError):
                 answers[path] = 0  # it has not begun to listen, or is too busy to answer
-        replica.ready = answers["ready"] == 200 and not self.ending
+        ready = answers["ready"] == 200 and not self.ending
+        if ready and not before and self.prepare is not None:
+            await self.prepare(replica)
+        replica.ready = ready
         replica.stuck = replica.stuck + 1 if answers["health"] == 503 else 0
         if replica.ready and not before:
             again = f" again, restart {replica.restarts}" if replica.restarts else ""

@@ -30,7 +30,9 @@ from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.errors import unavailable
-from tilewright.server.fleet import Fleet
+from tilewright.server.fleet import Fleet, Replica
+from tilewright.server.forward_adapters import ReplicaAdapters
+from tilewright.server.forward_metrics import router_metrics
 from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.logs import Log
@@ -74,6 +76,9 @@ class Front:
         self.worker = Running()
         self.draining = self.hung = False
         self.failure: BaseException | None = None
+        given = fleet.engine_options.get("adapters") or ()
+        self.adapters = ReplicaAdapters(config, given, self._ready_urls, lambda: self.session)
+        fleet.prepare = self._prepare
         self.retries: Counter[str] = Counter()
         """Why a request was passed to another replica -> times."""
 
@@ -130,6 +135,25 @@ class Front:
         tokens_of(request.scope).prompt = sum(map(len, job.prompts))
         return _Forwarded(self, request, raw, job, digests)
 
+    # Adapters --------------------------------------------------------------------------------------------------------
+
+    def _ready_urls(self) -> list[str]:
+        return [self.fleet.replicas[index].url for index in self.fleet.ready]
+
+    async def _prepare(self, replica: Replica) -> None:
+        try:
+            await self.adapters.prepare(replica.url)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            logger.error("replica %d was not asked for its adapters: %s", replica.index, error)
+
+    async def load_adapter(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter."""
+        return await self.adapters.load(await self._bodies.read(request))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter."""
+        return await self.adapters.unload(await self._bodies.read(request))
+
     # Everything else -------------------------------------------------------------------------------------------------
 
     async def anything(self, request: Request) -> Response:
@@ -180,22 +204,8 @@ class Front:
 
         ready = self.fleet.ready
         texts = await asyncio.gather(*map(text_of, ready))
-        return Response("\n".join([*self._own_metrics(), *labelled(zip(ready, texts)), ""]), media_type=CONTENT_TYPE)
-
-    def _own_metrics(self) -> list[str]:
-        router = self.fleet.router
-        lines = ["# TYPE tilewright_router_replicas_ready gauge", f"tilewright_router_replicas_ready {len(self.fleet.ready)}"]
-        lines.append("# TYPE tilewright_router_requests_total counter")
-        for (index, reason), count in sorted(router.decisions.items()):
-            lines.append(f'tilewright_router_requests_total{{replica="{index}",reason="{reason}"}} {count}')
-        lines.append("# TYPE tilewright_router_retries_total counter")
-        lines += [f'tilewright_router_retries_total{{reason="{why}"}} {count}' for why, count in sorted(self.retries.items())]
-        lines.append("# TYPE tilewright_router_restarts_total counter")
-        lines += [f'tilewright_router_restarts_total{{replica="{r.index}"}} {r.restarts}' for r in self.fleet.replicas]
-        lines.append("# TYPE tilewright_router_pages_known gauge")
-        for replica in self.fleet.replicas:
-            lines.append(f'tilewright_router_pages_known{{replica="{replica.index}"}} {router.pages_known(replica.index)}')
-        return lines
+        lines = [*router_metrics(self.fleet, self.retries), *labelled(zip(ready, texts)), ""]
+        return Response("\n".join(lines), media_type=CONTENT_TYPE)
 
 
 def passed_on(found: aiohttp.ClientResponse) -> dict[str, str]:
@@ -298,6 +308,8 @@ def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:
         "/v1/completions": front.completions,
         "/v1/chat/completions": front.chat_completions,
         "/v1/responses": front.responses,
+        "/v1/load_lora_adapter": front.load_adapter,
+        "/v1/unload_lora_adapter": front.unload_adapter,
     }
     posts |= dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings", "/v1/score", "/v1/rerank"), front.anything)
     gets = {"/health": front.health, "/ready": front.ready, "/metrics": front.metrics}

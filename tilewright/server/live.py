@@ -12,6 +12,7 @@ from typing import Any
 
 from tilewright.engine.core import Engine
 from tilewright.engine.request import Request
+from tilewright.server.steps import StepLog
 
 __all__ = ["LiveView"]
 
@@ -32,6 +33,7 @@ class LiveView:
 
     def __init__(self, engine: Engine):
         self._engine = engine
+        self._steps = StepLog.of(engine)
         self._map: dict[str, Any] = {}
         self._map_again_s = 0.0
         self._made = b""
@@ -58,6 +60,7 @@ class LiveView:
             "waiting": [_listed(request) for request in islice(scheduler.waiting, MAX_LISTED)],
             "stats": asdict(scheduler.stats()),
             "pages": self._map,
+            "steps": self._steps.last(),
         }
 
     def _page_map(self) -> dict[str, Any]:

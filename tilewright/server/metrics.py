@@ -72,6 +72,18 @@ class _Histogram:
         self.buckets[bisect_left(self.bounds, seconds)] += times
         self.sum_s += seconds * times
 
+    def percentiles_ms(self) -> dict[str, float]:
+        """p50, p90 and p99 in milliseconds, read off the buckets; {} where nothing was observed."""
+        total, found = sum(self.buckets), {}
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)) if total else ():
+            wanted, low_s = share * total, 0.0
+            for number, high_s in zip(self.buckets, (*self.bounds, self.bounds[-1])):
+                if wanted <= number:
+                    found[name] = 1e3 * (low_s + (high_s - low_s) * wanted / number)
+                    break
+                wanted, low_s = wanted - number, high_s
+        return found
+
     def counts(self) -> Iterator[tuple[str, float]]:
         """Its numbers by name."""
         yield from ((f"{self.name} {i}", number) for i, number in enumerate(self.buckets) if number)
@@ -102,6 +114,10 @@ class Latencies:
                 NEXT_TOKEN_BUCKETS_S,
             ),
         )
+
+    def percentiles(self) -> dict[str, dict[str, float]]:
+        """Milliseconds since the start, of first tokens ("ttft") and of those behind ("itl"): p50, p90, p99; {} before any."""
+        return {name: each.percentiles_ms() for name, each in zip(("ttft", "itl"), self.histograms)}
 
     def first(self, seconds: float) -> None:
         """A sample's first token came `seconds` after its request."""

@@ -11,10 +11,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.grammar_masks import GrammarError
 from tilewright.engine.outputs import EngineStats
@@ -259,7 +261,10 @@ class RemoteEngine(EngineLink):
             error = None
         elif message[0] == "refused":
             number, kind, why, retry_s = wire.check(message, int, str, str, (float, type(None)))
-            kinds = {"full": QueueFull(why, retry_s or 1.0), "grammar": GrammarError(why), "failed": RuntimeError(why)}
+            kinds: dict[str, Exception] = {
+                "full": QueueFull(why, retry_s or 1.0), "grammar": GrammarError(why), "failed": RuntimeError(why),
+                "adapter": UnknownAdapter(why),
+            }  # fmt: skip
             error = kinds.get(kind, ValueError(why))
             result = None
         else:
@@ -322,6 +327,18 @@ class RemoteEngine(EngineLink):
     async def compile_grammar(self, grammar: Grammar) -> None:
         """Return once the engine has the grammar. Raises GrammarError or EngineStopped."""
         await self._ask(lambda number: wire.pack("grammar", number, wire.write_grammar(grammar)))
+
+    async def adapter_names(self) -> Sequence[str]:
+        """The adapters of the engine. Raises EngineStopped."""
+        return await self._ask(lambda number: wire.pack("adapter", number, "list", "", ""))
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """See `EngineLink`."""
+        await self._ask(lambda number: wire.pack("adapter", number, "load", name, str(folder)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `EngineLink`."""
+        await self._ask(lambda number: wire.pack("adapter", number, "unload", name, ""))
 
     async def ping(self) -> None:
         """Return between two steps of the engine. Raises EngineStopped."""

@@ -9,10 +9,11 @@ it but numbers, text, arrays of known types and the values of this file; what do
 | submit          | front  | prompts as token ids, their parameters, and the numbers of their streams                  |
 | abort, stop     | front  | requests that nobody reads any more; streams in which a stop string was found             |
 | look, grammar   | front  | a question that the engine answers between two steps; a grammar to compile                |
+| adapter         | front  | a question about LoRA adapters: list, load or unload; a name; a folder                    |
 | pass            | front  | texts for the model, between two steps: embeddings and scores                             |
 | counts          | front  | what its /metrics have grown by, and what they are now                                    |
 | step            | engine | one step: streams, counts, tokens as arrays, and notes on the few rows that have any      |
-| answer, refused | engine | to submit, look and grammar, by their number                                              |
+| answer, refused | engine | to submit, look, grammar, adapter and pass, by their number                               |
 | tick            | engine | twice a second: it is there, so many steps went to this front, so many failed lately      |
 | ended, bye      | both   | the engine says why it can do no more; the front has heard it                             |
 | lost            | engine | it has given up on this front, and aborted all that it had asked for                      |
@@ -60,7 +61,7 @@ __all__ = [
     "write_table",
 ]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Both sides must have the same; raise it with every change of a message."""
 FRONT_BITS = 40
 """Lower bits of a stream's number, which its front counts; the bits above are the front's number."""

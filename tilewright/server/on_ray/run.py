@@ -7,11 +7,14 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingPolicy
+from ray.serve.exceptions import RayServeException
 
 from tilewright.server.config import ServerConfig
 from tilewright.server.logs import Log
@@ -72,10 +75,11 @@ def serve_on_ray(spec: dict[str, Any], config: ServerConfig, listener: socket.so
         about = handle.about.remote().result(timeout_s=60)
         return run_server(front_on_ray(handle, about, config), listener, log)
     finally:
-        if serve.status().applications:
-            serve.delete(APP)
-        if ours:
-            serve.shutdown()
+        with suppress(RayError, RayServeException):  # the cluster may have gone first
+            if serve.status().applications:
+                serve.delete(APP)
+            if ours:
+                serve.shutdown()
         ray.shutdown()
 
 

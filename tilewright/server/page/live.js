@@ -3,6 +3,7 @@
 import { ApiError, get } from "./api.js";
 import { mine } from "./playground.js";
 import { colourNamed, colourOf, Pool } from "./pool.js";
+import { showDrafts, showLatencies, showSteps } from "./steps.js";
 
 const $ = (id) => document.getElementById(id);
 const BUSY_MS = 250, IDLE_MS = 1000, DOWN_MS = 2000;
@@ -32,7 +33,7 @@ export function watchEngine(onState, onKeyWanted) {
   return () => { clearTimeout(timer); tick(); };
 }
 
-const short = (id) => id.replace(/^(chat)?cmpl-/, "").slice(0, 8);
+const short = (id) => id.replace(/^((chat)?cmpl-|resp_)/, "").slice(0, 8);
 const count = (number) => number.toLocaleString("en");
 const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 
@@ -49,6 +50,9 @@ function show(view) {
   $("pool-words").textContent = `${stats.pages_used} pages in use, ${stats.pages_cached} kept for reuse, ${stats.pages_total} in all`;
   pool.show(pages.runs, pages.per_cell, new Map(view.running.map((r) => [r.slot, `${short(r.id)}${r.index ? ` #${r.index + 1}` : ""}`])));
   showRequests(view);
+  showSteps(view.steps ?? []);
+  showLatencies(view.latencies);
+  showDrafts(stats);
 }
 
 // Tokens a second over the last moments, from the engine's own counter and clock.

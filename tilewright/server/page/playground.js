@@ -1,7 +1,9 @@
 // Prompt in, streamed answer out, stop button.
 
 import { ApiError, stream } from "./api.js";
+import { asCurl, asPython, boxesNote, readBoxes, systemTurns } from "./asked.js";
 import { readKnobs } from "./knobs.js";
+import { grow } from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
 const form = $("form"), prompt = $("prompt"), turns = $("turns"), answer = $("answer"), meta = $("meta"), go = $("go"), hint = $("hint");
@@ -34,6 +36,11 @@ export function setUp(model, onKeyWanted) {
     else run(model.id, onKeyWanted);
   });
   $("clear").addEventListener("click", clear);
+  $("again").addEventListener("click", () => again(model.id, onKeyWanted));
+  for (const [id, write] of [["copy-curl", asCurl], ["copy-python", asPython]]) {
+    $(id).addEventListener("click", () => copy(model.id, write));
+  }
+  for (const id of ["system", "tools", "schema", "probabilities"]) $(id).addEventListener("input", boxesNote);
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running) running.abort();
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target === prompt && !running) form.requestSubmit();
@@ -42,6 +49,7 @@ export function setUp(model, onKeyWanted) {
 
 function setMode(value) {
   mode = value;
+  for (const box of document.querySelectorAll(".chat-only")) box.hidden = mode !== "chat";
   clear();
 }
 
@@ -55,6 +63,46 @@ function clear() {
   hint.hidden = false;
   [hint.textContent, prompt.placeholder] = HINTS[mode];
   go.textContent = mode === "chat" ? "Send" : "Generate";
+  $("again").hidden = true;
+}
+
+// The fields beside the text; null, and the reader is told, where they are wrong.
+function fieldsOrNothing() {
+  try {
+    return { ...readKnobs(), ...readBoxes(mode === "chat") };
+  } catch (error) {
+    $(error.message.includes("JSON") || error.message.includes("tools") ? "boxes" : "knobs").open = true;
+    meta.textContent = error.message;
+    return null;
+  }
+}
+
+async function copy(model, write) {
+  const fields = fieldsOrNothing();
+  if (!fields) return;
+  const [path, { stream: _, stream_options: __, ...asked }] = body(model, prompt.value || prompt.placeholder, fields);
+  await navigator.clipboard.writeText(write(path, asked));
+  meta.textContent = "Copied.";
+}
+
+// Takes the turns from the one at `index` on away; what the user said there is to be said again.
+function backTo(index) {
+  running?.abort();
+  running = null;
+  go.classList.remove("stop");
+  go.textContent = "Send";
+  const text = chat[index]?.content ?? "";
+  chat.length = Math.min(chat.length, index);
+  const shown = [...turns.children];
+  const at = shown.findIndex((element) => Number(element.dataset?.at) === index);
+  shown.slice(at < 0 ? shown.length : at).forEach((element) => element.remove());
+  $("again").hidden = true;
+  return text;
+}
+
+function again(model, onKeyWanted) {
+  if (mode === "chat") prompt.value = backTo(chat.length - 2);
+  run(model, onKeyWanted);
 }
 
 function turn(kind, text = "") {
@@ -69,33 +117,28 @@ function openAnswers(count, said) {
   return Array.from({ length: count }, () => {
     const element = Object.assign(document.createElement("div"), { className: "turn live-text" });
     if (said) element.append(Object.assign(document.createElement("span"), { className: "said", textContent: said }));
-    const text = element.appendChild(document.createTextNode(""));
+    const body = element.appendChild(document.createElement("span"));
     parent.append(element);
-    return { element, text };
+    return { element, body, said: "" };
   });
 }
 
 function body(model, text, fields) {
   const common = { model, stream: true, stream_options: { include_usage: true }, ...fields };
   if (mode === "complete") return ["/v1/completions", { ...common, prompt: text }];
-  return ["/v1/chat/completions", { ...common, messages: [...chat, { role: "user", content: text }] }];
+  return ["/v1/chat/completions", { ...common, messages: [...systemTurns(), ...chat, { role: "user", content: text }] }];
 }
 
 async function run(model, onKeyWanted) {
   const text = prompt.value || (mode === "complete" ? prompt.placeholder : "");
   if (!text) return prompt.focus();
-  let fields;
-  try {
-    fields = readKnobs();
-  } catch (error) {
-    $("knobs").open = true;
-    meta.textContent = error.message;
-    return;
-  }
+  const fields = fieldsOrNothing();
+  if (!fields) return;
   hint.hidden = true;
   const talk = mode === "chat" ? chat : null; // the page may be cleared, or switched, while this runs
   if (!talk) turns.replaceChildren();
   const asked = talk && turn("user", text);
+  if (asked) editable(asked, talk.length);
   const answers = openAnswers(fields.n ?? 1, talk ? "" : text);
   const control = (running = new AbortController());
   const current = () => running === control;
@@ -107,7 +150,7 @@ async function run(model, onKeyWanted) {
       if (!current()) break;
       mine.add(chunk.id);
       for (const choice of chunk.choices) {
-        answers[choice.index].text.data += choice.text ?? choice.delta.content ?? "";
+        grow(answers[choice.index], choice);
         if (choice.finish_reason) answers[choice.index].element.classList.remove("live-text");
       }
       clock.saw(chunk);
@@ -125,15 +168,27 @@ async function run(model, onKeyWanted) {
   } finally {
     for (const { element } of answers) element.classList.remove("live-text");
     // What was said counts, even if it was stopped; a turn without an answer does not.
-    const said = answers[0].text.data;
+    const said = answers[0].said;
     if (talk && said) talk.push({ role: "user", content: text }, { role: "assistant", content: said });
     else asked?.classList.add("unanswered");
     if (current()) {
       running = null;
       go.classList.remove("stop");
       go.textContent = talk ? "Send" : "Generate";
+      $("again").hidden = !answers[0].element.textContent;
     }
   }
+}
+
+function editable(element, index) {
+  element.dataset.at = index;
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "plain edit", textContent: "Edit" });
+  button.addEventListener("click", () => {
+    prompt.value = backTo(index) || prompt.value;
+    prompt.focus();
+  });
+  element.after(button);
+  button.dataset.at = index;
 }
 
 function follow() {

@@ -1,0 +1,45 @@
+"""`tilewright place`: which device of this machine does a batch of a model first."""
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+
+from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, say
+
+__all__ = ["place"]
+
+
+@app.command(
+    epilog="[b]Examples[/b]\n\ntilewright place tabular_mlp\n\ntilewright place my_pkg.my_model:build --max-batch 256 --explain"
+)
+def place(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="MODULE:FUNCTION that returns (model, inputs), FILE.onnx, or resnet50 ...")],
+    max_batch: Annotated[int, typer.Option(min=1, help="most rows of a batch")] = 64,
+    explain: Annotated[bool, typer.Option("--explain", help="say of each size what every device would take, and why")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Measure a model on the processor and the cards here, and say from which batch on which of them is the first."""
+    with plain_errors(context), ends_on_sigterm():
+        from tilewright.bench.compare.models import load_model
+        from tilewright.bench.place import place as placed
+        from tilewright.bench.place import sizes_up_to
+
+        sizes_up_to(max_batch)
+        say(f"Loading {model} ...")
+        loaded, progress = load_model(model), Progress()
+        try:
+            found = placed(loaded.module, loaded.inputs, max_batch, progress)
+        finally:
+            progress.end()
+        if as_json:
+            print(json.dumps(dataclasses.asdict(found)))
+            return
+        for device, error in zip(found.devices, found.errors, strict=True):
+            print(f"{device.name}: the prediction is off by {error:.0%} (median of the sizes that were measured)")
+        for first, name in found.spans:
+            print(f"from {first} rows on: {name}")
+        if explain:
+            print(*found.lines, sep="\n")
