@@ -6,6 +6,7 @@ for each: while one is copied the other is spread. The step waits on the device 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ BLOCK_BYTES = 1 << 30
 
 def page_bytes_of(cache: KVCache | LatentCache) -> int:
     """Bytes of a page, all layers."""
-    return sum(part[0].numel() * part.element_size() for part in _parts(cache))
+    return sum(part[:, 0].numel() * part.element_size() for part in _parts(cache))
 
 
 def buffer_bytes(page_bytes: int) -> int:
@@ -32,9 +33,26 @@ def buffer_bytes(page_bytes: int) -> int:
 
 
 def _parts(cache: KVCache | LatentCache) -> list[Tensor]:
-    """[P, ...] tensors, a page a row. A CPU indexes no float8."""
-    parts = [part for layer in cache.layers for part in layer]
-    return [part.view(torch.uint8) if part.element_size() == 1 else part for part in parts]
+    """[layers, P, ...] tensors, one a kind (keys, values, ...), over the cache's own memory: a launch moves all layers."""
+    return [stack for kind in zip(*cache.layers, strict=True) for stack in _stacked([_wide(part) for part in kind])]
+
+
+def _wide(part: Tensor) -> Tensor:
+    """A part with pages of 8-byte words where they are dense; a CPU indexes no float8."""
+    part = part.view(torch.uint8) if part.element_size() == 1 else part
+    if not part.is_contiguous() or part[0].numel() * part.element_size() % 8 or part.storage_offset() * part.element_size() % 8:
+        return part
+    return part.view(part.shape[0], -1).view(torch.int64)
+
+
+def _stacked(layers: list[Tensor]) -> list[Tensor]:
+    """Layers that lie evenly in one allocation as one tensor [layers, P, ...]; else each as one of its own."""
+    first, offsets = layers[0], [layer.storage_offset() for layer in layers]
+    step = offsets[1] - offsets[0] if len(layers) > 1 else 0
+    same = {layer.untyped_storage().data_ptr() for layer in layers} == {first.untyped_storage().data_ptr()}
+    if not same or step < 0 or any(b - a != step for a, b in pairwise(offsets)):
+        return [layer[None] for layer in layers]
+    return [first.as_strided((len(layers), *first.shape), (step, *first.stride()), first.storage_offset())]
 
 
 class _Way:
@@ -101,7 +119,7 @@ class HostTier:
         self._begin(self._out, number)
         index = self._index(pages)
         for part, place in self._places(buffer, len(pages)):
-            place.copy_(part.index_select(0, index))
+            place.copy_(part.index_select(1, index).transpose(0, 1))
         self._copy(self._out, [(rows, buffer[at : at + rows.shape[0]]) for at, rows in self._runs(hosts)])
         if self._cuda:
             assert self._out.stream is not None
@@ -118,7 +136,7 @@ class HostTier:
             torch.cuda.current_stream(buffer.device).wait_stream(self._in.stream)
         index = self._index(pages)
         for part, place in self._places(buffer, len(pages)):
-            part.index_copy_(0, index, place)
+            part.index_copy_(1, index, place.transpose(0, 1))
         if self._cuda:
             self._in.done[number] = torch.cuda.current_stream(buffer.device).record_event()
 
@@ -153,11 +171,11 @@ class HostTier:
             yield at, self._rows[block][row : row + end - at]
 
     def _places(self, buffer: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(each part of the cache, where its pages stand in a buffer [count, ...])"""
+        """(each part of the cache [layers, P, ...], where its pages stand in a buffer: [count, layers, ...])"""
         at = 0
         for part in self._parts:
-            size = part[0].numel() * part.element_size()
-            yield part, buffer[:count, at : at + size].view(part.dtype).view(count, *part.shape[1:])
+            size = part[:, 0].numel() * part.element_size()
+            yield part, buffer[:count, at : at + size].view(part.dtype).view(count, part.shape[0], *part.shape[2:])
             at += size
 
 
