@@ -21,7 +21,7 @@ from typing import Any
 from tilewright.hw import env
 from tilewright.hw.device import Device, card_slug
 
-__all__ = ["Ceilings", "ceilings", "folder", "path_of", "read", "save", "write_json"]
+__all__ = ["Ceilings", "ceilings", "data_sheet", "folder", "path_of", "read", "save", "write_json"]
 
 SHIPPED = Path(__file__).with_name("ceilings_of")
 _SCHEMA = 1
@@ -106,8 +106,7 @@ def ceilings(device: Device) -> Ceilings:
     """
     if device.arch == 0:
         raise ValueError(f"ceilings: got {device.name}, wanted a GPU; `--card h100` speaks of one that is not here")
-    slug = card_slug(device.name)
-    sheet = _SHEETS.get(slug) or _SHEETS.get(_BY_ARCH.get(device.arch, ""))
+    slug, sheet = card_slug(device.name), data_sheet(device)
     for place in (folder(), SHIPPED):
         path = place / f"{slug}.json"
         if path.is_file():
@@ -117,6 +116,11 @@ def ceilings(device: Device) -> Ceilings:
     if sheet is None:
         raise ValueError(f"ceilings: no data sheet for sm_{device.arch} ({device.name}); measure it: tilewright hw --measure")
     return sheet
+
+
+def data_sheet(device: Device) -> Ceilings | None:
+    """What the maker says of a card, whatever was measured: the peak by which others give their MFU. None: nobody wrote it up."""
+    return _SHEETS.get(card_slug(device.name)) or _SHEETS.get(_BY_ARCH.get(device.arch, ""))
 
 
 def folder() -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewright.hw.ceilings import ceilings
+from tilewright.hw.ceilings import ceilings, data_sheet
 from tilewright.hw.device import default_device, device_of, memory_bytes
 from tilewright.models import (
     SHAPES,
@@ -278,5 +278,6 @@ def costs_of(config: TrainConfig, model: Model, device: torch.device) -> Costs:
     peak = None
     if device.type == "cuda":
         unit = "bf16" if config.dtype == "bfloat16" else "fp32"
-        peak = ceilings(device_of(device.index or 0)).flops[unit] * config.parallel.ranks
+        card = device_of(device.index or 0)
+        peak = (data_sheet(card) or ceilings(card)).flops[unit] * config.parallel.ranks
     return Costs(causal=products + attention / 2, full=products + attention, peak=peak)
