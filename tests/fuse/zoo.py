@@ -173,8 +173,9 @@ class _Row:
             process.stdin.close()
             yield from (json.loads(line) | {"jobs": jobs} for line in process.stdout if line.startswith("{"))
         if process and (code := process.wait()):
-            last = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-            print(f"{self.name}: its process ended with code {code}: {' | '.join(last)}", flush=True)
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            named = [line for line in lines if "Error" in line][-3:]  # advice on debugging stands behind it
+            print(f"{self.name}: its process ended with code {code}: {' | '.join([*named, *lines[-3:]])}", flush=True)
 
 
 def _worker(options: argparse.Namespace) -> int:

@@ -119,7 +119,7 @@ def ceilings(device: Device) -> Ceilings:
 
 
 def data_sheet(device: Device) -> Ceilings | None:
-    """What the maker says of a card, whatever was measured: the peak by which others give their MFU. None: nobody wrote it up."""
+    """What the maker says of a card, whatever was measured: others give their MFU by that peak. None: not written up."""
     return _SHEETS.get(card_slug(device.name)) or _SHEETS.get(_BY_ARCH.get(device.arch, ""))
 
 
