@@ -10,6 +10,7 @@ import tokenizers
 
 from tests.server.tiny_model import write_tiny_model
 from tilewright.cli import serve as verb
+from tilewright.host.config import HostConfig
 from tilewright.server import serve
 from tilewright.server.config import ServerConfig
 from tilewright.server.logs import Log
@@ -39,7 +40,10 @@ def warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         tokenizer.save(str(folder / "tokenizer.json"))
         log = Lines()
         options = {"device": "cpu", "max_seqs": 2, **engine}
-        assert verb._serve(str(folder), None, options, ServerConfig(host=host, port=0, api_key=api_key), log) == 0
+        assert (
+            verb._serve(str(folder), None, options, ServerConfig(host=host, port=0, api_key=api_key), log, [], HostConfig())
+            == 0
+        )
         return [line for text in log.lines for line in text.splitlines() if line.startswith("warning: ")]
 
     return start

@@ -34,6 +34,7 @@ that a length or a page is wrong, but never reads outside the cache for it (chec
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,7 @@ from tilewright.kernels.attention.paged.split_kv import STREAM
 from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalise, walk
 from tilewright.kernels.attention.paged.work import varlen_work
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
+from tilewright.kernels.device.quantize import UNFUSED
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
@@ -313,6 +315,13 @@ def _varlen_launch(
     return o
 
 
+def _invariant_launch(config: Config, *args: Any) -> Tensor:
+    """The same bits for a query alone and among others. Codes are scaled before they are masked: where no mask is between, the
+    compiler would fuse that product into the difference behind it, and round less."""
+    coded = args[9] is not None
+    return _varlen_launch({**config, **UNFUSED} if coded else config, *args)
+
+
 def _first(device: Device, problem: Problem) -> str | None:
     # H100, docs/log.md#paged-decode: with its default the fastest of those for few queries nearly everywhere.
     return "sm90" if problem.queries else None
@@ -335,7 +344,7 @@ paged_attention_op = Op(
         VARLEN_SM90,
         Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
         INVARIANT_SM90,
-        Impl(name="invariant", launch=_varlen_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),
+        Impl(name="invariant", launch=_invariant_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),
     ),
 )
 

@@ -81,22 +81,23 @@ def _tile_step(
     s = dot(q, tl.trans(widen(k, q)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
     if CODED:
         k_scale, v_scale = _scales_of(k_scale_ptr, v_scale_ptr, page * SCALE_STRIDE + keys % S, inside)
-        factor = scales[:, None] * k_scale[None, :]
-    else:
-        factor = scales
-    scaled = s * factor
+        s *= scales[:, None] * k_scale[None, :]
     if MASKED:
         seen = inside[None, :] & (keys[None, :] <= at[:, None])
         if HAS_WINDOW:
             seen &= keys[None, :] > at[:, None] - window
-        scaled = tl.where(seen, scaled, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scaled, 1))
+        s = tl.where(seen, s, float("-inf"))
+    top = tl.max(s, 1)
+    if not CODED:
+        top *= scales
+    m_new = tl.maximum(m, top)
     # A row that has seen no key yet has m = -inf; subtracting 0 instead keeps its weights exp2(-inf) = 0, not NaN.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    # With and without a mask the same bits: left to itself, the compiler fuses product and difference where no mask is between.
-    p = tl.exp2(tl.fma(s, factor, -shift[:, None]))
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
+    if CODED:
+        p = tl.exp2(s - shift[:, None])
+    else:
+        # Fused by name, so that a tile without a mask has the bits of one with it.
+        p = tl.exp2(tl.fma(s, scales, -shift[:, None]))
     alpha = tl.exp2(m - shift)
     l = l * alpha + tl.sum(p, 1)
     if CODED:
