@@ -184,14 +184,14 @@ def test_a_failed_save_ends_the_run_only_if_it_is_the_last(
 ) -> None:
     """The checkpoint of step 2 or of step 3 cannot be written; the failure of an asynchronous save is found at the next one."""
     broken = f"step-0000000{3 if last else 2}.partial"
-    before = checkpoint._to_disk
+    before = checkpoint.to_disk
 
     def to_disk(path: Path) -> None:
         if broken in path.parts:
             raise OSError("no space left")
         before(path)
 
-    monkeypatch.setattr(checkpoint, "_to_disk", to_disk)
+    monkeypatch.setattr(checkpoint, "to_disk", to_disk)
     said: list[str] = []
     made = config(steps=3, save_every=1, save_async=asynchronous)
     if last:

@@ -76,7 +76,7 @@ class AdapterDesk:
         """(front, number, the answer or what it is refused with) of what is done. Between two steps."""
         waiting, self._reading = self._reading, []
         for front, number, name, folder, read in waiting:
-            if not read.done():
+            if self._reading or not read.done():  # answers keep the order of their questions
                 self._reading.append((front, number, name, folder, read))
                 continue
             try:
