@@ -30,6 +30,8 @@ def make(monkeypatch, tmp_path):
                 config=SimpleNamespace(vocab_size=VOCAB + 7),
                 plan=SimpleNamespace(host_pages=0, num_pages=pages, page_size=size, max_model_len=200),
                 adapters=None,
+                draft=None,
+                draft_head=False,
             )
 
         TOKENIZER._backend.save(str(tmp_path / "tokenizer.json"))
