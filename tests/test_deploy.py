@@ -127,7 +127,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     ours = {f"tilewright_{name}" for name in GAUGES} | {f"tilewright_{name}_total" for name in COUNTERS}
     ours |= {f"tilewright_{name}_seconds_bucket" for name in ("time_to_first_token", "inter_token_latency")}
     ours |= {"tilewright_http_requests_total", "tilewright_jit_compiles_after_ready_total"}
-    source = (ROOT / "tilewright" / "server" / "forward.py").read_text()
+    source = (ROOT / "tilewright" / "server" / "forward_metrics.py").read_text()
     ours |= set(re.findall(r"tilewright_router_\w+", source))
     asked = set()
     for panel in dashboard["panels"]:

@@ -249,8 +249,8 @@ def test_refusals_say_why() -> None:
 )
 def test_weight_only_refuses(changed: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {
-        "x": torch.zeros(6, 32), "codes": torch.zeros(2, 8, 32, dtype=torch.int8), "scales": torch.ones(2, 8), "zeros": None,
-        "bounds": torch.tensor([0, 2, 6], dtype=torch.int32),
+        "x": torch.zeros(6, 32).bfloat16(), "codes": torch.zeros(2, 8, 32, dtype=torch.int8), "scales": torch.ones(2, 8),
+        "zeros": None, "bounds": torch.tensor([0, 2, 6], dtype=torch.int32),
     }  # fmt: skip
     assert ops.grouped_mixed_linear(**given).shape == (6, 8)
     with pytest.raises(ValueError, match=words):

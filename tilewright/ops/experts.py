@@ -22,10 +22,9 @@ from tilewright.kernels.experts.sort import sort_by_expert_op
 from tilewright.kernels.gemm.grouped.linear import check_grouped, grouped_activated, grouped_linear_op
 from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradient_op
 from tilewright.kernels.launch.autograd import wants_gradient
-from tilewright.op import scope
 from tilewright.ops.expert_weights import ExpertWeights, grouped_codes
 from tilewright.ops.pointwise import gelu_mul, silu_mul
-from tilewright.ops.values import valued
+from tilewright.ops.values import invariant_scope, valued
 
 __all__ = [
     "ByExpert",
@@ -261,7 +260,7 @@ def grouped_linear(
         y = (silu_mul if activation == "silu_mul" else gelu_mul)(*y.chunk(2, -1))
     else:
         y = grouped_activated(y.float(), activation).to(y.dtype)
-    if not scope().invariant:
+    if not invariant_scope():
         return y
     with torch.no_grad():  # as a call without gradients rounds
         served = grouped_linear_op(x, weight, order.offsets, bias, activation, rows, chosen)

@@ -34,9 +34,8 @@ from tilewright.kernels.quantize.mx_to_block import quantize_fold_op
 from tilewright.kernels.quantize.per_block import quantize_blocks_op
 from tilewright.kernels.quantize.per_row import quantize_rows_op
 from tilewright.kernels.quantize.per_tensor import quantize_static_op
-from tilewright.op import scope
 from tilewright.ops.linear_gradient import linear_again, linear_with_gradient
-from tilewright.ops.values import valued
+from tilewright.ops.values import invariant_scope, valued
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
 __all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "few_rows", "linear", "linear_codes"]
@@ -132,17 +131,11 @@ def few_rows(x: Tensor, rows: int) -> bool:
         raise ValueError(
             "linear: a quantised weight takes bfloat16 or float16 activations on a GPU, got float32; load with dtype bfloat16"
         )
-    return rows <= FEW_ROWS and not _invariant()
+    return rows <= FEW_ROWS and not invariant_scope()
 
 
 def _few(x: Tensor) -> bool:
     return few_rows(x, x.shape[0])
-
-
-@torch.compiler.assume_constant_result
-def _invariant() -> bool:
-    """Under torch.compile that of the trace: Dynamo reads no context variable."""
-    return scope().invariant
 
 
 LINEAR_OPS: dict[type, LinearOp] = {
@@ -182,7 +175,7 @@ def linear(
     """
     if isinstance(x, Codes):
         return _from_codes(x, weight, bias, activation, residual)
-    plain = residual is None and (activation == "none" or not _invariant())
+    plain = residual is None and (activation == "none" or not invariant_scope())
     if plain and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
         y = linear_again(x, weight, bias, activation)
         if y is not None:
@@ -200,7 +193,7 @@ def linear(
     shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)  # pyright: ignore[reportArgumentType]
     if isinstance(weight, Tensor) and wants_gradient(x, weight, bias, residual):
         y = linear_with_gradient(x, weight, bias, activation, residual)
-        if _invariant() and (activation != "none" or residual is not None):
+        if invariant_scope() and (activation != "none" or residual is not None):
             with torch.no_grad():
                 served = linear(x, weight, bias, activation, residual)
             return valued(y, served)

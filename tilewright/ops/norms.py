@@ -18,7 +18,7 @@ from tilewright.kernels.norm import layer_norm as of_layer
 from tilewright.kernels.norm import layer_norm_stats as of_stats
 from tilewright.kernels.norm import rms_norm as of_rms
 from tilewright.kernels.norm.backward import layer_norm_backward_op, rms_norm_backward_op
-from tilewright.op import scope
+from tilewright.ops.values import invariant_scope
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -30,7 +30,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Runs without gradients, as torch does inside of a Function."""
         y, stats = of_stats.layer_norm_stats(x, weight, bias, eps)
-        if scope().invariant:  # the bits of a call without gradients
+        if invariant_scope():  # the bits of a call without gradients
             y = of_layer.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, stats)
         ctx.eps = eps

@@ -5,7 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["valued"]
+from tilewright.op import scope
+
+__all__ = ["invariant_scope", "valued"]
+
+
+@torch.compiler.assume_constant_result
+def invariant_scope() -> bool:
+    """Whether the invariant scope is in force; under torch.compile that of the trace: Dynamo reads no context variable."""
+    return scope().invariant
 
 
 class _Valued(torch.autograd.Function):

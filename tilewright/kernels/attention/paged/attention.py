@@ -116,7 +116,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
     scores = scale * (q.to(wide) @ k.to(wide).mT)
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
-    weights = torch.cat((scores, sinks.to(wide)[None, :, :, None]), -1).softmax(-1)[..., :-1]
+    weights = torch.cat((scores, sinks.to(wide)[None, :, :, None].expand(len(scores), -1, -1, -1)), -1).softmax(-1)[..., :-1]
     return (weights @ v.to(wide)).to(q.dtype)
 
 
