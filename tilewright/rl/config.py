@@ -104,9 +104,9 @@ class RLConfig:
     overlong: int = 0
     """Rewards fall by up to 1 over that many last tokens before the limit (DAPO's overlong shaping); 0: they do not."""
     updates: int = 250
-    minibatches: int = 1
+    minibatches: int = 4
     epochs: int = 1
-    learning_rate: float = 5e-3
+    learning_rate: float = 2e-3
     warmup: int = 5
     kl: float = 0.0
     """Coefficient of the KL divergence from the weights at the start."""
