@@ -20,7 +20,7 @@ from tilewright.rl.rollout import Sampler
 
 TINY = RLConfig(
     environment="reversal:digits=2,partial=1", algorithm="grpo", max_tokens=2, prompts=8, answers=4, hidden=32, layers=1,
-    updates=2, minibatches=4, learning_rate=3e-3, entropy_bonus=0.0,
+    updates=2, minibatches=4, learning_rate=3e-3, entropy_bonus=0.0, decay=0.0,
 )  # fmt: skip
 
 CLOCKED = ("seconds", "waiting", "sampling", "scoring", "sampled_tokens_per_s", "trained_tokens_per_s")

@@ -43,6 +43,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "epochs": (1, 1000),
     "learning_rate": (0.0, 10.0),
     "warmup": (0, 10_000_000),
+    "decay": (0.0, 1.0),
     "kl": (0.0, 1000.0),
     "entropy_bonus": (0.0, 1000.0),
     "max_norm": (1e-6, 1e9),
@@ -108,6 +109,8 @@ class RLConfig:
     epochs: int = 1
     learning_rate: float = 2e-3
     warmup: int = 5
+    decay: float = 0.4
+    """Share of the updates, at the end, over which learning rates and `entropy_bonus` fall to 0 in a line; 0: they do not."""
     kl: float = 0.0
     """Coefficient of the KL divergence from the weights at the start."""
     kl_estimator: str = "k3"

@@ -95,12 +95,14 @@ class Learner:
 
     def _learn(self, batch: Batch, update: int) -> dict[str, float]:
         config = self.config
-        rate = min(1.0, (update + 1) / max(1, config.warmup))
+        left = max(0.0, min(1.0, (config.updates - update) / max(1.0, config.decay * config.updates)))
+        rate = left * min(1.0, (update + 1) / max(1, config.warmup))
         generator = torch.Generator().manual_seed(config.seed + update)
         # On policy the trainer's probabilities are the sampler's, and every ratio is 1; this is what they really are.
         stats: dict[str, float] = measure(batch.old, replace(batch, old=batch.sampled))
         stats["entropy"] = -float(batch.sampled[batch.mask].mean())
-        policy = partial(self._policy_parts, loss_of=partial(ALGORITHMS[config.algorithm].loss, **self._options()))
+        loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
+        policy = partial(self._policy_parts, loss_of=loss_of, bonus=left * config.entropy_bonus)
         for _ in range(config.epochs):
             for kept in torch.randperm(len(batch.lengths), generator=generator).chunk(config.minibatches):
                 chosen = select(batch, kept.to(batch.lengths.device))
@@ -128,11 +130,11 @@ class Learner:
             return {"longest": config.longest}
         return {"dual": config.dual_clip or None} if config.algorithm == "ppo" else {}
 
-    def _policy_parts(self, batch: Batch, loss_of: Any) -> Iterator[list[Tensor]]:
+    def _policy_parts(self, batch: Batch, loss_of: Any, bonus: float) -> Iterator[list[Tensor]]:
         for part in split(batch, self.config.tokens_per_pass):
-            if self.config.entropy_bonus:
+            if bonus:
                 logprobs, entropies = logprobs_and_entropies_of(self.model, part)
-                loss = loss_of(logprobs, part) + entropy_bonus(entropies, part, self.config.entropy_bonus)
+                loss = loss_of(logprobs, part) + entropy_bonus(entropies, part, bonus)
             else:
                 logprobs = logprobs_of(self.model, part)
                 loss = loss_of(logprobs, part)
