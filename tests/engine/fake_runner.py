@@ -5,8 +5,8 @@ a hash of all layer-0 cells up to it, read through the block table when it is wr
 cells. So a page given to two owners, shared before it was filled, evicted while in use, copied too early or not at all, changes
 the tokens that come out, against `expected`, which hashes the plain token list.
 
-With `window` there is a third layer, whose cells are those of layer 0, in pages of its own. `broken` says what a row that reads its
-window there has found to be otherwise.
+With `window` there is a third layer, whose cells are those of layer 0, in pages of its own. `broken` says what a row that reads
+its window there has found to be otherwise.
 
 `asynchronous`: nothing runs before it is collected, so a step runs as late as a device could, after the next was launched.
 """

@@ -60,6 +60,7 @@ _FIELDS = (
     ("feed", "T", np.int64),
     ("positions", "T", np.int64),
     ("slots", "T", np.int64),
+    ("window_slots", "WT", np.int64),
     ("logits_rows", "R", np.int64),
     ("sampled_slots", "R", np.int64),
     ("sampled_at", "R", np.int64),
@@ -80,12 +81,13 @@ class Layout:
     """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers.
 
     each: tokens of each sequence, where all have room for as many, whether they bring them or not; None: they lie close.
+    kinds: of layers, each with a block table: 2 where those with a window have pages of their own.
     """
 
-    def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None):
-        self.seqs, self.each = seqs, each
+    def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None, *, kinds: int = 1):
+        self.seqs, self.each, self.kinds = seqs, each, kinds
         self.counts = (tokens, seqs, sampled, each or 0)
-        counts = {"T": tokens, "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
+        counts = {"T": tokens, "WT": tokens * (kinds - 1), "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
         self.fields: list[tuple[str, Any, int, int]] = []
         at = 0
         for name, axis, dtype in _FIELDS:
@@ -99,12 +101,15 @@ class Layout:
         return {name: buffer[at : at + size].view(dtype) for name, dtype, at, size in self.fields}
 
     def device(self, buffer: Tensor, block_table: Tensor, max_q_len: int) -> Inputs:
-        """Views of a uint8 tensor, with the block table that lies elsewhere."""
+        """Views of a uint8 tensor, with the block tables [kinds, B, W] that lie elsewhere."""
         views = {name: buffer[at : at + size].view(_TORCH[dtype]) for name, dtype, at, size in self.fields}
+        window_slots, windowed = views.pop("window_slots"), self.kinds > 1
         batch = Batch(
             positions=views.pop("positions"),
             slots=views.pop("slots"),
-            block_table=block_table,
+            block_table=block_table[0],
+            window_slots=window_slots if windowed else None,
+            window_table=block_table[1] if windowed else None,
             kv_lens=views.pop("kv_lens"),
             cu_q=views.pop("cu_q"),
             max_q_len=max_q_len,
@@ -123,29 +128,30 @@ class Changes(NamedTuple):
     fed: np.ndarray
     """[M] int64: newest tokens that were not sampled in the step before."""
     cells: np.ndarray
-    """[2, L] int32: places in the table of all slots, as one row, and the pages that come there."""
+    """[1 + kinds, L] int32: places in the table of all slots, as one row, and the pages that come there in each kind's."""
 
 
 _NONE = np.zeros(0, np.int64)
-_NO_CELLS = np.zeros((2, 0), np.int32)
+_PLACES = ("slots", "window_slots")
+"""Fields of a layout, a kind of layers each."""
 
 
 class Packer:
     """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
 
-    `always_adapted`: every step names adapters, even if no row has one.
+    `always_adapted`: every step names adapters, even if no row has one. `kinds`: see `Layout`.
     `place` is called with each request that has come to its slot since the step before. What a request's own numbers raise on
     the way is a `RowFault` that names it: nothing has been sent to the device then.
     """
 
     def __init__(
         self, *, page_size: int, max_seqs: int, max_pages: int, place: Callable[[Request], None] = lambda request: None,
-        always_adapted: bool = False,
+        always_adapted: bool = False, kinds: int = 1,
     ):  # fmt: skip
-        self.page_size = page_size
+        self.page_size, self.kinds = page_size, kinds
         self._place, self._always_adapted = place, always_adapted
         self.padding_slot = max_seqs
-        self.tables = np.zeros((max_seqs, max_pages), np.int32)
+        self.tables = np.zeros((kinds, max_seqs, max_pages), np.int32)
         self._leases, self._held = np.full(max_seqs, -2, np.int64), np.zeros(max_seqs, np.int64)
         self._seen = np.zeros(0, np.int64)  # `leases` of the step before
         # One line a slot, plus one for padding: greedy, everything off. As `ops.decode_inputs` reads them.
@@ -188,7 +194,9 @@ class Packer:
         """These requests have got a page more each: all that happens to most that decode. Whether it could be written."""
         slots = step.slots[rows]
         try:
-            self.tables[slots, self._held[slots]] = [step.requests[i].pages[-1] for i in rows.tolist()]
+            self.tables[0, slots, self._held[slots]] = [step.requests[i].pages[-1] for i in rows.tolist()]
+            if self.kinds > 1:
+                self.tables[1, slots, self._held[slots]] = [step.requests[i].window_pages[-1] for i in rows.tolist()]
         except HOST_ERRORS:
             return False  # one by one, to find out whose it is
         self._held[slots] += 1
@@ -202,7 +210,9 @@ class Packer:
             try:
                 if new:
                     self._arrive(slot, request)
-                self.tables[slot, first : len(pages)] = pages[first:]
+                self.tables[0, slot, first : len(pages)] = pages[first:]
+                if self.kinds > 1:
+                    self.tables[1, slot, first : len(pages)] = request.window_pages[first:]
             except HOST_ERRORS as error:
                 raise RowFault(request, error) from error
             self._leases[slot], self._held[slot] = step.leases[i], len(pages)
@@ -248,14 +258,14 @@ class Packer:
         """The pages of all slots that the device does not have yet."""
         slots = (self._held > self._sent).nonzero()[0]
         if not slots.size:
-            return _NO_CELLS
+            return np.zeros((1 + self.kinds, 0), np.int32)
         place, more = self._sent[slots], self._held[slots] - self._sent[slots]
         owner = slots
         if more.max() > 1:
             owner = np.repeat(slots, more)
             place = np.repeat(place - np.cumsum(more) + more, more) + np.arange(owner.size)
-        cells = np.empty((2, owner.size), np.int32)
-        cells[0], cells[1] = owner * self.tables.shape[1] + place, self.tables[owner, place]
+        cells = np.empty((1 + self.kinds, owner.size), np.int32)
+        cells[0], cells[1:] = owner * self.tables.shape[2] + place, self.tables[:, owner, place]
         self._sent[slots] += more
         return cells
 
@@ -309,8 +319,9 @@ class Packer:
         out["positions"][:tokens] = position
         out["positions"][tokens:] = 0
         page, offset = np.divmod(position, self.page_size)
-        out["slots"][:tokens] = self.tables[owner, page].astype(np.int64) * self.page_size + offset
-        out["slots"][tokens:] = -1
+        for kind, name in enumerate(_PLACES[: self.kinds]):
+            out[name][:tokens] = self.tables[kind, owner, page].astype(np.int64) * self.page_size + offset
+            out[name][tokens:] = -1
         self._fill_adapters(out["adapters"], slice(tokens), owner)
         self._fill_tokens(out, step, ends)
         self._fill_sampled(out, step, ends)
@@ -327,8 +338,9 @@ class Packer:
         page, cell = np.divmod(position, self.page_size)
         out["positions"].fill(0)
         out["positions"][where] = position
-        out["slots"].fill(-1)
-        out["slots"][where] = self.tables[np.repeat(slot, count), page].astype(np.int64) * self.page_size + cell
+        for kind, name in enumerate(_PLACES[: self.kinds]):
+            out[name].fill(-1)
+            out[name][where] = self.tables[kind, np.repeat(slot, count), page].astype(np.int64) * self.page_size + cell
         self._fill_adapters(out["adapters"], where, np.repeat(slot, count))
         self._fill_tokens(out, step, begins + count)
         self._fill_sampled(out, step, begins + count)

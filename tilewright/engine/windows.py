@@ -1,24 +1,32 @@
 """Pages of layers that see a window: given back while a request runs, as soon as no later token of it can see them.
 
-Layers of a model are of two kinds, those that see everything and those that see the last `window` tokens. Each kind has a pool of
-pages of its own, and a request a block table for each, of the same length: entry i holds positions [i * page_size, ...) in both.
-An entry that lies behind the window is `GONE`: its page is somebody else's, or cached. A page that is given back stays in the
-prefix cache as any other; a prefix can be shared where all of its pages are known in the one pool, and in the other those that
-its last token still sees.
+Layers of a model are of two kinds, those that see everything and those that see the last `window` tokens. Each kind has a pool
+of pages, and a request a block table in each, of the same length: entry i holds positions [i * page_size, ...) in both. An
+entry that lies behind the window is `GONE`: its page is somebody else's, or cached. A page that is given back stays in the
+prefix cache as any other. A prefix can be shared where the one pool knows all of its pages, and the other those that its last
+token still sees.
 
-Pure Python: no tensors. Where one set or list speaks of pages of both kinds (`Step.copies`, `Step.fills`), a page w of this kind is
-written ~w, a number below zero.
+Pure Python: no tensors. Where one list or set speaks of pages of both kinds (`Step.copies`, `Step.fills`), a page w of this one
+is written ~w, a number below zero.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.request import Request
 
-__all__ = ["GONE", "Windows"]
+__all__ = ["GONE", "Windows", "page_pools"]
 
 GONE = 0
 """Instead of a page behind the window. A kernel may read it, and drops what it has read: so it is the number of a page."""
+
+
+def page_pools(plan: Any, *, prefix_cache: bool = True) -> dict[str, Any]:
+    """Arguments of `Scheduler`: the pools of a `MemoryPlan`."""
+    size, options = plan.page_size, {"prefix_cache": prefix_cache}
+    windows = Windows(BlockPool(plan.window_pages, size, **options), plan.window) if plan.window_pages else None
+    return {"blocks": BlockPool(plan.num_pages, size, host_pages=plan.host_pages, **options), "windows": windows}
 
 
 class Windows:

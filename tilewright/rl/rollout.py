@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 
-from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
 from tilewright.engine.loading import runner_of
@@ -18,6 +17,7 @@ from tilewright.engine.outputs import CompletionOutput, Transcript
 from tilewright.engine.plan import plan_memory
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.windows import page_pools
 from tilewright.models import Model
 
 __all__ = ["Answer", "Drawing", "Sampler", "Samples"]
@@ -97,10 +97,13 @@ class Sampler:
             max_waiting=1 << 20,
         )
         plan = plan_memory(model, options, device=device, dtype=dtype)
-        runner = runner_of(model, plan.num_pages, plan.max_model_len, options, explains_draws=not drawing.plain)
+        runner = runner_of(
+            model, plan.num_pages, plan.max_model_len, options, window_pages=plan.window_pages,
+            explains_draws=not drawing.plain,
+        )  # fmt: skip
         runner.warmup(lambda words: None)
         scheduler = Scheduler(
-            blocks=BlockPool(plan.num_pages, plan.page_size),
+            **page_pools(plan),
             max_seqs=seqs,
             max_tokens_per_step=options.max_tokens_per_step,
             max_model_len=plan.max_model_len,
