@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from tilewright.engine.batch import Layout, Packer
+from tilewright.engine.batch import Packer
+from tilewright.engine.layout import Layout
 from tilewright.engine.request import Request, SamplingParams
 from tilewright.engine.step import Row, Step
 

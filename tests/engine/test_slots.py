@@ -8,7 +8,8 @@ import torch
 
 from tests.engine.test_batch import LEASES, PAGE
 from tests.engine.test_batch import request as make_request
-from tilewright.engine.batch import Layout, Packer
+from tilewright.engine.batch import Packer
+from tilewright.engine.layout import Layout
 from tilewright.engine.request import Request
 from tilewright.engine.slots import SlotState, row_inputs
 from tilewright.engine.step import Row, RowFault, Step

@@ -1,4 +1,4 @@
-"""From a step to what the model reads: one packed buffer on the host, one copy, views of it on the device.
+"""From a step to what the model reads: one packed buffer on the host (layout.py), one copy, views of it on the device.
 
 A step in which everybody brings one token is not packed: `Packer.changes` says what the device does not know of it yet.
 
@@ -9,113 +9,19 @@ named by the slot that will hold it (`feed`), and is filled in on the device.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from tilewright.engine.layout import PLACES
 from tilewright.engine.request import Request
 from tilewright.engine.step import HOST_ERRORS, RowFault, Step
-from tilewright.nn import Batch
 
-__all__ = ["LINE_WORDS", "Changes", "Inputs", "Layout", "Packer"]
+__all__ = ["LINE_WORDS", "Changes", "Packer"]
 
 
 LINE_WORDS = 5
 """int64 words of a slot's line, as `ops.decode_inputs` says."""
-
-
-class Inputs(NamedTuple):
-    """A step on the device."""
-
-    token_ids: Tensor
-    """[T] int64; what stands where `feed` is not negative does not count."""
-    feed: Tensor | None
-    """[T] int64: the slot whose latest sample is this token, or -1. None: all tokens are in `token_ids`."""
-    batch: Batch
-    sampled_slots: Tensor
-    """[R] int64: where the sample of each row goes; the row past the last slot for padding."""
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    alternatives: Tensor
-    """[R] int32: likeliest tokens to report beside the sample; -1: no log-probabilities at all."""
-    sampled_at: Tensor
-    """[R] int64: position that the sample will have."""
-    adapters: Tensor
-    """[2 T] int32, as `Batch.adapters`; nothing where no row has an adapter."""
-
-    @property
-    def adapted(self) -> Batch:
-        """The batch, whose rows have adapters."""
-        return replace(self.batch, adapters=self.adapters.view(2, -1))
-
-
-_FIELDS = (
-    ("token_ids", "T", np.int64),
-    ("feed", "T", np.int64),
-    ("positions", "T", np.int64),
-    ("slots", "T", np.int64),
-    ("window_slots", "WT", np.int64),
-    ("logits_rows", "R", np.int64),
-    ("sampled_slots", "R", np.int64),
-    ("sampled_at", "R", np.int64),
-    ("seed", "R", np.int64),
-    ("kv_lens", "B", np.int32),
-    ("cu_q", "B1", np.int32),
-    ("top_k", "R", np.int32),
-    ("alternatives", "R", np.int32),
-    ("temperature", "R", np.float32),
-    ("top_p", "R", np.float32),
-    ("min_p", "R", np.float32),
-    ("adapters", "2T", np.int32),
-)
-_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
-
-
-class Layout:
-    """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers.
-
-    each: tokens of each sequence, where all have room for as many, whether they bring them or not; None: they lie close.
-    kinds: of layers, each with a block table: 2 where those with a window have pages of their own.
-    """
-
-    def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None, *, kinds: int = 1):
-        self.seqs, self.each, self.kinds = seqs, each, kinds
-        self.counts = (tokens, seqs, sampled, each or 0)
-        counts = {"T": tokens, "WT": tokens * (kinds - 1), "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
-        self.fields: list[tuple[str, Any, int, int]] = []
-        at = 0
-        for name, axis, dtype in _FIELDS:
-            size = counts[axis] * np.dtype(dtype).itemsize
-            self.fields.append((name, dtype, at, size))
-            at += -(-size // 16) * 16
-        self.nbytes = at
-
-    def host(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """Views of a uint8 numpy buffer."""
-        return {name: buffer[at : at + size].view(dtype) for name, dtype, at, size in self.fields}
-
-    def device(self, buffer: Tensor, block_table: Tensor, max_q_len: int) -> Inputs:
-        """Views of a uint8 tensor, with the block tables [kinds, B, W] that lie elsewhere."""
-        views = {name: buffer[at : at + size].view(_TORCH[dtype]) for name, dtype, at, size in self.fields}
-        window_slots, windowed = views.pop("window_slots"), self.kinds > 1
-        batch = Batch(
-            positions=views.pop("positions"),
-            slots=views.pop("slots"),
-            block_table=block_table[0],
-            window_slots=window_slots if windowed else None,
-            window_table=block_table[1] if windowed else None,
-            kv_lens=views.pop("kv_lens"),
-            cu_q=views.pop("cu_q"),
-            max_q_len=max_q_len,
-            logits_rows=views.pop("logits_rows"),
-        )
-        return Inputs(batch=batch, **views)
 
 
 class Changes(NamedTuple):
@@ -132,8 +38,6 @@ class Changes(NamedTuple):
 
 
 _NONE = np.zeros(0, np.int64)
-_PLACES = ("slots", "window_slots")
-"""Fields of a layout, a kind of layers each."""
 
 
 class Packer:
@@ -308,7 +212,10 @@ class Packer:
         tokens = int(ends[-1])
         out["cu_q"][0] = 0
         out["cu_q"][1 : seqs + 1] = ends
-        out["cu_q"][seqs + 1 :] = np.arange(tokens + 1, tokens + 1 + out["kv_lens"].size - seqs)
+        if seqs < out["kv_lens"].size:  # of a captured step with prompts the last row has the rest of the padding
+            room = out["positions"].size
+            out["cu_q"][seqs + 1 :] = np.minimum(np.arange(tokens + 1, tokens + 1 + out["kv_lens"].size - seqs), room)
+            out["cu_q"][-1] = room
         out["kv_lens"][:seqs] = start + count
         out["kv_lens"][seqs:] = 0
         if tokens == seqs:
@@ -319,7 +226,7 @@ class Packer:
         out["positions"][:tokens] = position
         out["positions"][tokens:] = 0
         page, offset = np.divmod(position, self.page_size)
-        for kind, name in enumerate(_PLACES[: self.kinds]):
+        for kind, name in enumerate(PLACES[: self.kinds]):
             out[name][:tokens] = self.tables[kind, owner, page].astype(np.int64) * self.page_size + offset
             out[name][tokens:] = -1
         self._fill_adapters(out["adapters"], slice(tokens), owner)
@@ -338,7 +245,7 @@ class Packer:
         page, cell = np.divmod(position, self.page_size)
         out["positions"].fill(0)
         out["positions"][where] = position
-        for kind, name in enumerate(_PLACES[: self.kinds]):
+        for kind, name in enumerate(PLACES[: self.kinds]):
             out[name].fill(-1)
             out[name][where] = self.tables[kind, np.repeat(slot, count), page].astype(np.int64) * self.page_size + cell
         self._fill_adapters(out["adapters"], where, np.repeat(slot, count))

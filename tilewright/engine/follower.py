@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tilewright.engine.batch import Inputs, Layout
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.graphs import DecodeGraphs
+from tilewright.engine.layout import Inputs, Layout
 from tilewright.engine.plan import cache_dtype
 from tilewright.engine.runner import on_device, scope_of
 from tilewright.engine.share import Share

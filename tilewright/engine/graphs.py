@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.engine.batch import Inputs, Layout
+from tilewright.engine.layout import Inputs, Layout
 from tilewright.engine.sampler import LogprobTensors
 from tilewright.engine.slots import row_inputs
 
@@ -178,7 +178,7 @@ def rehearse(
     bodies: Bodies, tails: Tails, derive: Derive | None, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int,
     kinds: int = 1,
 ) -> None:  # fmt: skip
-    """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
+    """Run every decode step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
     layouts = [layout_of(rows, kinds=kinds) for rows in graph_sizes(max_seqs)]
     layouts += [layout_of(rows, row_tokens, kinds) for rows in drafted_sizes(max_seqs, row_tokens, max_samples)]
     for layout in layouts:
@@ -209,7 +209,7 @@ class DecodeGraphs:
         kinds: int = 1,
     ):
         stream = torch.cuda.Stream(device)
-        pool = torch.cuda.graph_pool_handle()
+        self.pool = pool = torch.cuda.graph_pool_handle()
         self._sizes = graph_sizes(max_seqs)
         self._drafted_sizes = drafted_sizes(max_seqs, row_tokens, max_samples)
         self._row_tokens = row_tokens

@@ -212,7 +212,7 @@ contexts find too few pages of the one kind, shorter ones of the other; both run
 
 
 def _divides(options: EngineConfig) -> bool:
-    """Whether layers with a window may have pages of their own: a page of host memory holds all layers, as one of a rank does."""
+    """Whether layers with a window may have pages of their own. Pages of host memory, and of ranks, hold all layers."""
     return not options.host_cache_bytes and options.plan == Plan()
 
 

@@ -2,7 +2,8 @@
 
 On a GPU `launch` only enqueues, so the host prepares a step while the device runs the one before: samples stay on the device
 (`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
-replay captured graphs; steps with prompts run eagerly. On a CPU the same code runs at once.
+replay captured graphs, as do steps with prompts that have few tokens; larger ones run eagerly. On a CPU the same code runs at
+once.
 
 The head runs once a step, on the rows that sample. Where a row edits its logits, or wants log-probabilities, the whole step
 goes through the edits, which leave the other rows as they are. A step with masked rows replays the captured body, but samples
@@ -23,9 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.engine.batch import Inputs, Layout, Packer
+from tilewright.engine.batch import Packer
 from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, rehearse
 from tilewright.engine.head import Head, turns_of
+from tilewright.engine.layout import Inputs, Layout
+from tilewright.engine.mixed_graphs import LONGEST_ROW, MixedGraph, MixedGraphs
 from tilewright.engine.prompt_logprobs import prompt_logprobs, read_prompt_logprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks
 from tilewright.engine.slots import NOTHING, SlotState
@@ -119,6 +122,7 @@ class ModelRunner:
             self._state = SlotState(self._packer.lines, self._last, **sizes)
         self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples, kinds=self.kinds).nbytes
         longest += self.kinds * max_seqs * self._max_pages * 4
@@ -188,14 +192,17 @@ class ModelRunner:
             hidden = graph.hidden
         if self._packer.prompts_explained(step):
             ticket.prompt_logprobs = prompt_logprobs(step, hidden, self.model.logits)
+        if isinstance(graph, MixedGraph):  # captured without head and sampling
+            inputs, graph = inputs.sampled(int(step.samples.sum())), None
         ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
         if not step.masked:
             self._finish(ticket, None)
         self._turn = (self._turn + 1) % 3
         return ticket
 
-    def _derived(self, state: SlotState, step: Step, graph: DecodeGraph | None) -> Inputs:
+    def _derived(self, state: SlotState, step: Step, graph: DecodeGraph | MixedGraph | None) -> Inputs:
         """The inputs of a step whose rows have one token each; those of a graph are derived in it."""
+        assert not isinstance(graph, MixedGraph)
         changes, rows, adapters = self._packer.changes(step), NOTHING, NOTHING
         if graph is None:
             inputs = state.padding(step.slots.size, self._packer.longest(step))
@@ -214,15 +221,17 @@ class ModelRunner:
             graph.slots = step.slots
         return inputs
 
-    def _packed(self, step: Step, graph: DecodeGraph | None) -> Inputs:
+    def _packed(self, step: Step, graph: DecodeGraph | MixedGraph | None) -> Inputs:
         """The inputs of any other step."""
         if graph is not None:
-            layout, longest = graph.layout, graph.layout.each or 1
+            layout = graph.layout
+            longest = LONGEST_ROW if isinstance(graph, MixedGraph) else layout.each or 1
         else:
             tokens, samples = int(step.counts.sum()), int(step.samples.sum())
             layout, longest = Layout(tokens, step.slots.size, samples, kinds=self.kinds), int(step.counts.max())
         packed, table = self._to_device(step, layout, self._packer.longest(step))
         if self._team is not None:
+            assert not isinstance(graph, MixedGraph), "followers have no such graphs"
             self._tell(self._team, step, layout, table.shape[2], longest, graph)
         if graph is not None:
             graph.take(packed, table)
@@ -240,10 +249,13 @@ class ModelRunner:
         if self._team is not None:
             self._team.check()
 
-    def _graph(self, step: Step) -> DecodeGraph | None:
-        """The captured step that this one fits into: nobody's prompt is computed in it."""
-        if self._graphs is None or not (step.counts is step.samples or (step.counts == step.samples).all()):
+    def _graph(self, step: Step) -> DecodeGraph | MixedGraph | None:
+        """The captured step that this one fits into."""
+        if self._graphs is None:
             return None
+        if not (step.counts is step.samples or (step.counts == step.samples).all()):  # somebody's prompt is computed
+            mixed = None if step.drafts else self._mixed
+            return None if mixed is None else mixed.of_step(int(step.counts.sum()), step.slots.size)
         if not step.drafts:
             return self._graphs.for_rows(step.slots.size)
         # Where rows have room for more tokens than they bring, these must have places in the block table.
@@ -367,6 +379,11 @@ class ModelRunner:
             self._bodies, tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
             row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress, kinds=self.kinds,
         )  # fmt: skip
+        if self._state is not None:
+            self._mixed = MixedGraphs(
+                self._bodies, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
+                max_tokens=self.max_tokens_per_step, pool=self._graphs.pool, progress=progress, kinds=self.kinds,
+            )  # fmt: skip
         torch.cuda.synchronize(self.device)
 
     def _warm_prefill(self, tokens: int, longest: int) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.engine.batch import LINE_WORDS, Changes, Inputs, Layout
+from tilewright.engine.batch import LINE_WORDS, Changes
+from tilewright.engine.layout import Inputs, Layout
 
 __all__ = ["NOTHING", "SlotState", "put", "row_inputs"]
 

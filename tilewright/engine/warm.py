@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewright.engine.batch import Inputs, Layout
+from tilewright.engine.layout import Inputs, Layout
 from tilewright.ops.paged import FEW_QUERIES
 
 __all__ = ["padding_inputs", "warm_sizes"]
@@ -24,11 +24,6 @@ def padding_inputs(tokens: int, longest: int, max_seqs: int, max_samples: int, d
         torch.zeros(kinds, seqs, 1, dtype=torch.int32, device=device),
         longest,
     )
-    assert inputs.feed is not None
-    inputs.feed.fill_(-1)
-    inputs.batch.slots.fill_(-1)
-    if inputs.batch.window_slots is not None:
-        inputs.batch.window_slots.fill_(-1)
-    inputs.batch.cu_q[1:] = tokens
+    inputs.padded()
     inputs.sampled_slots.fill_(max_seqs)
     return inputs
