@@ -104,8 +104,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
                 max_positions=plan.max_model_len,
             )
         adapters = held_adapters(built, options, read)
-        pools = {"host_pages": plan.host_pages, "window_pages": plan.window_pages}
-        runner = runner_of(built, plan.num_pages, plan.max_model_len, options, **pools)
+        runner = _planned_runner(built, plan, options)
         guesses = None
         if draft is not None:
             report(f"loading the draft {draft.kind} {draft.name}")
@@ -225,6 +224,12 @@ def runner_of(
         explains_draws=explains_draws,
         team=team,
     )
+
+
+def _planned_runner(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:
+    """The runner of a model that is on one device."""
+    pools = {"host_pages": plan.host_pages, "window_pages": plan.window_pages}
+    return runner_of(model, plan.num_pages, plan.max_model_len, options, **pools)
 
 
 def _guessing(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:

@@ -311,13 +311,17 @@ def plan_memory(
         host_pages=host_pages,
         max_model_len=fitting,
     )
-    plan = replace(plan, warnings=_cuts(config, options, plan, all_useful=num_pages == useful))
-    over = limit is not None and plan.total_bytes > limit
-    least = -(-max(plan.max_model_len, 1) // page_size)
-    if num_pages < least or over:
+    return _checked(replace(plan, warnings=_cuts(config, options, plan, all_useful=num_pages == useful)))
+
+
+def _checked(plan: MemoryPlan) -> MemoryPlan:
+    """The plan, where one request of its length fits. Raises NoMemory."""
+    over = plan.limit_bytes is not None and plan.total_bytes > plan.limit_bytes
+    least = -(-max(plan.max_model_len, 1) // plan.page_size)
+    if plan.num_pages < least or over:
         raise NoMemory(
-            f"{plan}\nno memory for the cache: one request of {plan.max_model_len or page_size} tokens needs "
-            f"{least} pages and {num_pages} fit. Four ways out: a shorter --max-model-len; "
+            f"{plan}\nno memory for the cache: one request of {plan.max_model_len or plan.page_size} tokens needs "
+            f"{least} pages and {plan.num_pages} fit. Four ways out: a shorter --max-model-len; "
             "a smaller --max-tokens-per-step or --max-seqs (less working memory); a larger share of the device "
             "(--memory-fraction, --kv-cache-gib) or a device with more memory; or smaller weights (--quantize)"
         )
