@@ -16,18 +16,16 @@ from torch import Tensor
 
 from tilewright.engine.graphs import Bodies
 from tilewright.engine.layout import Layout
-from tilewright.ops.paged import FEW_QUERIES
 
-__all__ = ["LONGEST_ROW", "MOST_TOKENS", "MixedGraph", "MixedGraphs", "mixed_layout", "mixed_sizes"]
+__all__ = ["MOST_TOKENS", "MixedGraph", "MixedGraphs", "mixed_layout", "mixed_sizes"]
 
 MOST_TOKENS = 1024
 """A pass of so many tokens takes a model of 0.6 billion parameters some 2 ms on an H100, and its launches as long."""
-LONGEST_ROW = FEW_QUERIES + 1
-"""What attention is told of the longest row: all that it asks is which of its kernels takes it."""
 
 
 def mixed_sizes(max_seqs: int, max_tokens: int) -> list[tuple[int, int]]:
-    """(tokens, rows) to capture, ascending. There is always a row more than a step may have: that of the padding."""
+    """(tokens, rows) to capture, ascending; more tokens than attention's kernels for few queries take. There is always a row
+    more than a step may have: that of the padding."""
     steps = (32, 64, 128, 192, 256, 384, 512, 768, MOST_TOKENS)
     counts = [tokens for tokens in steps if tokens <= max_tokens]
     return sorted({(tokens, 1 + rows) for tokens in counts for rows in (min(max_seqs, tokens, 64), min(max_seqs, tokens))})
@@ -39,7 +37,10 @@ def mixed_layout(tokens: int, rows: int, kinds: int = 1) -> Layout:
 
 
 class MixedGraph:
-    """One captured pass of the model. `hidden` [tokens, E] holds the result of `run` until the next."""
+    """One captured pass of the model. `hidden` [tokens, E] holds the result of `run` until the next.
+
+    Attention is told that a row may have all of its tokens: it asks for no more than which of its kernels is for so many.
+    """
 
     derives = False
 
@@ -50,7 +51,7 @@ class MixedGraph:
         self.layout = mixed_layout(tokens, rows, kinds)
         self._buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._table = torch.zeros(kinds, rows, max_pages, dtype=torch.int32, device=device)
-        inputs = self.layout.device(self._buffer, self._table, LONGEST_ROW)
+        inputs = self.layout.device(self._buffer, self._table, tokens)
         inputs.padded()
         stream.wait_stream(torch.cuda.current_stream(device))
         self._graphs: list[torch.cuda.CUDAGraph] = []

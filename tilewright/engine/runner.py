@@ -28,7 +28,7 @@ from tilewright.engine.batch import Packer
 from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, rehearse
 from tilewright.engine.head import Head, turns_of
 from tilewright.engine.layout import Inputs, Layout
-from tilewright.engine.mixed_graphs import LONGEST_ROW, MixedGraph, MixedGraphs
+from tilewright.engine.mixed_graphs import MixedGraph, MixedGraphs
 from tilewright.engine.prompt_logprobs import prompt_logprobs, read_prompt_logprobs
 from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks
 from tilewright.engine.slots import NOTHING, SlotState
@@ -225,7 +225,7 @@ class ModelRunner:
         """The inputs of any other step."""
         if graph is not None:
             layout = graph.layout
-            longest = LONGEST_ROW if isinstance(graph, MixedGraph) else layout.each or 1
+            longest = layout.counts[0] if isinstance(graph, MixedGraph) else layout.each or 1
         else:
             tokens, samples = int(step.counts.sum()), int(step.samples.sum())
             layout, longest = Layout(tokens, step.slots.size, samples, kinds=self.kinds), int(step.counts.max())
