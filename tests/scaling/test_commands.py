@@ -171,7 +171,8 @@ def test_a_series_goes_on_where_it_failed(jobs: int, tmp_path: Path) -> None:
     assert len(runs) == len(made.runs)
     assert sorted(runs.params.tolist()) == sorted(run.params for run in made.runs)
     assert runs.loss == pytest.approx(1.8 + 480 / runs.params**0.35 + 2100 / runs.tokens**0.37)
-    assert {(folder / run.name / "calls").read_text() for run in made.runs} == {"1"}
+    once = made.runs if jobs == 1 else [run for run in made.runs if run.name in before]  # others were stopped on their way
+    assert all((folder / run.name / "calls").read_text() == "1" for run in once)
 
 
 WAITER = """
