@@ -55,7 +55,8 @@ def packed(chunk: int) -> Arrays:
         targets[: len(prompt) - 1] = IGNORED
         found.append((ids[:-1], targets))
     batch = pack(found)
-    return tuple(x.numpy() for x in (batch.token_ids, batch.targets, batch.packed.positions, batch.packed.cu_q))
+    where = batch.packed
+    return batch.token_ids.numpy(), batch.targets.numpy(), where.positions.numpy(), where.cu_q.numpy()
 
 
 def batch_of(arrays: Arrays, device: torch.device) -> TrainBatch:
