@@ -45,7 +45,7 @@ def captured(made: Engine, used: Counter[Any]) -> Engine:
     """Its runner takes steps with prompts to what their graphs would run."""
     runner: Any = made.runner
     sizes = mixed_sizes(ROWS, 96)
-    graphs = MixedGraphs.__new__(MixedGraphs)
+    graphs: Any = MixedGraphs.__new__(MixedGraphs)
     graphs._sizes, graphs._graphs = sizes, {size: Uncaptured(runner, *size) for size in sizes}
     find = graphs.of_step
 
@@ -54,7 +54,7 @@ def captured(made: Engine, used: Counter[Any]) -> Engine:
         used[None if graph is None else (graph.layout.counts[0], graph.layout.seqs)] += 1
         return graph
 
-    graphs.of_step = of_step  # pyright: ignore[reportAttributeAccessIssue]
+    graphs.of_step = of_step
     runner._graphs, runner._mixed = _NoDecodeGraphs(), graphs
     return made
 
