@@ -57,7 +57,7 @@ class Packer:
         self.padding_slot = max_seqs
         self.tables = np.zeros((kinds, max_seqs, max_pages), np.int32)
         self._leases, self._held = np.full(max_seqs, -2, np.int64), np.zeros(max_seqs, np.int64)
-        self._seen = np.zeros(0, np.int64)  # `leases` of the step before
+        self._seen = self._seen_pages = np.zeros(0, np.int64)  # `leases` and `pages` of the step before
         # One line a slot, plus one for padding: greedy, everything off. As `ops.decode_inputs` reads them.
         self.lines = np.zeros((max_seqs + 1, LINE_WORDS), np.int64)
         halves = self.lines.view(np.int32)
@@ -68,6 +68,8 @@ class Packer:
         self._top_p[:], self._alternatives[:] = 1, -1
         # What the device has of them: lines, and the first so many pages of each table.
         self._unsent, self._sent = np.zeros(max_seqs, bool), np.zeros(max_seqs, np.int64)
+        self._news: list[tuple[np.ndarray, np.ndarray]] | None = None
+        """Slots that have got a page each since the device was told, and where in their tables; None: more has happened."""
         self._any_unsent = self._any_explained = False
         self._row_slots, self._moves = _NONE, np.zeros(max_seqs + 1, np.int64)  # of the step before: 1 where a slot had a row
         self._explains = np.zeros(max_seqs, bool)
@@ -79,23 +81,32 @@ class Packer:
         Raises:
             RowFault: those of one request cannot be written.
         """
+        same = step.leases is self._seen  # nobody has come or gone
+        if same and step.pages is self._seen_pages:
+            return
         held = self._held.take(step.slots)
         others = step.pages != held
         moved = None
-        if step.leases is not self._seen:  # else nobody has come or gone
+        if not same:
             moved = self._leases.take(step.slots) != step.leases
             others |= moved
         rows = others.nonzero()[0]
         if rows.size:
             new = np.zeros(rows.size, bool) if moved is None else moved[rows]
-            grown = ~new & (step.pages[rows] == held[rows] + 1)
-            if grown.any() and self._grow(step, rows[grown]):
-                rows, new = rows[~grown], new[~grown]
-            self._refresh(step, rows, held[rows], new)
-        self._seen = step.leases
+            grown = step.pages[rows] == held[rows] + 1
+            if moved is not None:
+                grown &= ~new
+            whole = bool(grown.all())
+            if self._grow(step, rows if whole else rows[grown]):
+                rows, new = (_NONE, _NONE) if whole else (rows[~grown], new[~grown])
+            if rows.size:
+                self._refresh(step, rows, held[rows], new)
+        self._seen, self._seen_pages = step.leases, step.pages
 
     def _grow(self, step: Step, rows: np.ndarray) -> bool:
         """These requests have got a page more each: all that happens to most that decode. Whether it could be written."""
+        if not rows.size:
+            return True
         slots = step.slots[rows]
         try:
             self.tables[0, slots, self._held[slots]] = [step.requests[i].pages[-1] for i in rows.tolist()]
@@ -103,10 +114,13 @@ class Packer:
                 self.tables[1, slots, self._held[slots]] = [step.requests[i].window_pages[-1] for i in rows.tolist()]
         except HOST_ERRORS:
             return False  # one by one, to find out whose it is
+        if self._news is not None:
+            self._news.append((slots, self._held[slots]))
         self._held[slots] += 1
         return True
 
     def _refresh(self, step: Step, rows: np.ndarray, held: np.ndarray, moved: np.ndarray) -> None:
+        self._news = None
         slots = step.slots[rows].tolist()
         for i, slot, had, new in zip(rows.tolist(), slots, held.tolist(), moved.tolist()):
             request, first = step.requests[i], 0 if new else had
@@ -160,14 +174,19 @@ class Packer:
 
     def _cells(self) -> np.ndarray:
         """The pages of all slots that the device does not have yet."""
-        slots = (self._held > self._sent).nonzero()[0]
-        if not slots.size:
+        news, self._news = self._news, []
+        if news is not None and not news:
             return np.zeros((1 + self.kinds, 0), np.int32)
-        place, more = self._sent[slots], self._held[slots] - self._sent[slots]
-        owner = slots
-        if more.max() > 1:
-            owner = np.repeat(slots, more)
-            place = np.repeat(place - np.cumsum(more) + more, more) + np.arange(owner.size)
+        if news is not None and len(news) == 1:  # as in most steps: a page more each
+            ((owner, place),) = news
+            slots, more = owner, 1
+        else:
+            slots = (self._held > self._sent).nonzero()[0]
+            place, more = self._sent[slots], self._held[slots] - self._sent[slots]
+            owner = slots
+            if slots.size and more.max() > 1:
+                owner = np.repeat(slots, more)
+                place = np.repeat(place - np.cumsum(more) + more, more) + np.arange(owner.size)
         cells = np.empty((1 + self.kinds, owner.size), np.int32)
         cells[0], cells[1:] = owner * self.tables.shape[2] + place, self.tables[:, owner, place]
         self._sent[slots] += more

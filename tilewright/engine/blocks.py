@@ -28,10 +28,11 @@ def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
 
 
-def page_digests(parents: Iterable[bytes], pages: Sequence[Sequence[int]]) -> list[bytes]:
-    """`page_digest` of several pages of as many tokens each. In a step of 512 requests some 32 pages become full."""
-    pack = _packer(len(pages[0]) if pages else 0)
-    return [sha256(parent + pack(*token_ids)).digest() for parent, token_ids in zip(parents, pages)]
+@cache
+def page_digests(size: int) -> Callable[[bytes, Sequence[int]], bytes]:
+    """`page_digest` for pages of so many tokens. In a step of 512 requests some 32 pages become full."""
+    pack = _packer(size)
+    return lambda parent, token_ids: sha256(parent + pack(*token_ids)).digest()
 
 
 @cache

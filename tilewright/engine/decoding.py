@@ -99,6 +99,7 @@ class Decoders:
     def grown(self, request: Request) -> None:
         """A request has more pages than before."""
         self.cells[request.slot] = len(request.pages) * self._size
+        self._cells = self._pages = None
 
     def registered(self, request: Request) -> None:
         """The prefix cache knows of more pages of a request than before."""
@@ -128,6 +129,15 @@ class Decoders:
         self._ends = self.stops[: self._most_stops, slots]
         self._many = bool(self.many[slots].any())
         self._sure = 0  # steps in which all of them have a row, as far as is known
+        self._all_fed = np.ones(slots.size, bool)
+        self._unknown()
+
+    def _unknown(self) -> None:
+        """The arrays have changed otherwise than by steps in which all of them have a row."""
+        self._starts: np.ndarray | None = None  # by row, of the next step; and so on
+        self._cells: np.ndarray | None = None
+        self._pages: np.ndarray | None = None
+        self._ahead = 0  # samples that each of them has pending at least
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -149,9 +159,29 @@ class Decoders:
                 requests, slots = list(compress(requests, goes.tolist())), slots[goes]
             elif not self.together and slots.size:
                 self._sure = int(left.min())
-        starts = self.computed.take(slots)
-        turn = Turn(requests, slots, starts, self.pending.take(slots) > 0, {})
-        return turn, (starts >= self.cells.take(slots)).nonzero()[0]
+        if slots is not self._slots:
+            starts, cells = self.computed.take(slots), self.cells.take(slots)
+        else:
+            if self._starts is None or self._cells is None:
+                self._starts, self._cells = self.computed.take(slots), self.cells.take(slots)
+            starts, cells = self._starts, self._cells
+        if slots is not self._slots or not self._ahead:
+            pending = self.pending.take(slots)
+            fed = pending > 0
+            self._ahead = int(pending.min(initial=0)) if slots is self._slots else 0
+        else:
+            fed = self._all_fed
+        return Turn(requests, slots, starts, fed, {}), (starts >= cells).nonzero()[0]
+
+    def crossed(self, turn: Turn, rows: np.ndarray) -> None:
+        """These rows of a turn have a page more."""
+        self.cells[turn.slots[rows]] += self._size
+        if turn.slots is self._slots:
+            if self._cells is not None:
+                self._cells[rows] += self._size
+            if self._pages is not None:
+                self._pages = self._pages.copy()  # a step has the old one
+                self._pages[rows] += 1
 
     def book(self, turn: Turn) -> None:
         """The rows of a turn are launched."""
@@ -160,11 +190,14 @@ class Decoders:
             self.pending += self._turns
             self.left -= self._turns
             self._sure -= 1
+            self._ahead += 1
+            self._starts = turn.starts + 1 if turn.starts is self._starts else None
         else:
             self.computed[turn.slots] += 1
             self.pending[turn.slots] += 1
             self.left[turn.slots] -= 1
             self._sure = 0
+            self._unknown()
 
     def booked(self, requests: list[Request]) -> Turn:
         """The turn of these requests, launched."""
@@ -190,9 +223,13 @@ class Decoders:
 
     def step(self, turn: Turn) -> Step:
         """A step of a turn alone."""
-        slots, pages = turn.slots, self.cells.take(turn.slots) // self._size
+        slots = turn.slots
         if slots is self._slots and not turn.drafts:
-            return Step(turn.requests, slots, turn.starts, self._ones, self._ones, turn.fed, self._leases, pages)
+            if self._pages is None:
+                self._pages = self.cells.take(slots) // self._size
+            return Step(turn.requests, slots, turn.starts, self._ones, self._ones, turn.fed, self._leases, self._pages)
+        self._unknown()
+        pages = self.cells.take(slots) // self._size
         counts = np.ones(slots.size, np.int64)
         for i, drafts in turn.drafts.items():
             counts[i] += len(drafts)
@@ -207,7 +244,9 @@ class Decoders:
         if step.slots is self._slots and not step.drafts and not self._stale:
             self.pending -= self._turns
             self.known += self._turns
+            self._ahead = max(0, self._ahead - 1)
             return None
+        self._unknown()
         here = (self.lease[step.slots] == step.leases) & (step.samples > 0)
         slots, more = (step.slots, counts - 1) if here.all() else (step.slots[here], counts[here] - 1)
         self.pending[slots] -= 1

@@ -73,6 +73,8 @@ class HostPages:
 
     def moves(self) -> tuple[Moves, Moves]:
         """What the next step begins with, (device, host) pages out and (host, device) pages in; these are its own then."""
+        if not (self._out or self._in or self._pinned):
+            return (), ()
         # By host pages: neighbours are copied at once.
         out = tuple((page, host) for host, page in sorted(self._out.items()))
         back = tuple(sorted((host, page) for page, host in self._in.items()))

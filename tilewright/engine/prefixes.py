@@ -118,25 +118,22 @@ class Prefixes:
 
     def register_next(self, requests: Sequence[Request]) -> None:
         """Make known the first page of each decoding request that is not known yet, and is full."""
-        size = self.blocks.page_size
-        parents, tokens, waiting = list[bytes](), list[Sequence[int]](), list[Request]()
-        for request in requests:
+        size, pages, known = self.blocks.page_size, list[int](), list[bytes]()
+        digest_of = page_digests(size)
+        for request in requests:  # one of sixteen that decode, in every step: one loop
             index, digests = request.registered, request.digests
             if len(digests) == index:
                 first = index * size
                 start = first - len(request.prompt_ids)
-                parents.append(digests[-1] if index else request.salt)
-                page = request.output_ids[start : start + size] if start >= 0 else request.tokens(first, first + size)
-                tokens.append(page)
-                waiting.append(request)
-        for request, digest in zip(waiting, page_digests(parents, tokens)):
-            request.digests.append(digest)
-        known = [request.digests[request.registered] for request in requests]
-        self.blocks.register_many([request.pages[request.registered] for request in requests], known)
-        for request in requests:
-            if self.windows is not None:
-                self.windows.register(request, (request.registered,))
-            request.registered += 1
+                tokens = request.output_ids[start : start + size] if start >= 0 else request.tokens(first, first + size)
+                digests.append(digest_of(digests[-1] if index else request.salt, tokens))
+            known.append(digests[index])
+            pages.append(request.pages[index])
+            request.registered = index + 1
+        self.blocks.register_many(pages, known)
+        if self.windows is not None:
+            for request in requests:
+                self.windows.register(request, (request.registered - 1,))
 
     def register(self, request: Request) -> list[int]:
         """Make known to the prefix cache the pages that are full and whose tokens are known; returns them, windowed

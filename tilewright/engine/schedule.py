@@ -84,7 +84,7 @@ class Scheduler(Tenants):
             if self.windows is not None:
                 for i, page in zip(crossing.tolist(), self.windows.pool.allocate_many(crossing.size)):
                     turn.requests[i].window_pages.append(page)
-            self.decoders.cells[turn.slots[crossing]] += self.blocks.page_size
+            self.decoders.crossed(turn, crossing)
         self.decoders.book(turn)
         plan.budget -= len(turn.requests)
         if self.drafts:

@@ -89,6 +89,8 @@ class WaitingQueue:
 
     def overdue(self) -> list[tuple[Request, float]]:
         """(request, when to ask again) of those that have waited for as long as they may, and have never been started."""
+        if not self._requests:
+            return []
         now_s = self._clock()
         late = [
             request
