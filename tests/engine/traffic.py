@@ -94,7 +94,7 @@ class _Traffic:
                 place = self.rng.randrange(len(self.requests))
                 places[self.engine.submit(*self.requests[place])] = place
             self.step()
-            if self.rng.random() < 0.02:
+            if places and self.rng.random() < 0.02:
                 name = self.rng.choice(list(places))
                 self.engine.abort(name)
                 self.found.pop(name, None)
