@@ -77,6 +77,7 @@ class GrammarTrial:
         child, self._child, self._tried = self._child, None, 0
         if child is None:
             return None
+        assert child.stdout is not None
         if not select.select([child.stdout], [], [], 0)[0]:  # else it is at its end already
             child.kill()
         child.communicate()
