@@ -199,7 +199,8 @@ def test_the_embedded_model_twice(tmp_path: Path) -> None:
     """`tilewright serve bookworm --replicas 2`: the same text from both, one killed under load, and an end by SIGTERM."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    (tmp_path / "serve.toml").write_text(f'model = "bookworm"\nreplicas = 2\nport = {port}\nmax_seqs = 8\ndevice = "cpu"\n')
+    sizes = "max_seqs = 8\nmax_wait = 120\n"  # nobody is refused for waiting, however busy the machine is
+    (tmp_path / "serve.toml").write_text(f'model = "bookworm"\nreplicas = 2\nport = {port}\ndevice = "cpu"\n{sizes}')
     command = [sys.executable, "-m", "tilewright.cli", "serve", "--config", str(tmp_path / "serve.toml")]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
