@@ -1,8 +1,8 @@
 """Grammars in numbers: MaskBench's schemas and their instances, masks against single tokens, thousands of hostile grammars.
 
 MaskBench is the folder `maskbench/data` of the repository guidance-ai/jsonschemabench. It is looked for where the environment
-variable TILEWRIGHT_MASKBENCH says. A schema passes if it compiles, takes its valid instances and refuses the others; nearly as many
-are to pass as with the library's own defaults. TILEWRIGHT_HOSTILE is the number of hostile grammars.
+variable TILEWRIGHT_MASKBENCH says. A schema passes if it compiles, takes its valid instances and refuses the others; about as
+many are to pass as with the library's own defaults. TILEWRIGHT_HOSTILE is the number of hostile grammars.
 """
 
 import json
