@@ -125,7 +125,7 @@ class Ranks:
         if self.size == 1:
             return work()
         found = work() if self.rank == 0 else None
-        dist.barrier(group=self.group)
+        dist.barrier(group=self.group, device_ids=[torch.cuda.current_device()] if self._on_cards() else None)
         return work() if found is None else found
 
     def _on_cards(self) -> bool:
