@@ -9,11 +9,11 @@
     plain          transformers' model by torch.compile, bf16 by autocast, fused AdamW, clip_grad_norm_
     plain-bf16     the same with weights and moments in bf16: less memory and less work, and other numbers than all the others
 
-Each side has a process of its own, one after the other; ours comes again at the end, so that a card that slows down is seen.
-All have random weights, rows of one document of 4,096 random tokens, AdamW with clipping to norm 1, no recomputation, master
-weights in float32 (but for plain-bf16), and attention by torch's SDPA (but for ours). The first updates, which compile, are
-not timed; peak memory is that of the timed ones. A side that runs out of memory is tried with half of the rows, which its entry
-says.
+Give it one GPU (CUDA_VISIBLE_DEVICES): Trainer takes all that it sees. Each side has a process of its own, one after the other;
+ours comes again at the end, so that a card that slows down is seen. All have random weights, rows of one document of random
+tokens, AdamW with clipping to norm 1, no recomputation, master weights in float32 (not plain-bf16), and attention by torch's
+SDPA (not ours). The first updates, which compile, are not timed; peak memory is that of the timed ones. A side that runs out
+of memory is tried with half of the rows, which its entry says.
 """
 
 import argparse
@@ -47,7 +47,8 @@ class Clock:
     """Tokens a second and peak memory of the updates behind the first `untimed`: call it in front of each, and at the end."""
 
     def __init__(self, device: torch.device, untimed: int, tokens: int):
-        self._device, self._untimed, self._tokens, self._at, self._start = device, untimed, tokens, 0, 0.0
+        self._device, self._untimed, self._tokens, self._at = device, untimed, tokens, 0
+        self._start = self._end = 0.0
 
     def __call__(self) -> None:
         if self._at == self._untimed:
@@ -57,11 +58,17 @@ class Clock:
             self._start = time.perf_counter()
         self._at += 1
 
-    def result(self) -> dict[str, float]:
+    def stop(self) -> None:
         """Behind the last update."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        took, updates = time.perf_counter() - self._start, self._at - self._untimed
+        self._end = time.perf_counter()
+
+    def result(self) -> dict[str, float]:
+        """Once it has stopped; it is stopped where it has not."""
+        if not self._end:
+            self.stop()
+        took, updates = self._end - self._start, self._at - self._untimed
         found = {"tokens_per_s": updates * self._tokens / took, "updates": updates}
         return found | ({"peak_bytes": torch.cuda.max_memory_allocated()} if self._device.type == "cuda" else {})
 
@@ -137,8 +144,12 @@ def trainer(asked: argparse.Namespace, device: torch.device, liger: bool = False
     clock = Clock(device, asked.untimed, asked.rows * asked.length)
 
     class Timed(TrainerCallback):
-        def on_step_begin(self, *given: Any, **more: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             clock()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == steps:
+                clock.stop()
 
     model, steps = theirs(asked, device, torch.float32), asked.untimed + asked.updates
     rows = rows_of(model.config.vocab_size, asked.rows * steps, asked.length)
@@ -147,7 +158,7 @@ def trainer(asked: argparse.Namespace, device: torch.device, liger: bool = False
         made = TrainingArguments(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=asked.rows, bf16=True, torch_compile=True,
             optim="adamw_torch_fused", learning_rate=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], weight_decay=DECAY,
-            max_grad_norm=1.0, lr_scheduler_type="constant", logging_strategy="no", save_strategy="no", report_to=[],
+            max_grad_norm=1.0, lr_scheduler_type="constant", logging_strategy="no", save_strategy="no", report_to="none",
             disable_tqdm=True, use_liger_kernel=liger, use_cpu=device.type == "cpu",
         )  # fmt: skip
         found = Trainer(model=model, args=made, train_dataset=data, callbacks=[Timed()]).train()  # pyright: ignore
