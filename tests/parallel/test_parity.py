@@ -46,17 +46,13 @@ SHORT: dict[str, Any] = {"steps": 2}
 ORDINARY = (
     Cell(plan="dp=2,tp=2,sp,zero=3", shape="qwen3", **SHORT),
     Cell(plan="pp=2,virtual=2,schedule=zero-bubble,dp=2,zero=1", **SHORT),
-    Cell(plan="cp=2,tp=2,sp", shape="cut", **SHORT),
-    Cell(plan="cp=4,ring", shape="qwen3", **SHORT),
+    Cell(plan="cp=2,tp=2,sp", **SHORT),
     Cell(plan="dp=4,zero=2", micro_batches=8, **SHORT),
-    Cell(plan="pp=2,tp=2,slices=4", shape="cut", **SHORT),
-    Cell(plan="dp=2,tp=2,zero=3", shape="fp8", **SHORT),
     Cell(plan="dp=4,ep=2,zero=1", micro_batches=8, shape="mixture", **SHORT),
     Cell(plan="dp=4,ep=4", shape="mixtral", **SHORT),
 )
 FAST = (
     Cell(plan="dp=4", tree=False, micro_batches=8, **SHORT),
-    Cell(plan="dp=2,tp=2,slices=4", tree=False, shape="cut", **SHORT),
     Cell(plan="dp=4,ep=2", tree=False, micro_batches=8, shape="mixture", **SHORT),
 )
 FAULTS = (

@@ -152,6 +152,7 @@ def losses(config: Path) -> list[float]:
     return [loss for _, loss, _ in log_of(Path(made.out))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute", ["fp8", "fp8-tensor"])
 def test_200_updates_learn_as_with_plain_products(tmp_path: Path, compute: str) -> None:
     size: dict[str, Any] = {"steps": 200, "micro_batches": 1, "save_every": 200, "log_every": 100}
