@@ -267,10 +267,6 @@ def _a_windowed_page_is_not_given_back() -> AbstractContextManager[Any]:
     return _wrapped(Windows, "held", make)
 
 
-def _windowed_pages_are_trusted_after_a_fault() -> AbstractContextManager[Any]:
-    return patch.object(Windows, "written", lambda self, request, start: ())
-
-
 @contextmanager
 def _a_stopped_engine_tells_nobody() -> Iterator[None]:
     with patch.object(EngineWorker, "_fail", lambda self, error: None):
@@ -289,7 +285,6 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         _priorities_are_ignored, _a_faulty_row_fails_its_neighbours, _pages_of_a_withdrawn_row_are_trusted,
         _accepted_drafts_are_not_counted_as_computed, _drafts_are_written_beyond_the_pages, _a_wrong_draft_is_believed,
         _a_stopped_engine_tells_nobody, _windows_are_left_a_page_early, _a_windowed_page_is_not_given_back,
-        _windowed_pages_are_trusted_after_a_fault,
     )
 }  # fmt: skip
 """What is wrong -> a context in which it is."""

@@ -228,8 +228,9 @@ def runner_of(
 
 def _planned_runner(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:
     """The runner of a model that is on one device."""
-    pools = {"host_pages": plan.host_pages, "window_pages": plan.window_pages}
-    return runner_of(model, plan.num_pages, plan.max_model_len, options, **pools)
+    return runner_of(
+        model, plan.num_pages, plan.max_model_len, options, host_pages=plan.host_pages, window_pages=plan.window_pages
+    )
 
 
 def _guessing(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:

@@ -147,7 +147,8 @@ class ServedKeysValues:
         """Causal attention within each document."""
         shape = (2, self.pages, k.shape[1], self.page_size, k.shape[2])
         with torch.no_grad():
-            cache = PagedKeysValues(*torch.zeros(shape, dtype=k.dtype, device=k.device))
+            keys, values = torch.zeros(shape, dtype=k.dtype, device=k.device).unbind()
+            cache = PagedKeysValues(keys, values)
             served = cache.attend(q, k, v, self.batch, heads)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
             return served
