@@ -90,7 +90,7 @@ def test_samples_are_those_of_eager_steps(seed: int) -> None:
     got = run(captured(load_engine(TINY, options), used), seed)
     assert got == run(load_engine(TINY, options), seed)
     assert used[None], "no step was too large for all graphs"
-    assert len(used) == 3, used
+    assert sum(used.values()) > used[None], used
 
 
 @pytest.mark.parametrize(("max_seqs", "max_tokens"), [(1, 8192), (4, 40), (256, 8192), (512, 512), (300, 300)])
