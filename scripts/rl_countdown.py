@@ -173,8 +173,8 @@ def main() -> None:
         return improve(options)
     began, ends = time.perf_counter(), time.time() + options.seconds
     options.folder.mkdir(parents=True, exist_ok=True)
+    chunks = Chunks(options.processes)  # before the GPU is opened: its processes are forked
     print(json.dumps({**provenance(), "options": {name: str(value) for name, value in vars(options).items()}}), flush=True)
-    chunks = Chunks(options.processes)
     first = config_of(options, "grpo", 0.0, 0)
     save(small_model(replace(first, model="", layers=options.layers, hidden=options.hidden)), options)
     early = started(options, "ppo:0:0", "--warm")[0]  # compiles what the runs will need
