@@ -20,7 +20,7 @@ from tilewright.rl.loop import Trainer
 from tilewright.rl.policies import small_model
 from tilewright.rl.policy import logprobs_of
 from tilewright.rl.rollout import Answer, Samples
-from tilewright.rl.samplers import Processes, dealt
+from tilewright.rl.samplers import RemoteSamplers, dealt
 from tilewright.rl.shared_weights import SharedWeights
 
 PUSHED = ("push_s", "push_gb_per_s")
@@ -49,7 +49,7 @@ def test_two_processes_give_the_numbers_of_one_and_the_samplers_end_is_the_runs(
 
 def dies(trainer: Trainer, steps: Iterator[dict[str, float]]) -> Path:
     """Kill the sampler: the next steps fail, with a sentence that names it. Returns where its weights are."""
-    assert isinstance(trainer.remote, Processes)
+    assert isinstance(trainer.remote, RemoteSamplers)
     number = trainer.remote.samplers[-1].process.pid
     os.kill(number, signal.SIGKILL)
     with pytest.raises(ConnectionError, match=f"the sampler's process {number} ended with code -9 before it"):
@@ -129,31 +129,11 @@ def test_several_samplers_give_the_samples_of_one() -> None:
     with Trainer(replace(config, sampler="")) as together:
         wanted = list(together)
     with Trainer(config) as trainer:
-        assert isinstance(trainer.remote, Processes)
+        assert isinstance(trainer.remote, RemoteSamplers)
         assert len(trainer.remote.samplers) == 2
         for row, alone in zip(trainer, wanted, strict=True):
             assert (row["reward"], row["length"], row["oldest"]) == (alone["reward"], alone["length"], 0)
             assert row["ratio_off"] < 1e-4
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_actors_on_ray_give_the_samples_of_one_and_their_end_is_the_runs() -> None:
-    ray = pytest.importorskip("ray", reason="pip install 'tilewright[ray]'")
-    from tilewright.rl.on_ray import RaySamplers
-
-    config = replace(APART, sampler="ray:2", updates=3)
-    with Trainer(replace(config, sampler="", updates=2)) as together:
-        wanted = list(together)
-    with Trainer(config) as trainer:
-        assert isinstance(trainer.remote, RaySamplers)
-        for alone in wanted:
-            row = trainer.step()
-            assert (row["reward"], row["length"], row["oldest"]) == (alone["reward"], alone["length"], 0)
-            assert row["ratio_off"] < 1e-4
-        ray.kill(trainer.remote.samplers[1].actor)
-        with pytest.raises(ConnectionError, match="sampler 1 on Ray ended before it answered"):
-            trainer.step()
 
 
 class Slow(Gatherer):
@@ -193,7 +173,7 @@ def test_an_error_while_sampling_ahead_is_raised_in_the_trainer() -> None:
 
 def test_weights_that_are_not_handed_over_are_noticed_within_one_step() -> None:
     with Trainer(replace(APART, updates=9)) as trainer:
-        assert isinstance(trainer.remote, Processes)
+        assert isinstance(trainer.remote, RemoteSamplers)
         weights = trainer.remote.weights
 
         def lie(version: int) -> dict[str, float]:
@@ -244,8 +224,8 @@ def _turned() -> Model:
 def test_bad_configs_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="staleness is 2, but sampler is empty"):
         replace(TINY, staleness=2)
-    for name in ("gpu", "ray:0", "cpu,", "cuda:x"):
-        with pytest.raises(ValueError, match="wanted cpu, cuda, cuda:N, several of these, or ray:N"):
+    for name in ("gpu", "cpu,", "cuda:x"):
+        with pytest.raises(ValueError, match="wanted cpu, cuda, cuda:N, or several of these"):
             replace(TINY, sampler=name)
     path = tmp_path / "several.toml"
     path.write_text('environment = "reversal"\nsampler = ["cuda:1", "cuda:2"]\n')

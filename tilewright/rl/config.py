@@ -14,7 +14,7 @@ from tilewright.rl.rollout import Drawing
 __all__ = ["RLConfig", "read_config"]
 
 _LARGEST_FILE = 1 << 20
-_SAMPLERS = re.compile(r"ray:[1-9]\d{0,2}|(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
+_SAMPLERS = re.compile(r"(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.01, 100.0),
     "top_k": (0, 1 << 22),
@@ -99,8 +99,8 @@ class RLConfig:
     free_cache: bool = False
     """Give the memory of keys and values back while the trainer works, and take it again to sample."""
     sampler: str = ""
-    """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. ray:N: by
-    N actors of a Ray cluster. Empty: in the trainer's process, on its weights."""
+    """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. Empty: in
+    the trainer's process, on its weights."""
     staleness: int = 0
     """With `sampler`: updates that may be made between sampling and learning, so that both go on at once; 0: none."""
     turns: int = 1
@@ -158,9 +158,8 @@ class RLConfig:
 
     @property
     def sampler_devices(self) -> list[str]:
-        """Of the processes that sample; none where the trainer's does, or Ray's actors do."""
-        names = [] if self.sampler.startswith("ray:") else self.sampler.split(",")
-        return [name.strip() for name in names if name.strip()]
+        """Of the processes that sample; none where the trainer's does."""
+        return [name.strip() for name in self.sampler.split(",") if name.strip()]
 
     @property
     def longest(self) -> int:
@@ -181,7 +180,7 @@ class RLConfig:
                     raise ValueError(f"{field.name} is {value}, wanted {low:g} to {high:g}")
         Characters(self.alphabet)
         if self.sampler and not _SAMPLERS.fullmatch(self.sampler):
-            raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, several of these, or ray:N")
+            raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these")
         known = {
             "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
             "correction": ("none", "truncated", "masked"),

@@ -1,4 +1,4 @@
-"""The samplers of a run that has some of its own, on one device or several, here or on the machines of a Ray cluster.
+"""The samplers of a run that has some in processes of their own, on one device or several of this machine.
 
 Each gets a part of a call's prompts. What is drawn depends on a prompt's place in the whole call, so a run does not depend on
 how many samplers it has, but for rounding.
@@ -6,44 +6,20 @@ how many samplers it has, but for rounding.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
-from tilewright.extras import needed
 from tilewright.models import Model
 from tilewright.rl.config import RLConfig
 from tilewright.rl.remote import RemoteSampler
 from tilewright.rl.rollout import Answer, Samples
 from tilewright.rl.shared_weights import SharedWeights
 
-__all__ = ["Processes", "Remote", "dealt", "remote_of"]
+__all__ = ["RemoteSamplers", "dealt"]
 
 
-class Remote(Samples, Protocol):
-    """What samples elsewhere, by weights that are handed over."""
+class RemoteSamplers:
+    """A process on each device that `config.sampler` names. The weights of `model` lie once in memory that all share.
 
-    def push(self, version: int) -> dict[str, float]:
-        """Hand over the model's weights as this version. Returns seconds and GB/s."""
-        ...
-
-    def close(self) -> None:
-        """End what samples."""
-        ...
-
-
-def remote_of(config: RLConfig, model: Model, longest: int) -> Remote:
-    """The samplers that `config.sampler` names, with the weights of `model`. longest: tokens of a conversation.
-
-    Raises:
-        ConnectionError: one of them ends before it is ready.
-        MissingExtra: Ray is not installed.
-    """
-    if config.sampler.startswith("ray:"):
-        return needed("tilewright.rl.on_ray", "ray").RaySamplers(config, model, longest)
-    return Processes(config, model, longest)
-
-
-class Processes:
-    """Processes on this machine, a device each. The weights lie once in memory that all share.
+    longest: tokens of a conversation.
 
     Raises:
         ConnectionError: one ends before it is ready.
