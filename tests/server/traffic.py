@@ -230,6 +230,7 @@ class _Run:
 
     async def _idle(self, client: httpx.AsyncClient) -> None:
         """Wait until nothing runs, and read the counters."""
+        values: dict[str, float] = {}
         for _ in range(100):
             text = (await client.get("/metrics")).text
             values = {name: float(value) for name, value in re.findall(r"^tilewright_(\w+)\S* ([\d.e+]+)$", text, re.MULTILINE)}
