@@ -111,7 +111,7 @@ def trainer_of(options: argparse.Namespace, folder: Path, *, invariant: bool) ->
         environment=f"{path}:Noise", algorithm="grpo", device=options.device, dtype=options.dtype, prompts=options.prompts,
         answers=options.answers, max_tokens=options.tokens, minibatches=1, updates=1000, entropy_bonus=0.0, learning_rate=1e-5,
         tokens_per_pass=options.tokens_per_pass, reward_workers=options.workers, cache_bytes=options.cache_gib << 30,
-        moved_every=0, invariant=invariant,
+        moved_every=0, invariant=invariant, free_cache=options.free_cache,
     )  # fmt: skip
     shape, dtype = shape_of(options), getattr(torch, options.dtype)
     model = random_model(shape, device=torch.device(options.device), dtype=dtype, seed=0).requires_grad_(True)
@@ -122,11 +122,15 @@ def step_of(trainer: Trainer) -> dict[str, Any]:
     """One step's numbers that are shown."""
     with Idle() as idle:
         row = trainer.step()
-    names = ("seconds", "length", "sampled_tokens_per_s", "trained_tokens_per_s", "ratio_off", "lost")
+    names = (
+        "seconds", "length", "sampled_tokens_per_s", "trained_tokens_per_s", "ratio_off", "lost", "cache_freed_bytes",
+        "cache_free_s", "cache_take_s",
+    )  # fmt: skip
     sampling = row["sampling"] * row["seconds"]
     answers = trainer.config.prompts * trainer.config.answers
     return {
-        **{name: row[name] for name in names}, "sampling_s": sampling, "learning_s": row["seconds"] * (1 - row["waiting"]),
+        **{name: row[name] for name in names if name in row},
+        "sampling_s": sampling, "learning_s": row["seconds"] * (1 - row["waiting"]),
         "tokens_per_s": answers * row["length"] / row["seconds"], "idle": idle.share, "peak_bytes": peak(),
     }  # fmt: skip
 
@@ -267,6 +271,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=("1.7b", "0.6b", "tiny"), default="1.7b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--free-cache", action="store_true", help="here: the cache's memory is the trainer's while it works")
     for name, default in (
         ("prompts", 64), ("answers", 8), ("tokens", 1024), ("prompt-tokens", 64), ("steps", 1), ("tokens-per-pass", 4096),
         ("cache-gib", 22), ("workers", 4), ("micro", 4), ("at-once", 128), ("part", 1),

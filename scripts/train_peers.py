@@ -69,7 +69,7 @@ class Clock:
         if not self._end:
             self.stop()
         took, updates = self._end - self._start, self._at - self._untimed
-        found = {"tokens_per_s": updates * self._tokens / took, "updates": updates}
+        found: dict[str, float] = {"tokens_per_s": updates * self._tokens / took, "updates": updates}
         return found | ({"peak_bytes": torch.cuda.max_memory_allocated()} if self._device.type == "cuda" else {})
 
 
@@ -95,7 +95,7 @@ def ours(asked: argparse.Namespace, device: torch.device) -> dict[str, float]:
     model = empty_model(shape, device=device, dtype=torch.bfloat16).requires_grad_(True)
     initialise(model, std=0.02)
     optimizer, objective = build_optimizer(config, model), NextToken(deterministic=config.deterministic)
-    clock = Clock(device, asked.untimed, asked.rows * asked.length)
+    clock, loss = Clock(device, asked.untimed, asked.rows * asked.length), torch.zeros(())
     for update, ids in zip(range(config.steps), rows_of(shape.vocab_size, asked.rows, asked.length)):
         clock()
         batch = pack([(row[:-1], row[1:]) for row in ids], device.type == "cuda").to(device)
@@ -107,7 +107,7 @@ def theirs(asked: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
     """The model of transformers, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    raw = hf_config(shape_of(asked.shape).limited(asked.length)) | {"use_cache": False}
+    raw: dict[str, Any] = hf_config(shape_of(asked.shape).limited(asked.length)) | {"use_cache": False}
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     with device:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -119,7 +119,7 @@ def plain(asked: argparse.Namespace, device: torch.device, dtype: torch.dtype = 
     model = theirs(asked, device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
     compiled = torch.compile(model)
-    clock = Clock(device, asked.untimed, asked.rows * asked.length)
+    clock, loss = Clock(device, asked.untimed, asked.rows * asked.length), torch.zeros(())
     for _, ids in zip(range(asked.untimed + asked.updates), rows_of(model.config.vocab_size, asked.rows, asked.length)):
         clock()
         there = torch.from_numpy(ids[:, :-1]).to(device)

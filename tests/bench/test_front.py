@@ -1,13 +1,16 @@
 """The bench of front processes: its engine gives what it is asked for, and its rows are of what was served."""
 
 import math
+from typing import Any
 
 import pytest
 
+from tests.server.fake_engine import behind_a_socket
 from tilewright.bench.front import parts, run_fronts
 from tilewright.bench.front_engine import MockEngine, words
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import SamplingParams
+from tilewright.server.prompts import Served
 
 
 def test_its_engine_gives_each_stream_a_token_a_step() -> None:
@@ -24,6 +27,13 @@ def test_its_engine_gives_each_stream_a_token_a_step() -> None:
     assert found == {"r-5": [5, 5, 5], "r-6": [5]}, "words of four letters, with a space"
     assert engine.stats().generated_tokens == 4
     assert not engine.by_id.keys() - {"r-9"}
+
+
+def test_an_engine_process_takes_it() -> None:
+    """All that the process asks of an engine when it starts."""
+    engine: Any = MockEngine(1e6)
+    with behind_a_socket(engine, Served.of(engine, "mock")) as (process, _):
+        assert process.engine is engine
 
 
 def test_parts_are_numbers() -> None:

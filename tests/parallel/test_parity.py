@@ -46,13 +46,17 @@ SHORT: dict[str, Any] = {"steps": 2}
 ORDINARY = (
     Cell(plan="dp=2,tp=2,sp,zero=3", shape="qwen3", **SHORT),
     Cell(plan="pp=2,virtual=2,schedule=zero-bubble,dp=2,zero=1", **SHORT),
-    Cell(plan="cp=2,tp=2,sp", **SHORT),
+    Cell(plan="cp=2,tp=2,sp", shape="cut", **SHORT),
+    Cell(plan="cp=4,ring", shape="qwen3", **SHORT),
     Cell(plan="dp=4,zero=2", micro_batches=8, **SHORT),
+    Cell(plan="pp=2,tp=2,slices=4", shape="cut", **SHORT),
+    Cell(plan="dp=2,tp=2,zero=3", shape="fp8", **SHORT),
     Cell(plan="dp=4,ep=2,zero=1", micro_batches=8, shape="mixture", **SHORT),
     Cell(plan="dp=4,ep=4", shape="mixtral", **SHORT),
 )
 FAST = (
     Cell(plan="dp=4", tree=False, micro_batches=8, **SHORT),
+    Cell(plan="dp=2,tp=2,slices=4", tree=False, shape="cut", **SHORT),
     Cell(plan="dp=4,ep=2", tree=False, micro_batches=8, shape="mixture", **SHORT),
 )
 FAULTS = (
@@ -89,7 +93,7 @@ def test_what_is_done_wrong_is_seen(cell: Cell, ordinary: dict[Cell, dict[str, T
 MATRIX = (
     "dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "tp=4", "tp=4,sp", "tp=2,slices=4,dp=2", "pp=4,schedule=gpipe", "pp=4",
     "pp=2,virtual=2,schedule=interleaved,dp=2", "pp=4,schedule=zero-bubble", "pp=2,virtual=2,schedule=zero-bubble,dp=2,zero=1",
-    "cp=4", "cp=2,dp=2,zero=2", "cp=2,tp=2,sp",
+    "cp=4", "cp=2,dp=2,zero=2", "cp=2,tp=2,sp", "cp=2,ring,tp=2,sp",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from tilewright.models import SHAPES, ModelConfig, empty_model
 from tilewright.models.experts import Experts
 from tilewright.nn import Routing
 from tilewright.parallel.clock import bubble, simulated
-from tilewright.parallel.mesh import Mesh
+from tilewright.parallel.mesh import Mesh, lines
 from tilewright.parallel.part import make_part, refusal
 from tilewright.parallel.plan import SCHEDULES, Plan, Shape
 from tilewright.parallel.predict import predicted, sizes_of
@@ -39,9 +39,19 @@ def test_a_plan_is_read_and_written_back(given: Any, wanted: Plan) -> None:
     assert Plan.read(wanted.table()) == wanted
 
 
+@pytest.mark.parametrize("given", ["dp=2", "dp=4,tp=2", "pp=2,dp=4,tp=2", "pp=4,cp=2,dp=2,tp=2", "pp=3,tp=2"])
+def test_lines_of_ranks_are_those_of_an_array_of_all(given: str) -> None:
+    plan = Plan.read(given)
+    ranks = torch.arange(plan.ranks).view(plan.pp, plan.dp, plan.cp, plan.tp)
+    for dim, name in enumerate(("pp", "dp", "cp", "tp")):
+        wanted = {tuple(line) for line in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()}
+        assert set(lines(plan, name)) == wanted
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ("ring", "ring is how ranks of cp attend"),
         ("schedul=gpipe", "is 'schedule' meant"),
         ("frog=2", "there are dp"),
         ("dp=0", "dp is 0, wanted 1 or more"),

@@ -54,6 +54,6 @@ def test_a_ring_needs_chunks_and_models_without_windows() -> None:
         Plan(ring=True)
     assert Plan.read("cp=2,ring").alone() == Plan(chunks=2, ring=True)
 
-    model = empty_model(SHAPES["llama-1b"], device="meta", dtype=torch.bfloat16)
+    model: Any = empty_model(SHAPES["llama-1b"], device="meta", dtype=torch.bfloat16)
     model.blocks[0].attn.window = 8
     assert "a ring does not know" in (refusal(model, Plan(cp=2, ring=True)) or "")

@@ -12,6 +12,7 @@ from tilewright.cli import app
 from tilewright.rl.batch import Batch, Sample, pack
 from tilewright.rl.characters import Characters
 from tilewright.rl.config import RLConfig, read_config
+from tilewright.rl.learner import Learner
 from tilewright.rl.loop import Trainer
 from tilewright.rl.losses import ALGORITHMS
 from tilewright.rl.policies import small_model
@@ -150,6 +151,23 @@ def test_cutting_a_step_into_passes_changes_rounding_alone() -> None:
         with Trainer(replace(TINY, tokens_per_pass=most)) as trainer:
             norms.append(trainer.step()["norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_step_of_one_update_needs_no_pass_before_it_or_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(TINY, minibatches=1, updates=1, tokens_per_pass=60)
+    with Trainer(replace(config, moved_every=2)) as trainer:
+        once = trainer.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "_once", lambda self, update: False)
+        with Trainer(config) as trainer:
+            twice = trainer.step()
+    for name in ("reward", "entropy", "length", "equal_groups"):
+        assert once[name] == twice[name]
+    for name in ("loss", "norm", "ratio"):
+        assert once[name] == pytest.approx(twice[name], rel=1e-5, abs=1e-7)
+    assert max(once["ratio_off"], twice["ratio_off"]) < 1e-5
+    assert twice["kl_after"] > 0
+    assert "kl_after" not in once  # every second step says it
 
 
 def test_the_command_logs_every_step(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,13 @@ import torch
 from tests.rl.test_loop import CLOCKED, TINY
 from tilewright.models import Model
 from tilewright.rl.batch import Sample, pack
+from tilewright.rl.config import read_config
 from tilewright.rl.gather import Ahead, Gathered, Gatherer
 from tilewright.rl.loop import Trainer
 from tilewright.rl.policies import small_model
 from tilewright.rl.policy import logprobs_of
+from tilewright.rl.rollout import Answer, Samples
+from tilewright.rl.samplers import RemoteSamplers, dealt
 from tilewright.rl.shared_weights import SharedWeights
 
 PUSHED = ("push_s", "push_gb_per_s")
@@ -46,8 +49,8 @@ def test_two_processes_give_the_numbers_of_one_and_the_samplers_end_is_the_runs(
 
 def dies(trainer: Trainer, steps: Iterator[dict[str, float]]) -> Path:
     """Kill the sampler: the next steps fail, with a sentence that names it. Returns where its weights are."""
-    assert trainer.remote is not None
-    number = trainer.remote.process.pid
+    assert isinstance(trainer.remote, RemoteSamplers)
+    number = trainer.remote.samplers[-1].process.pid
     os.kill(number, signal.SIGKILL)
     with pytest.raises(ConnectionError, match=f"the sampler's process {number} ended with code -9 before it"):
         list(steps)
@@ -92,6 +95,47 @@ def _most(x: torch.Tensor) -> float:
     return float(x.max()) if len(x) else 0.0
 
 
+def test_prompts_are_dealt_in_order_with_their_places() -> None:
+    calls: list[tuple[int, list[int], list[int]]] = []
+
+    def sampler(number: int) -> Samples:
+        def sample(
+            prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
+        ) -> list[list[Answer]]:
+            assert places is not None
+            calls.append((number, [first for first, *_ in prompts], list(places)))
+            return [[_said(first)] for first, *_ in prompts]
+
+        return sample
+
+    def _said(token: int) -> Answer:
+        return Answer(tokens=[token], logprobs=[0.0], kept=[0], whole=[0.0], truncated=False)
+
+    for count, number in ((5, 2), (5, 3), (2, 3), (0, 2), (4, 1)):
+        calls.clear()
+        given = [[100 + i] for i in range(count)]
+        found = dealt([sampler(i) for i in range(number)], given, answers=3, max_tokens=1, seed=0, places=None)
+        assert [group[0].tokens for group in found] == given
+        ordered = sorted(calls)
+        assert [place for _, _, places in ordered for place in places] == [3 * i for i in range(count)]
+        assert all(abs(len(prompts) - count / number) < 1 for _, prompts, _ in ordered)
+    calls.clear()
+    dealt([sampler(0), sampler(1)], [[1], [2]], answers=1, max_tokens=1, seed=0, places=[7, 9])
+    assert sorted(calls) == [(0, [1], [7]), (1, [2], [9])]
+
+
+def test_several_samplers_give_the_samples_of_one() -> None:
+    config = replace(APART, sampler="cpu, cpu", updates=2)
+    with Trainer(replace(config, sampler="")) as together:
+        wanted = list(together)
+    with Trainer(config) as trainer:
+        assert isinstance(trainer.remote, RemoteSamplers)
+        assert len(trainer.remote.samplers) == 2
+        for row, alone in zip(trainer, wanted, strict=True):
+            assert (row["reward"], row["length"], row["oldest"]) == (alone["reward"], alone["length"], 0)
+            assert row["ratio_off"] < 1e-4
+
+
 class Slow(Gatherer):
     """Notes how many updates had been made when each step began to be sampled."""
 
@@ -129,7 +173,7 @@ def test_an_error_while_sampling_ahead_is_raised_in_the_trainer() -> None:
 
 def test_weights_that_are_not_handed_over_are_noticed_within_one_step() -> None:
     with Trainer(replace(APART, updates=9)) as trainer:
-        assert trainer.remote is not None
+        assert isinstance(trainer.remote, RemoteSamplers)
         weights = trainer.remote.weights
 
         def lie(version: int) -> dict[str, float]:
@@ -177,8 +221,14 @@ def _turned() -> Model:
     return model
 
 
-def test_bad_configs_are_one_sentence() -> None:
+def test_bad_configs_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="staleness is 2, but sampler is empty"):
         replace(TINY, staleness=2)
+    for name in ("gpu", "cpu,", "cuda:x"):
+        with pytest.raises(ValueError, match="wanted cpu, cuda, cuda:N, or several of these"):
+            replace(TINY, sampler=name)
+    path = tmp_path / "several.toml"
+    path.write_text('environment = "reversal"\nsampler = ["cuda:1", "cuda:2"]\n')
+    assert read_config(path).sampler_devices == ["cuda:1", "cuda:2"]
     with pytest.raises(ConnectionError, match="before it was ready"):
         Trainer(replace(TINY, sampler="cuda:99"))

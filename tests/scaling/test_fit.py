@@ -12,7 +12,7 @@ from tilewright.scaling.analysis import Analysis, analyse, predict
 from tilewright.scaling.fit import Fit, influence, leave_largest_out, rejection, resample
 from tilewright.scaling.law import HOFFMANN
 from tilewright.scaling.objective import logs_and_shares, minimise, objective_and_gradient
-from tilewright.scaling.runs import Array
+from tilewright.scaling.runs import Array, Runs
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,39 @@ def test_a_true_law_is_rarely_rejected_and_a_wrong_one_is(seed: int) -> None:
     found = fit(runs, bootstrap=0)
     assert rejection(runs, found, TRUTH, resamples=99).p_value > 0.01
     assert rejection(runs, found, HOFFMANN, resamples=99).p_value == pytest.approx(0.01)
+
+
+SCATTERED = [
+    (3728928, 19780608, 1.3026),
+    (4360160, 26989568, 1.2765),
+    (2264160, 32959488, 1.2626),
+    (2458560, 56978432, 1.2674),
+    (6114048, 31374336, 1.2420),
+    (1261952, 79684608, 1.2809),
+    (3728928, 57164800, 1.1899),
+    (1946400, 25155584, 1.3814),
+    (2901312, 15054848, 1.3530),
+    (1475200, 97014784, 1.1992),
+    (897312, 114917376, 1.2898),
+    (897312, 67598336, 1.3255),
+    (897312, 39763968, 1.3757),
+    (1261952, 27572224, 1.3877),
+    (2264160, 11404288, 1.4055),
+    (1946400, 123590656, 1.2110),
+    (577728, 106848256, 1.3164),
+    (577728, 62852096, 1.3481),
+    (897312, 195359744, 1.2486),
+    (1261952, 230287360, 1.2033),
+]
+"""(parameters, tokens, loss) of models of one to five layers, trained on one H100; they scatter by some per cent."""
+
+
+def test_runs_whose_best_law_has_no_floor_are_fitted_and_the_missing_term_is_named() -> None:
+    params, tokens, loss = np.array(SCATTERED, dtype=np.float64).T
+    found = analyse(Runs(params=params, tokens=tokens, flops=6 * params * tokens, loss=loss), bootstrap=20)
+    assert found.fit.law.E < 1e-6
+    assert any(warning.startswith("E is 0 in the law that fits best") for warning in found.warnings)
+    assert np.isfinite(found.fit.samples).all()
 
 
 def test_a_run_that_pulls_is_found() -> None:

@@ -37,6 +37,8 @@ def _report(scenario: Scenario, why: str, out: Path) -> None:
 
 def simulate(steps: int, seed: int, out: Path, *, progress: bool) -> int:
     """Episodes of consecutive seeds; the exit code."""
+    gc.collect()
+    gc.freeze()  # each episode ends with a collection: what was there before is not looked at again and again
     start, done, episode = time.monotonic(), Counter[str](), seed * 1_000_003
     while done["steps"] < steps:
         scenario = draw_scenario(episode)
@@ -60,7 +62,6 @@ def simulate(steps: int, seed: int, out: Path, *, progress: bool) -> int:
 
 def main() -> int:
     """The command line."""
-    gc.freeze()  # what is imported is not looked at again and again
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000, help="steps of the engine, over all episodes")
     parser.add_argument("--seed", type=int, default=0, help="of the first episode")

@@ -27,7 +27,7 @@ def test_what_was_found_stays_mended(episode: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_no_promise_is_broken_in_a_million_steps(tmp_path: Path) -> None:
     assert simulate(1_000_000, 1, tmp_path / "failure.json", progress=False) == 0
 

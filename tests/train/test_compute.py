@@ -43,7 +43,7 @@ def operands(dtype: torch.dtype, rows: int = 40, n: int = 64, k: int = 96) -> tu
 def test_products_are_those_of_the_codes(scale: str, dtype: torch.dtype) -> None:
     x, w, b, dy = operands(dtype)
     given = [t.clone().requires_grad_(True) for t in (x, w, b)]
-    y = ops.linear_fp8(*given, "none", scale)
+    y = ops.linear_fp8(given[0], given[1], given[2], "none", scale)
     dx, dw, db = torch.autograd.grad(y, given, dy)
     exact = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
     for found, wanted in (
@@ -59,7 +59,7 @@ def test_products_are_those_of_the_codes(scale: str, dtype: torch.dtype) -> None
 def test_gradients_are_those_of_plain_products_within_the_format() -> None:
     x, w, b, dy = operands(torch.float32)
     given = [t.clone().requires_grad_(True) for t in (x, w, b)]
-    found = torch.autograd.grad(ops.linear_fp8(*given), given, dy)
+    found = torch.autograd.grad(ops.linear_fp8(given[0], given[1], given[2]), given, dy)
     exact = [t.double().requires_grad_(True) for t in (x, w, b)]
     wanted = torch.autograd.grad(torch.nn.functional.linear(*exact), exact, dy.double())
     # Codes of 3 bits behind the point are off by 2^-4 at most, by 0.026 of their size in the mean of squares; two operands.
@@ -123,7 +123,7 @@ def test_the_price_of_float8_grows_with_what_is_quantised() -> None:
 
 def test_a_run_says_which_layers_multiply_codes() -> None:
     shape = replace(SHAPES["qwen3-0.6b"], num_hidden_layers=2, windows=(None, None), intermediate_size=3084)
-    model = empty_model(shape, device="meta", dtype=torch.bfloat16)
+    model: Any = empty_model(shape, device="meta", dtype=torch.bfloat16)
     said = set_compute(TrainConfig(compute="fp8-tensor"), model, CPU)
     assert [line.partition(":")[0] for line in said] == [
         "fp8-tensor", "not blocks.0.ffn.gate_up and 1 more", "not blocks.0.ffn.down and 1 more"
@@ -152,12 +152,11 @@ def losses(config: Path) -> list[float]:
     return [loss for _, loss, _ in log_of(Path(made.out))]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("compute", ["fp8", "fp8-tensor"])
-def test_200_updates_learn_as_with_plain_products(tmp_path: Path, compute: str) -> None:
-    size: dict[str, Any] = {"steps": 200, "micro_batches": 1, "save_every": 200, "log_every": 100}
+def test_a_run_learns_as_with_plain_products(tmp_path: Path, compute: str) -> None:
+    size: dict[str, Any] = {"steps": 60, "micro_batches": 1, "save_every": 60, "log_every": 60}
     plain, coded = (losses(config_of(tmp_path, how, compute=how, **size)) for how in ("dtype", compute))
     assert plain != coded
     assert abs(plain[0] - coded[0]) < 0.02
-    assert sum(plain[-20:]) / 20 < plain[0] - 2
-    assert abs(sum(plain[-20:]) - sum(coded[-20:])) / 20 < 0.05
+    assert sum(plain[-10:]) / 10 < plain[0] - 2
+    assert abs(sum(plain[-10:]) - sum(coded[-10:])) / 10 < 0.05

@@ -62,9 +62,11 @@ class MockEngine:
     """As `Engine`, as far as an engine process needs one. Tokens are drawn at random, letters and words."""
 
     lost = None
+    adapters = None
     failed_steps = 0
 
     def __init__(self, tokens_per_s: float):
+        self.runner: Any = None
         self.tokenizer = words()
         self.eos_ids, self.vocab_size = self.tokenizer.eos_ids, self.tokenizer.vocab_size
         self.scheduler = _Scheduler(self)

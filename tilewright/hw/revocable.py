@@ -10,6 +10,7 @@ Not here: memory that several processes share, and moving what was in it to the 
 import ctypes
 import mmap
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -140,6 +141,13 @@ class _Cuda:
                 begin, size, handle = self._mapped.pop()
                 self._call("cuMemUnmap", ctypes.c_uint64(self._start.value + begin), ctypes.c_size_t(size))
                 self._call("cuMemRelease", handle)
+
+    def __del__(self) -> None:
+        """When no tensor over it is left."""
+        with suppress(AttributeError, RuntimeError, TypeError):  # at the end of the process the driver may have gone first
+            torch.cuda.synchronize(self._device)
+            self.give_back()
+            self._call("cuMemAddressFree", self._start, ctypes.c_size_t(self._size))
 
     def _map(self, begin: int, nbytes: int) -> None:
         place, size, handle = ctypes.c_uint64(self._start.value + begin), ctypes.c_size_t(nbytes), ctypes.c_uint64()

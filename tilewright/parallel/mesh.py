@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import ALONE, Ranks
 
-__all__ = ["Mesh", "abort", "join", "leave"]
+__all__ = ["Mesh", "abort", "join", "leave", "lines"]
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -47,11 +47,11 @@ def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant
     # process had a group before, or where autograd's thread uses such a communicator.
     dist.init_process_group("nccl" if cards else "gloo", store=store, rank=rank, world_size=plan.ranks, timeout=_TIMEOUT)
     groups = _Groups(rank, plan.ranks, invariant)
-    found = {name: groups.of(_along(plan, name)) for name in ("pp", "dp", "cp", "tp")}
-    found["pair"] = groups.of([(line[0], line[-1]) for line in _along(plan, "pp")] if plan.pp > 1 else [])
+    found = {name: groups.of(lines(plan, name)) for name in ("pp", "dp", "cp", "tp")}
+    found["pair"] = groups.of([(line[0], line[-1]) for line in lines(plan, "pp")] if plan.pp > 1 else [])
     found |= {"ep": ALONE, "same": found["dp"]}
     if plan.ep > 1:
-        replicas, same = _along(plan, "dp"), plan.expert_replicas
+        replicas, same = lines(plan, "dp"), plan.expert_replicas
         found["same"] = groups.of([line[at : at + same] for line in replicas for at in range(0, plan.dp, same)])
         found["ep"] = groups.of([line[at::same] for line in replicas for at in range(same)])
     if cards:
@@ -59,7 +59,7 @@ def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant
     return Mesh(rank=rank, world=groups.of([tuple(range(plan.ranks))]), **found)
 
 
-def _along(plan: Plan, name: str) -> list[tuple[int, ...]]:
+def lines(plan: Plan, name: str) -> list[tuple[int, ...]]:
     """The ranks that differ in their place along one dimension alone: a list for each place in the others."""
     lines: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.ranks):

@@ -1,5 +1,6 @@
 """What a run of reinforcement learning is told, from a TOML file; every field has a meaning and bounds."""
 
+import re
 import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from tilewright.rl.rollout import Drawing
 __all__ = ["RLConfig", "read_config"]
 
 _LARGEST_FILE = 1 << 20
+_SAMPLERS = re.compile(r"(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.01, 100.0),
     "top_k": (0, 1 << 22),
@@ -97,7 +99,8 @@ class RLConfig:
     free_cache: bool = False
     """Give the memory of keys and values back while the trainer works, and take it again to sample."""
     sampler: str = ""
-    """Sample in a process of its own on this device: cpu, cuda or cuda:N. Empty: in the trainer's, on its weights."""
+    """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. Empty: in
+    the trainer's process, on its weights."""
     staleness: int = 0
     """With `sampler`: updates that may be made between sampling and learning, so that both go on at once; 0: none."""
     turns: int = 1
@@ -154,11 +157,18 @@ class RLConfig:
         return Drawing(temperature=float(self.temperature), top_k=self.top_k, top_p=float(self.top_p))
 
     @property
+    def sampler_devices(self) -> list[str]:
+        """Of the processes that sample; none where the trainer's does."""
+        return [name.strip() for name in self.sampler.split(",") if name.strip()]
+
+    @property
     def longest(self) -> int:
         """Most tokens that the policy chooses in one conversation."""
         return self.turns * self.max_tokens
 
     def __post_init__(self) -> None:
+        if isinstance(self.sampler, list) and all(type(name) is str for name in self.sampler):
+            object.__setattr__(self, "sampler", ",".join(self.sampler))
         for field in fields(self):
             value = getattr(self, field.name)
             wanted = str if field.name == "environment" else type(field.default)
@@ -169,6 +179,8 @@ class RLConfig:
                 if not low <= value <= high:
                     raise ValueError(f"{field.name} is {value}, wanted {low:g} to {high:g}")
         Characters(self.alphabet)
+        if self.sampler and not _SAMPLERS.fullmatch(self.sampler):
+            raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these")
         known = {
             "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
             "correction": ("none", "truncated", "masked"),

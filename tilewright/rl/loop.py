@@ -17,8 +17,8 @@ from tilewright.rl.environments.workers import Workers
 from tilewright.rl.gather import Ahead, Gathered, Gatherer, Shown
 from tilewright.rl.learner import Learner
 from tilewright.rl.policies import policy_of
-from tilewright.rl.remote import RemoteSampler
 from tilewright.rl.sampler_process import sampler_of
+from tilewright.rl.samplers import RemoteSamplers
 from tilewright.rl.text import Text
 
 __all__ = ["Trainer"]
@@ -50,7 +50,7 @@ class Trainer:
         self.learner = Learner(config, self.model)  # before the sampler: the optimizer moves the parameters
         longest = self._longest()
         self.workers = Workers(config.environment, count=config.reward_workers, timeout_s=config.reward_timeout_s)
-        self.remote = RemoteSampler(config, self.model, longest) if config.sampler else None
+        self.remote = RemoteSamplers(config, self.model, longest) if config.sampler else None
         self._local = None if self.remote else sampler_of(config, self.model, longest, self.text.end_ids)
         sampler = self.remote or self._local
         assert sampler is not None
@@ -167,7 +167,7 @@ class Trainer:
                 f"{self.config.staleness} older (staleness): the sampler does not follow the trainer"
             )
 
-    def _pushed(self, remote: RemoteSampler) -> dict[str, float]:
+    def _pushed(self, remote: RemoteSamplers) -> dict[str, float]:
         numbers = remote.push(self.update)
         if self._ahead is not None:
             self._ahead.updated(self.update)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tilewright.models import Model
 from tilewright.rl.config import RLConfig
 from tilewright.rl.rollout import Answer
 from tilewright.rl.shared_weights import SharedWeights
@@ -22,7 +21,7 @@ _ENDS_S = 10.0
 
 
 class RemoteSampler:
-    """Samples as `Sampler` does, on `config.sampler`, by the weights of `model` as they were pushed last.
+    """Samples as `Sampler` does, on `device`, by the weights that were written into `weights` last.
 
     longest: tokens of a conversation.
 
@@ -30,24 +29,21 @@ class RemoteSampler:
         ConnectionError: the process ends before it is ready.
     """
 
-    def __init__(self, config: RLConfig, model: Model, longest: int) -> None:
-        self.weights = SharedWeights(model)
-        self._command = [sys.executable, "-m", "tilewright.rl.sampler_process", str(self.weights.path)]
+    def __init__(self, config: RLConfig, device: str, weights: SharedWeights, longest: int) -> None:
+        self._command = [sys.executable, "-m", "tilewright.rl.sampler_process", str(weights.path)]
         self.process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
+        told = replace(config, device=device, sampler="", staleness=0).to_json()
         try:
-            self.push(0)
-            told = replace(config, device=config.sampler, sampler="", staleness=0).to_json()
             self._say({"config": told, "longest": longest, "threads": torch.get_num_threads()})
-            self._hear("was ready")
         except BaseException:
             self.close()
             raise
 
-    def push(self, version: int) -> dict[str, float]:
-        """Hand over the model's weights. Returns seconds and GB/s."""
-        return self.weights.push(version)
+    def wait(self) -> None:
+        """Until it is ready. Raises as the class does."""
+        self._hear("was ready")
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
@@ -62,13 +58,12 @@ class RemoteSampler:
         return [[Answer(**answer) for answer in group] for group in self._hear("answered")]
 
     def close(self) -> None:
-        """End the process and free the shared memory."""
+        """End the process."""
         self.process.kill()
         self.process.wait(_ENDS_S)
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.weights.close()
 
     def _say(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None

@@ -24,6 +24,8 @@ _FORMAT = "tilewright-scaling-law"
 _LARGEST_FILE = 64 << 20
 _PULL = 0.5
 """A run that moves alpha or beta by this many standard errors is named. The furthest of the 240 Chinchilla runs moves 0.4."""
+_NOTHING = 1e-6
+"""Of the smallest loss: a term that is never as large has no part in the law."""
 _FAR = 8.0
 """A run whose residual is this many robust standard deviations is named."""
 
@@ -119,6 +121,9 @@ def _doubts(runs: Runs, found: Fit, points: dict[str, list[Minimum]], trends: di
         yield f"only {found.agreeing} of {found.starts} starts ended in the lowest minimum; there may be a lower one"
     if found.law.alpha <= 0 or found.law.beta <= 0:
         yield f"alpha {found.law.alpha:.3g}, beta {found.law.beta:.3g}: the law has no best size"
+    for name, share in zip("EAB", (found.law.E, *_terms(runs, found.law)), strict=True):
+        if share < _NOTHING * runs.loss.min():
+            yield f"{name} is 0 in the law that fits best: these runs do not show that term, and predictions lack it"
     for method in METHODS:
         for point in points[method]:
             if point.problem:
@@ -131,6 +136,11 @@ def _doubts(runs: Runs, found: Fit, points: dict[str, list[Minimum]], trends: di
     if np.ptp(k) > math.log(1.2):
         low, high = np.exp(k.min()), np.exp(k.max())
         yield f"FLOPs are {low:.2f} to {high:.2f} N D over the runs: optima are for C = {runs.flops_per_param_token:.2f} N D"
+
+
+def _terms(runs: Runs, law: Law) -> tuple[float, float]:
+    """The largest A / N^alpha and B / D^beta of the runs."""
+    return float((law.A * runs.params**-law.alpha).max()), float((law.B * runs.tokens**-law.beta).max())
 
 
 def _single_runs(runs: Runs, found: Fit) -> Iterator[str]:

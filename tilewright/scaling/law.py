@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 __all__ = ["HOFFMANN", "Law", "Optimum"]
 
+_LARGEST_LOG = 600.0
+"""Of A, B and E, either way: their products stay within a float64."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
@@ -32,8 +35,9 @@ class Law:
 
     @classmethod
     def from_logs(cls, a: float, b: float, e: float, alpha: float, beta: float) -> "Law":
-        """From log A, log B, log E, alpha, beta: the numbers that a fit varies."""
-        return cls(E=math.exp(e), A=math.exp(a), B=math.exp(b), alpha=alpha, beta=beta)
+        """From log A, log B, log E, alpha, beta: what a fit varies. A term that a fit drives to 0 stays above it."""
+        A, B, E = (math.exp(min(max(x, -_LARGEST_LOG), _LARGEST_LOG)) for x in (a, b, e))
+        return cls(E=E, A=A, B=B, alpha=alpha, beta=beta)
 
     @property
     def logs(self) -> tuple[float, float, float, float, float]:
