@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ __all__ = [
     "scope",
     "strict",
 ]
+
+P = ParamSpec("P")
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _NAMES: set[str] = {"reference"}
@@ -211,6 +213,11 @@ class Example(NamedTuple):
 
     label: str
     make: Callable[[Inputs], tuple[Any, ...]]
+
+    @staticmethod
+    def of(make: Callable[Concatenate[Inputs, P], tuple[Any, ...]]) -> Callable[Concatenate[str, P], "Example"]:
+        """Decorate make(inputs, ...) -> arguments: called with a label in the place of the inputs it gives an example."""
+        return lambda label, *args, **kwargs: Example(label, lambda inputs: make(inputs, *args, **kwargs))
 
 
 class Choice(NamedTuple):

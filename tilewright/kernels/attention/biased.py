@@ -156,26 +156,23 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, batch: int, rows: tuple[int, int], heads: tuple[int, int] = (2, 2), dim: int = 64,
+    inputs: Inputs, batch: int, rows: tuple[int, int], heads: tuple[int, int] = (2, 2), dim: int = 64,
     dtype: torch.dtype = torch.bfloat16, *, bias: tuple[int, int, int, int], kind: torch.dtype = torch.bool,
     value_dim: int | None = None, fill: float = -math.inf, empty_nan: bool = False, blind: int | None = None,
     turned: bool = False, scale: float | None = None,
-) -> Example:  # fmt: skip
+) -> tuple[object, ...]:  # fmt: skip
     """`blind`: that query sees no key. `turned`: the bias lies with its keys outermost."""
-
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        q = inputs.randn(batch, rows[0], heads[0], dim, dtype=dtype)
-        k, v = (inputs.randn(batch, rows[1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
-        shape = (*bias[:2], bias[3], bias[2]) if turned else bias
-        given = inputs.randn(*shape)
-        given = given > -0.5 if kind == torch.bool else given.to(kind)
-        given = given.mT if turned else given
-        if blind is not None:
-            given[:, :, blind] = False if kind == torch.bool else -math.inf
-        return q, k, v, given, dim**-0.5 if scale is None else scale, fill, empty_nan
-
-    return Example(label, make)
+    q = inputs.randn(batch, rows[0], heads[0], dim, dtype=dtype)
+    k, v = (inputs.randn(batch, rows[1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
+    shape = (*bias[:2], bias[3], bias[2]) if turned else bias
+    given = inputs.randn(*shape)
+    given = given > -0.5 if kind == torch.bool else given.to(kind)
+    given = given.mT if turned else given
+    if blind is not None:
+        given[:, :, blind] = False if kind == torch.bool else -math.inf
+    return q, k, v, given, dim**-0.5 if scale is None else scale, fill, empty_nan
 
 
 EXAMPLES = (

@@ -78,17 +78,15 @@ _SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, merged: bool = True, gate_first: bool = True
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, str, bool]:
-        dy, cols = inputs.randn(*shape, dtype=dtype), shape[-1]
-        if not merged:
-            return dy, inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype), kind, gate_first
-        both = inputs.randn(*shape[:-1], 2 * cols, dtype=dtype)
-        return dy, both[..., :cols], both[..., cols:], kind, gate_first
-
-    return Example(label, make)
+    inputs: Inputs, kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, merged: bool = True, gate_first: bool = True
+) -> tuple[Tensor, Tensor, Tensor, str, bool]:
+    dy, cols = inputs.randn(*shape, dtype=dtype), shape[-1]
+    if not merged:
+        return dy, inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype), kind, gate_first
+    both = inputs.randn(*shape[:-1], 2 * cols, dtype=dtype)
+    return dy, both[..., :cols], both[..., cols:], kind, gate_first
 
 
 EXAMPLES = (

@@ -86,19 +86,17 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, ids: int, cols: int, rows: int, *, bags: int = 0, dtype: torch.dtype = torch.bfloat16, hot: int = 0,
+    inputs: Inputs, ids: int, cols: int, rows: int, *, bags: int = 0, dtype: torch.dtype = torch.bfloat16, hot: int = 0,
     scaled: bool = False, maximum: bool = False, padding: int | None = None,
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        which = inputs.randint(0, rows, ids)
-        which[ids - hot :] = 2  # an id that crosses windows
-        bag = inputs.randint(0, bags, ids).sort().values if bags else None
-        chosen = inputs.randint(0, ids, bags, cols, dtype=torch.int32) if maximum else None
-        scales = inputs.randn(ids) if scaled else None
-        return inputs.randn(bags or ids, cols, dtype=dtype), which, bag, scales, chosen, rows, padding
-
-    return Example(label, make)
+) -> tuple[Any, ...]:  # fmt: skip
+    which = inputs.randint(0, rows, ids)
+    which[ids - hot :] = 2  # an id that crosses windows
+    bag = inputs.randint(0, bags, ids).sort().values if bags else None
+    chosen = inputs.randint(0, ids, bags, cols, dtype=torch.int32) if maximum else None
+    scales = inputs.randn(ids) if scaled else None
+    return inputs.randn(bags or ids, cols, dtype=dtype), which, bag, scales, chosen, rows, padding
 
 
 EXAMPLES = (

@@ -110,18 +110,16 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, ids: int, cols: int, offsets: list[int], mode: str, *, dtype: torch.dtype = torch.bfloat16,
+    inputs: Inputs, ids: int, cols: int, offsets: list[int], mode: str, *, dtype: torch.dtype = torch.bfloat16,
     scaled: bool = False, padding: int | None = None,
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, str, int | None]:
-        scales = inputs.randn(ids) if scaled else None
-        return (
-            inputs.randn(13, cols, dtype=dtype), inputs.randint(0, 13, ids), inputs.tensor(offsets, torch.int64),
-            scales, mode, padding,
-        )  # fmt: skip
-
-    return Example(label, make)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, str, int | None]:  # fmt: skip
+    scales = inputs.randn(ids) if scaled else None
+    return (
+        inputs.randn(13, cols, dtype=dtype), inputs.randint(0, 13, ids), inputs.tensor(offsets, torch.int64),
+        scales, mode, padding,
+    )  # fmt: skip
 
 
 EXAMPLES = (

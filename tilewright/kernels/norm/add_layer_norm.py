@@ -96,15 +96,18 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, row_stride: int = 0, want_sum: bool = True
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
-        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
-        residual, weight = inputs.randn(*shape, dtype=dtype), inputs.randn(shape[-1], dtype=dtype)
-        return x, residual, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, want_sum
-
-    return Example(label, make)
+    inputs: Inputs,
+    *shape: int,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = True,
+    row_stride: int = 0,
+    want_sum: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
+    x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+    residual, weight = inputs.randn(*shape, dtype=dtype), inputs.randn(shape[-1], dtype=dtype)
+    return x, residual, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, want_sum
 
 
 EXAMPLES = (

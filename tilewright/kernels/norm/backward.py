@@ -152,23 +152,19 @@ def _inputs(
     return dy, x + mean if mean else x, inputs.randn(shape[-1], dtype=dtype)
 
 
+@Example.of
 def _layer_example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, mean: float = 0.0, kept: bool = False
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, float, Tensor | None]:
-        dy, x, weight = _inputs(inputs, shape, dtype, row_stride, mean)
-        return dy, x, weight, 1e-5, row_statistics(x, 1e-5) if kept else None
-
-    return Example(label, make)
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, mean: float = 0.0, kept: bool = False
+) -> tuple[Tensor, Tensor, Tensor, float, Tensor | None]:  # fmt: skip
+    dy, x, weight = _inputs(inputs, shape, dtype, row_stride, mean)
+    return dy, x, weight, 1e-5, row_statistics(x, 1e-5) if kept else None
 
 
+@Example.of
 def _rms_example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, more: bool = False
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-        return *_inputs(inputs, shape, dtype, row_stride, 0.0), inputs.randn(*shape, dtype=dtype) if more else None, 1e-6
-
-    return Example(label, make)
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, more: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:  # fmt: skip
+    return *_inputs(inputs, shape, dtype, row_stride, 0.0), inputs.randn(*shape, dtype=dtype) if more else None, 1e-6
 
 
 LAYER_EXAMPLES = (

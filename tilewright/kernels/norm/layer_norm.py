@@ -105,15 +105,13 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, row_stride: int = 0, mean: float = 0.0
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, float]:
-        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
-        weight = inputs.randn(shape[-1], dtype=dtype)
-        return x + mean if mean else x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5
-
-    return Example(label, make)
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, row_stride: int = 0, mean: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+    weight = inputs.randn(shape[-1], dtype=dtype)
+    return x + mean if mean else x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5
 
 
 EXAMPLES = (

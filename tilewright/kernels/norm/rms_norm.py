@@ -111,12 +111,12 @@ SPACE = Space(
 )
 
 
-def _example(label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, float]:
-        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
-        return x, inputs.randn(shape[-1], dtype=dtype), 1e-6
-
-    return Example(label, make)
+@Example.of
+def _example(
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0
+) -> tuple[Tensor, Tensor, float]:
+    x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+    return x, inputs.randn(shape[-1], dtype=dtype), 1e-6
 
 
 EXAMPLES = (

@@ -149,13 +149,12 @@ ROWS_SPACE = Space(
 )
 
 
-def format_example(label: str, format: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0) -> Example:
+@Example.of
+def format_example(
+    inputs: Inputs, format: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0
+) -> tuple[Tensor, str]:
     """Arguments (x, format)."""
-
-    def make(inputs: Inputs) -> tuple[Tensor, str]:
-        return inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]], format
-
-    return Example(label, make)
+    return inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]], format
 
 
 _ROWS_EXAMPLES = (

@@ -115,16 +115,16 @@ SPACE = Space(
 )
 
 
-def _example(label: str, rows: int, vocab: int, dtype: torch.dtype, *, entries: int = 4, row_stride: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, ...]:
-        _, *tables, allowed = edit_logits_arguments(inputs, M=rows, N=vocab, entries=entries, dtype=dtype)
-        tables[4] = torch.where(inputs.randint(0, 4, *tables[4].shape) == 0, -1, tables[4])  # fewer entries
-        tables[5] = torch.where(inputs.randint(0, 4, *tables[5].shape) == 0, -torch.inf, tables[5])  # bans that end
-        allowed = torch.where(tables[0][:, None] % 2 == 0, inputs.randint(-(2**31), 2**31, *allowed.shape), -1).to(torch.int32)
-        logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
-        return (logits, *tables, allowed)
-
-    return Example(label, make)
+@Example.of
+def _example(
+    inputs: Inputs, rows: int, vocab: int, dtype: torch.dtype, *, entries: int = 4, row_stride: int = 0
+) -> tuple[Tensor, ...]:
+    _, *tables, allowed = edit_logits_arguments(inputs, M=rows, N=vocab, entries=entries, dtype=dtype)
+    tables[4] = torch.where(inputs.randint(0, 4, *tables[4].shape) == 0, -1, tables[4])  # fewer entries
+    tables[5] = torch.where(inputs.randint(0, 4, *tables[5].shape) == 0, -torch.inf, tables[5])  # bans that end
+    allowed = torch.where(tables[0][:, None] % 2 == 0, inputs.randint(-(2**31), 2**31, *allowed.shape), -1).to(torch.int32)
+    logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
+    return (logits, *tables, allowed)
 
 
 EXAMPLES = (

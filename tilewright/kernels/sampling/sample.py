@@ -134,21 +134,21 @@ _ROWS = (
 )
 
 
-def _example(label: str, rows: tuple[int, ...], vocab: int, spread: float, dtype: torch.dtype, row_stride: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, ...]:
-        logits = inputs.randn(len(rows), row_stride or vocab, dtype=dtype, scale=spread)[:, :vocab]
-        temperature, top_k, top_p, min_p = zip(*(_ROWS[r] for r in rows), strict=True)
-        return (
-            logits,
-            inputs.tensor(temperature, torch.float32),
-            inputs.tensor(top_k, torch.int32),
-            inputs.tensor(top_p, torch.float32),
-            inputs.tensor(min_p, torch.float32),
-            inputs.randint(-(2**62), 2**62, len(rows)),
-            inputs.randint(0, 2**20, len(rows)),
-        )
-
-    return Example(label, make)
+@Example.of
+def _example(
+    inputs: Inputs, rows: tuple[int, ...], vocab: int, spread: float, dtype: torch.dtype, row_stride: int = 0
+) -> tuple[Tensor, ...]:
+    logits = inputs.randn(len(rows), row_stride or vocab, dtype=dtype, scale=spread)[:, :vocab]
+    temperature, top_k, top_p, min_p = zip(*(_ROWS[r] for r in rows), strict=True)
+    return (
+        logits,
+        inputs.tensor(temperature, torch.float32),
+        inputs.tensor(top_k, torch.int32),
+        inputs.tensor(top_p, torch.float32),
+        inputs.tensor(min_p, torch.float32),
+        inputs.randint(-(2**62), 2**62, len(rows)),
+        inputs.randint(0, 2**20, len(rows)),
+    )
 
 
 EXAMPLES = (

@@ -88,15 +88,13 @@ SPACE = row_space(
 )
 
 
+@Example.of
 def _example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, log: bool, row_stride: int = 0
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        dy = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
-        x = inputs.randn(*shape, scale=2.0)
-        return dy, (torch.log_softmax(x, -1) if log else torch.softmax(x, -1)).to(dtype)
-
-    return Example(label, make)
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, log: bool, row_stride: int = 0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+    x = inputs.randn(*shape, scale=2.0)
+    return dy, (torch.log_softmax(x, -1) if log else torch.softmax(x, -1)).to(dtype)
 
 
 def _examples(log: bool) -> tuple[Example, ...]:

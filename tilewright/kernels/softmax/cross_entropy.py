@@ -149,20 +149,17 @@ SPACE = Space(default=_default, axes={**_BLOCKS, "HELD": (1, 2, 3)}, refusal=_re
 LOSS_SPACE = Space(default=_default, axes={**_BLOCKS, "HELD": (1,)}, refusal=_refusal)
 
 
+@Example.of
 def _example(
-    label: str, rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16, *, smoothing: float = 0.0, z_loss: float = 0.0,
+    inputs: Inputs, rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16, *, smoothing: float = 0.0, z_loss: float = 0.0,
     row_stride: int = 0, ids: tuple[int, ...] = (), masked: int = 0,
-) -> Example:  # fmt: skip
+) -> tuple[Tensor, Tensor, int, float, float]:  # fmt: skip
     """`ids` replaces the first targets; -100 is ignored. `masked`: that many last logits are -inf."""
-
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, int, float, float]:
-        logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
-        logits[:, vocab - masked :] = -torch.inf
-        targets = inputs.randint(0, vocab - masked, rows)
-        targets[: len(ids)] = inputs.tensor(ids, torch.int64)
-        return logits, targets, -100, smoothing, z_loss
-
-    return Example(label, make)
+    logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
+    logits[:, vocab - masked :] = -torch.inf
+    targets = inputs.randint(0, vocab - masked, rows)
+    targets[: len(ids)] = inputs.tensor(ids, torch.int64)
+    return logits, targets, -100, smoothing, z_loss
 
 
 EXAMPLES = (

@@ -110,13 +110,13 @@ LOG_SPACE = row_space(
 )  # fmt: skip
 
 
-def _example(label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, masked: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor]:
-        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype, scale=3.0)[..., : shape[-1]]
-        x[..., shape[-1] - masked :] = -torch.inf
-        return (x,)
-
-    return Example(label, make)
+@Example.of
+def _example(
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, masked: int = 0
+) -> tuple[Tensor]:
+    x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype, scale=3.0)[..., : shape[-1]]
+    x[..., shape[-1] - masked :] = -torch.inf
+    return (x,)
 
 
 EXAMPLES = (

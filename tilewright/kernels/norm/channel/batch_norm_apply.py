@@ -67,18 +67,16 @@ def _cost(
 # ---- examples
 
 
+@Example.of
 def _example(
-    label: str, n: int, s: int, c: int, dtype: torch.dtype, vectors: torch.dtype = torch.float32, *, last: bool = True,
+    inputs: Inputs, n: int, s: int, c: int, dtype: torch.dtype, vectors: torch.dtype = torch.float32, *, last: bool = True,
     affine: bool = True, residual: bool = False, activation: str = "none",
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        x, mean, variance, weight, bias, rest, eps, kind = normalize_channels_arguments(
-            inputs, B=n, M=s, N=c, dtype=dtype, first=not last, residual=residual, activation=activation
-        )
-        mean, variance, weight, bias = (t.to(vectors) for t in (mean, variance, weight, bias))
-        return x, mean, variance, weight if affine else None, bias if affine else None, rest, eps, kind
-
-    return Example(label, make)
+) -> tuple[object, ...]:  # fmt: skip
+    x, mean, variance, weight, bias, rest, eps, kind = normalize_channels_arguments(
+        inputs, B=n, M=s, N=c, dtype=dtype, first=not last, residual=residual, activation=activation
+    )
+    mean, variance, weight, bias = (t.to(vectors) for t in (mean, variance, weight, bias))
+    return x, mean, variance, weight if affine else None, bias if affine else None, rest, eps, kind
 
 
 EXAMPLES = (
