@@ -53,6 +53,7 @@ pages. Not supported: dropout. Cumulative lengths and prefixes on a GPU are trus
 import math
 from collections import Counter
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,8 +97,7 @@ def _reference(
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
-    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+    causal: bool, want_lse: bool, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return empty_outputs(q, v, want_lse)
 

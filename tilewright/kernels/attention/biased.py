@@ -27,7 +27,7 @@ attention.py's, which leaves out the keys that nobody sees; this one visits all.
 # pyright: reportGeneralTypeIssues=false
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -313,9 +313,7 @@ def _vendor_refuse(device: Device, problem: Problem) -> str | None:
     return None if problem.keys > 1 else "takes at least two keys"
 
 
-def _vendor(
-    config: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool,
-) -> Tensor:  # fmt: skip
+def _vendor(config: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *_: Any) -> Tensor:
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias.expand(shape), scale=scale,

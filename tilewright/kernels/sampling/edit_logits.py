@@ -16,7 +16,7 @@ Two launches: a pass over tiles of the logits, which reads counts only of rows t
 entries. Limited by bytes. The ids of one slot must differ, and slots be in range (neither is checked). Not supported: backward.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -65,10 +65,7 @@ def _reference(
     return out
 
 
-def _fake(
-    logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, before: Tensor,
-    after: Tensor, until: Tensor, allowed: Tensor,
-) -> Tensor:  # fmt: skip
+def _fake(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
 
 
@@ -96,9 +93,8 @@ class Problem(NamedTuple):
 
 
 def _problem(
-    logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, before: Tensor,
-    after: Tensor, until: Tensor, allowed: Tensor,
-) -> Problem:  # fmt: skip
+    logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, *_: Any
+) -> Problem:
     return Problem(logits.dtype, logits.shape[1], ids.shape[1])
 
 

@@ -92,9 +92,7 @@ def _cost(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, 
     return Cost(flops=5 * logits.numel(), bytes=logits.nbytes + 16 * targets.numel())
 
 
-def _gradient_cost(
-    logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> Cost:  # fmt: skip
+def _gradient_cost(logits: Tensor, targets: Tensor, *_: Any) -> Cost:
     return Cost(flops=10 * logits.numel(), bytes=2 * logits.nbytes + 16 * targets.numel())
 
 
@@ -312,11 +310,9 @@ def _launch(config: Config, logits: Tensor, targets: Tensor, ignore_index: int, 
     return _run(config, logits, targets, None, None, ignore_index, smoothing, z_loss)
 
 
-def _gradient_launch(
-    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
+def _gradient_launch(config: Config, logits: Tensor, targets: Tensor, scale: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    return _run(config, logits, targets, scale, grad, ignore_index, smoothing, z_loss), grad
+    return _run(config, logits, targets, scale, grad, *args), grad
 
 
 def _gradient_split(
@@ -338,10 +334,8 @@ def _split(launch: Callable[..., Any]) -> Impl:
     )  # fmt: skip
 
 
-def _in_place_launch(
-    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> Tensor:
-    return _run(config, logits, targets, scale, logits, ignore_index, smoothing, z_loss)
+def _in_place_launch(config: Config, logits: Tensor, targets: Tensor, scale: Tensor, *args: Any) -> Tensor:
+    return _run(config, logits, targets, scale, logits, *args)
 
 
 cross_entropy_op = Op(

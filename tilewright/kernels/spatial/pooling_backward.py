@@ -69,16 +69,11 @@ def _avg_reference(
     return wide.to(dy.dtype).contiguous()
 
 
-def _max_fake(
-    dy: Tensor, indices: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
+def _max_fake(dy: Tensor, indices: Tensor, size: list[int], *_: Any) -> Tensor:
     return dy.new_empty((dy.shape[0], *size, dy.shape[4]))
 
 
-def _avg_fake(
-    dy: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], include_pad: bool,
-    divisor: int | None,
-) -> Tensor:  # fmt: skip
+def _avg_fake(dy: Tensor, size: list[int], *_: Any) -> Tensor:
     return dy.new_empty((dy.shape[0], *size, dy.shape[4]))
 
 

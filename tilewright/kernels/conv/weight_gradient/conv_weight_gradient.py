@@ -309,12 +309,9 @@ def _launch(
     return dw
 
 
-def _launch_vendor(
-    config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    kernel: list[int],
-) -> Tensor:  # fmt: skip
+def _launch_vendor(config: Config, *args: Any) -> Tensor:
     with cudnn_choosing(deterministic=True):
-        return _gradient(dy, x, stride, padding, dilation, groups, kernel).contiguous()
+        return _gradient(*args).contiguous()
 
 
 def _refuse(device: Device, problem: Any) -> str | None:

@@ -19,6 +19,8 @@ on the device, and held to the rows that there are. Activations are those of `gr
 Where experts have 32 rows and more `sm90` is first, below `triton`. Not supported: gradients, gathered rows, other blocks.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -82,9 +84,8 @@ def _fake(
 
 
 def _problem(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
-    dtype: torch.dtype, clear: bool = True,
-) -> GroupedBlockProblem:  # fmt: skip
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, *_: Any
+) -> GroupedBlockProblem:
     rows = x.shape[0] * x.shape[1] if x.dim() == 3 else x.shape[0]
     places = x.data_ptr() | weight.data_ptr() | x.stride(-2) | weight.stride(1)
     return GroupedBlockProblem(
@@ -244,11 +245,8 @@ def _launch(
 _ANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
 
-def _launch_invariant(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None,
-    activation: str, dtype: torch.dtype, clear: bool = True,
-) -> Tensor:  # fmt: skip
-    return _launch(_ANY_ROWS, x, weight, x_scales, w_scales, bounds, bias, activation, dtype, clear)
+def _launch_invariant(config: Config, *args: Any) -> Tensor:
+    return _launch(_ANY_ROWS, *args)
 
 
 def _launch_sm90(

@@ -14,6 +14,8 @@ cores.
 Not supported: gradients, operands that are dense along M or N, K that 32 does not divide. `sm100` has been compiled, not run.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -147,12 +149,9 @@ def _refuse_fold(device: Device, problem: BlockProblem) -> str | None:
     return None
 
 
-def _launch_fold(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _launch_fold(config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, *args: Any) -> Tensor:
     (x, x_scales), (weight, w_scales) = fold_mx(x, x_scales), fold_mx(weight, w_scales)
-    return block_scaled_linear_op.run(x, weight, x_scales, w_scales, bias, activation, residual, dtype)
+    return block_scaled_linear_op.run(x, weight, x_scales, w_scales, *args)
 
 
 # ---- op

@@ -19,7 +19,7 @@ Not supported: gradients, batches, zero points of the result, operands that are 
 library has such a product: it would be composed, which is what this is instead of.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -209,12 +209,9 @@ def _launch_triton(
     return y
 
 
-def _launch_any_m(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None,
-    activation: str, residual: Tensor | None, dtype: torch.dtype, y_scale: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _launch_any_m(config: Config, *args: Any) -> Tensor:
     one = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-    return _launch_triton(one, x, weight, x_scales, w_scales, bias, activation, residual, dtype, y_scale)
+    return _launch_triton(one, *args)
 
 
 # ---- op
