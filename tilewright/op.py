@@ -140,8 +140,8 @@ class Impl:
     """The one architecture whose instructions it is made of (90: Hopper), in the place of `min_arch`; None: it is portable."""
     refuse: Callable[[Device, Any], str | None] = lambda device, problem: None
     batch_invariant: bool = False
-    interpretable: bool = True
-    """Whether Triton's interpreter can run it; vendor libraries and Gluon cannot be."""
+    interpretable: bool | None = None
+    """Whether Triton's interpreter can run it. None: unless it is a library's, or made of one architecture's instructions."""
     extra_roundings: int = 0
     """Roundings to the arguments' dtype beyond the op's own: a library's, before the epilogue that we add to it."""
     library: bool = False
@@ -160,7 +160,8 @@ class Impl:
         """Why this implementation does not take the problem on this device, or None when it does."""
         if not device.runs_triton:
             return "needs a GPU, or TRITON_INTERPRET=1"
-        if device.kind == "interpret" and not self.interpretable:
+        own = self.interpretable
+        if device.kind == "interpret" and not (own if own is not None else not self.library and self.written_for is None):
             return "cannot run under Triton's interpreter"
         least = self.written_for or self.min_arch
         if device.arch < least:

@@ -334,7 +334,7 @@ biased_attention_op = Op(
     make=biased_attention_arguments,
     impls=(
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, batch_invariant=True),
-        Impl(name="vendor", library=True, launch=_vendor, refuse=_vendor_refuse, interpretable=False),
+        Impl(name="vendor", library=True, launch=_vendor, refuse=_vendor_refuse),
     ),
     fake=_fake,
     rows_in_problem=True,

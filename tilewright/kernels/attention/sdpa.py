@@ -42,4 +42,4 @@ def _launch(
     return out.transpose(1, 2).contiguous(), q.new_empty(0, dtype=torch.float32)
 
 
-VENDOR = Impl(name="vendor", library=True, launch=_launch, refuse=_refuse, interpretable=False)
+VENDOR = Impl(name="vendor", library=True, launch=_launch, refuse=_refuse)

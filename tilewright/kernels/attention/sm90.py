@@ -208,7 +208,7 @@ def _refuse_invariant(device: Device, problem: Problem) -> str | None:
     return _refuse_any_layout(device, problem) if scope().invariant else _refuse(device, problem)
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse)
 SM90_INVARIANT = Impl(
     name="sm90_invariant",
     launch=_launch_any_layout,
@@ -216,5 +216,4 @@ SM90_INVARIANT = Impl(
     written_for=90,
     refuse=_refuse_invariant,
     batch_invariant=True,
-    interpretable=False,
 )

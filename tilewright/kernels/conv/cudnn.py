@@ -130,4 +130,4 @@ def _plan(
     return call
 
 
-VENDOR = Impl(name="vendor", library=True, launch=_launch, plan=_plan, refuse=_refuse, interpretable=False, extra_roundings=2)
+VENDOR = Impl(name="vendor", library=True, launch=_launch, plan=_plan, refuse=_refuse, extra_roundings=2)

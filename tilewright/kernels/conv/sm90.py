@@ -118,6 +118,4 @@ def _launch(
     return y
 
 
-SM90 = Impl(
-    name="sm90", launch=_launch, space=SPACE, plan=plan_of(planned), written_for=90, refuse=_refuse, interpretable=False
-)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, plan=plan_of(planned), written_for=90, refuse=_refuse)

@@ -378,6 +378,4 @@ def _first_launch(
 
 _PLANS = Planned(_key, _first_launch)
 
-NARROW = Impl(
-    name="narrow", launch=_launch, space=SPACE, plan=plan_of(_PLANS.plan), written_for=90, refuse=_refuse, interpretable=False
-)
+NARROW = Impl(name="narrow", launch=_launch, space=SPACE, plan=plan_of(_PLANS.plan), written_for=90, refuse=_refuse)

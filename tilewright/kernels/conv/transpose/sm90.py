@@ -137,6 +137,4 @@ def _first_launch(
 
 _PLANS = Planned(_key, _first_launch)
 
-TRANSPOSE_SM90 = Impl(
-    name="sm90", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse, interpretable=False
-)
+TRANSPOSE_SM90 = Impl(name="sm90", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse)

@@ -385,4 +385,4 @@ def _first_launch(
 
 _PLANS = Planned(_key, _first_launch)
 
-PHASES = Impl(name="phases", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
+PHASES = Impl(name="phases", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse)

@@ -345,7 +345,6 @@ conv_weight_gradient_op = Op(
             library=True,
             launch=_launch_vendor,
             refuse=lambda device, problem: None if problem.pixels else "cuDNN has no empty tensors",
-            interpretable=False,
         ),
         WEIGHT_GRADIENT_SM90,
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse),

@@ -292,4 +292,4 @@ def _first_launch(
 
 _PLANS = Planned(_key, _first_launch)
 
-WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, plan=_PLANS.plan, written_for=90, refuse=_refuse, interpretable=False)
+WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, plan=_PLANS.plan, written_for=90, refuse=_refuse)

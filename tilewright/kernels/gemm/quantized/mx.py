@@ -27,7 +27,7 @@ from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish,
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem
 from tilewright.kernels.gemm.quantized.inputs import mx_linear_arguments
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, dense_along_columns, empty_product, product_cost
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.kernels.quantize.mx_to_block import fold_mx
@@ -210,6 +210,5 @@ def mx_linear(
                 f"mx_linear: {name} must be {list(wanted)}, float8_e8m0fnu, dense along K, on {x.device}; "
                 f"got {list(t.shape)}, {t.dtype}, strides {t.stride()}, on {t.device}"
             )
-    if residual is not None and residual.stride(-1) != 1:
-        residual = residual.contiguous()
+    residual = dense_along_columns(residual)
     return mx_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype)
