@@ -32,7 +32,7 @@ from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.plan import Plan, Planned
-from tilewright.kernels.launch.replay import Prepared, pointer_kind
+from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -384,10 +384,8 @@ def _first_launch(
         "DW": dw, "DEEP": s.deep, "SPLIT_K": 1, "ACTIVATION": activation, "TOGETHER": together, "GROUP_M": 8,
     }  # fmt: skip
     constants |= config
-    compiled = _conv_kernel[(tiles, split)](*arguments, **constants)
-    starts = [0 if t is None else t.data_ptr() for t in operands]
-    prepared = Prepared(_conv_kernel, compiled, (tiles, split), arguments, constants, owners, starts)
-    return Plan(prepared, memory=(lambda device: _shared(scratch, tiles, device)) if scratch else None)
+    launched = first_launch(_conv_kernel, (tiles, split), arguments, constants, owners, operands)
+    return Plan(launched, memory=(lambda device: _shared(scratch, tiles, device)) if scratch else None)
 
 
 def _key(

@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.embedding.embedding_bag import Problem
 from tilewright.kernels.embedding.inputs import embedding_backward_arguments
+from tilewright.kernels.launch.row_space import row_problem
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -69,10 +69,6 @@ def _cost(
 
 
 # ---- space and examples
-
-
-def _problem(dy: Tensor, *_: Any) -> Problem:
-    return Problem(dy.dtype, dy.shape[1])
 
 
 SPACE = Space(
@@ -209,7 +205,7 @@ def _launch(
 embedding_backward_op = Op(
     name="embedding_backward",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=embedding_backward_arguments,

@@ -26,10 +26,21 @@ class Plan:
         memory: what each run has beside its operands, scratch memory and tickets: it stands behind them.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_copied", "_parts")
 
     def __init__(self, *launches: Prepared, memory: Memory | None = None):
         self._parts = ((launches, memory),)
+        self._copied: Callable[..., tuple[Tensor | None, ...]] | None = None
+
+    def behind(self, copied: Callable[..., tuple[Tensor | None, ...]]) -> "Plan":
+        """Itself, behind a copy of the operands: `copied` gives those of the launches, and reads more than addresses."""
+        self._copied = copied
+        return self
+
+    @property
+    def copies(self) -> bool:
+        """Whether operands are copied first."""
+        return self._copied is not None
 
     @classmethod
     def joined(cls, plans: Iterable["Plan"]) -> "Plan":
@@ -44,6 +55,8 @@ class Plan:
 
     def run_on(self, operands: tuple[Tensor | None, ...]) -> None:
         """`run`, of a tuple."""
+        if self._copied is not None:
+            operands = self._copied(*operands)
         starts = [0 if t is None else t.data_ptr() for t in operands]
         for launches, memory in self._parts:
             given, held = starts, ()

@@ -246,10 +246,6 @@ def rows_kernel(
 # ---- launchers and ops
 
 
-def _rows_launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return launch_rows(config, x, format)
-
-
 def launch_rows(
     config: Config, x: Tensor, format: str, given: Tensor | None = None, zero: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -274,7 +270,7 @@ quantize_rows_op = Op(
     cost=_rows_cost,
     examples=_ROWS_EXAMPLES,
     make=quantize_rows_arguments,
-    impls=(Impl(name="triton", launch=_rows_launch, space=ROWS_SPACE, refuse=refuse_format, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=launch_rows, space=ROWS_SPACE, refuse=refuse_format, batch_invariant=True),),
 )
 
 # ---- public functions

@@ -28,7 +28,7 @@ from tilewright.kernels.device.quantize import magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
-from tilewright.kernels.quantize.inputs import quantize_static_arguments, quantize_tensor_arguments
+from tilewright.kernels.quantize.inputs import quantize_rows_arguments, quantize_static_arguments
 from tilewright.kernels.quantize.per_row import (
     ROW_FORMATS,
     ROWS_SPACE,
@@ -163,7 +163,7 @@ quantize_tensor_op = Op(
     problem=format_problem,
     cost=_tensor_cost,
     examples=_TENSOR_EXAMPLES,
-    make=quantize_tensor_arguments,
+    make=quantize_rows_arguments,
     impls=(Impl(name="triton", launch=_tensor_launch, space=ROWS_SPACE, refuse=refuse_format),),
 )
 

@@ -310,32 +310,21 @@ def _launch(config: Config, logits: Tensor, targets: Tensor, ignore_index: int, 
     return _run(config, logits, targets, None, None, ignore_index, smoothing, z_loss)
 
 
-def _gradient_launch(config: Config, logits: Tensor, targets: Tensor, scale: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    return _run(config, logits, targets, scale, grad, *args), grad
+def _impls(in_place: bool) -> tuple[Impl, ...]:
+    """Of the losses and the gradient of the logits, which goes to memory of its own or to the logits."""
 
+    def launch(run: Callable[..., Tensor], config: Config, logits: Tensor, targets: Tensor, scale: Tensor, *rest: Any) -> Any:
+        grad = logits if in_place else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        loss = run(config, logits, targets, scale, grad, *rest)
+        return loss if in_place else (loss, grad)
 
-def _gradient_split(
-    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    return launch_split(config, logits, targets, scale, grad, ignore_index, smoothing, z_loss), grad
-
-
-def _in_place_split(
-    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> Tensor:
-    return launch_split(config, logits, targets, scale, logits, ignore_index, smoothing, z_loss)
-
-
-def _split(launch: Callable[..., Any]) -> Impl:
-    return Impl(
-        name="split", launch=launch, space=SPLIT_SPACE, refuse=refuse_split, batch_invariant=True, interpretable=False
+    return (
+        Impl(
+            name="split", launch=lambda *args: launch(launch_split, *args), space=SPLIT_SPACE, refuse=refuse_split,
+            batch_invariant=True, interpretable=False,
+        ),
+        Impl(name="triton", launch=lambda *args: launch(_run, *args), space=SPACE, batch_invariant=True),
     )  # fmt: skip
-
-
-def _in_place_launch(config: Config, logits: Tensor, targets: Tensor, scale: Tensor, *args: Any) -> Tensor:
-    return _run(config, logits, targets, scale, logits, *args)
 
 
 cross_entropy_op = Op(
@@ -355,7 +344,7 @@ cross_entropy_gradient_op = Op(
     cost=_gradient_cost,
     examples=tuple(_with_scale(example) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
-    impls=(_split(_gradient_split), Impl(name="triton", launch=_gradient_launch, space=SPACE, batch_invariant=True)),
+    impls=_impls(False),
 )
 
 cross_entropy_gradient_in_place_op = Op(
@@ -366,5 +355,5 @@ cross_entropy_gradient_in_place_op = Op(
     examples=tuple(_with_scale(example) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
     mutates=("logits",),
-    impls=(_split(_in_place_split), Impl(name="triton", launch=_in_place_launch, space=SPACE, batch_invariant=True)),
+    impls=_impls(True),
 )

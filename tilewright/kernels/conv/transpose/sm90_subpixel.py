@@ -47,7 +47,7 @@ from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.epilogue import activate, column_blocks
 from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
 from tilewright.kernels.launch.plan import Plan, Planned
-from tilewright.kernels.launch.replay import Prepared, pointer_kind
+from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
@@ -375,12 +375,10 @@ def _first_launch(
     arguments = (*descs, bias, boxes, down, across, tiles_n, ceil_div(s.o, _SIDE))
     constants = {
         "KH": kh, "KW": kw, "PAD_H": pad_h, "PAD_W": pad_w, "MOST_H": pad_h % 2, "MOST_W": pad_w % 2, "STAGES": stages,
-        "ACTIVATION": activation, **config,
+        "ACTIVATION": activation, **config, "num_warps": 4,
     }  # fmt: skip
-    compiled = _phases_kernel[(programs,)](*arguments, **constants, num_warps=4)
-    starts = [0 if t is None else t.data_ptr() for t in (x, weight, y, bias)]
-    prepared = Prepared(_phases_kernel, compiled, (programs,), arguments, constants, (0, 0, 1, 2, 2, 2, 2, 3), starts)
-    return Plan(prepared)
+    owners = (0, 0, 1, 2, 2, 2, 2, 3)
+    return Plan(first_launch(_phases_kernel, (programs,), arguments, constants, owners, (x, weight, y, bias)))
 
 
 _PLANS = Planned(_key, _first_launch)
