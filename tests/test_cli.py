@@ -97,7 +97,7 @@ OPTIONS = {
     "configure": CONFIGURE_OPTIONS,
     "place": {"--max-batch", "--explain", "--json"},
     "train plan": {"--tokens", "--length", "--card", "--budget", "--json"},
-    "scaling run": {"--out"},
+    "scaling run": {"--jobs", "--out"},
     "hw": {"--measure", "--json"},
     "hw occupancy": {"--threads", "--registers", "--arch", "--shared", "--barriers", "--json"},
     "hw waves": {"--blocks", "--sms", "--blocks-per-sm", "--json"},

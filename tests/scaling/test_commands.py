@@ -141,7 +141,8 @@ count.write_text(str(1 + int(count.read_text() if count.exists() else 0)))
 """
 
 
-def test_a_series_goes_on_where_it_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_series_goes_on_where_it_failed(jobs: int, tmp_path: Path) -> None:
     trainer = write(tmp_path / "trainer.py", TRAINER)
     made = plan(1e15, budgets=2, vocab=1024, head_dim=32, tied=True)
     folder = tmp_path / "series"
@@ -156,19 +157,47 @@ def test_a_series_goes_on_where_it_failed(tmp_path: Path) -> None:
 
     said: list[str] = []
     with pytest.raises(ValueError, match=r"failed with exit code 1; the end of .*no memory for this one"):
-        run_plan(made, folder, command, loss, said.append)
+        run_plan(made, folder, command, loss, said.append, jobs)
     before = done(folder / TABLE)
-    assert 0 < len(before) < len(made.runs)
+    assert len(before) < len(made.runs)
+    assert before or jobs > 1
     (folder / "fail").unlink()
     # A crash in the middle of a row: what is cut off is made again.
-    with (folder / TABLE).open("a") as file:
-        file.write(f"{made.runs[-1].name},1,2")
-    run_plan(made, folder, command, loss, said.append)
+    if before:
+        with (folder / TABLE).open("a") as file:
+            file.write(f"{made.runs[-1].name},1,2")
+    run_plan(made, folder, command, loss, said.append, jobs)
     runs = read_runs(folder / TABLE)
     assert len(runs) == len(made.runs)
-    assert runs.params.tolist() == [run.params for run in made.runs]
-    assert runs.loss == pytest.approx([1.8 + 480 / r.params**0.35 + 2100 / r.tokens**0.37 for r in made.runs])
-    assert {(folder / run.name / "calls").read_text() for run in made.runs} == {"1"}
+    assert sorted(runs.params.tolist()) == sorted(run.params for run in made.runs)
+    assert runs.loss == pytest.approx(1.8 + 480 / runs.params**0.35 + 2100 / runs.tokens**0.37)
+    once = made.runs if jobs == 1 else [run for run in made.runs if run.name in before]  # others were stopped on their way
+    assert all((folder / run.name / "calls").read_text() == "1" for run in once)
+
+
+WAITER = """
+import pathlib, sys, time
+folder, others = pathlib.Path(sys.argv[1]), sys.argv[2:]
+(folder / "began").touch()
+while others and not all((folder.parent / name / "began").exists() for name in others):
+    time.sleep(0.02)
+sys.exit("no memory for this one") if others else time.sleep(600)
+"""
+
+
+def test_runs_at_the_same_time_are_stopped_with_the_one_that_fails(tmp_path: Path) -> None:
+    trainer = write(tmp_path / "trainer.py", WAITER)
+    made = plan(1e15, budgets=1, sizes=3, vocab=1024, head_dim=32, tied=True)
+    names = [run.name for run in made.runs]
+
+    def command(run: PlannedRun, here: Path) -> list[str]:
+        return [sys.executable, str(trainer), str(here), *(names[:2] if run.name == names[2] else [])]
+
+    with pytest.raises(ValueError, match=f"{names[2]} failed with exit code 1.*no memory for this one"):
+        run_plan(made, tmp_path, command, lambda _: 1.0, print, 3)
+    assert not done(tmp_path / TABLE)
+    with pytest.raises(ValueError, match="jobs is 0; wanted 1 or more"):
+        run_plan(made, tmp_path, command, lambda _: 1.0, print, 0)
 
 
 def test_two_series_in_one_folder_are_refused(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def run(
     plan: Annotated[Path, typer.Argument(help="what `plan --out` wrote")],
     config: Annotated[Path, typer.Argument(help="config of `tilewright train`: data, tokenizer, eval_data, batch, lr")],
     out: Annotated[Path, typer.Option(help="folder of the series; the table is runs.csv in it")] = Path("series"),
+    jobs: Annotated[int, typer.Option(help="runs at a time: small models leave most of a card idle")] = 1,
 ) -> None:
     """Make the runs of a plan with `tilewright train`, a row of runs.csv each. The same command again goes on."""
     with plain_errors(context):
@@ -103,7 +104,7 @@ def run(
         from tilewright.scaling.trainer import command_of, held_out_loss
 
         made = read_plan(plan)
-        table = run_plan(made, out, command_of(config, made.sequence), held_out_loss, say)
+        table = run_plan(made, out, command_of(config, made.sequence), held_out_loss, say, jobs)
         print(table)
         say(f"All runs are made; fit them: tilewright scaling fit {table}")
 

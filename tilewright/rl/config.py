@@ -29,6 +29,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "dual_clip": (0.0, 1e9),
     "critic_learning_rate": (0.0, 10.0),
     "critic_warmup": (0, 10_000_000),
+    "moved_every": (0, 10_000_000),
     "eval_every": (0, 10_000_000),
     "eval_tasks": (1, 1 << 20),
     "save_every": (1, 10_000_000),
@@ -93,6 +94,8 @@ class RLConfig:
     """Draw from the likeliest tokens that together have this probability."""
     cache_bytes: int = 0
     """Of keys and values while sampling; 0: what the memory leaves."""
+    free_cache: bool = False
+    """Give the memory of keys and values back while the trainer works, and take it again to sample."""
     sampler: str = ""
     """Sample in a process of its own on this device: cpu, cuda or cuda:N. Empty: in the trainer's, on its weights."""
     staleness: int = 0
@@ -138,6 +141,8 @@ class RLConfig:
     reward_workers: int = 1
     entropy_floor: float = 0.01
     """Mean -log p of the sampled tokens, in nats, below which a step warns that the policy has collapsed."""
+    moved_every: int = 1
+    """Steps between measurements of how far a step's updates have moved the policy, which take a forward pass; 0: none."""
     eval_every: int = 0
     """Steps between measurements on tasks that are never trained on; 0: none."""
     eval_tasks: int = 256
@@ -173,6 +178,10 @@ class RLConfig:
                 raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(values)}")
         if self.staleness and not self.sampler:
             raise ValueError(f"staleness is {self.staleness}, but sampler is empty: one process has no older weights")
+        if self.free_cache and self.sampler:
+            raise ValueError(
+                f"free_cache is true, but sampler is {self.sampler!r}, a process with memory of its own: unset one"
+            )
         if self.chat and (not self.model or self.turns > 1):
             raise ValueError("chat needs a model with a chat template, and one turn: replies are plain text")
         if self.tensorboard and not self.out:

@@ -51,6 +51,8 @@ class Gatherer:
         self._config, self._environment, self._text = config, environment, text
         self.sampler, self._workers = sampler, workers
         self.lock = threading.Lock()
+        self.prompts = config.prompts
+        """Of a step."""
         self.drawn = 0
         """Tasks drawn so far."""
         self.rounds = 0
@@ -75,7 +77,7 @@ class Gatherer:
         config, kept, found = self._config, list[list[Sample]](), Gathered()
         whole: list[float] = []
         for rounds_left in range(config.resample, -1, -1):
-            wanted = config.prompts - len(kept)
+            wanted = self.prompts - len(kept)
             tasks = [self._environment.task(self.drawn + i) for i in range(wanted)]
             began = time.perf_counter()
             made = self.sample(tasks, answers=config.answers, seed=config.seed + self.rounds)

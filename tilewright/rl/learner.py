@@ -64,22 +64,29 @@ class Learner:
     def learn(self, batch: Batch, update: int) -> dict[str, float]:
         """Update the weights from a batch of samples of them; `update` steps were made before. Returns the step's numbers."""
         with self._kernels():
-            return self._learn(self._prepared(batch), update)
+            return self._learn(self._prepared(batch, update), update)
 
     def _kernels(self) -> AbstractContextManager[Any]:
         return invariant() if self.config.invariant else nullcontext()
+
+    def _once(self, update: int) -> bool:
+        """A step is one update, whose own pass says what the weights before it gave each token: no pass before it is needed."""
+        config = self.config
+        policy_learns = self.critic is None or update >= config.critic_warmup
+        return policy_learns and config.epochs * config.minibatches == 1 and config.correction == "none"
 
     @torch.no_grad()
     def _over(self, batch: Batch, values_of: Callable[[Batch], Tensor]) -> Tensor:
         return torch.cat([values_of(part) for part in split(batch, self.config.tokens_per_pass)])
 
-    def _prepared(self, batch: Batch) -> Batch:
+    def _prepared(self, batch: Batch, update: int) -> Batch:
         """With the trainer's own log-probabilities before the first update, the reference's, and advantages."""
         config = self.config
         if config.drawing.filters:
             width = max(1, int(batch.known("kept").max()))
             batch = replace(batch, support=self._over(batch, partial(support_of, self.model, width=width)))
-        batch = replace(batch, old=self._over(batch, partial(logprobs_of, self.model)))
+        if not self._once(update):
+            batch = replace(batch, old=self._over(batch, partial(logprobs_of, self.model)))
         if self._reference is not None:
             batch = replace(batch, reference=self._over(batch, partial(logprobs_of, self._reference)))
         rewarded = batch
@@ -98,11 +105,10 @@ class Learner:
         left = max(0.0, min(1.0, (config.updates - update) / max(1.0, config.decay * config.updates)))
         rate = left * min(1.0, (update + 1) / max(1, config.warmup))
         generator = torch.Generator().manual_seed(config.seed + update)
-        # On policy the trainer's probabilities are the sampler's, and every ratio is 1; this is what they really are.
-        stats: dict[str, float] = measure(batch.old, replace(batch, old=batch.sampled))
-        stats["entropy"] = -float(batch.sampled[batch.mask].mean())
+        stats: dict[str, float] = {"entropy": -float(batch.sampled[batch.mask].mean())}
+        before: list[Tensor] | None = [] if self._once(update) else None
         loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
-        policy = partial(self._policy_parts, loss_of=loss_of, bonus=left * config.entropy_bonus)
+        policy = partial(self._policy_parts, loss_of=loss_of, bonus=left * config.entropy_bonus, before=before)
         for _ in range(config.epochs):
             for kept in torch.randperm(len(batch.lengths), generator=generator).chunk(config.minibatches):
                 chosen = select(batch, kept.to(batch.lengths.device))
@@ -118,10 +124,16 @@ class Learner:
                     grads = dict(zip(trainable(self.model), result[1:]))
                     norm, applied = self._optimizer.step(grads, config.learning_rate * rate)
                     stats |= {"loss": float(result[0]), "norm": float(norm), "applied": float(applied)}
-        # How far the updates of this step have moved the policy.
-        moved = measure(self._over(batch, partial(logprobs_of, self.model)), batch)
+                    if before is not None:
+                        batch = replace(chosen, old=torch.cat(before))
+        # On policy the trainer's probabilities are the sampler's, and every ratio is 1; this is what they really are.
+        stats |= measure(batch.old, replace(batch, old=batch.sampled))
         if self.critic is not None:
             stats["explained"] = _explained(batch)
+        if not config.moved_every or (update + 1) % config.moved_every:
+            return stats
+        # How far the updates of this step have moved the policy.
+        moved = measure(self._over(batch, partial(logprobs_of, self.model)), batch)
         return stats | {f"{name}_after": moved[name] for name in ("ratio", "clip_share", "kl")}
 
     def _options(self) -> dict[str, Any]:
@@ -130,14 +142,19 @@ class Learner:
             return {"longest": config.longest}
         return {"dual": config.dual_clip or None} if config.algorithm == "ppo" else {}
 
-    def _policy_parts(self, batch: Batch, loss_of: Any, bonus: float) -> Iterator[list[Tensor]]:
+    def _policy_parts(self, batch: Batch, loss_of: Any, bonus: float, before: list[Tensor] | None) -> Iterator[list[Tensor]]:
+        """Loss and gradients of each pass. before: takes the log-probabilities, which are also the old ones; None: the batch
+        has those."""
         for part in split(batch, self.config.tokens_per_pass):
-            if bonus:
-                logprobs, entropies = logprobs_and_entropies_of(self.model, part)
-                loss = loss_of(logprobs, part) + entropy_bonus(entropies, part, bonus)
-            else:
-                logprobs = logprobs_of(self.model, part)
-                loss = loss_of(logprobs, part)
+            logprobs, entropies = (
+                logprobs_and_entropies_of(self.model, part) if bonus else (logprobs_of(self.model, part), None)
+            )
+            if before is not None:
+                before.append(logprobs.detach())
+                part = replace(part, old=before[-1])
+            loss = loss_of(logprobs, part)
+            if entropies is not None:
+                loss = loss + entropy_bonus(entropies, part, bonus)
             if self.config.kl:
                 loss = loss + penalty(logprobs, part, self.config.kl, self.config.kl_estimator)
             yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(self.model).values()))]

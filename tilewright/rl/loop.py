@@ -103,6 +103,7 @@ class Trainer:
                 f"no answer of step {self.update} got a reward: {dict(self.workers.failures)}; {self.workers.last_error}"
             )
         versions = [sample.version for sample in samples]
+        freed = self._freed()
         stats = self.learner.learn(self._batch(samples), self.update)
         self.update += 1
         self._reached, self.shown = (found.drawn, found.rounds), found.shown
@@ -124,6 +125,7 @@ class Trainer:
             "sampled_tokens_per_s": chosen / found.sampling_s,
             "trained_tokens_per_s": sum(len(sample.tokens) for sample in samples) / max(took - waited, 1e-9),
             **pushed,
+            **freed,
         }
         if self.config.eval_every and (self.update % self.config.eval_every == 0 or self.update == self.config.updates):
             row["eval_exact"] = self.evaluate()
@@ -148,6 +150,13 @@ class Trainer:
         if self._ahead is None:
             self._ahead = Ahead(self.gatherer, first=self.update, staleness=self.config.staleness)
         return self._ahead.take()
+
+    def _freed(self) -> dict[str, float]:
+        """Give the sampler's memory to the trainer, where the two share it."""
+        if self._local is None or not self.config.free_cache:
+            return {}
+        freed, took = self._local.give_back()
+        return {"cache_freed_bytes": freed, "cache_free_s": took, "cache_take_s": self._local.taking_s}
 
     def _check_age(self, samples: Sequence[Sample]) -> None:
         """Raises ConnectionError for samples of weights that nobody may have, or that are too old."""

@@ -5,7 +5,7 @@ its pages; nothing is cached between calls, for keys and values of older weights
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -17,10 +17,15 @@ from tilewright.engine.loading import runner_of
 from tilewright.engine.outputs import CompletionOutput, Transcript
 from tilewright.engine.plan import plan_memory
 from tilewright.engine.request import SamplingParams
+from tilewright.engine.runner import ModelRunner
 from tilewright.engine.schedule import Scheduler
+from tilewright.hw.revocable import Revocable
 from tilewright.models import Model
+from tilewright.nn import KVCache
 
 __all__ = ["Answer", "Drawing", "Sampler", "Samples"]
+
+_ALIGNMENT = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,7 @@ class Sampler:
 
     max_len: tokens of a prompt and its answer together. seqs: samples decoded at once. end_ids: tokens that end an answer.
     cache_bytes: for keys and values; None: what the memory leaves. Where they do not fit, samples wait, or begin again.
+    shares: the cache's memory can be given back between calls (`give_back`); the next call takes it again.
 
     Raises:
         NoMemory: the cache of `seqs` sequences does not fit.
@@ -81,7 +87,7 @@ class Sampler:
 
     def __init__(
         self, model: Model, *, max_len: int, seqs: int, end_ids: tuple[int, ...], invariant: bool = False,
-        drawing: Drawing = Drawing(), cache_bytes: int | None = None,
+        drawing: Drawing = Drawing(), cache_bytes: int | None = None, shares: bool = False,
     ) -> None:  # fmt: skip
         self.drawing = drawing
         self.version = 0
@@ -98,6 +104,11 @@ class Sampler:
         )
         plan = plan_memory(model, options, device=device, dtype=dtype)
         runner = runner_of(model, plan.num_pages, plan.max_model_len, options, explains_draws=not drawing.plain)
+        self._memory: Revocable | None = None
+        self.taking_s = 0.0
+        """Seconds that the last call took to have the cache's memory again."""
+        if shares:
+            self._memory = _made_revocable(runner)
         runner.warmup(lambda words: None)
         scheduler = Scheduler(
             blocks=BlockPool(plan.num_pages, plan.page_size),
@@ -122,6 +133,8 @@ class Sampler:
             RuntimeError: the engine failed on a request.
         """
         drawing, transcripts = self.drawing, dict[str, Transcript]()
+        if self._memory is not None:
+            self.taking_s = self._memory.take()
         self._engine.reset()  # of what other weights have left
         with torch.no_grad():
             for index, prompt in enumerate(prompts):
@@ -137,6 +150,29 @@ class Sampler:
                     transcripts[delta.request_id].add(delta)
         wholes = (transcript.completion() for transcript in transcripts.values())
         return [[_answer(output, drawing, self.version) for output in whole.outputs] for whole in wholes]
+
+    def give_back(self) -> tuple[int, float]:
+        """Give the cache's memory back until the next call, where it is shared. Returns its bytes and the seconds it took."""
+        return (0, 0.0) if self._memory is None else (self._memory.nbytes, self._memory.give_back())
+
+
+def _made_revocable(runner: ModelRunner) -> Revocable:
+    """Puts a runner's cache into memory that can be given back. Before graphs are captured: nothing else holds its tensors."""
+    cache = runner.cache
+    kind, shapes = (
+        type(cache),
+        {field.name: [(x.shape, x.dtype) for x in getattr(cache, field.name)] for field in fields(cache)},
+    )
+    runner.cache = cache = KVCache(k=(), v=())  # before as much is taken again
+    sizes = [-(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for made in shapes.values() for shape, dtype in made]
+    memory = Revocable(sum(sizes), runner.device)
+    parts = iter(memory.memory.split(sizes))
+    places = {
+        name: tuple(next(parts)[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for shape, dtype in made)
+        for name, made in shapes.items()
+    }
+    runner.cache = kind(**places)
+    return memory
 
 
 def _answer(output: CompletionOutput, drawing: Drawing, version: int) -> Answer:

@@ -22,7 +22,18 @@ from tilewright.train.log import Log
 
 __all__ = ["rows", "to_toml"]
 
-_MAY_CHANGE = ("updates", "out", "save_every", "keep", "tensorboard", "reward_workers", "eval_every", "eval_tasks", "device")
+_MAY_CHANGE = (
+    "updates",
+    "out",
+    "save_every",
+    "keep",
+    "tensorboard",
+    "reward_workers",
+    "eval_every",
+    "eval_tasks",
+    "device",
+    "moved_every",
+)
 """Fields that a run may go on with another value of: no update depends on them."""
 
 

@@ -27,7 +27,7 @@ def sampler_of(config: RLConfig, model: Model, longest: int, end_ids: tuple[int,
     """A sampler of this model as the config has it, for conversations of up to `longest` tokens."""
     return Sampler(
         model, max_len=longest, seqs=_SEQS, end_ids=end_ids, invariant=config.invariant, drawing=config.drawing,
-        cache_bytes=config.cache_bytes or None,
+        cache_bytes=config.cache_bytes or None, shares=config.free_cache,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Making the runs of a plan, one after the other: a command each, a row of `runs.csv` when it has ended well.
+"""Making the runs of a plan, one or several at a time: a command each, a row of `runs.csv` when it has ended well.
 
 A run that is in the table is not made again, so a stopped series goes on where it was. A run has a folder of its own under the
 series' (its log is `log.txt` there), and whoever trains may resume inside it.
@@ -11,8 +11,10 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 from tilewright.scaling.plan import Plan, PlannedRun
 
@@ -29,37 +31,109 @@ def run_plan(
     command: Callable[[PlannedRun, Path], list[str]],
     loss: Callable[[Path], float],
     say: Callable[[str], None],
+    jobs: int = 1,
 ) -> Path:
     """Make every run of `plan` that `folder` has no row for; returns the table's path.
 
     command: what trains a run, given the folder for its files. loss: the final loss, in nats a token, from that folder.
+    jobs: runs that are made at the same time; the largest begin first, so that none of them is left for the end.
 
     Raises:
-        ValueError: a run failed or left no loss; the message has the end of its log. What ended before it is kept.
+        ValueError: jobs is below 1, or a run failed or left no loss; the message has the end of its log. What ended before
+            it is kept, and the others are stopped.
         BlockingIOError: another process makes runs in this folder.
         OSError: the folder cannot be written.
     """
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}; wanted 1 or more")
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / TABLE
     with _alone(folder):
         rows = done(table)
+        left = []
         for place, run in enumerate(plan.runs, 1):
             label = f"run {place} of {len(plan.runs)}, {run.name}"
             if run.name in rows:
                 say(f"{label}: done before, loss {rows[run.name]:.4f}")
-                continue
-            say(f"{label}: {run.params:,} parameters, {run.tokens:,} tokens")
-            began = time.monotonic()
-            here = folder / run.name
-            here.mkdir(exist_ok=True)
-            _train(command(run, here), here / "log.txt", run.name)
-            final = loss(here)
-            if not 0 < final < math.inf:
-                raise ValueError(f"{run.name} ended with a loss of {final}; wanted a positive number: see {here / 'log.txt'}")
-            seconds = time.monotonic() - began
-            _append(table, [run.name, run.params, run.tokens, repr(run.flops), repr(final), f"{seconds:.1f}"])
-            say(f"{label}: loss {final:.4f} after {seconds:,.0f} s")
+            else:
+                left.append((run, label))
+        if jobs > 1:
+            left.sort(key=lambda pair: -pair[0].flops)
+        series = _Series(folder, command, loss, say)
+        with ThreadPoolExecutor(jobs) as pool, series.stopped_at_the_end():
+            made = [pool.submit(series.make, run, label) for run, label in left]
+            wait(made, return_when=FIRST_EXCEPTION)
+            for one in made:
+                if one.done():
+                    one.result()
     return table
+
+
+class _Series:
+    """The runs of a folder. `make` is called by several threads."""
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Callable[[PlannedRun, Path], list[str]],
+        loss: Callable[[Path], float],
+        say: Callable[[str], None],
+    ):
+        self.folder, self.command, self.loss, self.say = folder, command, loss, say
+        self.lock = Lock()
+        self.ended = False
+        self.processes: set[subprocess.Popen[bytes]] = set()
+
+    def make(self, run: PlannedRun, label: str) -> None:
+        """One run, from its command to its row."""
+        here = self.folder / run.name
+        with self.lock:
+            if self.ended:
+                return
+            self.say(f"{label}: {run.params:,} parameters, {run.tokens:,} tokens")
+        began = time.monotonic()
+        here.mkdir(exist_ok=True)
+        if not self._train(self.command(run, here), here / "log.txt", run.name):
+            return
+        final = self.loss(here)
+        if not 0 < final < math.inf:
+            raise ValueError(f"{run.name} ended with a loss of {final}; wanted a positive number: see {here / 'log.txt'}")
+        seconds = time.monotonic() - began
+        with self.lock:
+            _append(self.folder / TABLE, [run.name, run.params, run.tokens, repr(run.flops), repr(final), f"{seconds:.1f}"])
+            self.say(f"{label}: loss {final:.4f} after {seconds:,.0f} s")
+
+    def _train(self, command: list[str], log: Path, name: str) -> bool:
+        """Whether it ended by itself. Raises ValueError where it failed."""
+        with log.open("ab") as out:
+            with self.lock:
+                if self.ended:
+                    return False
+                # In the terminal's process group: Ctrl-C reaches the trainer as well, which may then save its state.
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+                self.processes.add(process)
+            code = process.wait()
+            with self.lock:
+                self.processes.remove(process)
+                if self.ended:
+                    return False
+        if code:
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+                last = file.read().decode("utf-8", "replace").strip().splitlines()[-3:]
+            raise ValueError(f"{name} failed with exit code {code}; the end of {log}: {' / '.join(last) or 'nothing'}")
+        return True
+
+    @contextmanager
+    def stopped_at_the_end(self) -> Iterator[None]:
+        """Whatever ends the block, no run goes on behind it, and none begins."""
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.ended = True
+                for process in self.processes:
+                    process.terminate()
 
 
 def done(table: Path) -> dict[str, float]:
@@ -75,23 +149,6 @@ def done(table: Path) -> dict[str, float]:
     if not whole or tuple(whole[0].split(",")) != COLUMNS:
         raise ValueError(f"{table} has other columns than {', '.join(COLUMNS)}; give the series another folder")
     return {row["name"]: float(row["loss"]) for row in csv.DictReader(whole)}
-
-
-def _train(command: list[str], log: Path, name: str) -> None:
-    with log.open("ab") as out:
-        # In the terminal's process group: Ctrl-C reaches the trainer as well, which may then save its state.
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-    if code:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            last = file.read().decode("utf-8", "replace").strip().splitlines()[-3:]
-        raise ValueError(f"{name} failed with exit code {code}; the end of {log}: {' / '.join(last) or 'nothing'}")
 
 
 def _append(table: Path, row: list[object]) -> None:
