@@ -220,6 +220,10 @@ class Example(NamedTuple):
         """Decorate make(inputs, ...) -> arguments: called with a label in the place of the inputs it gives an example."""
         return lambda label, *args, **kwargs: Example(label, lambda inputs: make(inputs, *args, **kwargs))
 
+    def then(self, more: Callable[..., tuple[Any, ...]]) -> "Example":
+        """Of another op: more(inputs, *these arguments) are its arguments."""
+        return Example(self.label, lambda inputs: more(inputs, *self.make(inputs)))
+
 
 class Choice(NamedTuple):
     """What a call will run."""

@@ -102,12 +102,11 @@ _TENSOR_EXAMPLES = (
 def _given(example: Example, zero: int | None = None) -> Example:
     """Arguments (x, scale, format, zero point): the scale is too small for some numbers."""
 
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        x, format = example.make(inputs)
+    def more(inputs: Inputs, x: Tensor, format: str) -> tuple[object, ...]:
         point = None if zero is None else inputs.tensor(float(zero), torch.float32)
         return x, inputs.tensor(2.0 / FORMATS[format].largest, torch.float32), format, point
 
-    return Example(example.label if zero is None else f"{example.label}, zero {zero}", make)
+    return example._replace(label=example.label if zero is None else f"{example.label}, zero {zero}").then(more)
 
 
 # ---- kernel

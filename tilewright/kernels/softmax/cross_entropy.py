@@ -172,12 +172,9 @@ EXAMPLES = (
 )
 
 
-def _with_scale(example: Example) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, int, float, float]:
-        logits, targets, *options = example.make(inputs)
-        return logits, targets, inputs.randn(logits.shape[0]).abs() + 0.1, *options
-
-    return Example(example.label, make)
+def _with_scale(inputs: Inputs, logits: Tensor, *rest: Any) -> tuple[Any, ...]:
+    targets, *options = rest
+    return logits, targets, inputs.randn(logits.shape[0]).abs() + 0.1, *options
 
 
 # ---- kernel
@@ -342,7 +339,7 @@ cross_entropy_gradient_op = Op(
     reference=_gradient_reference,
     problem=_gradient_problem,
     cost=_gradient_cost,
-    examples=tuple(_with_scale(example) for example in EXAMPLES),
+    examples=tuple(example.then(_with_scale) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
     impls=_impls(False),
 )
@@ -352,7 +349,7 @@ cross_entropy_gradient_in_place_op = Op(
     reference=_in_place_reference,
     problem=_gradient_problem,
     cost=_gradient_cost,
-    examples=tuple(_with_scale(example) for example in EXAMPLES),
+    examples=tuple(example.then(_with_scale) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
     mutates=("logits",),
     impls=_impls(True),

@@ -339,16 +339,11 @@ def _parities(padding: int) -> tuple[int, int]:
     return padding % 2, 1 - padding % 2
 
 
-def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, size: list[int],
-) -> Tensor:  # fmt: skip
-    y = torch.empty((x.shape[0], *size, weight.shape[-1]), dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y
-    weight = weight.contiguous()
-    args = (x, weight, bias, activation, stride, padding, dilation, groups, size)
-    _PLANS.fill(config, y, args, (x, weight, y, bias, None, None, None))
+def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    y = torch.empty((x.shape[0], *rest[-1], weight.shape[-1]), dtype=x.dtype, device=x.device)
+    if y.numel():
+        weight = weight.contiguous()
+        _PLANS.fill(config, y, (x, weight, bias, *rest), (x, weight, y, bias, None, None, None))
     return y
 
 
