@@ -351,14 +351,15 @@ def _conv_kernel(
 
 
 def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, *rest: Any
-) -> Tensor:
-    *_, size, x_scales, w_scales, dtype = rest
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     y = empty_output(x, weight, size, dtype)
     if y.numel():
         weight = weight.contiguous()
-        args, operands = (x, weight, bias, residual, activation, *rest), (x, weight, y, bias, residual, x_scales, w_scales)
-        _PLANS.fill(config, y, args, operands)
+        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype)
+        _PLANS.fill(config, y, args, (x, weight, y, bias, residual, x_scales, w_scales))
     return y
 
 

@@ -27,6 +27,7 @@ three spatial dims, Triton from 3.8 on (`VIEWS_REACH_ON`).
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -329,12 +330,16 @@ def _key(
     )  # fmt: skip
 
 
-def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
-    *window, _, _, dtype = rest
-    y = empty_output(x, weight, window[-1], dtype)
+def _launch(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    y = empty_output(x, weight, size, dtype)
     if y.numel():
         weight = weight.contiguous()
-        _PLANS.fill(config, y, (x, weight, bias, residual, *window), (x, weight, y, bias, residual))
+        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size)
+        _PLANS.fill(config, y, args, (x, weight, y, bias, residual))
     return y
 
 

@@ -129,7 +129,7 @@ def _key(
     config: Config, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, eps: float, activation: str,
 ) -> tuple[Any, ...]:  # fmt: skip
-    kinds = (pointer_kind(t) for t in (x, mean, variance, weight, bias, residual))
+    kinds = map(pointer_kind, (x, mean, variance, weight, bias, residual))
     return (x.get_device(), x.shape, x.stride(), *kinds, eps, activation, *config.values())
 
 
