@@ -55,8 +55,8 @@ test-interpret: setup-test ## every kernel against its definition, in Triton's i
 	$(BIN)/python -m pytest tests/test_ops.py tests/kernels $(ARGS)
 
 test-long: export OMP_NUM_THREADS := 1
-test-long: setup-test ## the tests that take minutes, which `make test` leaves out
-	$(BIN)/python -m pytest -m long $(ARGS)
+test-long: setup-test ## the tests that take minutes, which `make test` leaves out, each named as it ends
+	$(BIN)/python -m pytest -m long -vv --durations=30 $(ARGS)
 
 # With the Python that is there, and what it has: no environment is made, nothing is installed.
 test-gpu: ## what only a GPU can show, in ten minutes; make test-gpu PYTHON=python3.12 ARGS='-k attention'

@@ -2,13 +2,14 @@
 
 import json
 import lzma
-import os
 import random
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.paths import SHARED
 
 __all__ = ["books", "folder", "prose"]
 
@@ -23,11 +24,13 @@ WORDS = re.findall(
 
 
 def folder(name: str) -> Path:
-    """A folder of the data sets; skips the test where `TILEWRIGHT_TEST_DATA` names none."""
-    root = os.environ.get("TILEWRIGHT_TEST_DATA")
-    if not root or not (Path(root) / name).is_dir():
-        pytest.skip(f"needs the data set {name!r}: set TILEWRIGHT_TEST_DATA to the folder that holds it")
-    return Path(root) / name
+    """A folder of the data sets; skips the test where it is not there."""
+    found = SHARED / "data" / name
+    if not found.is_dir():
+        pytest.skip(
+            f"needs the data set {name!r}, which is not at {found}: TILEWRIGHT_TEST_DATA names the folder that has data/"
+        )
+    return found
 
 
 @cache

@@ -5,6 +5,9 @@ a hash of all layer-0 cells up to it, read through the block table when it is wr
 cells. So a page given to two owners, shared before it was filled, evicted while in use, copied too early or not at all, changes
 the tokens that come out, against `expected`, which hashes the plain token list.
 
+With `window` there is a third layer, whose cells are those of layer 0, in pages of its own. `broken` says what a row that reads
+its window there has found to be otherwise.
+
 `asynchronous`: nothing runs before it is collected, so a step runs as late as a device could, after the next was launched.
 """
 
@@ -20,6 +23,7 @@ from tilewright.engine.request import SamplingParams, TokenLogprobs
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.step import FillMasks, Row, Step, StepResult, agreed
 from tilewright.engine.tokenizer import Tokenizer
+from tilewright.engine.windows import Windows
 
 EMPTY = -1
 MODULUS = (1 << 61) - 1
@@ -49,9 +53,11 @@ def scheduler(
     cache: bool = True,
     host: int = 0,
     model_len: int = 1000,
+    window: tuple[int, int] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
-    """A scheduler with small bounds."""
+    """A scheduler with small bounds. window: (tokens that are seen, pages of layers that see no more)."""
+    seen = None if window is None else Windows(BlockPool(window[1], size, prefix_cache=cache), window[0])
     return Scheduler(
         blocks=BlockPool(pages, size, prefix_cache=cache, host_pages=host),
         max_seqs=max_seqs,
@@ -59,6 +65,7 @@ def scheduler(
         max_model_len=model_len,
         max_waiting=waiting,
         prefill_chunk=chunk,
+        windows=seen,
         clock=clock,
     )
 
@@ -127,7 +134,7 @@ class _Work:
         self.start, self.count, self.samples = row.start, row.count, row.samples
         self.drafts = row.drafts
         self.tokens = [*request.tokens(row.start, row.start + row.count), *row.drafts]
-        self.pages = list(request.pages)
+        self.pages, self.window_pages = list(request.pages), list(request.window_pages)
         self.seed = request.seed
         self.wants = request.params.logprobs is not None
         wanted = request.params.prompt_logprobs is not None
@@ -145,7 +152,11 @@ class FakeRunner:
         vocab_size: int,
         asynchronous: bool = False,
         faults: Callable[[int], None] = lambda number: None,
+        window: tuple[int, int] | None = None,
     ):
+        self.window, window_pages = window or (0, 0)
+        self.windowed = [[EMPTY] * page_size for _ in range(window_pages)]
+        self.broken: list[str] = []
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.asynchronous = asynchronous
@@ -201,14 +212,20 @@ class FakeRunner:
         for host, page in step.back:
             for layer, cells in zip(self.layers, self.host[host], strict=True):
                 layer[page] = list(cells)
-        for layer in self.layers:
-            for source, destination in step.copies:
+        for source, destination in step.copies:
+            if source < 0:
+                self.windowed[~destination] = list(self.windowed[~source])
+            for layer in self.layers if source >= 0 else ():
                 layer[destination] = list(layer[source])
         for work in rows:
             if len(work.tokens) < work.count:
                 work.tokens.append(self.latest[work.slot])
             cells = [token * 10_007 + work.start + i for i, token in enumerate(work.tokens)]
             self._write(0, work, cells)
+            for position, cell in enumerate(cells, start=work.start) if self.window else ():
+                self.windowed[work.window_pages[position // self.page_size]][position % self.page_size] = cell
+        for work in rows if self.window else ():
+            self._look_back(work)
         for work in rows:
             state, cells = 1, []
             for value in self._read(0, work):
@@ -224,6 +241,13 @@ class FakeRunner:
             logprobs=[_logprob(t) if work.wants else None for work, drawn in zip(rows, tokens, strict=True) for t in drawn],
             prompt_logprobs=[None if w.prompt is None else [_logprob(t) for t in w.prompt] for w in rows],
         )
+
+    def _look_back(self, work: _Work) -> None:
+        """What the row's tokens see of the windowed layer is what layer 0 holds."""
+        size, first = self.page_size, max(0, work.start - self.window + 1)
+        for position, cell in enumerate(self._read(0, work)[first:], start=first):
+            if self.windowed[work.window_pages[position // size]][position % size] != cell:
+                self.broken.append(f"position {position} is seen from {work.start} on, and its page is gone")
 
     def _sampled(self, number: int, work: _Work) -> list[int]:
         """The samples of a row that count: up to the first that is not its draft."""

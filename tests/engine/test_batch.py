@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from tilewright.engine.batch import Layout, Packer
+from tilewright.engine.batch import Packer
+from tilewright.engine.layout import Layout
 from tilewright.engine.request import Request, SamplingParams
 from tilewright.engine.step import Row, Step
 
@@ -93,14 +94,14 @@ def test_tables_follow_growth_preemption_and_a_new_owner() -> None:
     assert packer.longest(step) == len(first.pages)
     first.pages.append(77)
     packer.refresh(Step.of((Row(first, 6, 1, True),)))
-    assert packer.tables[0, : len(first.pages)].tolist() == first.pages
+    assert packer.tables[0, 0, : len(first.pages)].tolist() == first.pages
     first.lease, first.pages = next(LEASES), [5, 6, 8]
     packer.refresh(Step.of((Row(first, 0, 6, True),)))
-    assert packer.tables[0, :3].tolist() == [5, 6, 8]
+    assert packer.tables[0, 0, :3].tolist() == [5, 6, 8]
     second = request(0, 6, temperature=0.25)
     second.pages = [1, 2, 3]
     packer.refresh(Step.of((Row(second, 0, 6, True),)))
-    assert packer.tables[0, :3].tolist() == [1, 2, 3]
+    assert packer.tables[0, 0, :3].tolist() == [1, 2, 3]
 
 
 def test_fields_start_at_multiples_of_16() -> None:

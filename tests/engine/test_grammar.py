@@ -14,6 +14,7 @@ from tests.engine.masked_runner import MaskedRunner, expected_choice
 from tilewright.engine.core import Engine
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
+from tilewright.engine.grammar_trial import GrammarTrial
 from tilewright.engine.llm import LLM
 from tilewright.engine.request import Delta, Request, SamplingParams
 from tilewright.engine.tokenizer import Tokenizer
@@ -233,6 +234,7 @@ def test_what_stands_before_the_grammar_is_free(byte_grammars: Grammars) -> None
 BAD = (
     (Grammar.regex("(["), "the regex is not valid"),
     (Grammar.lark("start: missing"), "the lark is not valid"),
+    (Grammar.lark("\na|"), "the lark is not valid: Expected ::= at line 2"),
     (Grammar.json_schema({"type": "nothing"}), "the json_schema is not valid"),
     (Grammar.json_schema({"$ref": "#/nowhere"}), "the json_schema is not valid"),
     (Grammar.json_schema({"$ref": "http://example.com/x"}), "the json_schema is not valid"),
@@ -248,6 +250,19 @@ def test_a_bad_grammar_is_one_sentence(grammar: Grammar, message: str) -> None:
         engine.submit([1], SamplingParams(grammar=grammar))
     assert len(str(caught.value)) < 400
     assert not engine.has_work
+
+
+def test_a_grammar_that_ends_the_child_is_told_from_one_that_is_too_complex() -> None:
+    tokenizer = byte_tokenizer()
+    trial = GrammarTrial(tokenizer.to_json(), (END,))
+    for source, message in (
+        ("root ::= missing", "the lark is not valid: its compiler could not read it"),
+        ("\na|", "Expected ::="),
+    ):
+        with pytest.raises(GrammarError, match=message):
+            trial.check(Grammar.lark(source))
+    trial.check(Grammar.lark('start: "a"'))
+    trial.close()
 
 
 @pytest.mark.parametrize(

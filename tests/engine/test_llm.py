@@ -28,7 +28,7 @@ def make(monkeypatch, tmp_path):
                 tokenizer_path=tmp_path,
                 tokenizer=None,
                 config=SimpleNamespace(vocab_size=VOCAB + 7),
-                plan=SimpleNamespace(host_pages=0, num_pages=pages, page_size=size, max_model_len=200),
+                plan=SimpleNamespace(host_pages=0, num_pages=pages, page_size=size, window_pages=0, max_model_len=200),
                 adapters=None,
                 draft=None,
                 draft_head=False,

@@ -8,7 +8,8 @@ import torch
 
 from tests.engine.test_batch import LEASES, PAGE
 from tests.engine.test_batch import request as make_request
-from tilewright.engine.batch import Layout, Packer
+from tilewright.engine.batch import Packer
+from tilewright.engine.layout import Layout
 from tilewright.engine.request import Request
 from tilewright.engine.slots import SlotState, row_inputs
 from tilewright.engine.step import Row, RowFault, Step
@@ -18,11 +19,13 @@ SEQS, PAGES = 8, 16
 
 def any_request(rng: random.Random, slot: int) -> Request:
     params = {"temperature": rng.random(), "top_k": rng.randrange(50), "top_p": rng.uniform(0.1, 1), "min_p": rng.random()}
-    return make_request(slot, rng.randrange(1, 20), **params, logprobs=rng.choice([None, 0, 5]))  # type: ignore[arg-type]
+    one = make_request(slot, rng.randrange(1, 20), **params, logprobs=rng.choice([None, 0, 5]))  # type: ignore[arg-type]
+    one.window_pages = [page + 1000 for page in one.pages]
+    return one
 
 
-def packer() -> Packer:
-    return Packer(page_size=PAGE, max_seqs=SEQS, max_pages=PAGES)
+def packer(kinds: int = 1) -> Packer:
+    return Packer(page_size=PAGE, max_seqs=SEQS, max_pages=PAGES, kinds=kinds)
 
 
 def some_rows(rng: random.Random, running: dict[int, Request]) -> list[Row]:
@@ -39,6 +42,7 @@ def some_rows(rng: random.Random, running: dict[int, Request]) -> list[Row]:
             one.output_ids += [rng.randrange(1000) for _ in range(rng.randrange(1, 4))]
         while len(one.pages) * PAGE < len(one):
             one.pages.append(rng.randrange(1, 200))
+            one.window_pages.append(rng.randrange(1, 200))
         if rng.random() < 0.9:
             rows.append(Row(one, len(one) - 1, 1, True))
     return rows
@@ -49,9 +53,10 @@ def test_what_is_derived_is_what_would_have_been_packed(seed: int) -> None:
     """Requests come, go, grow, and are moved on by other kinds of steps; the device is told what is new alone."""
     rng = random.Random(seed)
     last = torch.zeros(SEQS + 1, dtype=torch.int64)
-    told = packer()
-    state = SlotState(told.lines, last, max_pages=PAGES, page_size=PAGE)
-    staging = torch.zeros(SlotState.nbytes(SEQS, PAGES), dtype=torch.uint8)
+    kinds = 1 + seed % 2
+    told = packer(kinds)
+    state = SlotState(told.lines, last, max_pages=PAGES, page_size=PAGE, kinds=kinds)
+    staging = torch.zeros(SlotState.nbytes(SEQS, PAGES, kinds), dtype=torch.uint8)
     running: dict[int, Request] = {}
     sent = []
     for number in range(60):
@@ -65,10 +70,11 @@ def test_what_is_derived_is_what_would_have_been_packed(seed: int) -> None:
             if fed:  # its sample is on the device, from the step before
                 assert row.request.slot is not None
                 last[row.request.slot] = row.request.tokens(row.start, row.start + 1)[0]
-        width = rng.choice([told.tables.shape[1], max(len(row.request.pages) for row in rows)])
+        width = rng.choice([told.tables.shape[2], max(len(row.request.pages) for row in rows)])
         padding = rng.randrange(3)
         count = len(rows) + padding
-        layout, table = Layout(count, count, count), torch.zeros(count, width, dtype=torch.int32)
+        layout = Layout(count, count, count, kinds=kinds)
+        table = torch.zeros(kinds, count, width, dtype=torch.int32)
         inputs = row_inputs(count, torch.zeros(layout.nbytes, dtype=torch.uint8), table, SEQS)
         slots = np.full(count, SEQS)
         slots[: len(rows)] = step.slots
@@ -77,7 +83,7 @@ def test_what_is_derived_is_what_would_have_been_packed(seed: int) -> None:
         sent.append(changes.lines.size)
         state.tell(changes, slots, np.zeros(0, np.int64), inputs, staging)
         state.derive(inputs)
-        fresh = packer()
+        fresh = packer(kinds)
         fresh.refresh(step)
         want = layout.host(np.zeros(layout.nbytes, np.uint8))
         fresh.fill(want, step)
@@ -86,6 +92,8 @@ def test_what_is_derived_is_what_would_have_been_packed(seed: int) -> None:
         assert inputs.token_ids[:n].tolist() == known[:n].tolist(), number
         batch = inputs.batch
         found = {"slots": batch.slots, "kv_lens": batch.kv_lens, "cu_q": batch.cu_q, "sampled_slots": inputs.sampled_slots}
+        if batch.window_slots is not None:
+            found["window_slots"] = batch.window_slots
         found |= {"positions": batch.positions[:n], "sampled_at": inputs.sampled_at[:n]}
         for name, got in found.items():
             assert got.tolist() == want[name][: got.numel()].tolist(), (number, name)
@@ -94,6 +102,8 @@ def test_what_is_derived_is_what_would_have_been_packed(seed: int) -> None:
         for i, row in enumerate(rows):
             used = -(-(row.start + 1) // PAGE)
             assert batch.block_table[i, :used].tolist() == row.request.pages[:used], number
+            if batch.window_table is not None:
+                assert batch.window_table[i, :used].tolist() == row.request.window_pages[:used], number
         for row in rows:
             row.request.output_ids.append(rng.randrange(1000))
     assert 0 in sent or not sent, "nothing was ever known already"

@@ -57,6 +57,25 @@ def test_no_token_changes_whatever_is_guessed(right: float, asynchronous: bool, 
         assert stats.accepted_tokens > 100
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_a_crowd_comes_while_drafts_are_in_flight(free: bool) -> None:
+    """Nobody speculates among so many; a request whose drafts are in flight waits for them, and its next row is right."""
+    made = engine(Oracle(1.0, free=free), max_seqs=24, pages=400, budget=200)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    asked = [([1 + i, 2, 3], replace(params, seed=i)) for i in range(20)]
+    found: dict[str, list[int]] = {made.submit(*asked[0]): []}
+    while made.has_work:
+        if (
+            len(found) == 1 and made.stats().accepted_tokens and not made._in_flight
+        ):  # the next step has its drafts, and all prompts
+            found.update({made.submit(*one): [] for one in asked[1:]})
+        for delta in made.step():
+            found[delta.request_id] += delta.token_ids
+    assert made.stats().accepted_tokens > 0
+    for (prompt, one), tokens in zip(asked, found.values(), strict=True):
+        assert tokens == expected(prompt, one, one.seed or 0, vocab_size=VOCAB, eos_ids=EOS)
+
+
 def test_right_guesses_make_fewer_steps() -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True, seed=3)
     steps = {}

@@ -181,13 +181,13 @@ class Uncaptured:
     def __init__(self, runner: Any, rows: int, each: int):
         self.runner, self.rows = runner, rows
         self.layout, self.derives, self.slots = layout_of(rows, each), each == 1, None
-        self.table = torch.zeros(rows, runner._max_pages, dtype=torch.int32)
+        self.table = torch.zeros(1, rows, runner._max_pages, dtype=torch.int32)
         if self.derives:
             buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
             self.inputs = row_inputs(rows, buffer, self.table, runner.max_seqs)
 
     def take(self, packed: torch.Tensor, block_table: torch.Tensor) -> None:
-        self.table[: block_table.shape[0], : block_table.shape[1]] = block_table
+        self.table[:, : block_table.shape[1], : block_table.shape[2]] = block_table
         self.inputs = self.layout.device(packed.clone(), self.table, self.layout.each or 1)
 
     def run(self, adapted: bool) -> None:

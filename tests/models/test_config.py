@@ -197,7 +197,13 @@ def test_bytes_are_those_of_the_tensors(architecture: str, tied: bool, dtype: to
 
 
 # Parameter counts as their publishers give them.
-PUBLISHED = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "llama-1b": 1_235_814_400, "llama-8b": 8_030_261_248}
+PUBLISHED = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248,
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)

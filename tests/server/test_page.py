@@ -100,6 +100,16 @@ def test_the_stop_button_and_escape_end_the_request(page, server: Running) -> No
         assert server.engine.stats().aborted == aborted + 1
 
 
+def test_it_says_that_the_server_drains(page, server: Running) -> None:
+    expect(page, "#state").to_have_text("")
+    server.server.draining = True
+    try:
+        expect(page, "#state").to_contain_text("Shutting down: running requests finish")
+    finally:
+        server.server.draining = False
+    expect(page, "#state").to_have_text("")
+
+
 def test_a_chat_keeps_its_turns(page) -> None:
     page.get_by_text("Chat").click()
     page.click("summary")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.test_lifecycle import END_S, until
+from tests.server.test_surroundings import connect, generation
 from tests.server.victim import ALPHABET, ALPHABET_TEXT, ServerProcess, Victim, server_process
 from tilewright.server.config import ServerConfig
 from tilewright.server.supervisor import private_folder, read_config, write_config
@@ -173,10 +174,15 @@ def test_metrics_are_those_of_all_fronts(server: ServerProcess) -> None:
     assert server.metric("process_resident_memory_bytes") > 2e8, "of four processes, or three"
 
 
-def test_a_parent_that_is_killed_leaves_nobody_behind() -> None:
-    with server_process("tests.server.fake_server", "0.005", "fronts=1") as server:
+@pytest.mark.parametrize("engine", [("0.005",), pytest.param(("0", "hangs"), marks=pytest.mark.long)])
+def test_a_parent_that_is_killed_leaves_nobody_behind(engine: tuple[str, ...]) -> None:
+    with server_process("tests.server.fake_server", *engine, "fronts=1", "step_timeout_s=0.5") as server:
         left = children(server.process.pid)
         assert len(left) == 2
+        if "hangs" in engine:
+            with connect(server) as one:
+                one.sendall(generation())
+                until(lambda: not healthy(server))
         server.process.kill()
         until(lambda: not [pid for pid in left if Path(f"/proc/{pid}").exists() and state(pid) != "Z"], END_S)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+import tokenizers
+from tokenizers import pre_tokenizers
 
 from tests.server.fake_engine import Running, fake_engine, running
 from tilewright.engine.step import DeviceLost
@@ -86,6 +88,20 @@ def until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
     while not true():
         assert time.monotonic() < end_s, f"not so after {timeout_s} s"
         time.sleep(0.005)
+
+
+def test_a_tokenizer_that_gives_up_on_a_text_refuses_that_text_alone() -> None:
+    """A model's regular expression that runs into its library's limit: a panic there, one sentence here."""
+    engine = fake_engine()
+    assert engine.tokenizer is not None
+    split = pre_tokenizers.Split(tokenizers.Regex("(?:x+x+)+y"), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.tokenizer._backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for path in ("/v1/completions", "/tokenize"):
+            error = error_of(client.post(path, json={"prompt": "x" * 60}), 400)
+            assert "the tokenizer fails on this text" in error["message"]
+        assert client.post("/v1/completions", json={"prompt": "ab"}).status_code == 200
 
 
 def test_unknown_paths_and_methods(client: httpx.Client) -> None:

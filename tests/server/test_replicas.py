@@ -22,7 +22,7 @@ from tilewright.server.fleet import Fleet
 from tilewright.server.forward import Front, digests_of, front_of
 from tilewright.server.passing import labelled
 from tilewright.server.prompts import Served
-from tilewright.server.serve import HttpServer, bind, url_of
+from tilewright.server.serve import _Draining, bind, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = (sys.executable, "-m", "tests.server.fake_replica")
@@ -39,11 +39,13 @@ def serving(delay_s: float = 0.03, **config: object) -> Iterator[tuple[str, Flee
     fleet.start_all()
     app = front_of(fleet, Served.described(fleet.hello["served"]), settings)
     listener = bind(settings)
-    server = HttpServer(app, listener)
+    said: list[str] = []
+    server = _Draining(app, listener, said.append, None)  # as `run_server` does it
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: len(fleet.ready) == 2)
+        until(lambda: len(fleet.ready) == 2 and said)
+        assert said == [f"Serving letters at {url_of(listener)}  (API: {url_of(listener)}/v1, Ctrl-C ends)"]
         yield url_of(listener), fleet, app.state.server
     finally:
         server.should_exit = True
@@ -197,13 +199,15 @@ def test_the_embedded_model_twice(tmp_path: Path) -> None:
     """`tilewright serve bookworm --replicas 2`: the same text from both, one killed under load, and an end by SIGTERM."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    (tmp_path / "serve.toml").write_text(f'model = "bookworm"\nreplicas = 2\nport = {port}\nmax_seqs = 8\ndevice = "cpu"\n')
+    sizes = "max_seqs = 8\nmax_wait = 120\n"  # nobody is refused for waiting, however busy the machine is
+    (tmp_path / "serve.toml").write_text(f'model = "bookworm"\nreplicas = 2\nport = {port}\ndevice = "cpu"\n{sizes}')
     command = [sys.executable, "-m", "tilewright.cli", "serve", "--config", str(tmp_path / "serve.toml")]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
         try:
 
             def both() -> bool:
+                assert process.poll() is None, "the server has ended"
                 try:
                     return all(one["ready"] for one in httpx.get(f"{url}/health").json()["replicas"])
                 except httpx.TransportError:

@@ -108,8 +108,9 @@ class Summary:
 
 @contextmanager
 def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """(the process, its URL) of a server of bookworm on the CPU; ended on leaving."""
-    command = [sys.executable, "-m", "tilewright.cli", "serve", "bookworm", "--device", "cpu", "--port", "0", *options]
+    """(the process, its URL) of a server of bookworm, on the CPU unless told; ended on leaving."""
+    device = () if "--device" in options else ("--device", "cpu")
+    command = [sys.executable, "-m", "tilewright.cli", "serve", "bookworm", *device, "--port", "0", *options]
     with TemporaryDirectory() as folder, (log := Path(folder) / "log").open("w") as out:
         server = subprocess.Popen(command, stderr=out, stdout=out, text=True)
         try:
@@ -250,9 +251,10 @@ def main() -> int:
     parser.add_argument(
         "--invariant", action="store_true", help="serve so that no bit depends on company, and compare every bit"
     )
+    parser.add_argument("--device", default="cpu", help="of the server; --invariant wants a card")
     parser.add_argument("--json", type=Path, help="write what was found to this file, too")
     given = parser.parse_args()
-    options = ["--invariant"] if given.invariant else []
+    options = ["--device", given.device, *(["--invariant"] if given.invariant else [])]
     summary = traffic(given.minutes * 60, clients=given.clients, seed=given.seed, options=options)
     if given.json is not None:
         found = {"options": vars(given) | {"json": None}, **vars(summary), "failures": summary.failures}

@@ -8,9 +8,10 @@ from typing import Any
 from tests.engine.fake_runner import FakeRunner, byte_tokenizer, draw, mix
 from tests.engine.test_stops import cut
 from tests.simulation.scenario import VOCAB
-from tilewright.engine.blocks import page_digest
+from tilewright.engine.blocks import BlockPool, page_digest
 from tilewright.engine.core import Engine
 from tilewright.engine.request import Delta, QueueFull, Request, SamplingParams, State
+from tilewright.engine.windows import Windows
 
 __all__ = ["EOS", "TOKENIZER", "Ledger", "check_answer", "definition"]
 
@@ -179,8 +180,14 @@ class Ledger:
         assert set(queued) == set(self.engine._outputs), "the engine and its scheduler know different requests"
 
     def _pages(self) -> None:
-        blocks = self.engine.scheduler.blocks
-        tables = Counter(page for request in self.engine.scheduler.running for page in request.pages)
+        running, windows = self.engine.scheduler.running, self.engine.scheduler.windows
+        self._pool(self.engine.scheduler.blocks, Counter(page for request in running for page in request.pages))
+        if windows is not None:
+            self._pool(windows.pool, Counter(page for request in running for page in request.window_pages[request.behind :]))
+        assert not self.runner.broken, self.runner.broken[0]
+
+    @staticmethod
+    def _pool(blocks: BlockPool, tables: Counter[int]) -> None:
         assert blocks._owners == [tables[page] for page in range(blocks.num_pages)], "a page is lost or owned twice"
         free, cached = blocks._free, list(blocks._cached)
         assert sorted([*free, *cached, *tables]) == list(range(blocks.num_pages)), "a page is in two states, or in none"
@@ -202,6 +209,8 @@ class Ledger:
         blocks = self.engine.scheduler.blocks
         assert len(set(request.pages)) == len(request.pages) >= blocks.pages_for(request.computed), "too few pages"
         assert 0 <= request.pending <= 2, f"{request.pending} samples are pending"
+        if self.engine.scheduler.windows is not None:
+            self._window(request, self.engine.scheduler.windows)
         assert request.computed < request.total, "more is computed than is known"
         assert request.accepted <= request.drafted, "more was right than was guessed"
         self._arrays(request)
@@ -211,6 +220,14 @@ class Ledger:
             digest = _digest(digest, tokens)
             assert request.digests[index] == digest, "a page's digest is not that of its tokens"
             self.known[digest] = [token * 10_007 + index * size + i for i, token in enumerate(tokens)]
+
+    def _window(self, request: Request, windows: Windows) -> None:
+        """It holds what its next token sees, and after each step little else."""
+        assert len(request.window_pages) == len(request.pages), "block tables of different lengths"
+        assert request.behind <= windows.first(request.computed), "a page that is seen was given back"
+        held, size = len(request.window_pages) - request.behind, windows.pool.page_size
+        longest = windows.window + self.engine.scheduler.max_tokens_per_step + 2 * size
+        assert held <= windows.pages_seen(longest, size) + 1, f"{held} pages are held behind a window of {windows.window}"
 
     def _arrays(self, request: Request) -> None:
         """What stands in the arrays by slot is what the request says."""
@@ -239,3 +256,5 @@ class Ledger:
         assert not self.engine.has_work, "the engine still has work"
         assert stats.running == stats.waiting == stats.pages_used == 0, f"something is still held: {stats}"
         assert self.engine.scheduler.blocks.available == stats.pages_total, "pages are lost"
+        windows = self.engine.scheduler.windows
+        assert windows is None or windows.pool.available == windows.pool.num_pages, "windowed pages are lost"

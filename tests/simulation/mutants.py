@@ -17,6 +17,7 @@ from tilewright.engine.decoding import Decoders
 from tilewright.engine.host_pages import HostPages
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.waiting import WaitingQueue
+from tilewright.engine.windows import Windows
 from tilewright.server.link import Channel
 from tilewright.server.worker import EngineWorker
 
@@ -252,6 +253,24 @@ def _a_wrong_draft_is_believed() -> AbstractContextManager[Any]:
     return patch.object(fake_runner, "agreed", lambda drafts, samples: len(drafts) + 1)
 
 
+def _windows_are_left_a_page_early() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, position: old(self, position) + 1
+
+    return _wrapped(Windows, "first", make)
+
+
+def _a_windowed_page_is_not_given_back() -> AbstractContextManager[Any]:
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, request: old(self, request)[1:]
+
+    return _wrapped(Windows, "held", make)
+
+
+def _windowed_pages_are_trusted_after_a_fault() -> AbstractContextManager[Any]:
+    return patch.object(Windows, "written", lambda self, request, start: ())
+
+
 @contextmanager
 def _a_stopped_engine_tells_nobody() -> Iterator[None]:
     with patch.object(EngineWorker, "_fail", lambda self, error: None):
@@ -269,7 +288,8 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         _deltas_come_out_of_order, _newest_first, _deadlines_are_forgotten, _everybody_is_given_up_at_once,
         _priorities_are_ignored, _a_faulty_row_fails_its_neighbours, _pages_of_a_withdrawn_row_are_trusted,
         _accepted_drafts_are_not_counted_as_computed, _drafts_are_written_beyond_the_pages, _a_wrong_draft_is_believed,
-        _a_stopped_engine_tells_nobody,
+        _a_stopped_engine_tells_nobody, _windows_are_left_a_page_early, _a_windowed_page_is_not_given_back,
+        _windowed_pages_are_trusted_after_a_fault,
     )
 }  # fmt: skip
 """What is wrong -> a context in which it is."""

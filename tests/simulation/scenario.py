@@ -56,6 +56,10 @@ class Scenario:
     """Launches that one of their rows, as the number says, makes impossible."""
     max_wait_s: float | None = None
     """How long a request may wait for its start; None: for ever."""
+    window: int | None = None
+    """Tokens that some layers see, which then have pages of their own; None: all layers have the same."""
+    window_pages: int = 0
+    """More pages for these than one request needs."""
     host_pages: int = 0
     """Pages of host memory behind the prefix cache."""
     guesses: float | None = None
@@ -127,6 +131,9 @@ def draw_scenario(seed: int) -> Scenario:
         guesses=rng.choice((None, 0.1, 0.6, 0.9, 1.0)),
         silent=rng.random() < 0.5,
         host_pages=rng.choice((0, 2, 20, 400)) // size,
+        # Drawn last, so that a seed's episode stays what it was beside these.
+        window=rng.choice((None, None, 1, 3, 8, 20, 50)),
+        window_pages=rng.choice((0, 1, 8, 100)),
     )
 
 

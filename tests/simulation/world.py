@@ -17,6 +17,7 @@ from tests.simulation.scenario import VOCAB, Client, Scenario
 from tilewright.engine.core import Engine
 from tilewright.engine.request import Delta, QueueFull, RequestTooLong, SamplingParams
 from tilewright.engine.step import RowFault, Step, StepResult
+from tilewright.engine.windows import Windows
 from tilewright.server import worker as worker_module
 from tilewright.server.link import EngineStopped
 from tilewright.server.worker import EngineWorker
@@ -46,6 +47,7 @@ class Outcome:
     hits: int = 0
     fetched: int = 0
     answers: int = 0
+    returned: int = 0
     drafted: int = 0
     accepted: int = 0
     ends: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -60,12 +62,13 @@ class _Episode:
         """Those whose own row could not be launched."""
         self.in_flight: dict[int, Step] = {}
         s = scenario
+        window = None if s.window is None else (s.window, Windows.pages_seen(s.window, s.page_size) + 2 + s.window_pages)
         self.scheduler = make_scheduler(
             s.pages, s.page_size, max_seqs=s.max_seqs, budget=s.budget, chunk=s.chunk, waiting=s.max_waiting,
-            cache=s.prefix_cache, host=s.host_pages, model_len=200, clock=clock,
+            cache=s.prefix_cache, host=s.host_pages, model_len=200, window=window, clock=clock,
         )  # fmt: skip
         self.runner = FakeRunner(
-            s.pages, s.page_size, vocab_size=VOCAB, asynchronous=s.asynchronous, faults=self._fault
+            s.pages, s.page_size, vocab_size=VOCAB, asynchronous=s.asynchronous, faults=self._fault, window=window
         )  # fmt: skip
         self.scheduler.max_samples = max(self.scheduler.max_seqs, 24)
         guesses = None if s.guesses is None else Oracle(s.guesses, s.seed, free=s.silent, vocab_size=VOCAB)
@@ -166,7 +169,7 @@ class _Episode:
         if not stopped:
             self.ledger.idle()
         stats = self.engine.stats()
-        self.outcome.fetched = stats.pages_in
+        self.outcome.fetched, self.outcome.returned = stats.pages_in, stats.window_pages_returned
         self.outcome.drafted, self.outcome.accepted = stats.drafted_tokens, stats.accepted_tokens
         self.outcome.steps, self.outcome.preemptions, self.outcome.hits = (
             self.ledger.steps,

@@ -13,6 +13,7 @@ TRAIN_OPTIONS = {
         "--out",
         "--device",
         "--dtype",
+        "--compute",
     ),
     *("--seed", "--row-tokens", "--micro-rows", "--micro-batches", "--accumulate", "--steps", "--optimizer", "--lr"),
     *("--lr-floor", "--schedule", "--warmup", "--decay", "--beta1", "--beta2", "--eps", "--weight-decay", "--max-norm"),

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.engine.batch import Layout, Packer
+from tilewright.engine.batch import Packer
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
+from tilewright.engine.layout import Layout
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.schedule import Scheduler

@@ -1,4 +1,4 @@
-"""From a step to what the model reads: one packed buffer on the host, one copy, views of it on the device.
+"""From a step to what the model reads: one packed buffer on the host (layout.py), one copy, views of it on the device.
 
 A step in which everybody brings one token is not packed: `Packer.changes` says what the device does not know of it yet.
 
@@ -9,108 +9,19 @@ named by the slot that will hold it (`feed`), and is filled in on the device.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from tilewright.engine.layout import PLACES
 from tilewright.engine.request import Request
 from tilewright.engine.step import HOST_ERRORS, RowFault, Step
-from tilewright.nn import Batch
 
-__all__ = ["LINE_WORDS", "Changes", "Inputs", "Layout", "Packer"]
+__all__ = ["LINE_WORDS", "Changes", "Packer"]
 
 
 LINE_WORDS = 5
 """int64 words of a slot's line, as `ops.decode_inputs` says."""
-
-
-class Inputs(NamedTuple):
-    """A step on the device."""
-
-    token_ids: Tensor
-    """[T] int64; what stands where `feed` is not negative does not count."""
-    feed: Tensor | None
-    """[T] int64: the slot whose latest sample is this token, or -1. None: all tokens are in `token_ids`."""
-    batch: Batch
-    sampled_slots: Tensor
-    """[R] int64: where the sample of each row goes; the row past the last slot for padding."""
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    alternatives: Tensor
-    """[R] int32: likeliest tokens to report beside the sample; -1: no log-probabilities at all."""
-    sampled_at: Tensor
-    """[R] int64: position that the sample will have."""
-    adapters: Tensor
-    """[2 T] int32, as `Batch.adapters`; nothing where no row has an adapter."""
-
-    @property
-    def adapted(self) -> Batch:
-        """The batch, whose rows have adapters."""
-        return replace(self.batch, adapters=self.adapters.view(2, -1))
-
-
-_FIELDS = (
-    ("token_ids", "T", np.int64),
-    ("feed", "T", np.int64),
-    ("positions", "T", np.int64),
-    ("slots", "T", np.int64),
-    ("logits_rows", "R", np.int64),
-    ("sampled_slots", "R", np.int64),
-    ("sampled_at", "R", np.int64),
-    ("seed", "R", np.int64),
-    ("kv_lens", "B", np.int32),
-    ("cu_q", "B1", np.int32),
-    ("top_k", "R", np.int32),
-    ("alternatives", "R", np.int32),
-    ("temperature", "R", np.float32),
-    ("top_p", "R", np.float32),
-    ("min_p", "R", np.float32),
-    ("adapters", "2T", np.int32),
-)
-_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
-
-
-class Layout:
-    """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers.
-
-    each: tokens of each sequence, where all have room for as many, whether they bring them or not; None: they lie close.
-    """
-
-    def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None):
-        self.seqs, self.each = seqs, each
-        self.counts = (tokens, seqs, sampled, each or 0)
-        counts = {"T": tokens, "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
-        self.fields: list[tuple[str, Any, int, int]] = []
-        at = 0
-        for name, axis, dtype in _FIELDS:
-            size = counts[axis] * np.dtype(dtype).itemsize
-            self.fields.append((name, dtype, at, size))
-            at += -(-size // 16) * 16
-        self.nbytes = at
-
-    def host(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """Views of a uint8 numpy buffer."""
-        return {name: buffer[at : at + size].view(dtype) for name, dtype, at, size in self.fields}
-
-    def device(self, buffer: Tensor, block_table: Tensor, max_q_len: int) -> Inputs:
-        """Views of a uint8 tensor, with the block table that lies elsewhere."""
-        views = {name: buffer[at : at + size].view(_TORCH[dtype]) for name, dtype, at, size in self.fields}
-        batch = Batch(
-            positions=views.pop("positions"),
-            slots=views.pop("slots"),
-            block_table=block_table,
-            kv_lens=views.pop("kv_lens"),
-            cu_q=views.pop("cu_q"),
-            max_q_len=max_q_len,
-            logits_rows=views.pop("logits_rows"),
-        )
-        return Inputs(batch=batch, **views)
 
 
 class Changes(NamedTuple):
@@ -123,29 +34,28 @@ class Changes(NamedTuple):
     fed: np.ndarray
     """[M] int64: newest tokens that were not sampled in the step before."""
     cells: np.ndarray
-    """[2, L] int32: places in the table of all slots, as one row, and the pages that come there."""
+    """[1 + kinds, L] int32: places in the table of all slots, as one row, and the pages that come there in each kind's."""
 
 
 _NONE = np.zeros(0, np.int64)
-_NO_CELLS = np.zeros((2, 0), np.int32)
 
 
 class Packer:
     """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
 
-    `always_adapted`: every step names adapters, even if no row has one.
+    `always_adapted`: every step names adapters, even if no row has one. `kinds`: see `Layout`.
     `place` is called with each request that has come to its slot since the step before. What a request's own numbers raise on
     the way is a `RowFault` that names it: nothing has been sent to the device then.
     """
 
     def __init__(
         self, *, page_size: int, max_seqs: int, max_pages: int, place: Callable[[Request], None] = lambda request: None,
-        always_adapted: bool = False,
+        always_adapted: bool = False, kinds: int = 1,
     ):  # fmt: skip
-        self.page_size = page_size
+        self.page_size, self.kinds = page_size, kinds
         self._place, self._always_adapted = place, always_adapted
         self.padding_slot = max_seqs
-        self.tables = np.zeros((max_seqs, max_pages), np.int32)
+        self.tables = np.zeros((kinds, max_seqs, max_pages), np.int32)
         self._leases, self._held = np.full(max_seqs, -2, np.int64), np.zeros(max_seqs, np.int64)
         self._seen = np.zeros(0, np.int64)  # `leases` of the step before
         # One line a slot, plus one for padding: greedy, everything off. As `ops.decode_inputs` reads them.
@@ -188,7 +98,9 @@ class Packer:
         """These requests have got a page more each: all that happens to most that decode. Whether it could be written."""
         slots = step.slots[rows]
         try:
-            self.tables[slots, self._held[slots]] = [step.requests[i].pages[-1] for i in rows.tolist()]
+            self.tables[0, slots, self._held[slots]] = [step.requests[i].pages[-1] for i in rows.tolist()]
+            if self.kinds > 1:
+                self.tables[1, slots, self._held[slots]] = [step.requests[i].window_pages[-1] for i in rows.tolist()]
         except HOST_ERRORS:
             return False  # one by one, to find out whose it is
         self._held[slots] += 1
@@ -202,7 +114,9 @@ class Packer:
             try:
                 if new:
                     self._arrive(slot, request)
-                self.tables[slot, first : len(pages)] = pages[first:]
+                self.tables[0, slot, first : len(pages)] = pages[first:]
+                if self.kinds > 1:
+                    self.tables[1, slot, first : len(pages)] = request.window_pages[first:]
             except HOST_ERRORS as error:
                 raise RowFault(request, error) from error
             self._leases[slot], self._held[slot] = step.leases[i], len(pages)
@@ -248,14 +162,14 @@ class Packer:
         """The pages of all slots that the device does not have yet."""
         slots = (self._held > self._sent).nonzero()[0]
         if not slots.size:
-            return _NO_CELLS
+            return np.zeros((1 + self.kinds, 0), np.int32)
         place, more = self._sent[slots], self._held[slots] - self._sent[slots]
         owner = slots
         if more.max() > 1:
             owner = np.repeat(slots, more)
             place = np.repeat(place - np.cumsum(more) + more, more) + np.arange(owner.size)
-        cells = np.empty((2, owner.size), np.int32)
-        cells[0], cells[1] = owner * self.tables.shape[1] + place, self.tables[owner, place]
+        cells = np.empty((1 + self.kinds, owner.size), np.int32)
+        cells[0], cells[1:] = owner * self.tables.shape[2] + place, self.tables[:, owner, place]
         self._sent[slots] += more
         return cells
 
@@ -298,7 +212,10 @@ class Packer:
         tokens = int(ends[-1])
         out["cu_q"][0] = 0
         out["cu_q"][1 : seqs + 1] = ends
-        out["cu_q"][seqs + 1 :] = np.arange(tokens + 1, tokens + 1 + out["kv_lens"].size - seqs)
+        if seqs < out["kv_lens"].size:  # of a captured step with prompts the last row has the rest of the padding
+            room = out["positions"].size
+            out["cu_q"][seqs + 1 :] = np.minimum(np.arange(tokens + 1, tokens + 1 + out["kv_lens"].size - seqs), room)
+            out["cu_q"][-1] = room
         out["kv_lens"][:seqs] = start + count
         out["kv_lens"][seqs:] = 0
         if tokens == seqs:
@@ -309,8 +226,9 @@ class Packer:
         out["positions"][:tokens] = position
         out["positions"][tokens:] = 0
         page, offset = np.divmod(position, self.page_size)
-        out["slots"][:tokens] = self.tables[owner, page].astype(np.int64) * self.page_size + offset
-        out["slots"][tokens:] = -1
+        for kind, name in enumerate(PLACES[: self.kinds]):
+            out[name][:tokens] = self.tables[kind, owner, page].astype(np.int64) * self.page_size + offset
+            out[name][tokens:] = -1
         self._fill_adapters(out["adapters"], slice(tokens), owner)
         self._fill_tokens(out, step, ends)
         self._fill_sampled(out, step, ends)
@@ -327,8 +245,9 @@ class Packer:
         page, cell = np.divmod(position, self.page_size)
         out["positions"].fill(0)
         out["positions"][where] = position
-        out["slots"].fill(-1)
-        out["slots"][where] = self.tables[np.repeat(slot, count), page].astype(np.int64) * self.page_size + cell
+        for kind, name in enumerate(PLACES[: self.kinds]):
+            out[name].fill(-1)
+            out[name][where] = self.tables[kind, np.repeat(slot, count), page].astype(np.int64) * self.page_size + cell
         self._fill_adapters(out["adapters"], where, np.repeat(slot, count))
         self._fill_tokens(out, step, begins + count)
         self._fill_sampled(out, step, begins + count)

@@ -270,8 +270,7 @@ class Engine:
                 self._lose(error)
             except RUNNER_ERRORS as error:
                 logger.warning("no tokens are guessed ahead any more: %s: %s", type(error).__name__, error)
-                self._speculator.release()
-                self._speculator = None
+                self._speculator.give_up()
 
     def _masked(self, step: Step) -> Step:
         constraints = self._constraints

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tilewright.engine.batch import Inputs, Layout
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.graphs import DecodeGraphs
+from tilewright.engine.layout import Inputs, Layout
 from tilewright.engine.plan import cache_dtype
 from tilewright.engine.runner import on_device, scope_of
 from tilewright.engine.share import Share
@@ -75,7 +75,7 @@ class Follower:
         if pairs:
             copies = arrived[notice.size :].clone().view(torch.int64).view(-1, 2)
             self.cache.copy_pages(copies[:, 0], copies[:, 1])
-        block_table = table.view(torch.int32).view(-1, notice.width)
+        block_table = table.view(torch.int32).view(1, -1, notice.width)
         if notice.rows:
             assert self._graphs is not None
             self._graphs.of(notice.rows, notice.row_tokens).replay(packed, block_table)

@@ -213,15 +213,23 @@ class Grammars:
             elif grammar.kind == "regex":
                 text = matcher_of.grammar_from_regex(source)
             else:
-                from llguidance.gbnf_to_lark import any_to_lark
-
-                text = matcher_of.grammar_from_lark(any_to_lark(source))
+                text = matcher_of.grammar_from_lark(_as_lark(source))
             matcher = matcher_of(self._tokenizer, text, log_level=0, limits=self._limits)
         except (ValueError, LookupError, RecursionError) as error:  # what the converters raise
             raise GrammarError(f"the {grammar.kind} is not valid: {str(error)[:300]}") from None
         if matcher.is_error():
             raise GrammarError(f"the {grammar.kind} is not valid: {_why(matcher)}")
         return matcher
+
+
+def _as_lark(source: str) -> str:
+    """A grammar in Lark or GBNF, in Lark. Raises ValueError."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return any_to_lark(source)
+    except GbnfToLarkError as error:  # a plain Exception
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def _why(matcher: "LLMatcher") -> str:

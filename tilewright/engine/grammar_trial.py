@@ -26,6 +26,8 @@ START_S = 60.0
 TRIAL_BYTES = 2 << 30
 MAX_TRIALS = 1000
 """Grammars that one child compiles, so that nothing can pile up in it."""
+UNREADABLE = 1
+"""What the child ends with where the library has raised what it does not tell of, or has panicked."""
 logger = logging.getLogger(__name__)
 
 _CHILD = """
@@ -58,7 +60,9 @@ class GrammarTrial:
             return
         answer = self._ask(child, json.dumps([grammar.kind, grammar.source]), TRIAL_S)
         if answer is None:
-            self.close()
+            code = self.close()
+            if code == UNREADABLE:
+                raise GrammarError(f"the {grammar.kind} is not valid: its compiler could not read it")
             raise GrammarError(
                 f"the {grammar.kind} is too complex: compiling it needs more than {TRIAL_CPU_S:g} s or {TRIAL_BYTES >> 20} MiB"
             )
@@ -68,12 +72,16 @@ class GrammarTrial:
         if answer:
             raise GrammarError(answer)
 
-    def close(self) -> None:
-        """End the child."""
+    def close(self) -> int | None:
+        """End the child; what it has ended with, None if there was none."""
         child, self._child, self._tried = self._child, None, 0
-        if child is not None:
+        if child is None:
+            return None
+        assert child.stdout is not None
+        if not select.select([child.stdout], [], [], 0)[0]:  # else it is at its end already
             child.kill()
-            child.communicate()
+        child.communicate()
+        return child.returncode
 
     def _started(self) -> subprocess.Popen[str] | None:
         if self._child is not None and self._child.poll() is None:
@@ -131,6 +139,8 @@ def child(job: dict[str, object]) -> None:
             answer = ""
         except ValueError as error:
             answer = str(error)
+        except MemoryError:
+            sys.exit(UNREADABLE + 1)
         _limit(0.0)
         print(json.dumps(answer), flush=True)
 

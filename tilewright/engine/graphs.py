@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.engine.batch import Inputs, Layout
+from tilewright.engine.layout import Inputs, Layout
 from tilewright.engine.sampler import LogprobTensors
 from tilewright.engine.slots import row_inputs
 
@@ -72,10 +72,10 @@ def drafted_sizes(max_seqs: int, row_tokens: int, max_samples: int) -> list[int]
     return [rows for rows in (1, 2, 4, 8, 16) if row_tokens > 1 and rows <= max_seqs and rows * row_tokens <= max_samples]
 
 
-def layout_of(rows: int, row_tokens: int = 1) -> Layout:
+def layout_of(rows: int, row_tokens: int = 1, kinds: int = 1) -> Layout:
     """The layout of a captured step."""
     tokens = rows * row_tokens
-    return Layout(tokens, rows, tokens, None if row_tokens == 1 else row_tokens)
+    return Layout(tokens, rows, tokens, None if row_tokens == 1 else row_tokens, kinds=kinds)
 
 
 class DecodeGraph:
@@ -93,10 +93,11 @@ class DecodeGraph:
         device: torch.device,
         stream: torch.cuda.Stream,
         pool: Any,
+        kinds: int = 1,
     ):
-        self.layout = layout_of(rows, row_tokens)
+        self.layout = layout_of(rows, row_tokens, kinds)
         self._buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
-        self._table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+        self._table = torch.zeros(kinds, rows, max_pages, dtype=torch.int32, device=device)
         self.inputs = inputs = _padding(self.layout, self._buffer, self._table, derive)
         self.slots: np.ndarray | None = None
         """The slots that `inputs` has, of a step that is derived."""
@@ -133,10 +134,10 @@ class DecodeGraph:
         (self._adapted if adapted else self._body).replay()
 
     def take(self, packed: Tensor, block_table: Tensor) -> None:
-        """The inputs of a step that is not derived: `packed` [layout.nbytes] uint8 and `block_table` [B, W] int32, on the
-        device."""
+        """The inputs of a step that is not derived: `packed` [layout.nbytes] uint8 and `block_table` [kinds, B, W] int32, on
+        the device."""
         self._buffer.copy_(packed)
-        self._table[: block_table.shape[0], : block_table.shape[1]].copy_(block_table)
+        self._table[:, : block_table.shape[1], : block_table.shape[2]].copy_(block_table)
 
     def replay(self, packed: Tensor, block_table: Tensor) -> None:
         """`take` and `run`."""
@@ -159,6 +160,8 @@ def _padding(layout: Layout, buffer: Tensor, table: Tensor, derive: Derive | Non
         assert inputs.feed is not None
         inputs.feed.fill_(-1)
     inputs.batch.slots.fill_(-1)
+    if inputs.batch.window_slots is not None:
+        inputs.batch.window_slots.fill_(-1)
     return inputs
 
 
@@ -172,14 +175,15 @@ def _derived(bodies: Bodies, derive: Derive) -> Bodies:
 
 
 def rehearse(
-    bodies: Bodies, tails: Tails, derive: Derive | None, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int
-) -> None:
-    """Run every step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
-    layouts = [layout_of(rows) for rows in graph_sizes(max_seqs)]
-    layouts += [layout_of(rows, row_tokens) for rows in drafted_sizes(max_seqs, row_tokens, max_samples)]
+    bodies: Bodies, tails: Tails, derive: Derive | None, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int,
+    kinds: int = 1,
+) -> None:  # fmt: skip
+    """Run every decode step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
+    layouts = [layout_of(rows, kinds=kinds) for rows in graph_sizes(max_seqs)]
+    layouts += [layout_of(rows, row_tokens, kinds) for rows in drafted_sizes(max_seqs, row_tokens, max_samples)]
     for layout in layouts:
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
-        table = torch.zeros(layout.seqs, max_pages, dtype=torch.int32, device="meta")
+        table = torch.zeros(kinds, layout.seqs, max_pages, dtype=torch.int32, device="meta")
         inputs = _padding(layout, buffer, table, derive)
         for body in filter(None, _derived(bodies, derive) if derive is not None and layout.each is None else bodies):
             hidden = body(inputs)
@@ -202,9 +206,10 @@ class DecodeGraphs:
         row_tokens: int,
         max_samples: int,
         progress: Callable[[str], None],
+        kinds: int = 1,
     ):
         stream = torch.cuda.Stream(device)
-        pool = torch.cuda.graph_pool_handle()
+        self.pool = pool = torch.cuda.graph_pool_handle()
         self._sizes = graph_sizes(max_seqs)
         self._drafted_sizes = drafted_sizes(max_seqs, row_tokens, max_samples)
         self._row_tokens = row_tokens
@@ -214,8 +219,9 @@ class DecodeGraphs:
         for i, (rows, tokens) in enumerate(sorted(sizes, key=lambda size: -size[0] * size[1])):
             progress(f"capturing decode graphs {i + 1}/{len(sizes)}")
             self._graphs[rows, tokens] = DecodeGraph(
-                rows, tokens, max_pages, bodies, tails, derive=derive, device=device, stream=stream, pool=pool
-            )
+                rows, tokens, max_pages, bodies, tails, derive=derive, device=device, stream=stream, pool=pool,
+                kinds=kinds,
+            )  # fmt: skip
 
     def of(self, rows: int, row_tokens: int) -> DecodeGraph:
         """The graph that was captured for so many rows, with room for so many tokens in each."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.engine.batch import Inputs
 from tilewright.engine.draws import drawn_logprobs
 from tilewright.engine.graphs import Sampled
+from tilewright.engine.layout import Inputs
 from tilewright.engine.sampler import LogitTables, Mask, likelihoods
 from tilewright.engine.step import Step
 from tilewright.models import Model

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.engine.adapter_names import UnknownAdapter
-from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
 from tilewright.engine.draft_model import DraftModel
@@ -27,6 +26,7 @@ from tilewright.engine.rules import FromGrammar
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.speculation import FromText, Proposer
 from tilewright.engine.tokenizer import Tokenizer
+from tilewright.engine.windows import page_pools
 
 if TYPE_CHECKING:
     import numpy as np
@@ -258,9 +258,7 @@ def _engine(options: EngineConfig, loaded: "Loaded", tokenizer: Tokenizer | None
     if not loaded.runner.asynchronous:  # a CPU
         step_tokens, seqs = min(step_tokens, CPU_STEP_TOKENS), min(seqs, CPU_SEQS)
     scheduler = Scheduler(
-        blocks=BlockPool(
-            loaded.plan.num_pages, loaded.plan.page_size, prefix_cache=options.prefix_cache, host_pages=loaded.plan.host_pages
-        ),
+        **page_pools(loaded.plan, prefix_cache=options.prefix_cache),
         max_seqs=seqs,
         max_tokens_per_step=step_tokens,
         max_model_len=loaded.plan.max_model_len,

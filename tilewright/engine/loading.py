@@ -104,7 +104,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
                 max_positions=plan.max_model_len,
             )
         adapters = held_adapters(built, options, read)
-        runner = runner_of(built, plan.num_pages, plan.max_model_len, options, host_pages=plan.host_pages)
+        runner = _planned_runner(built, plan, options)
         guesses = None
         if draft is not None:
             report(f"loading the draft {draft.kind} {draft.name}")
@@ -199,13 +199,14 @@ def runner_of(
     *,
     guesses: bool = False,
     host_pages: int = 0,
+    window_pages: int = 0,
     explains_draws: bool = False,
     team: Team | None = None,
 ) -> ModelRunner:
     """A runner of a model, by the engine's options.
 
-    guesses: of a draft model, whose rows have no drafts. explains_draws: see `ModelRunner`. team: the other ranks that have
-    shares of the model.
+    guesses: of a draft model, whose rows have no drafts. window_pages, explains_draws: see `ModelRunner`. team: the other ranks
+    that have shares of the model.
     """
     return ModelRunner(
         model,
@@ -219,9 +220,16 @@ def runner_of(
         batch_invariant=options.invariant,
         cache_dtype=cache_dtype(model, options),
         host_pages=host_pages,
+        window_pages=window_pages,
         explains_draws=explains_draws,
         team=team,
     )
+
+
+def _planned_runner(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:
+    """The runner of a model that is on one device."""
+    pools = {"host_pages": plan.host_pages, "window_pages": plan.window_pages}
+    return runner_of(model, plan.num_pages, plan.max_model_len, options, **pools)
 
 
 def _guessing(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:

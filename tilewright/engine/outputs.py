@@ -126,3 +126,8 @@ class EngineStats:
     """Copied to host memory."""
     pages_in: int = 0
     """Copied back."""
+    window_pages_total: int = 0
+    """Pages of windowed layers, where these have their own."""
+    window_pages_used: int = 0
+    window_pages_returned: int = 0
+    """Given back by requests while they ran: behind the window."""

@@ -4,18 +4,21 @@ All in bytes. Weights, tables and pages are exact; working memory is an upper bo
 what the driver, the compiler's kernels, cuBLAS and captured graphs take.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from tilewright.engine.adapters import adapter_bytes
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.tier import buffer_bytes
+from tilewright.engine.windows import Windows
 from tilewright.hw.device import free_bytes, memory_bytes
 from tilewright.models import Model, ModelConfig, kv_bytes_per_token, weight_bytes_of
 from tilewright.models.draft_heads import DraftHead
 from tilewright.nn import ExpertLinear, Linear, LoraStack, Rope
 from tilewright.ops.weights import MixedWeight, QuantizedWeight
+from tilewright.parallel.plan import Plan
 
 __all__ = ["MemoryPlan", "NoMemory", "cache_dtype", "page_size_of", "plan_memory", "weights_format"]
 
@@ -44,6 +47,11 @@ class MemoryPlan:
     page_bytes: int
     page_size: int
     num_pages: int
+    window_page_bytes: int = 0
+    window_pages: int = 0
+    """Pages of layers with a window, which are not in `page_bytes` then; 0: all layers have the same pages."""
+    window: int = 0
+    """Tokens that those layers see."""
     host_pages: int = 0
     """Pages of host memory, which take nothing of `limit_bytes`."""
     max_model_len: int
@@ -53,7 +61,7 @@ class MemoryPlan:
     @property
     def cache_bytes(self) -> int:
         """The KV cache."""
-        return self.num_pages * self.page_bytes
+        return self.num_pages * self.page_bytes + self.window_pages * self.window_page_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -70,6 +78,9 @@ class MemoryPlan:
             ("reserve", self.reserve_bytes, ""),
             ("KV cache", self.cache_bytes, f"{self.num_pages} pages of {self.page_size} tokens, {self.page_bytes} bytes each"),
         ]
+        if self.window_pages:
+            note = f"of it {self.window_pages} pages of layers that see {self.window} tokens"
+            rows.append(("", self.window_pages * self.window_page_bytes, note))
         if self.host_pages:
             rows.append(("host memory", self.host_pages * self.page_bytes, f"{self.host_pages} pages, not of the device"))
         lines = [f"memory plan for {self.device}, contexts up to {self.max_model_len} tokens"]
@@ -164,12 +175,14 @@ def page_size_of(config: ModelConfig, options: EngineConfig) -> int:
     return 64 if config.latent is not None or options.kv_cache is not None else 16
 
 
-def _cuts(
-    config: ModelConfig, options: EngineConfig, cache_bytes: int, max_model_len: int, *, all_useful: bool
-) -> tuple[str, ...]:
+def _cuts(config: ModelConfig, options: EngineConfig, plan: MemoryPlan, *, all_useful: bool) -> tuple[str, ...]:
     """What to say about a cache that is smaller than asked for, and contexts that are shorter than the model's."""
     found = []
-    asked = options.kv_cache_bytes
+    asked, cache_bytes, max_model_len = options.kv_cache_bytes, plan.cache_bytes, plan.max_model_len
+    seen = max((window for window in config.windows if window is not None), default=max_model_len)
+    if not _divides(options) and seen < max_model_len:
+        why = "host_cache_bytes wants" if options.host_cache_bytes else "tp, pp and slices want"
+        found.append(f"layers that see {seen} tokens keep the pages of all tokens, as {why} it")
     if asked is not None and all_useful and cache_bytes < asked:
         found.append(
             f"kv_cache_bytes is {asked:,}, but {options.max_seqs} requests (max_seqs) of {max_model_len} tokens need no more "
@@ -181,6 +194,55 @@ def _cuts(
             f"{config.max_position_embeddings}"
         )
     return tuple(found)
+
+
+class _Pools(NamedTuple):
+    """How many pages there are, and what they take."""
+
+    pages: int
+    page_bytes: int
+    window_pages: int = 0
+    window_page_bytes: int = 0
+    window: int = 0
+
+
+_PLANNED_WINDOWS = 4
+"""Windows' worth of tokens in a context for which memory is divided between layers that see everything and the others. Longer
+contexts find too few pages of the one kind, shorter ones of the other; both run."""
+
+
+def _divides(options: EngineConfig) -> bool:
+    """Whether layers with a window may have pages of their own. Pages of host memory, and of ranks, hold all layers."""
+    return not options.host_cache_bytes and options.plan == Plan()
+
+
+def _pools(
+    config: ModelConfig, held: torch.dtype, options: EngineConfig, room: int, page_bytes: int, page_size: int, longest: int
+) -> _Pools:
+    """Divide the memory of the KV cache.
+
+    Where some layers see a window only, these get pages of their own if that leaves more for the others: as many as requests
+    of `_PLANNED_WINDOWS` windows need, but no more than all requests that may run.
+    """
+    pages = -(-longest // page_size)
+    useful = options.max_seqs * pages
+    alike = _Pools(min(room // page_bytes, useful), page_bytes)
+    windows = [window for window in config.windows if window is not None]
+    if not windows or config.latent is not None or not _divides(options):
+        return alike
+    windowed = page_size * kv_bytes_per_token(config, held) // config.num_hidden_layers * len(windows)
+    full, seen = page_bytes - windowed, Windows.pages_seen(max(windows), page_size) + 2
+    if min(pages, alike.pages) <= seen:
+        return alike  # nothing ever lies behind the window
+    planned = min(pages, _PLANNED_WINDOWS * -(-max(windows) // page_size))
+    most = options.max_seqs * seen + -(-options.max_tokens_per_step // page_size)
+    window_pages = max(seen, min(most, room * seen // (planned * full + seen * windowed)))
+    left = room - window_pages * windowed
+    num_pages = max(0, min(useful, left // full if full else useful))
+    window_pages = min(useful, (room - num_pages * full) // windowed) if num_pages == useful else window_pages
+    if num_pages <= alike.pages:
+        return alike
+    return _Pools(num_pages, full, window_pages, windowed, max(windows))
 
 
 def _host_pages(options: EngineConfig, page_bytes: int, device: torch.device) -> tuple[int, int]:
@@ -209,10 +271,11 @@ def plan_memory(
         ValueError: `max_model_len` is beyond what the model was made for.
     """
     config = model.config
+    held = cache_dtype(model, options) or dtype
     longest, wanted, page_size = config.max_position_embeddings, options.max_model_len, page_size_of(config, options)
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len is {wanted}, but the model's positions end at {longest}")
-    page_bytes = page_size * kv_bytes_per_token(config, cache_dtype(model, options) or dtype)
+    page_bytes = page_size * kv_bytes_per_token(config, held)
     host_pages, buffers = _host_pages(options, page_bytes, device)
     weights, tables, adapters = weight_bytes_of(model), _tables_bytes(model), adapter_bytes(model)
     working = buffers + _working_bytes(model, dtype, options.max_tokens_per_step, options.max_samples)
@@ -227,7 +290,8 @@ def plan_memory(
     useful, room = options.max_seqs * -(-(wanted or longest) // page_size), options.kv_cache_bytes
     if room is None:
         room = _CPU_CACHE_BYTES if limit is None else max(0, limit - weights - adapters - tables - working - reserve)
-    num_pages = min(room // page_bytes, useful)
+    pools = _pools(config, held, options, room, page_bytes, page_size, wanted or longest)
+    num_pages = pools.pages
     fitting = wanted or min(longest, num_pages * page_size)
     plan = MemoryPlan(
         device=str(device),
@@ -238,19 +302,26 @@ def plan_memory(
         working_bytes=working,
         reserve_bytes=reserve,
         adapters_bytes=adapters,
-        page_bytes=page_bytes,
+        page_bytes=pools.page_bytes,
         page_size=page_size,
         num_pages=num_pages,
+        window_page_bytes=pools.window_page_bytes,
+        window_pages=pools.window_pages,
+        window=pools.window,
         host_pages=host_pages,
         max_model_len=fitting,
-        warnings=_cuts(config, options, num_pages * page_bytes, fitting, all_useful=num_pages == useful),
     )
-    over = limit is not None and plan.total_bytes > limit
-    least = -(-max(plan.max_model_len, 1) // page_size)
-    if num_pages < least or over:
+    return _checked(replace(plan, warnings=_cuts(config, options, plan, all_useful=num_pages == useful)))
+
+
+def _checked(plan: MemoryPlan) -> MemoryPlan:
+    """The plan, where one request of its length fits. Raises NoMemory."""
+    over = plan.limit_bytes is not None and plan.total_bytes > plan.limit_bytes
+    least = -(-max(plan.max_model_len, 1) // plan.page_size)
+    if plan.num_pages < least or over:
         raise NoMemory(
-            f"{plan}\nno memory for the cache: one request of {plan.max_model_len or page_size} tokens needs "
-            f"{least} pages and {num_pages} fit. Four ways out: a shorter --max-model-len; "
+            f"{plan}\nno memory for the cache: one request of {plan.max_model_len or plan.page_size} tokens needs "
+            f"{least} pages and {plan.num_pages} fit. Four ways out: a shorter --max-model-len; "
             "a smaller --max-tokens-per-step or --max-seqs (less working memory); a larger share of the device "
             "(--memory-fraction, --kv-cache-gib) or a device with more memory; or smaller weights (--quantize)"
         )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tilewright.engine.blocks import BlockPool, page_digest, page_digests
 from tilewright.engine.request import Request
 from tilewright.engine.step import Row
+from tilewright.engine.windows import Windows
 
 __all__ = ["Prefixes", "StepPlan"]
 
@@ -19,7 +20,7 @@ ON_HOST = -1
 class StepPlan:
     """A step in the making."""
 
-    __slots__ = ("budget", "copies", "first", "fresh", "others", "prefill", "promised", "sources")
+    __slots__ = ("budget", "copies", "first", "fresh", "others", "prefill", "promised", "promised_windows", "sources")
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be added
@@ -29,14 +30,15 @@ class StepPlan:
         self.copies: list[tuple[int, int]] = []
         self.sources: list[int] = []  # pages to copy from; owned while the step is made, so that none is given away in it
         self.fresh: set[int] = set()  # pages that this step fills: to be read in it, but not to be copied before it
-        self.promised = 0  # pages that prompts already started will still need
+        self.promised = self.promised_windows = 0  # pages that prompts already started will still need
+        # Windowed pages stand as ~page in these.
 
 
 class Prefixes:
-    """The prefix cache, as requests see it."""
+    """The prefix cache, as requests see it. `windows`: the pages of windowed layers, where these have their own."""
 
-    def __init__(self, blocks: BlockPool):
-        self.blocks = blocks
+    def __init__(self, blocks: BlockPool, windows: Windows | None = None):
+        self.blocks, self.windows = blocks, windows
 
     def hits(self, request: Request, plan: StepPlan) -> list[int]:
         """Pages of the prefix cache that continue what the request has computed, `ON_HOST` for those that must be fetched.
@@ -63,6 +65,8 @@ class Prefixes:
         # The last page is to be copied. If it is filled in this very step, or there is no page for the copy, it is computed.
         if everything and (hits[-1] in plan.fresh or hits[-1] == ON_HOST or not spare):
             hits.pop()
+        if hits and self.windows is not None:
+            del hits[self.windows.covered(request, len(hits), plan.fresh) :]
         return hits
 
     def unowned(self, pages: list[int]) -> int:
@@ -77,6 +81,7 @@ class Prefixes:
         for page in hits:
             if page != ON_HOST:
                 blocks.share(page)
+        copied = None if self.windows is None else self.windows.take(request, len(hits))
         request.pages += self._fetched(request, hits, plan)
         request.registered = len(request.pages)
         request.computed = len(request.pages) * blocks.page_size
@@ -85,6 +90,9 @@ class Prefixes:
             request.pages[-1] = blocks.allocate()
             plan.copies.append((hits[-1], request.pages[-1]))
             request.computed -= 1
+        if copied is not None:
+            plan.sources.append(~copied[0])
+            plan.copies.append((~copied[0], ~copied[1]))
         return request.computed - before
 
     def _fetched(self, request: Request, hits: list[int], plan: StepPlan) -> list[int]:
@@ -126,15 +134,20 @@ class Prefixes:
         known = [request.digests[request.registered] for request in requests]
         self.blocks.register_many([request.pages[request.registered] for request in requests], known)
         for request in requests:
+            if self.windows is not None:
+                self.windows.register(request, (request.registered,))
             request.registered += 1
 
     def register(self, request: Request) -> list[int]:
-        """Make known to the prefix cache the pages that are full and whose tokens are known; returns them."""
+        """Make known to the prefix cache the pages that are full and whose tokens are known; returns them, windowed
+        ones as ~page."""
         if not self.blocks.prefix_cache:
             return []
         full = request.computed // self.blocks.page_size  # no token before `computed` is pending here
         pages = request.pages[request.registered : full]
         for index, page in enumerate(pages, start=request.registered):
             self.blocks.register(page, self._digest(request, index))
+        if self.windows is not None:
+            pages = [*pages, *self.windows.register(request, range(request.registered, full))]
         request.registered = max(request.registered, full)
         return pages

@@ -215,6 +215,7 @@ class Request:
         max_wait_s               how long it may wait for its start; None: for ever
         stop_ids                 tokens that end the text: the model's end-of-text tokens unless ignored, and the caller's
         pages                    the block table: physical page of every `page_size` tokens; [] unless RUNNING
+        window_pages, behind     that of windowed layers, where these have their own; its first entry that still counts
         computed                 tokens whose keys and values are in the cache, or will be once launched steps have run; drafts
                                  do not count before they are accepted
         pending                  rows launched whose samples are not known yet: 0 or 1 between two steps of the engine
@@ -233,6 +234,7 @@ class Request:
         "accepted",
         "adapter",
         "arrival_s",
+        "behind",
         "cached",
         "decoders",
         "digests",
@@ -261,6 +263,7 @@ class Request:
         "state",
         "stop_ids",
         "stop_reason",
+        "window_pages",
     )
 
     def __init__(
@@ -293,6 +296,7 @@ class Request:
         self.max_wait_s = max_wait_s
         self.output_ids: list[int] = []
         self.pages: list[int] = []
+        self.window_pages, self.behind = list[int](), 0
         self.decoders: Decoders | None = None
         self.lease = -1
         self._computed = 0

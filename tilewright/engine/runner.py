@@ -2,7 +2,8 @@
 
 On a GPU `launch` only enqueues, so the host prepares a step while the device runs the one before: samples stay on the device
 (`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
-replay captured graphs; steps with prompts run eagerly. On a CPU the same code runs at once.
+replay captured graphs, as do steps with prompts that have few tokens; larger ones run eagerly. On a CPU the same code runs at
+once.
 
 The head runs once a step, on the rows that sample. Where a row edits its logits, or wants log-probabilities, the whole step
 goes through the edits, which leave the other rows as they are. A step with masked rows replays the captured body, but samples
@@ -23,11 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.engine.batch import Inputs, Layout, Packer
+from tilewright.engine.batch import Packer
 from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, rehearse
 from tilewright.engine.head import Head, turns_of
-from tilewright.engine.request import TokenLogprobs
-from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks, likelihoods
+from tilewright.engine.layout import Inputs, Layout
+from tilewright.engine.mixed_graphs import MixedGraph, MixedGraphs
+from tilewright.engine.prompt_logprobs import prompt_logprobs, read_prompt_logprobs
+from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks
 from tilewright.engine.slots import NOTHING, SlotState
 from tilewright.engine.step import DeviceLost, FillMasks, RowFault, Step, StepResult, agreed_rows
 from tilewright.engine.team import Notice, Team
@@ -41,8 +44,6 @@ from tilewright.op import invariant
 __all__ = ["ModelRunner", "Progress", "on_device", "scope_of"]
 
 Progress = Callable[[str], None]
-_PROMPT_LOGPROB_ROWS = 256
-"""Logits of a prompt that exist at a time: 256 x 151936 in float32 are 156 MB."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -86,10 +87,12 @@ class ModelRunner:
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
         cache_dtype: torch.dtype | None = None, host_pages: int = 0, explains_draws: bool = False, team: Team | None = None,
+        window_pages: int = 0,
     ):  # fmt: skip
         """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
         `host_pages`: of host memory, for what the prefix cache gives up. `explains_draws`: log-probabilities come with
-        `TokenLogprobs.drawn`; rows with drafts have none. `team`: other ranks, which run each step on their shares."""
+        `TokenLogprobs.drawn`; rows with drafts have none. `team`: other ranks, which run each step on their shares.
+        `window_pages`: of layers with a window, which then have pages of their own."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
@@ -99,7 +102,9 @@ class ModelRunner:
         self.asynchronous = self.device.type == "cuda"
         self.launching = False
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
-        self.cache = model.empty_cache(num_pages, page_size, cache_dtype)
+        self.kinds = 2 if window_pages else 1
+        pools = {"window_pages": window_pages} if window_pages else {}
+        self.cache = model.empty_cache(num_pages, page_size, cache_dtype, **pools)
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
@@ -109,16 +114,19 @@ class ModelRunner:
         self._packer = Packer(
             page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
             # The products' epilogues are others beside adapters, and so are a row's bits.
-            always_adapted=self._adapts and batch_invariant)  # fmt: skip
+            always_adapted=self._adapts and batch_invariant, kinds=self.kinds)  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._state: SlotState | None = None
         if team is None and not isinstance(model, DraftHead):  # whose next state may lie on a page beyond the row's
-            self._state = SlotState(self._packer.lines, self._last, max_pages=self._max_pages, page_size=page_size)
+            sizes = {"max_pages": self._max_pages, "page_size": page_size, "kinds": self.kinds}
+            self._state = SlotState(self._packer.lines, self._last, **sizes)
         self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
-        longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples).nbytes
-        longest = max(longest + max_seqs * self._max_pages * 4, SlotState.nbytes(max_seqs, self._max_pages))
+        longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples, kinds=self.kinds).nbytes
+        longest += self.kinds * max_seqs * self._max_pages * 4
+        longest = max(longest, SlotState.nbytes(max_seqs, self._max_pages, self.kinds))
         self._staging = [torch.zeros(longest, dtype=torch.uint8, pin_memory=self.asynchronous) for _ in range(3)]
         self._arrivals = [
             (
@@ -182,15 +190,19 @@ class ModelRunner:
         else:
             graph.run(adapted)
             hidden = graph.hidden
-        ticket.prompt_logprobs = self._prompt_logprobs(step, hidden)
+        if self._packer.prompts_explained(step):
+            ticket.prompt_logprobs = prompt_logprobs(step, hidden, self.model.logits)
+        if isinstance(graph, MixedGraph):  # captured without head and sampling
+            inputs, graph = inputs.sampled(int(step.samples.sum())), None
         ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
         if not step.masked:
             self._finish(ticket, None)
         self._turn = (self._turn + 1) % 3
         return ticket
 
-    def _derived(self, state: SlotState, step: Step, graph: DecodeGraph | None) -> Inputs:
+    def _derived(self, state: SlotState, step: Step, graph: DecodeGraph | MixedGraph | None) -> Inputs:
         """The inputs of a step whose rows have one token each; those of a graph are derived in it."""
+        assert not isinstance(graph, MixedGraph)
         changes, rows, adapters = self._packer.changes(step), NOTHING, NOTHING
         if graph is None:
             inputs = state.padding(step.slots.size, self._packer.longest(step))
@@ -209,16 +221,18 @@ class ModelRunner:
             graph.slots = step.slots
         return inputs
 
-    def _packed(self, step: Step, graph: DecodeGraph | None) -> Inputs:
+    def _packed(self, step: Step, graph: DecodeGraph | MixedGraph | None) -> Inputs:
         """The inputs of any other step."""
         if graph is not None:
-            layout, longest = graph.layout, graph.layout.each or 1
+            layout = graph.layout
+            longest = layout.counts[0] if isinstance(graph, MixedGraph) else layout.each or 1
         else:
             tokens, samples = int(step.counts.sum()), int(step.samples.sum())
-            layout, longest = Layout(tokens, step.slots.size, samples), int(step.counts.max())
+            layout, longest = Layout(tokens, step.slots.size, samples, kinds=self.kinds), int(step.counts.max())
         packed, table = self._to_device(step, layout, self._packer.longest(step))
         if self._team is not None:
-            self._tell(self._team, step, layout, table.shape[1], longest, graph)
+            assert not isinstance(graph, MixedGraph), "followers have no such graphs"
+            self._tell(self._team, step, layout, table.shape[2], longest, graph)
         if graph is not None:
             graph.take(packed, table)
         return layout.device(packed, table, longest)
@@ -235,10 +249,13 @@ class ModelRunner:
         if self._team is not None:
             self._team.check()
 
-    def _graph(self, step: Step) -> DecodeGraph | None:
-        """The captured step that this one fits into: nobody's prompt is computed in it."""
-        if self._graphs is None or not (step.counts is step.samples or (step.counts == step.samples).all()):
+    def _graph(self, step: Step) -> DecodeGraph | MixedGraph | None:
+        """The captured step that this one fits into."""
+        if self._graphs is None:
             return None
+        if not (step.counts is step.samples or (step.counts == step.samples).all()):  # somebody's prompt is computed
+            mixed = None if step.drafts else self._mixed
+            return None if mixed is None else mixed.of_step(int(step.counts.sum()), step.slots.size)
         if not step.drafts:
             return self._graphs.for_rows(step.slots.size)
         # Where rows have room for more tokens than they bring, these must have places in the block table.
@@ -271,9 +288,11 @@ class ModelRunner:
         if step.out or step.back:
             assert self.tier is not None, "pages go to the host where there is a tier"
             self.tier.move(step.out, step.back)
-        if step.copies:
-            pairs = torch.tensor(step.copies, dtype=torch.int64).to(self.device, non_blocking=True)
-            self.cache.copy_pages(pairs[:, 0], pairs[:, 1])
+        for windowed in (False, True) if step.copies else ():
+            chosen = [(~a, ~b) if windowed else (a, b) for a, b in step.copies if (a < 0) is windowed]
+            if chosen:
+                pairs = torch.tensor(chosen, dtype=torch.int64).to(self.device, non_blocking=True)
+                self.cache.copy_pages(pairs[:, 0], pairs[:, 1], **({"windowed": True} if windowed else {}))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step and read its samples. Raises DeviceLost where the device answers no more."""
@@ -289,28 +308,18 @@ class ModelRunner:
         if step.drafts:
             counts, stays = agreed_rows(step, samples)
             samples, logprobs = samples[stays], list(compress(logprobs, stays))
-        return StepResult(samples.copy(), counts, logprobs, self._read_prompt_logprobs(ticket))
-
-    def _read_prompt_logprobs(self, ticket: Ticket) -> list[list[TokenLogprobs] | None]:
-        if not ticket.prompt_logprobs:
-            return []
-        found: list[list[TokenLogprobs] | None] = [None] * len(ticket.step.requests)
-        for i, tensors in ticket.prompt_logprobs:
-            wanted = ticket.step.requests[i].params.prompt_logprobs or 0
-            read = tensors.read([wanted] * tensors.words.shape[0])
-            found[i] = (found[i] or []) + [entry for entry in read if entry is not None]
-        return found
+        return StepResult(samples.copy(), counts, logprobs, read_prompt_logprobs(ticket.step, ticket.prompt_logprobs))
 
     def _to_device(self, step: Step, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
-        """One copy to the device: (the packed arrays, the block table [B, width])."""
+        """One copy to the device: (the packed arrays, the block tables [kinds, B, width])."""
         staging = self._staging[self._turn]
-        seqs = step.slots.size
-        table_bytes = 4 * seqs * width
+        shape = (self.kinds, step.slots.size, width)
+        end = layout.nbytes + 4 * self.kinds * step.slots.size * width
         self._packer.fill(layout.host(staging.numpy()), step, layout.each)
-        host_table = staging[layout.nbytes : layout.nbytes + table_bytes].view(torch.int32).view(seqs, width)
-        np.take(self._packer.tables[:, :width], step.slots, axis=0, out=host_table.numpy())
-        arrived = staging[: layout.nbytes + table_bytes].to(self.device, non_blocking=True)
-        return arrived[: layout.nbytes], arrived[layout.nbytes :].view(torch.int32).view(seqs, width)
+        host_table = staging[layout.nbytes : end].view(torch.int32).view(shape)
+        np.take(self._packer.tables[:, :, :width], step.slots, axis=1, out=host_table.numpy())
+        arrived = staging[:end].to(self.device, non_blocking=True)
+        return arrived[: layout.nbytes], arrived[layout.nbytes :].view(torch.int32).view(shape)
 
     def _body(self, inputs: Inputs) -> Tensor:
         """hidden [T, E]; samples of the step before are taken from `_last`."""
@@ -345,23 +354,6 @@ class ModelRunner:
         if explained and drawn.logprobs is not None:
             ticket.logprobs = drawn.logprobs.sent(count, logprobs)
 
-    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, LogprobTensors]]:
-        found, begin = [], 0
-        if not self._packer.prompts_explained(step):
-            return found
-        for i, (request, start, count, *_) in enumerate(step.rows):
-            alternatives = request.params.prompt_logprobs
-            targets = request.prompt_ids[start + 1 : start + count + 1]
-            if alternatives is not None:
-                for at in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
-                    ids = torch.tensor(targets[at : at + _PROMPT_LOGPROB_ROWS], dtype=torch.int64)
-                    ids = ids.to(self.device, non_blocking=True)
-                    logits = self.model.logits(hidden[begin + at : begin + at + ids.shape[0]])
-                    wanted = torch.full(ids.shape, alternatives, dtype=torch.int32, device=self.device)
-                    found.append((i, likelihoods(logits, ids, wanted).sent(ids.shape[0])))
-            begin += count
-        return found
-
     # ---- readiness
 
     def warmup(self, progress: Progress) -> None:
@@ -380,18 +372,23 @@ class ModelRunner:
         if self.device.type == "meta":
             rehearse(
                 self._bodies, tails, derive, max_seqs=self.max_seqs, max_pages=self._max_pages,
-                row_tokens=self._row_tokens, max_samples=self.max_samples,
+                row_tokens=self._row_tokens, max_samples=self.max_samples, kinds=self.kinds,
             )  # fmt: skip
             return
         self._graphs = DecodeGraphs(
             self._bodies, tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
-            row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress,
+            row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress, kinds=self.kinds,
         )  # fmt: skip
+        if self._state is not None:
+            self._mixed = MixedGraphs(
+                self._bodies, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
+                max_tokens=self.max_tokens_per_step, pool=self._graphs.pool, progress=progress, kinds=self.kinds,
+            )  # fmt: skip
         torch.cuda.synchronize(self.device)
 
     def _warm_prefill(self, tokens: int, longest: int) -> None:
         """One eager step of so many tokens, all padding: it reads and writes no page that counts."""
-        inputs = padding_inputs(tokens, longest, self.max_seqs, self.max_samples, self.device)
+        inputs = padding_inputs(tokens, longest, self.max_seqs, self.max_samples, self.device, self.kinds)
         hidden = self._body(inputs)
         if self._adapts:
             hidden = self._adapted_body(inputs)

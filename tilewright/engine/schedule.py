@@ -46,6 +46,9 @@ class Scheduler(Tenants):
         plan = StepPlan(self.max_tokens_per_step)
         preemptions = self.preemptions
         turn, crossing = self.decoders.turn()
+        if self.windows is not None:
+            for i in crossing.tolist():
+                self._leave_behind(turn.requests[i])
         if self._roomy(crossing.size):
             self._decode(turn, crossing, plan)
         else:
@@ -54,20 +57,33 @@ class Scheduler(Tenants):
             self._start_waiting(plan)
         self._share_rest(plan)
         self.waiting.left_over()
-        self.blocks.release(plan.sources)
+        self.blocks.release(page for page in plan.sources if page >= 0)
+        if self.windows is not None:
+            self.windows.pool.release(~page for page in plan.sources if page < 0)
         return self._step(turn, plan) if turn.requests or plan.prefill else None
 
     def _roomy(self, pages: int) -> bool:
         """Whether nobody has to be preempted for the decoding requests, which need so many pages, and the oldest prompt."""
-        first = next(iter(self._prompts), None)
+        first, windowed = next(iter(self._prompts), None), pages
         if first is not None:
-            pages += self.blocks.pages_for(len(first)) - len(first.pages) + 1
-        return pages <= self.blocks.available
+            more = self.blocks.pages_for(len(first)) - len(first.pages) + 1
+            pages, windowed = pages + more, windowed + self._windowed(more)
+        return pages <= self.blocks.available and self._windows_have(windowed)
+
+    def _windowed(self, pages: int) -> int:
+        """The windowed pages that a prompt must have in order to go on, of so many that it will need."""
+        return 0 if self.windows is None else min(pages, self.windows.most)
+
+    def _windows_have(self, pages: int) -> bool:
+        return self.windows is None or pages <= self.windows.pool.available
 
     def _decode(self, turn: Turn, crossing: np.ndarray, plan: StepPlan) -> None:
         if crossing.size:
             for i, page in zip(crossing.tolist(), self.blocks.allocate_many(crossing.size)):
                 turn.requests[i].pages.append(page)
+            if self.windows is not None:
+                for i, page in zip(crossing.tolist(), self.windows.pool.allocate_many(crossing.size)):
+                    turn.requests[i].window_pages.append(page)
             self.decoders.cells[turn.slots[crossing]] += self.blocks.page_size
         self.decoders.book(turn)
         plan.budget -= len(turn.requests)
@@ -152,7 +168,9 @@ class Scheduler(Tenants):
                 self._add_chunk(request, count, plan)
         else:
             plan.others.append(request)
-        plan.promised += self.blocks.pages_for(len(request)) - len(request.pages)
+        more = self.blocks.pages_for(len(request)) - len(request.pages)
+        plan.promised += more
+        plan.promised_windows += self._windowed(more)
 
     def _asked_by_others(self, first: Request, most: int) -> int:
         """Prompt tokens that others than `first` would like to have in this step, but no more than `most`."""
@@ -175,6 +193,9 @@ class Scheduler(Tenants):
             needed = blocks.pages_for(len(request)) - len(hits) + copied + self.prefixes.unowned(hits)
             if needed + plan.promised + len(self.running) > blocks.available:
                 return
+            windowed = self._windowed(blocks.pages_for(len(request)) + 1)
+            if not self._windows_have(windowed + plan.promised_windows + len(self.running)):
+                return
             self.waiting.pop()
             self._enter(request)
             self._take(request, plan)
@@ -196,7 +217,9 @@ class Scheduler(Tenants):
             self._add_what_fits(row.request, plan, before=row)
 
     def _add_what_fits(self, request: Request, plan: StepPlan, before: Row | None = None) -> None:
-        fits = (len(request.pages) + self.blocks.available) * self.blocks.page_size - request.computed
+        if before is None:
+            self._leave_behind(request)
+        fits = self._fitting(request, self.available)
         count = max(0, min(self._chunk(request, plan.budget), fits))
         if count or before is not None:
             self._allocate(request, count)

@@ -6,13 +6,15 @@ these are others than before. Where there is nothing of the kind nothing is sent
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright import ops
-from tilewright.engine.batch import LINE_WORDS, Changes, Inputs, Layout
+from tilewright.engine.batch import LINE_WORDS, Changes
+from tilewright.engine.layout import Inputs, Layout
 
 __all__ = ["NOTHING", "SlotState", "put", "row_inputs"]
 
@@ -30,8 +32,11 @@ def put(buffer: np.ndarray, parts: Sequence[np.ndarray]) -> int:
 
 
 def row_inputs(rows: int, buffer: Tensor, table: Tensor, padding_slot: int) -> Inputs:
-    """Inputs of so many rows of one token each, all padding. `decode_inputs` writes the rest of the buffer, `Layout.nbytes`."""
-    inputs = Layout(rows, rows, rows).device(buffer, table, 1)
+    """Inputs of so many rows of one token each, all padding. `decode_inputs` writes the rest of the buffer, `Layout.nbytes`.
+
+    table: [kinds, rows, W] int32.
+    """
+    inputs = Layout(rows, rows, rows, kinds=table.shape[0]).device(buffer, table, 1)
     inputs.sampled_slots.fill_(padding_slot)
     torch.arange(rows + 1, out=inputs.batch.cu_q)
     torch.arange(rows, out=inputs.batch.logits_rows)
@@ -44,23 +49,25 @@ class SlotState:
     Args:
         lines: [max_seqs + 1, words] int64, as `Packer` has them at the start.
         last: [max_seqs + 1] int64, where samples are left, by slot.
+        kinds: see `Layout`.
     """
 
-    def __init__(self, lines: np.ndarray, last: Tensor, *, max_pages: int, page_size: int):
+    def __init__(self, lines: np.ndarray, last: Tensor, *, max_pages: int, page_size: int, kinds: int = 1):
         device = last.device
         self._lines, self._last, self._page_size = torch.from_numpy(lines.copy()).to(device), last, page_size
-        self._table = torch.zeros(lines.shape[0], max_pages, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(kinds, lines.shape[0], max_pages, dtype=torch.int32, device=device)
 
     @staticmethod
-    def nbytes(max_seqs: int, max_pages: int) -> int:
+    def nbytes(max_seqs: int, max_pages: int, kinds: int = 1) -> int:
         """The most bytes that a step sends."""
-        return 8 * max_seqs * (LINE_WORDS + 6 + max_pages) + 64
+        return 4 * max_seqs * (2 * LINE_WORDS + 12 + (1 + kinds) * max_pages) + 64
 
     def padding(self, rows: int, width: int) -> Inputs:
         """Inputs of their own of so many rows, with block tables of `width` pages; as `row_inputs`."""
         device, padding_slot = self._last.device, self._last.numel() - 1
-        buffer = torch.zeros(Layout(rows, rows, rows).nbytes, dtype=torch.uint8, device=device)
-        return row_inputs(rows, buffer, torch.zeros(rows, width, dtype=torch.int32, device=device), padding_slot)
+        kinds = self._tables.shape[0]
+        buffer = torch.zeros(Layout(rows, rows, rows, kinds=kinds).nbytes, dtype=torch.uint8, device=device)
+        return row_inputs(rows, buffer, torch.zeros(kinds, rows, width, dtype=torch.int32, device=device), padding_slot)
 
     def tell(self, changes: Changes, rows: np.ndarray, adapters: np.ndarray, inputs: Inputs, staging: Tensor) -> None:
         """Bring the device up to date, in one copy.
@@ -87,15 +94,24 @@ class SlotState:
         if changes.fed_slots.size:
             self._last.index_copy_(0, wide[4], wide[5])
         if changes.cells.size:
-            places, pages = views[6].view(torch.int32).view(2, -1)
-            self._table.view(-1).index_copy_(0, places.long(), pages)
+            places, *pages = views[6].view(torch.int32).view(1 + len(self._tables), -1)
+            for table, kind in zip(self._tables, pages, strict=True):
+                table.view(-1).index_copy_(0, places.long(), kind)
 
     def derive(self, inputs: Inputs) -> None:
         """Write the inputs of a step whose rows have the slots `inputs.sampled_slots`; each slot is a token further then."""
         batch, width = inputs.batch, inputs.batch.block_table.shape[1]
-        table = self._table if width == self._table.shape[1] else self._table[:, :width].contiguous()
+        tables = [table if width == table.shape[1] else table[:, :width].contiguous() for table in self._tables]
+        if batch.window_slots is not None and batch.window_table is not None:
+            # The other kind's places, from a copy of the lines: only the call behind this one moves them on.
+            aside = replace(batch, slots=batch.window_slots, block_table=batch.window_table)
+            self._write(inputs._replace(batch=aside), self._lines.clone(), tables[1])
+        self._write(inputs, self._lines, tables[0])
+
+    def _write(self, inputs: Inputs, lines: Tensor, table: Tensor) -> None:
+        batch = inputs.batch
         ops.decode_inputs(
-            inputs.sampled_slots, self._lines, self._last, table, self._page_size, token_ids=inputs.token_ids,
+            inputs.sampled_slots, lines, self._last, table, self._page_size, token_ids=inputs.token_ids,
             positions=batch.positions, places=batch.slots, kv_lens=batch.kv_lens, block_table=batch.block_table,
             sampled_at=inputs.sampled_at, seed=inputs.seed, temperature=inputs.temperature, top_k=inputs.top_k,
             top_p=inputs.top_p, min_p=inputs.min_p, alternatives=inputs.alternatives,

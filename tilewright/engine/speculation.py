@@ -135,6 +135,7 @@ class Speculator:
     ):
         self.proposer, self._tenants, self._longest, self._rules = proposer, tenants, longest, rules
         self._most_requests = max(1, tenants.max_samples // 4)
+        self._failed = False
         self._leases = np.full(tenants.max_seqs, -1, np.int64)
         self._due = np.zeros(tenants.max_seqs, np.int64)  # known tokens from which on a request is looked at
         self._paces: list[_Pace | None] = [None] * tenants.max_seqs
@@ -152,7 +153,7 @@ class Speculator:
             params = requests[i].params
             self._due[slot] = 0 if params.speculate else _NEVER
             self._ruled[slot] = params.speculate and params.grammar is not None
-        if slots.size > self._most_requests:
+        if slots.size > self._most_requests or self._failed:
             self.release()
             return
         for i in np.flatnonzero(decoders.known[slots] >= self._due[slots]).tolist():
@@ -168,10 +169,19 @@ class Speculator:
             self._draft([requests[i] for i in np.flatnonzero(held)], alone=bool(held.all()))
 
     def release(self) -> None:
-        """Nobody speculates any more."""
+        """Nobody speculates from now on. Whoever has drafts in flight still waits for them: only they tell where its next row
+        begins."""
         decoders = self._tenants.decoders
         self._tenants.drafts = {}
-        decoders.held[:], decoders.together = False, False
+        slots = decoders.members()[1]
+        waiting = slots[decoders.held[slots] & (decoders.pending[slots] > 0)]
+        decoders.held[:] = False
+        decoders.held[waiting], decoders.together = True, bool(waiting.size)
+
+    def give_up(self) -> None:
+        """The proposer has failed: nobody speculates any more."""
+        self._failed = True
+        self.release()
 
     def _pace(self, request: Request, slot: int) -> _Pace:
         pace = self._paces[slot]

@@ -15,6 +15,7 @@ from tilewright.engine.prefixes import Prefixes
 from tilewright.engine.request import Request, RequestTooLong, State
 from tilewright.engine.step import Row, Step
 from tilewright.engine.waiting import WaitingQueue
+from tilewright.engine.windows import Windows
 
 __all__ = ["Tenants"]
 
@@ -35,6 +36,7 @@ class Tenants:
         max_waiting: requests that `add` lets wait at once.
         prefill_chunk: most prompt tokens of one request in one step; None is no such bound.
         max_samples: samples of one step at most, where that is more than `max_seqs`; what is left is for drafts.
+        windows: the pages of windowed layers; None: all layers use the same.
         clock: the present in seconds; for tests.
 
     `drafts` is set before `schedule`: guesses of what requests will sample next; `forced`: whose guesses a grammar has made.
@@ -50,6 +52,7 @@ class Tenants:
         max_waiting: int,
         prefill_chunk: int | None = None,
         max_samples: int | None = None,
+        windows: Windows | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if max_seqs < 1 or max_waiting < 1 or (prefill_chunk is not None and prefill_chunk < 1):
@@ -59,7 +62,8 @@ class Tenants:
             got = f"max_tokens_per_step is {max_tokens_per_step}, wanted at least max_seqs, {max_seqs}"
             raise ValueError(f"{got}: every running request gets a token each step")
         self.blocks = blocks
-        self.prefixes = Prefixes(blocks)
+        self.windows = windows
+        self.prefixes = Prefixes(blocks, windows)
         self.max_seqs = max_seqs
         self.max_tokens_per_step = max_tokens_per_step
         self.max_model_len = max_model_len
@@ -158,9 +162,12 @@ class Tenants:
             request.decoders = None
             request.state, request.finish_reason, request.slot = State.FINISHED, "abort", None
             request.pages.clear()
+            request.window_pages, request.behind = [], 0
         self.aborted += len(requests)
         self._clear()
         self.blocks.reset()
+        if self.windows is not None:
+            self.windows.pool.reset()
         return requests
 
     def distrust(self, steps: Sequence[Step]) -> None:
@@ -177,7 +184,7 @@ class Tenants:
         out, spoiled = {request}, {page for row in step.rows if row.request is request for page in self._written(row)}
         found = True
         while found:
-            readers = [r for r in step.rows if r.request not in out and not spoiled.isdisjoint(r.request.pages)]
+            readers = [r for r in step.rows if r.request not in out and self._holds(r.request, spoiled)]
             found = bool(readers)
             out.update(row.request for row in readers)
             spoiled.update(page for row in readers for page in self._written(row))
@@ -191,13 +198,27 @@ class Tenants:
         return Step.of(kept, copies=step.copies, fills=step.fills - spoiled, out=step.out, back=step.back)
 
     def _written(self, row: Row) -> list[int]:
-        return row.request.pages[row.start // self.blocks.page_size :]
+        """The pages that a row writes to; windowed ones as ~page, as in all sets of pages here."""
+        windowed = () if self.windows is None else self.windows.written(row.request, row.start)
+        return [*row.request.pages[row.start // self.blocks.page_size :], *windowed]
+
+    def _holds(self, request: Request, pages: set[int]) -> bool:
+        shares = self.windows is not None and self.windows.shares(request, pages)
+        return shares or not pages.isdisjoint(request.pages)
 
     def _spoil(self, pages: set[int], ended: set[Request]) -> None:
-        self.blocks.forget(pages)
+        self.blocks.forget(page for page in pages if page >= 0)
+        if self.windows is not None:
+            self.windows.pool.forget(~page for page in pages if page < 0)
         for request in reversed(tuple(self.running)):
-            if request not in ended and not pages.isdisjoint(request.pages):
+            if request not in ended and self._holds(request, pages):
                 self._preempt(request)
+
+    @property
+    def available(self) -> int:
+        """Pages of each kind that requests can get."""
+        pages = self.blocks.available
+        return pages if self.windows is None else min(pages, self.windows.pool.available)
 
     def page_map(self, per_cell: int = 1) -> list[tuple[str | int, int]]:
         """(state, owners) of cells of `per_cell` pages: "free", "cached" or the slot of the first request that owns it."""
@@ -206,6 +227,7 @@ class Tenants:
     def stats(self) -> EngineStats:
         """Queues, pages and counters, now."""
         blocks = self.blocks
+        windowed = {} if self.windows is None else self.windows.stats()
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -216,6 +238,7 @@ class Tenants:
             host_pages_used=len(blocks.host),
             pages_out=blocks.host.pages_out,
             pages_in=blocks.host.pages_in,
+            **windowed,
             **{name: getattr(self, name) for name in COUNTERS},
         )
 
@@ -234,8 +257,8 @@ class Tenants:
 
     def _make_room(self, request: Request, count: int) -> int:
         """Allocates pages for up to `count` more tokens; preempts those behind while not one fits. Returns how many fit."""
-        blocks, pages = self.blocks, request.pages
-        while (fits := (len(pages) + blocks.available) * blocks.page_size - request.computed) <= 0:
+        self._leave_behind(request)
+        while (fits := self._fitting(request, self.available)) <= 0:
             youngest = next(reversed(self.running))
             if youngest is request:
                 return 0  # it keeps its pages: the older ones take them if they need to, and go on in any case
@@ -247,17 +270,28 @@ class Tenants:
     def reserve(self, request: Request, count: int) -> int:
         """Give a decoding request pages for `count` more tokens, as far as pages are left that nobody will ask for in the next
         step; returns how many tokens fit."""
-        spare = self.blocks.available - len(self.running)
-        fits = (len(request.pages) + max(0, spare)) * self.blocks.page_size - request.computed
-        count = min(count, fits)
+        self._leave_behind(request)
+        count = min(count, self._fitting(request, max(0, self.available - len(self.running))))
         if count > 0:
             self._allocate(request, count)
         return max(0, count)
 
+    def _fitting(self, request: Request, pages: int) -> int:
+        """Tokens that a request has room for, with so many pages more."""
+        return (len(request.pages) + pages) * self.blocks.page_size - request.computed
+
+    def _leave_behind(self, request: Request) -> None:
+        """Before a request's next row has its pages."""
+        if self.windows is not None:
+            self.windows.leave_behind(request, request.computed)
+
     def _allocate(self, request: Request, count: int) -> None:
         pages, blocks = request.pages, self.blocks
-        for _ in range(blocks.pages_for(request.computed + count) - len(pages)):
+        more = blocks.pages_for(request.computed + count) - len(pages)
+        for _ in range(more):
             pages.append(blocks.allocate())
+        if self.windows is not None:
+            request.window_pages += self.windows.pool.allocate_many(more)
         if request.decoders is not None:
             self.decoders.grown(request)
 
@@ -278,3 +312,5 @@ class Tenants:
         request.slot = None
         self.blocks.release(request.pages)
         request.pages = []
+        if self.windows is not None:
+            self.windows.leave(request)

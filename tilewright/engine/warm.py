@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewright.engine.batch import Inputs, Layout
+from tilewright.engine.layout import Inputs, Layout
 from tilewright.ops.paged import FEW_QUERIES
 
 __all__ = ["padding_inputs", "warm_sizes"]
@@ -15,18 +15,15 @@ def warm_sizes(most: int) -> list[tuple[int, int]]:
     return [(tokens, longest) for tokens in reversed(powers) for longest in (2, FEW_QUERIES + 1)]
 
 
-def padding_inputs(tokens: int, longest: int, max_seqs: int, max_samples: int, device: torch.device) -> Inputs:
+def padding_inputs(tokens: int, longest: int, max_seqs: int, max_samples: int, device: torch.device, kinds: int = 1) -> Inputs:
     """A step of so many tokens, all padding."""
     seqs = min(tokens, max_seqs)
-    layout = Layout(tokens, seqs, min(tokens, max_samples))
+    layout = Layout(tokens, seqs, min(tokens, max_samples), kinds=kinds)
     inputs = layout.device(
         torch.zeros(layout.nbytes, dtype=torch.uint8, device=device),
-        torch.zeros(seqs, 1, dtype=torch.int32, device=device),
+        torch.zeros(kinds, seqs, 1, dtype=torch.int32, device=device),
         longest,
     )
-    assert inputs.feed is not None
-    inputs.feed.fill_(-1)
-    inputs.batch.slots.fill_(-1)
-    inputs.batch.cu_q[1:] = tokens
+    inputs.padded()
     inputs.sampled_slots.fill_(max_seqs)
     return inputs

@@ -267,6 +267,10 @@ SHAPES: Mapping[str, ModelConfig] = {
         "LlamaForCausalLM", 16, 2048, 8192, (32, 8, 64),
         tie_word_embeddings=True, rope_scaling={**_LLAMA3_SCALING, "factor": 32.0}, **_LLAMA3,
     ),
+    "llama-3b": _shape(
+        "LlamaForCausalLM", 28, 3072, 8192, (24, 8, 128),
+        tie_word_embeddings=True, rope_scaling={**_LLAMA3_SCALING, "factor": 32.0}, **_LLAMA3,
+    ),
     "llama-8b": _shape(
         "LlamaForCausalLM", 32, 4096, 14336, (32, 8, 128), rope_scaling={**_LLAMA3_SCALING, "factor": 8.0}, **_LLAMA3
     ),

@@ -83,14 +83,25 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = head
 
-    def empty_cache(self, pages: int, page_size: int, dtype: torch.dtype | None = None) -> KVCache | LatentCache:
-        """A cache for this model on its device, of the embedding's dtype or of codes, int8 or float8_e4m3fn."""
+    def empty_cache(
+        self, pages: int, page_size: int, dtype: torch.dtype | None = None, *, window_pages: int = 0
+    ) -> KVCache | LatentCache:
+        """A cache for this model on its device, of the embedding's dtype or of codes, int8 or float8_e4m3fn.
+
+        window_pages: of layers with a window, which then have pages of their own; 0: all layers have the same.
+        """
         config, weight = self.config, self.embed.weight
         sizes = {"layers": config.num_hidden_layers, "pages": pages, "page_size": page_size}
         place = {"dtype": dtype or weight.dtype, "device": weight.device}
         if config.latent is not None:
             return LatentCache.zeros(width=config.latent.cached, **sizes, **place)
-        return KVCache.zeros(kv_heads=config.num_key_value_heads, head_dim=config.head_dim, **sizes, **place)
+        heads = {"kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+        if not window_pages:
+            return KVCache.zeros(**heads, **sizes, **place)
+        windowed = [window is not None for window in config.windows]
+        kinds = ((len(windowed) - sum(windowed), pages), (sum(windowed), window_pages))
+        made = [KVCache.zeros(**heads, layers=layers, pages=count, page_size=page_size, **place) for layers, count in kinds]
+        return KVCache.of_kinds(windowed, *made)
 
     def forward(self, token_ids: Tensor, batch: Batch | Packed, cache: KVCache | LatentCache | PackedKeysValues) -> Tensor:
         """token_ids [T] int64 -> hidden [T, E] after the final norm. A cache is written.

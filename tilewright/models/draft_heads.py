@@ -162,8 +162,11 @@ class CacheWithStates:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """As the cache does it."""
+    def copy_pages(self, sources: Tensor, targets: Tensor, *, windowed: bool = False) -> None:
+        """As the cache does it; the states are beside the pages of layers that see everything."""
+        if windowed:
+            self._cache.copy_pages(sources, targets, windowed=True)
+            return
         self._cache.copy_pages(sources, targets)
         self._states.copy_pages(sources, targets)
 

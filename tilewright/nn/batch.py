@@ -20,6 +20,8 @@ class Batch:
     cu_q: [B + 1] int32, where each sequence's tokens start, and T.
     max_q_len: the most tokens any sequence has in this step; 1 says that each has exactly one.
     logits_rows: [R] int64, which of the T rows to project to logits.
+    window_slots, window_table: the same as slots and block_table for layers with a window, where these have pages of their own;
+        what lies behind the window is any page. None: all layers use the same.
     adapters: [2, T] int32, the tokens in the order of their adapters, and the adapter of each in that order, as a `LoraStack`
         counts them, 0 for none; None: no token has one.
     """
@@ -31,6 +33,8 @@ class Batch:
     cu_q: Tensor
     max_q_len: int
     logits_rows: Tensor
+    window_slots: Tensor | None = None
+    window_table: Tensor | None = None
     adapters: Tensor | None = None
 
 

@@ -10,7 +10,7 @@
 A model is called with one of them and takes `.layer(i)` of it for each of its layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -56,17 +56,22 @@ class PagedKeysValues(NamedTuple):
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    windowed: bool = False
+    """Its pages are those of `Batch.window_table`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
         """Write this step's keys and values to their pages, and attend to all of each sequence."""
         if not isinstance(batch, Batch):
             raise TypeError(f"a paged cache needs nn.Batch, which says where tokens go; got {type(batch).__name__}")
+        slots, table = (batch.window_slots, batch.window_table) if self.windowed else (batch.slots, batch.block_table)
+        if slots is None or table is None:
+            raise ValueError("this layer has pages of its own, wanted a Batch with window_slots and window_table")
         q_THD = ops.rope_kv_write(
-            q, k, v, batch.positions, heads.rope.cos_sin, self.k, self.v, batch.slots,
+            q, k, v, batch.positions, heads.rope.cos_sin, self.k, self.v, slots,
             heads.q_norm, heads.k_norm, heads.norm_eps, heads.rope.interleaved, self.k_scale, self.v_scale,
         )  # fmt: skip
         return ops.paged_attention(
-            q_THD, self.k, self.v, batch.block_table, batch.kv_lens, batch.cu_q, batch.max_q_len, heads.scale, heads.window,
+            q_THD, self.k, self.v, table, batch.kv_lens, batch.cu_q, batch.max_q_len, heads.scale, heads.window,
             self.k_scale, self.v_scale, heads.sinks, heads.softcap,
         )  # fmt: skip
 
@@ -154,12 +159,15 @@ class KVCache:
     """Paged keys and values: per layer one [P, G, S, D] tensor each.
 
     A cache of codes (int8 or float8) has a scale for each token and head, [P, G, S], and values by columns, [P, G, D, S].
+
+    windowed: by layer, whether its pages are those of `Batch.window_table`; (): none of them.
     """
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
     k_scale: tuple[Tensor, ...] = ()
     v_scale: tuple[Tensor, ...] = ()
+    windowed: tuple[bool, ...] = ()
 
     @classmethod
     def zeros(
@@ -191,11 +199,26 @@ class KVCache:
     def layer(self, index: int) -> PagedKeysValues:
         """What a layer's attention is called with."""
         scales = (self.k_scale[index], self.v_scale[index]) if self.k_scale else (None, None)
-        return PagedKeysValues(self.k[index], self.v[index], *scales)
+        return PagedKeysValues(self.k[index], self.v[index], *scales, windowed=bool(self.windowed) and self.windowed[index])
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, all layers. sources and targets: [N] int64; a page may be a source twice, a target once."""
-        for cache in (*self.k, *self.v, *self.k_scale, *self.v_scale):
+    @classmethod
+    def of_kinds(cls, windowed: Sequence[bool], full: "KVCache", seen: "KVCache") -> "KVCache":
+        """A cache whose layers are taken from these two, in their order: from `seen` those that are windowed."""
+
+        def layers(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            rest = iter(one), iter(other)
+            return tuple(next(rest[which]) for which in windowed) if one or other else ()
+
+        pairs = ((full.k, seen.k), (full.v, seen.v), (full.k_scale, seen.k_scale), (full.v_scale, seen.v_scale))
+        k, v, k_scale, v_scale = (layers(*pair) for pair in pairs)
+        return cls(k=k, v=v, k_scale=k_scale, v_scale=v_scale, windowed=tuple(windowed))
+
+    def copy_pages(self, sources: Tensor, targets: Tensor, *, windowed: bool = False) -> None:
+        """Copy whole pages in all layers of a kind. sources and targets: [N] int64; a page may be a source twice, a target
+        once."""
+        for index, cache in enumerate(tensor for layer in self.layers for tensor in layer):
+            if self.windowed and self.windowed[index // (4 if self.k_scale else 2)] != windowed:
+                continue
             # A CPU indexes no float8.
             held = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             held.index_copy_(0, targets, held.index_select(0, sources))

@@ -48,6 +48,9 @@ class Linear(nn.Module):
         )
         self.bias = parameter(rows, fill=uniform(in_features), device=device, dtype=dtype) if bias else None
         self.adapter: Lora | LoraStack | None = None
+        self.fp8_scale: str | None = None
+        """Of a layer that is trained with products of float8 codes: what has a scale of its own, as in `ops.linear_fp8`. Where
+        no gradients are recorded the products are those of the weight."""
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear begins: uniform, with a bound of 1 / sqrt(in_features)."""
@@ -69,6 +72,9 @@ class Linear(nn.Module):
         adapters: which adapter of a `LoraStack` each token takes, as in `Batch`.
         """
         if self.adapter is None or not self.adapter.applies(adapters):
+            if self.fp8_scale is not None and torch.is_grad_enabled() and isinstance(x, Tensor):
+                assert isinstance(self.weight, Tensor)
+                return ops.linear_fp8(x, self.weight, self.bias, activation, self.fp8_scale)
             return ops.linear(x, self.weight, self.bias, activation)
         assert isinstance(x, Tensor)
         return activated(self.adapter.add(ops.linear(x, self.weight, self.bias), x, adapters), activation)

@@ -114,6 +114,7 @@ from tilewright.ops.experts import (
 )
 from tilewright.ops.linear import linear, linear_codes
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
+from tilewright.ops.linear_fp8 import linear_fp8
 from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tilewright.ops.paged import (
     check_paged,
@@ -178,6 +179,7 @@ __all__ = [
     "linear",
     "linear_codes",
     "linear_cross_entropy",
+    "linear_fp8",
     "log_softmax",
     "lora_expand_add",
     "lora_shrink",

@@ -1,7 +1,8 @@
 """The tokens of a micro-batch cut into chunks (context parallelism, by all-to-all).
 
 Jacobs et al., "DeepSpeed Ulysses", 2023: a rank has a chunk of the tokens for all that looks at tokens one by one, and all
-tokens of some heads for attention. Documents may begin and end anywhere. Gradients are sums over chunks, as the tree has them.
+tokens of some heads for attention (ring.py has the other form). Documents may begin and end anywhere. Gradients are sums over
+chunks, as the tree has them.
 
 One process that has all chunks computes them one after the other, with shapes and sums like those of as many ranks: `Chunked`.
 """
@@ -18,7 +19,7 @@ from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.reduce import tree
 from tilewright.parallel.tensor import shallow
 
-__all__ = ["Across", "Chunked", "InSlices", "chunk_of", "loss_by_chunks"]
+__all__ = ["Across", "Chunked", "InSlices", "chunk_of", "fan_weight", "loss_by_chunks"]
 
 # T tokens, C chunks, H heads, D head dim
 
@@ -71,7 +72,7 @@ class InSlices(NamedTuple):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, heads: Heads) -> Tensor:
         """As `KeysValues.attend`."""
         found = []
-        norms = [_fan(norm, self.slices) for norm in (heads.q_norm, heads.k_norm)]
+        norms = [fan_weight(norm, self.slices) for norm in (heads.q_norm, heads.k_norm)]
         sinks = [None] * self.slices if heads.sinks is None else heads.sinks.chunk(self.slices)
         for index in range(self.slices):
             some = (x.chunk(self.slices, 1)[index].contiguous() for x in (q, k, v))
@@ -95,7 +96,8 @@ class _Fan(torch.autograd.Function):
         return tree(grad_outputs).to(grad_outputs[0].dtype), None
 
 
-def _fan(weight: Tensor | None, count: int) -> Sequence[Any]:
+def fan_weight(weight: Tensor | None, count: int) -> Sequence[Any]:
+    """A weight for each of so many chunks, with gradients of their own; None for each of none."""
     return [None] * count if weight is None else _Fan.apply(weight, count)  # pyright: ignore[reportReturnType]
 
 
@@ -123,7 +125,7 @@ class Chunked(nn.Module):
 
     def each(self) -> list[Any]:
         """The module as each chunk sees it."""
-        fans = {name: _fan(parameter, self.count) for name, parameter in self.module.named_parameters()}
+        fans = {name: fan_weight(parameter, self.count) for name, parameter in self.module.named_parameters()}
         return [_bound(self.module, {name: fan[index] for name, fan in fans.items()}) for index in range(self.count)]
 
     def forward(self, x: Tensor, *more: Any, **named: Any) -> Tensor:

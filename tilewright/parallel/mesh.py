@@ -1,11 +1,12 @@
 """The ranks of a run: joining them, and the groups of each dimension of a plan. Over gloo on CPUs, NCCL on cards."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Store
 
 from tilewright.parallel.plan import Plan
@@ -42,56 +43,62 @@ def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant
     cards = device.type == "cuda"
     if cards:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if cards else "gloo", store=store, rank=rank, world_size=plan.ranks, timeout=_TIMEOUT,
-        device_id=device if cards else None,
-    )  # fmt: skip
-    names = ("pp", "dp", "cp", "tp")
-    mesh = init_device_mesh(device.type, tuple(getattr(plan, name) for name in names), mesh_dim_names=names)
-    groups = {name: mesh.get_group(name) for name in names}
-    found = {
-        name: Ranks(group, dist.get_rank(group), dist.get_world_size(group), invariant) if getattr(plan, name) > 1 else ALONE
-        for name, group in groups.items()
-    }
-    return Mesh(
-        rank=rank, world=Ranks(dist.group.WORLD, rank, plan.ranks, invariant), pair=_pair(plan, rank, invariant), **found,
-        **_experts(plan, rank, invariant, found["dp"]),
-    )  # fmt: skip
+    # No `device_id`: with it groups are split off the first communicator, which ends in a segmentation fault where the
+    # process had a group before, or where autograd's thread uses such a communicator.
+    dist.init_process_group("nccl" if cards else "gloo", store=store, rank=rank, world_size=plan.ranks, timeout=_TIMEOUT)
+    groups = _Groups(rank, plan.ranks, invariant)
+    found = {name: groups.of(_along(plan, name)) for name in ("pp", "dp", "cp", "tp")}
+    found["pair"] = groups.of([(line[0], line[-1]) for line in _along(plan, "pp")] if plan.pp > 1 else [])
+    found |= {"ep": ALONE, "same": found["dp"]}
+    if plan.ep > 1:
+        replicas, same = _along(plan, "dp"), plan.expert_replicas
+        found["same"] = groups.of([line[at : at + same] for line in replicas for at in range(0, plan.dp, same)])
+        found["ep"] = groups.of([line[at::same] for line in replicas for at in range(same)])
+    if cards:
+        groups.connect(device)
+    return Mesh(rank=rank, world=groups.of([tuple(range(plan.ranks))]), **found)
 
 
-def _pair(plan: Plan, rank: int, invariant: bool) -> Ranks:
-    """The group of this rank's first and last part of the layers. Each rank forms all groups, as torch wants it."""
-    own = ALONE
-    stride = plan.ranks // plan.pp
-    for first in range(stride if plan.pp > 1 else 0):
-        pair = [first, first + (plan.pp - 1) * stride]
-        group = dist.new_group(pair)
-        if rank in pair:
-            own = Ranks(group, pair.index(rank), 2, invariant)
-    return own
+def _along(plan: Plan, name: str) -> list[tuple[int, ...]]:
+    """The ranks that differ in their place along one dimension alone: a list for each place in the others."""
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(plan.ranks):
+        others = tuple(at for other, at in plan.place(rank).items() if other != name)
+        lines.setdefault(others, []).append(rank)
+    return [tuple(line) for line in lines.values()]
 
 
-def _experts(plan: Plan, rank: int, invariant: bool, dp: Ranks) -> dict[str, Ranks]:
-    """The groups of ranks with different experts, and with the same. Each rank forms all groups, as torch wants it."""
-    if plan.ep == 1:
-        return {"ep": ALONE, "same": dp}
-    own: dict[str, Ranks] = {}
-    same, step = plan.expert_replicas, plan.cp * plan.tp
-    for first in range(plan.ranks // plan.dp):
-        begin = first // step * step * plan.dp + first % step
-        replicas = [begin + place * step for place in range(plan.dp)]
-        groups = [("same", replicas[at : at + same]) for at in range(0, plan.dp, same)]
-        groups += [("ep", replicas[at::same]) for at in range(same)]
-        for name, members in groups:
-            group = dist.new_group(members)
-            if rank in members:
-                own[name] = ALONE if len(members) == 1 else Ranks(group, members.index(rank), len(members), invariant)
-    return own
+class _Groups:
+    """The groups of torch.distributed that a rank is in: one for each set of ranks, whatever it is used for."""
+
+    def __init__(self, rank: int, world: int, invariant: bool):
+        self._rank, self._invariant = rank, invariant
+        self._made: dict[tuple[int, ...], Any] = {tuple(range(world)): dist.group.WORLD}
+
+    def of(self, sets: Sequence[tuple[int, ...]]) -> Ranks:
+        """The set that this rank is in. Each rank forms all groups in the same order, as torch wants it."""
+        own = ALONE
+        for members in sets:
+            if len(members) > 1 and members not in self._made:
+                self._made[members] = dist.new_group(list(members))
+            if len(members) > 1 and self._rank in members:
+                own = Ranks(self._made[members], members.index(self._rank), len(members), self._invariant)
+        return own
+
+    def connect(self, device: torch.device) -> None:
+        """Make the communicators now, one after the other: NCCL makes one in a group's first exchange, which waits for all its
+        ranks, and may come in an order of its own on each, in autograd's thread, or while a graph is captured."""
+        for members, group in self._made.items():
+            if self._rank in members:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        torch.cuda.synchronize(device)
 
 
 def leave() -> None:
-    """Part from the other ranks, if there are any."""
+    """Part from the other ranks, if there are any: all of them at the same point, when what they exchange has arrived."""
     if dist.is_initialized():
+        if dist.get_backend() == "nccl":
+            torch.cuda.synchronize()
         dist.destroy_process_group()
 
 

@@ -17,7 +17,9 @@ from tilewright.parallel.pipeline import keep_layers
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.replicate import RowShards
+from tilewright.parallel.ring import Ring
 from tilewright.parallel.tensor import Sliced, SlicedNorm, narrow, own_tokens, shallow
+from tilewright.parallel.vocabulary import SlicedEmbedding, SlicedHead, plain_vocabulary
 
 __all__ = ["make_part", "refusal"]
 
@@ -92,6 +94,8 @@ def refusal(model: Any, plan: Plan) -> str | None:
                 f"parallel: block {index} is no norm, attention, norm and gated feed-forward layer alone, which tp, cp and pp "
                 "can cut; take dp and zero"
             )
+        if plan.ring and block.attn.window is not None:
+            return f"parallel: block {index} attends within a window, which a ring does not know; leave ring out"
         if plan.chunks > plan.cp and plan.slices > 1 and block.attn.out.bias is not None:
             return "parallel: chunks and slices together do not go with a bias behind attention; leave one of them out"
     return None
@@ -101,7 +105,7 @@ def _chunk(part: Part, plan: Plan, mesh: Mesh) -> None:
     """Attend across chunks, and compute them one by one where they are all here."""
     model = part.model
     for layer in (module for module in model.modules() if isinstance(module, Attention)):
-        layer.register_forward_pre_hook(partial(_attends, plan.chunks, mesh.cp))
+        layer.register_forward_pre_hook(partial(_attends, plan, mesh.cp))
     if plan.cp > 1:
         return
     for index, block in enumerate(model.blocks):
@@ -114,9 +118,11 @@ def _chunk(part: Part, plan: Plan, mesh: Mesh) -> None:
         _by_chunks(part, name, model, name, plan.chunks)
 
 
-def _attends(chunks: int, ranks: Ranks, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _attends(plan: Plan, ranks: Ranks, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     x, batch, keys_values = given
-    return x, batch, InSlices(keys_values, chunks) if ranks.size == 1 else Across(keys_values, ranks)
+    if plan.ring:
+        return x, batch, Ring(keys_values, ranks, plan.chunks)
+    return x, batch, InSlices(keys_values, plan.chunks) if ranks.size == 1 else Across(keys_values, ranks)
 
 
 def _by_chunks(part: Part, home: str, owner: Any, name: str, chunks: int) -> None:
@@ -136,13 +142,15 @@ def _keep(part: Part, plan: Plan, mesh: Mesh) -> None:
     model = part.model
     keep_layers(model, plan, mesh.pp.rank)
     left = {name for name, _ in model.named_parameters()}
-    if "embed.weight" in part.uses:
-        ends = {0, plan.pp - 1}
-        part.tied = frozenset({"embed.weight", "head.weight"} & left) if mesh.pp.rank in ends else frozenset()
-        if "embed.weight" not in left:
-            part.pieces["head.weight"] = part.pieces["embed.weight"]
-        if not {"embed.weight", "head.weight"} <= left:
-            part.uses.pop("embed.weight")
+    tied: set[str] = set()
+    for name in [name for name in part.uses if name.startswith("embed.")]:
+        (head,) = part.uses[name]
+        tied |= {name, head} & left if mesh.pp.rank in {0, plan.pp - 1} else set()
+        if name not in left:
+            part.pieces[head] = part.pieces[name]
+        if not {name, head} <= left:
+            part.uses.pop(name)
+    part.tied = frozenset(tied)
     part.pieces = {name: piece for name, piece in part.pieces.items() if name in left}
     part.dealt &= left
     part.uses = {name: uses for name, uses in part.uses.items() if name in left}
@@ -164,8 +172,34 @@ def _cut_layers(part: Part, plan: Plan, mesh: Mesh, invariant: bool) -> None:
     if cut:
         summed |= {name for name, piece in part.pieces.items() if "norms.0" in name or "biases.0" in name}
         model.norm.whole = mesh.tp
+    if plain_vocabulary(model) and model.embed.weight.shape[0] % plan.slices == 0:
+        _cut_vocabulary(part, plan, mesh, cut)
+    elif cut:
         model.embed.register_forward_hook(lambda module, given, out: own_tokens(out, mesh.tp))
     part.summed = frozenset(summed)
+
+
+def _cut_vocabulary(part: Part, plan: Plan, mesh: Mesh, cut: bool) -> None:
+    """Leave the embedding and the head this rank's slices of their rows."""
+    model, here = part.model, plan.slices // plan.tp
+    first, tied = mesh.tp.rank * here, "embed.weight" in part.uses
+    part.uses.pop("embed.weight", None)
+    made: dict[str, list[nn.Parameter]] = {}
+    for name in ("embed", "head"):
+        weight, made[name] = getattr(model, name).weight, []
+        each = weight.shape[0] // plan.slices
+        for place in range(here):
+            own = slice((first + place) * each, (first + place + 1) * each)
+            shared = tied and name == "head"
+            made[name].append(nn.Parameter(made["embed"][place].data if shared else weight.data[own].clone()))
+            if shared:
+                part.uses[f"embed.slices.{place}"] = [f"head.slices.{place}"]
+            else:
+                piece = part.pieces[f"{name}.weight"]
+                part.pieces[f"{name}.slices.{place}"] = replace(piece, rows=((own.start, own.stop),))
+        part.pieces.pop(f"{name}.weight", None)
+    model.embed = SlicedEmbedding(made["embed"], first, mesh.tp, cut)
+    model.head = SlicedHead(made["head"], first, mesh.tp)
 
 
 def _sliced(part: Part, home: str, layer: Any, plan: Plan, mesh: Mesh, parts: int, summed: set[str]) -> Sliced:

@@ -6,6 +6,7 @@
     sp    tokens are cut, too, where tp leaves layers whole (the norms)
     pp    parts that the layers are cut into; `schedule` is the order of passes, `virtual` the parts of a rank
     cp    parts that the tokens of a micro-batch are cut into; attention is cut by heads instead
+    ring  with cp: keys and values go round in attention, and no heads are cut
     ep    of the dp replicas, so many share one set of experts: each has some of those of every layer
 
 Ranks = pp * dp * cp * tp, tp innermost. `slices` and `chunks` are part of what is computed, and not of where: into how many
@@ -61,6 +62,7 @@ class Plan:
     ep: int = 1
     slices: int = 0
     chunks: int = 0
+    ring: bool = False
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -80,6 +82,8 @@ class Plan:
             raise ValueError(f"parallel: ep is {self.ep} and dp {self.dp}; wanted a divisor of dp: replicas share the experts")
         object.__setattr__(self, "slices", self.slices or self.tp)
         object.__setattr__(self, "chunks", self.chunks or self.cp)
+        if self.ring and self.chunks == 1:
+            raise ValueError("parallel: ring is how ranks of cp attend, and cp is 1; leave it out, or raise cp")
         for whole, part in (("slices", "tp"), ("chunks", "cp")):
             ratio, rest = divmod(getattr(self, whole), getattr(self, part))
             if rest or not (_is_power(ratio) or getattr(self, part) == 1):
@@ -130,7 +134,7 @@ class Plan:
         for name, what, count in (
             ("slices", "heads", shape.heads), ("slices", "key and value heads", shape.kv_heads),
             ("slices", "feed-forward width", shape.inner), ("chunks", "tokens of a micro-batch", shape.tokens),
-            ("chunks", "key and value heads of a slice", shape.kv_heads // self.slices),
+            ("chunks", "key and value heads of a slice", 0 if self.ring else shape.kv_heads // self.slices),
             ("dp", "micro_batches", shape.micro_batches),
         ):  # fmt: skip
             if (by := getattr(self, name)) and count % by:
@@ -196,7 +200,7 @@ class Plan:
 
     def alone(self) -> "Plan":
         """The plan of one process that computes the same bits."""
-        return replace(Plan(), slices=self.slices, chunks=self.chunks)
+        return replace(Plan(), slices=self.slices, chunks=self.chunks, ring=self.ring)
 
     def table(self) -> dict[str, Any]:
         """All fields, for JSON."""

@@ -2,7 +2,7 @@
 
     P_c, P_w   elements of a block that tp cuts, and that it does not; L layers of the rank; E elements of its ends
     P_x        elements of a block's experts
-    N = L (P_c / tp + P_w + P_x / ep) + E
+    N = L (P_c / tp + P_w + P_x / ep) + E        embedding and head of E: / tp, where slices divide the vocabulary
 
     weights    bytes of the dtype * N;                    zero 3: blocks / dp
     optimizer  (moments + 4 for master weights) * N;      zero 1 to 3: / dp, and the updated rows of what all hold whole
@@ -21,6 +21,7 @@ from typing import Any
 from tilewright.nn.shard import SHARDS, Replicate, Row
 from tilewright.parallel.clock import simulated
 from tilewright.parallel.plan import Plan
+from tilewright.parallel.vocabulary import plain_vocabulary
 
 __all__ = ["RankBytes", "Sizes", "predicted", "sizes_of"]
 
@@ -31,6 +32,7 @@ class Sizes:
 
     cut, whole: of a block, what tp cuts and what nothing cuts. experts: what ep deals out.
     embed, norm, head: of the ends; head is 0 where it is the embedding.
+    vocabulary: rows of embedding and head that tp cuts; 0 where it does not.
     """
 
     layers: int
@@ -40,6 +42,7 @@ class Sizes:
     norm: int
     head: int
     experts: int = 0
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ def sizes_of(model: Any) -> Sizes:
         layers=len(model.blocks), cut=cut, whole=sum(p.numel() for p in block.parameters()) - cut - experts, experts=experts,
         embed=model.embed.weight.numel(), norm=sum(p.numel() for p in model.norm.parameters()),
         head=0 if tied else sum(p.numel() for p in model.head.parameters()),
+        vocabulary=model.embed.weight.shape[0] if plain_vocabulary(model) else 0,
     )  # fmt: skip
 
 
@@ -99,10 +103,12 @@ def predicted(
     blocks = layers * (sizes.cut // plan.tp + sizes.whole + (sizes.experts if plan.ep == 1 else 0))
     dealt = layers * sizes.experts // plan.ep if plan.ep > 1 else 0
     first, last = 0 in parts, plan.parts - 1 in parts
-    own_head = sizes.head or (0 if first else sizes.embed)
-    ends = (sizes.embed if first else 0) + (sizes.norm + own_head if last else 0)
+    through = plan.tp if sizes.vocabulary and sizes.vocabulary % plan.slices == 0 else 1
+    embed, head = sizes.embed // through, sizes.head // through
+    own_head = head or (0 if first else embed)
+    ends = (embed if first else 0) + (sizes.norm + own_head if last else 0)
     # A tied head is used in two places, and has a gradient in each.
-    used = ends + (sizes.embed if first and last and not sizes.head else 0)
+    used = ends + (embed if first and last and not sizes.head else 0)
     share = plan.dp if plan.zero else 1
     third = plan.dp if plan.zero == 3 else 1
     # What is updated apart from the weights in use: rows of whole weights. Master weights in float32 are else the weights.

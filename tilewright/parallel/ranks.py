@@ -98,6 +98,19 @@ class Ranks:
         dist.all_to_all_single(received, x.contiguous(), group=self.group)
         return received
 
+    def shift(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to send a tensor to the next rank; what is returned waits, and gives the one of the rank before."""
+        received = torch.empty_like(x)
+        ends = ((dist.isend, x, (self.rank + 1) % self.size), (dist.irecv, received, (self.rank - 1) % self.size))
+        works = dist.batch_isend_irecv([dist.P2POp(op, tensor, group=self.group, group_peer=peer) for op, tensor, peer in ends])
+
+        def arrived() -> Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return arrived
+
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The rows that other ranks have for this one, by rank; `sent` rows of these go to each, `received` come from each."""
         if self.size == 1:
@@ -125,7 +138,7 @@ class Ranks:
         if self.size == 1:
             return work()
         found = work() if self.rank == 0 else None
-        dist.barrier(group=self.group)
+        dist.barrier(group=self.group, device_ids=[torch.cuda.current_device()] if self._on_cards() else None)
         return work() if found is None else found
 
     def _on_cards(self) -> bool:

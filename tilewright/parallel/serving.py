@@ -91,7 +91,7 @@ class _Slices(nn.Module):
     def summed(self, terms: Sequence[Tensor]) -> Tensor:
         """The layer's output from those of the slices here."""
         dtype = terms[0].dtype
-        total = tree(terms) if self.ranks.invariant else terms[0]
+        total = tree(terms) if self.ranks.invariant or len(terms) > 1 else terms[0]
         total = self.ranks.all_reduce_into(total).to(dtype)
         return total if self.bias is None else total + self.bias
 

@@ -22,7 +22,7 @@ from tilewright.parallel.pieces import Piece, merged_rows
 from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.reduce import tree
 
-__all__ = ["Sliced", "SlicedNorm", "gather_tokens", "linear_pieces", "narrow", "own_tokens", "shallow"]
+__all__ = ["Sliced", "SlicedNorm", "fan", "gather_tokens", "join", "linear_pieces", "narrow", "own_tokens", "shallow"]
 
 
 class _Fan(torch.autograd.Function):
@@ -55,7 +55,7 @@ class _Join(torch.autograd.Function):
 
 
 def _sum(terms: Sequence[Tensor], ranks: Ranks, cut: bool) -> Tensor:
-    total = tree(terms) if ranks.invariant else terms[0]
+    total = tree(terms) if ranks.invariant or len(terms) > 1 else terms[0]
     return (ranks.reduce_scatter(total) if cut else ranks.all_reduce(total)).to(terms[0].dtype)
 
 
@@ -83,6 +83,16 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.all_gather(grad_outputs[0]), None
+
+
+def fan(x: Tensor, ranks: Ranks, copies: int) -> tuple[Tensor, ...]:
+    """x, which all ranks have, for each slice here; its gradient is the sum over all slices."""
+    return _Fan.apply(x, ranks, False, copies)  # pyright: ignore[reportReturnType]
+
+
+def join(terms: Sequence[Tensor], ranks: Ranks, cut: bool) -> Tensor:
+    """The sum over all slices; of this rank's tokens, if they are cut."""
+    return _Join.apply(ranks, cut, *terms)  # pyright: ignore[reportReturnType]
 
 
 def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:

@@ -6,11 +6,10 @@ its pages; nothing is cached between calls, for keys and values of older weights
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from tilewright.engine.blocks import BlockPool
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
 from tilewright.engine.loading import runner_of
@@ -19,6 +18,7 @@ from tilewright.engine.plan import plan_memory
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.windows import page_pools
 from tilewright.hw.revocable import Revocable
 from tilewright.models import Model
 from tilewright.nn import KVCache
@@ -103,7 +103,10 @@ class Sampler:
             max_waiting=1 << 20,
         )
         plan = plan_memory(model, options, device=device, dtype=dtype)
-        runner = runner_of(model, plan.num_pages, plan.max_model_len, options, explains_draws=not drawing.plain)
+        runner = runner_of(
+            model, plan.num_pages, plan.max_model_len, options, window_pages=plan.window_pages,
+            explains_draws=not drawing.plain,
+        )  # fmt: skip
         self._memory: Revocable | None = None
         self.taking_s = 0.0
         """Seconds that the last call took to have the cache's memory again."""
@@ -111,7 +114,7 @@ class Sampler:
             self._memory = _made_revocable(runner)
         runner.warmup(lambda words: None)
         scheduler = Scheduler(
-            blocks=BlockPool(plan.num_pages, plan.page_size),
+            **page_pools(plan),
             max_seqs=seqs,
             max_tokens_per_step=options.max_tokens_per_step,
             max_model_len=plan.max_model_len,
@@ -161,17 +164,22 @@ def _made_revocable(runner: ModelRunner) -> Revocable:
     cache = runner.cache
     kind, shapes = (
         type(cache),
-        {field.name: [(x.shape, x.dtype) for x in getattr(cache, field.name)] for field in fields(cache)},
+        {
+            field.name: [(x.shape, x.dtype) for x in getattr(cache, field.name)]
+            for field in fields(cache)
+            if field.name != "windowed"
+        },
     )
+    given: dict[str, Any] = {"windowed": cache.windowed} if isinstance(cache, KVCache) else {}
     runner.cache = cache = KVCache(k=(), v=())  # before as much is taken again
     sizes = [-(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for made in shapes.values() for shape, dtype in made]
     memory = Revocable(sum(sizes), runner.device)
     parts = iter(memory.memory.split(sizes))
-    places = {
+    given |= {
         name: tuple(next(parts)[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for shape, dtype in made)
         for name, made in shapes.items()
     }
-    runner.cache = kind(**places)
+    runner.cache = kind(**given)
     return memory
 
 

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +19,7 @@ from tilewright.server.engine_process import EngineProcess
 from tilewright.server.logs import Log
 from tilewright.server.memory import settle
 from tilewright.server.prompts import Served
-from tilewright.server.supervisor import control_of, engine_spec, read_config
+from tilewright.server.supervisor import END_S, control_of, engine_spec, read_config
 
 __all__ = ["Loaded", "serve_engine"]
 
@@ -38,9 +40,22 @@ def serve_engine(folder: Path, control: int, load: Callable[[Log], Loaded]) -> i
             log.say(f"error: {str(error).strip() or type(error).__name__}")
             return 1
         settle()
+        threading.Thread(target=_end_with, args=(parent,), name="tilewright-parent", daemon=True).start()
         with suppress(OSError):
             parent.send(b"ready\n")
         return process.run()
+
+
+def _end_with(parent: socket.socket) -> None:
+    """End this process soon after its parent, which may have been killed, also where a step hangs: nobody else would."""
+    try:
+        parent.recv(1, socket.MSG_PEEK)  # it never writes: what comes is its end
+    except ConnectionError:
+        pass
+    except OSError:  # closed here: this process ends by itself
+        return
+    time.sleep(END_S)
+    os._exit(1)
 
 
 def _load(folder: Path, log: Log) -> Loaded:

@@ -68,6 +68,9 @@ def digests_of(prompt: list[int], page_tokens: int) -> list[bytes]:
 class Front:
     """The endpoints; what `run_server` asks a server for is here too."""
 
+    api = "v1"
+    """What paths begin with."""
+
     def __init__(self, fleet: Fleet, served: Served, config: ServerConfig):
         self.fleet, self.served, self.config = fleet, served, config
         self._bodies = Bodies(config)

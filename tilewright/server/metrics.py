@@ -36,6 +36,8 @@ GAUGES = {
     "kv_pages_cached": ("Pages kept only for prefix reuse", "pages_cached"),
     "host_pages_total": ("Pages of host memory for what the KV cache gives up", "host_pages_total"),
     "host_pages_used": ("Those of them that hold something", "host_pages_used"),
+    "window_pages_total": ("Pages of layers that see a window, where these have their own", "window_pages_total"),
+    "window_pages_used": ("Those of them that running requests hold", "window_pages_used"),
 }
 COUNTERS = {
     "prompt_tokens": ("Prompt tokens taken in", "prompt_tokens"),
@@ -44,6 +46,7 @@ COUNTERS = {
     "prefix_hit_tokens": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
     "pages_out": ("Pages copied to host memory", "pages_out"),
     "pages_in": ("Pages copied back from host memory", "pages_in"),
+    "window_pages_returned": ("Pages behind the window that requests gave back while they ran", "window_pages_returned"),
     "drafted_tokens": ("Tokens guessed ahead", "drafted_tokens"),
     "accepted_tokens": ("Those of them that were right", "accepted_tokens"),
     "forced_tokens": ("Those of these that a grammar left no choice about", "forced_tokens"),

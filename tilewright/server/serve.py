@@ -168,6 +168,12 @@ class _Draining(HttpServer):
         if self.should_exit:
             self.force_exit = True  # what is left is only slow readers
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, which leaves out the app's own end, a bounded one, where a signal has told it to wait for nobody."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: move towards the end that was asked for."""
         running = self._server.worker.open_channels

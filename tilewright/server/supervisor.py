@@ -248,8 +248,9 @@ class Supervisor:
                     front.send(signal.SIGKILL)
             time.sleep(LOOK_S)
         codes = {front.code for front in self._fronts}
-        aborted = 128 + self._signals[-1]
-        return 0 if codes <= {0} else aborted if codes & {aborted, -signal.SIGKILL} else 1
+        last = self._signals[-1]
+        by_signal = {128 + last, -last, -signal.SIGKILL}  # the second: it came when a front no longer listened to signals
+        return 0 if codes <= {0} else 128 + last if codes & by_signal else 1
 
 
 def engine_spec(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ _SCHEDULES = ("constant", "cosine", "linear", "wsd")
 _CHOICES = {
     "init": ("load", "random"), "dtype": ("bfloat16", "float32"), "optimizer": OPTIMIZERS, "schedule": _SCHEDULES,
     "accumulate": ("running", "tree"), "loss": ("next-token", "dpo", "ipo"), "lora_base": ("float", "int4"),
+    "compute": ("dtype", "fp8", "fp8-tensor"),
 }  # fmt: skip
 
 TABLES = ("dpo", "lora")
@@ -58,6 +59,9 @@ class TrainConfig:
     out: str = _option("run", "folder of the run: checkpoints, log.jsonl, the final model")
     device: str | None = _option(None, "cpu, cuda or cuda:N; default: the first GPU, else the CPU")
     dtype: str = _option("bfloat16", "bfloat16 or float32, of weights and products; master weights are float32")
+    compute: str = _option(
+        "dtype", "of products in blocks: dtype; fp8 (a scale for each row) or fp8-tensor, where that is faster (sm_89 on)"
+    )
     seed: int = _option(0, "of random weights and of the order of documents")
     row_tokens: int = _option(1024, "tokens of a packed row: the longest context")
     micro_rows: int = _option(4, "rows that go through the model at once")
@@ -145,6 +149,8 @@ class TrainConfig:
             raise ValueError("mup_base scales by the width of what is trained, and an adapter has none: leave one of them out")
         if self.lora_rank and self.init != "load":
             raise ValueError("an adapter beside random weights learns nothing of use: set init to load, or lora_rank to 0")
+        if self.compute != "dtype" and (self.lora_rank or self.loss != "next-token"):
+            raise ValueError(f"compute is {self.compute}, which is for training all weights on next tokens: set it to dtype")
         if self.loss != "next-token" and (self.chat or self.z_loss or self.label_smoothing or self.eval_data):
             raise ValueError(f"loss is {self.loss}, which has no chat, z_loss, label_smoothing or eval_data: leave them out")
 

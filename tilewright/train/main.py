@@ -17,6 +17,7 @@ from tilewright.models.files import read_json
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.plan import Plan
 from tilewright.train.batch import pack
+from tilewright.train.compute import set_compute
 from tilewright.train.config import TrainConfig, to_toml
 from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts, conversation_shards, text_shards
 from tilewright.train.loop import Held, Run, Summary, resume, save_whole
@@ -156,6 +157,8 @@ def _run(
     sampler: Callable[[Model], Callable[[], str]] | None, say: Callable[[str], None],
 ) -> Run:  # fmt: skip
     model = build_model(config, device)
+    for line in set_compute(config, model, device):
+        say(line)
     costs, spread = costs_of(config, model, device), make_spread(config, model, mesh)
     optimizer = build_optimizer(config, model, None if spread is None else spread.weights())
     if spread is not None:

@@ -67,7 +67,7 @@ def mup_for(shape: ModelConfig, base: int, optimizer: str) -> MuP:
 
 
 def _is_head(name: str) -> bool:
-    return name == "head.weight"
+    return name.startswith("head.") and not name.endswith("bias")  # or a slice of it
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:

@@ -19,6 +19,7 @@ from tilewright.models import Model
 from tilewright.nn import PackedKeysValues
 from tilewright.parallel.reduce import running_sum, tree_sum
 from tilewright.parallel.spread import Spread
+from tilewright.parallel.vocabulary import SlicedHead
 from tilewright.train.batch import IGNORED, TrainBatch
 from tilewright.train.optim import Muon, Optimizer
 
@@ -80,7 +81,12 @@ class NextToken:
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
         """The sum over the batch's targets."""
-        hidden_TE, head = model(batch.token_ids, batch.packed, self.keys_values), plain_head(model)
+        hidden_TE, last = model(batch.token_ids, batch.packed, self.keys_values), model.head
+        if isinstance(last, SlicedHead):
+            return last.loss(
+                hidden_TE, batch.targets, ignore_index=IGNORED, label_smoothing=self.label_smoothing, z_loss=self.z_loss
+            )
+        head = plain_head(model)
         return ops.linear_cross_entropy(
             hidden_TE, head, batch.targets, model.head.bias, ignore_index=IGNORED, reduction="sum",
             label_smoothing=self.label_smoothing, z_loss=self.z_loss,

@@ -1,0 +1,163 @@
+"""Products of float8 codes in training: against their definition in float64, what is chosen and refused, and whole runs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel.runs import config_of, log_of
+from tilewright import nn, ops
+from tilewright.formats import dequantize, quantize
+from tilewright.hw.ceilings import Ceilings
+from tilewright.models import SHAPES, empty_model
+from tilewright.ops.linear_fp8 import fp8_seconds
+from tilewright.parallel.plan import Plan
+from tilewright.train.compute import refusal, set_compute
+from tilewright.train.config import TrainConfig, merged, read_toml
+from tilewright.train.main import train
+
+CPU = torch.device("cpu")
+H100 = Ceilings(
+    copy=3.0e12, read=3.1e12, write=3.3e12, l2=5e12, flops={"bf16": 726e12, "fp8": 1444e12}, source="measured on an H100"
+)  # fmt: skip
+
+
+def rounded(x: Tensor, block: str) -> Tensor:
+    """x as its codes say it, float64."""
+    return dequantize(quantize(x.float(), "fp8", block)).double()
+
+
+def operands(dtype: torch.dtype, rows: int = 40, n: int = 64, k: int = 96) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, whose tokens differ in size; weight, bias, and dy."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, b, dy = (torch.randn(*size, generator=generator) for size in ((rows, k), (n, k), (n,), (rows, n)))
+    sizes = torch.logspace(-3, 2, rows)[:, None]
+    return (x * sizes).to(dtype), (w / k**0.5).to(dtype), b.to(dtype), (dy * sizes.flip(0)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+def test_products_are_those_of_the_codes(scale: str, dtype: torch.dtype) -> None:
+    x, w, b, dy = operands(dtype)
+    given = [t.clone().requires_grad_(True) for t in (x, w, b)]
+    y = ops.linear_fp8(*given, "none", scale)
+    dx, dw, db = torch.autograd.grad(y, given, dy)
+    exact = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
+    for found, wanted in (
+        (y, rounded(x, scale) @ rounded(w, scale).mT + b.double()),
+        (dx, rounded(dy, "row") @ rounded(w.mT.contiguous(), scale).mT),
+        (dw, dy.double().mT @ x.double()),
+        (db, dy.double().sum(0)),
+    ):
+        off = (found.double() - wanted).abs() / (wanted.abs() + wanted.square().mean(-1, keepdim=True).sqrt())
+        assert off.max() < exact, off.max()
+
+
+def test_gradients_are_those_of_plain_products_within_the_format() -> None:
+    x, w, b, dy = operands(torch.float32)
+    given = [t.clone().requires_grad_(True) for t in (x, w, b)]
+    found = torch.autograd.grad(ops.linear_fp8(*given), given, dy)
+    exact = [t.double().requires_grad_(True) for t in (x, w, b)]
+    wanted = torch.autograd.grad(torch.nn.functional.linear(*exact), exact, dy.double())
+    # Codes of 3 bits behind the point are off by 2^-4 at most, by 0.026 of their size in the mean of squares; two operands.
+    off = ((found[0].double() - wanted[0]).norm(dim=1) / wanted[0].norm(dim=1)).max()
+    assert 0.01 < off < 2**-4
+    assert all(torch.allclose(a.double(), e, rtol=1e-5, atol=1e-5) for a, e in zip(found[1:], wanted[1:]))
+
+
+def test_a_layer_has_its_activation_and_is_exact_where_nothing_is_recorded() -> None:
+    layer = nn.Linear(96, (32, 32), dtype=torch.float32)
+    x = torch.randn(3, 5, 96)
+    plain = layer(x, "silu_mul")
+    layer.fp8_scale = "row"
+    with torch.no_grad():
+        assert torch.equal(layer(x, "silu_mul"), plain)
+    coded = layer(x, "silu_mul")
+    assert coded.shape == (3, 5, 32)
+    assert 0.01 < (coded - plain).norm() / plain.norm() < 0.1
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    x, w, _, _ = operands(torch.float32)
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., K\] and weight \[N, K\]"):
+        ops.linear_fp8(x[:, 1:], w)
+    with pytest.raises(ValueError, match="scale is 'frog', wanted row or tensor"):
+        ops.linear_fp8(x, w, scale="frog")
+
+
+def layer_of(rows: int, cols: int) -> nn.Linear:
+    """On "meta"."""
+    return nn.Linear(cols, rows, bias=False, device="meta", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "tokens", "changes", "words"),
+    [
+        (16384, 3072, 8192, {}, None),
+        (3072, 8192, 8192, {}, None),
+        (512, 512, 512, {}, "512 x 512 with 512 tokens takes"),
+        (1000, 4096, 8192, {}, "no multiples of 16"),
+        (4096, 4104, 8192, {}, "no multiples of 16"),
+        (4096, 4112, 8192, {"parallel": Plan(tp=2)}, "in 2 slices has sides"),
+        (3072, 3072, 64, {}, "with quantising"),
+    ],
+)
+def test_a_layer_that_does_not_gain_says_why(
+    rows: int, cols: int, tokens: int, changes: dict[str, Any], words: str | None
+) -> None:
+    config = TrainConfig(row_tokens=tokens, micro_rows=1, compute="fp8", **changes)
+    why = refusal(layer_of(rows, cols), config, H100)
+    assert why is None if words is None else words in (why or "")
+
+
+def test_the_price_of_float8_grows_with_what_is_quantised() -> None:
+    plain, coded = fp8_seconds(8192, 16384, 3072, H100, 0.0)
+    products = 2 * (2 * 8192 * 16384 * 3072) / 1444e12
+    moved = 3 * (8192 * 3072 + 8192 * 16384 + 2 * 16384 * 3072) + 4 * 16384 * 3072
+    assert plain == pytest.approx(2 * (2 * 8192 * 16384 * 3072) / 726e12)
+    assert coded == pytest.approx(products + moved / 3.0e12, rel=0.01)
+
+
+def test_a_run_says_which_layers_multiply_codes() -> None:
+    shape = replace(SHAPES["qwen3-0.6b"], num_hidden_layers=2, windows=(None, None), intermediate_size=3084)
+    model = empty_model(shape, device="meta", dtype=torch.bfloat16)
+    said = set_compute(TrainConfig(compute="fp8-tensor"), model, CPU)
+    assert [line.partition(":")[0] for line in said] == [
+        "fp8-tensor", "not blocks.0.ffn.gate_up and 1 more", "not blocks.0.ffn.down and 1 more"
+    ]  # fmt: skip
+    assert [block.attn.qkv.fp8_scale for block in model.blocks] == ["tensor", "tensor"]
+    assert model.blocks[0].ffn.down.fp8_scale is None
+    assert model.head.fp8_scale is None
+
+
+def test_a_run_in_which_nothing_gains_is_refused() -> None:
+    shape = replace(SHAPES["qwen3-0.6b"], num_hidden_layers=1, windows=(None,), hidden_size=1000)
+    with pytest.raises(ValueError, match="no layer gains by it; set it to dtype"):
+        set_compute(TrainConfig(compute="fp8"), empty_model(shape, device="meta", dtype=torch.bfloat16), CPU)
+
+
+@pytest.mark.parametrize("changes", [{"lora_rank": 8}, {"loss": "dpo"}], ids=str)
+def test_adapters_and_preferences_have_no_float8(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="compute is fp8, which is for training all weights"):
+        TrainConfig(compute="fp8", **changes)
+
+
+def losses(config: Path) -> list[float]:
+    """Of each update of a run."""
+    made = merged(read_toml(config), {})
+    train(made, say=lambda words: None)
+    return [loss for _, loss, _ in log_of(Path(made.out))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compute", ["fp8", "fp8-tensor"])
+def test_200_updates_learn_as_with_plain_products(tmp_path: Path, compute: str) -> None:
+    size: dict[str, Any] = {"steps": 200, "micro_batches": 1, "save_every": 200, "log_every": 100}
+    plain, coded = (losses(config_of(tmp_path, how, compute=how, **size)) for how in ("dtype", compute))
+    assert plain != coded
+    assert abs(plain[0] - coded[0]) < 0.02
+    assert sum(plain[-20:]) / 20 < plain[0] - 2
+    assert abs(sum(plain[-20:]) - sum(coded[-20:])) / 20 < 0.05

@@ -1,0 +1,124 @@
+"""What a step is on the device, and where each of its arrays lies in the one buffer that is sent there.
+
+# T tokens, B sequences, R sampled rows, W pages in the longest block table
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.nn import Batch
+
+__all__ = ["PLACES", "Inputs", "Layout"]
+
+PLACES = ("slots", "window_slots")
+"""Fields with the places of tokens in the cache, one for each kind of layers."""
+
+
+class Inputs(NamedTuple):
+    """A step on the device."""
+
+    token_ids: Tensor
+    """[T] int64; what stands where `feed` is not negative does not count."""
+    feed: Tensor | None
+    """[T] int64: the slot whose latest sample is this token, or -1. None: all tokens are in `token_ids`."""
+    batch: Batch
+    sampled_slots: Tensor
+    """[R] int64: where the sample of each row goes; the row past the last slot for padding."""
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    alternatives: Tensor
+    """[R] int32: likeliest tokens to report beside the sample; -1: no log-probabilities at all."""
+    sampled_at: Tensor
+    """[R] int64: position that the sample will have."""
+    adapters: Tensor
+    """[2 T] int32, as `Batch.adapters`; nothing where no row has an adapter."""
+
+    def padded(self) -> None:
+        """Make all of it padding: it is written nowhere, attends to nothing, and its samples go nowhere that counts."""
+        self.batch.slots.fill_(-1)
+        if self.batch.window_slots is not None:
+            self.batch.window_slots.fill_(-1)
+        self.batch.cu_q[1:] = self.batch.positions.numel()
+        if self.feed is not None:
+            self.feed.fill_(-1)
+
+    def sampled(self, count: int) -> "Inputs":
+        """The same with the first so many of the rows to sample."""
+        rows = {name: getattr(self, name)[:count] for name in _SAMPLED}
+        return self._replace(batch=replace(self.batch, logits_rows=self.batch.logits_rows[:count]), **rows)
+
+    @property
+    def adapted(self) -> Batch:
+        """The batch, whose rows have adapters."""
+        return replace(self.batch, adapters=self.adapters.view(2, -1))
+
+
+_SAMPLED = ("sampled_slots", "temperature", "top_k", "top_p", "min_p", "seed", "alternatives", "sampled_at")
+_FIELDS = (
+    ("token_ids", "T", np.int64),
+    ("feed", "T", np.int64),
+    ("positions", "T", np.int64),
+    ("slots", "T", np.int64),
+    ("window_slots", "WT", np.int64),
+    ("logits_rows", "R", np.int64),
+    ("sampled_slots", "R", np.int64),
+    ("sampled_at", "R", np.int64),
+    ("seed", "R", np.int64),
+    ("kv_lens", "B", np.int32),
+    ("cu_q", "B1", np.int32),
+    ("top_k", "R", np.int32),
+    ("alternatives", "R", np.int32),
+    ("temperature", "R", np.float32),
+    ("top_p", "R", np.float32),
+    ("min_p", "R", np.float32),
+    ("adapters", "2T", np.int32),
+)
+_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
+
+
+class Layout:
+    """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers.
+
+    each: tokens of each sequence, where all have room for as many, whether they bring them or not; None: they lie close.
+    kinds: of layers, each with a block table: 2 where those with a window have pages of their own.
+    """
+
+    def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None, *, kinds: int = 1):
+        self.seqs, self.each, self.kinds = seqs, each, kinds
+        self.counts = (tokens, seqs, sampled, each or 0)
+        counts = {"T": tokens, "WT": tokens * (kinds - 1), "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
+        self.fields: list[tuple[str, Any, int, int]] = []
+        at = 0
+        for name, axis, dtype in _FIELDS:
+            size = counts[axis] * np.dtype(dtype).itemsize
+            self.fields.append((name, dtype, at, size))
+            at += -(-size // 16) * 16
+        self.nbytes = at
+
+    def host(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """Views of a uint8 numpy buffer."""
+        return {name: buffer[at : at + size].view(dtype) for name, dtype, at, size in self.fields}
+
+    def device(self, buffer: Tensor, block_table: Tensor, max_q_len: int) -> Inputs:
+        """Views of a uint8 tensor, with the block tables [kinds, B, W] that lie elsewhere."""
+        views = {name: buffer[at : at + size].view(_TORCH[dtype]) for name, dtype, at, size in self.fields}
+        window_slots, windowed = views.pop("window_slots"), self.kinds > 1
+        batch = Batch(
+            positions=views.pop("positions"),
+            slots=views.pop("slots"),
+            block_table=block_table[0],
+            window_slots=window_slots if windowed else None,
+            window_table=block_table[1] if windowed else None,
+            kv_lens=views.pop("kv_lens"),
+            cu_q=views.pop("cu_q"),
+            max_q_len=max_q_len,
+            logits_rows=views.pop("logits_rows"),
+        )
+        return Inputs(batch=batch, **views)

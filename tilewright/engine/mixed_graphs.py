@@ -1,0 +1,101 @@
+"""Steps in which prompts are computed beside decoding rows, captured as CUDA graphs.
+
+A step of few tokens costs the host more to launch than the device to run, whoever brings the tokens. So the model's pass is
+captured for a few numbers of tokens and of rows; a step runs in the smallest graph that holds both, behind it stand tokens that
+are written nowhere and belong to rows that attend to nothing. A step of more than `MOST_TOKENS` tokens runs eagerly: there the
+device takes longer than the host. So do steps with drafts beside prompts, and those of models on several ranks.
+
+Head and sampling run eagerly behind the graph, on the rows that sample, while the device is busy with it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.engine.graphs import Bodies
+from tilewright.engine.layout import Layout
+
+__all__ = ["MOST_TOKENS", "MixedGraph", "MixedGraphs", "mixed_layout", "mixed_sizes"]
+
+MOST_TOKENS = 1024
+"""A pass of so many tokens takes a model of 0.6 billion parameters some 2 ms on an H100, and its launches as long."""
+
+
+def mixed_sizes(max_seqs: int, max_tokens: int) -> list[tuple[int, int]]:
+    """(tokens, rows) to capture, ascending; more tokens than attention's kernels for few queries take. There is always a row
+    more than a step may have: that of the padding."""
+    steps = (32, 64, 128, 192, 256, 384, 512, 768, MOST_TOKENS)
+    counts = [tokens for tokens in steps if tokens <= max_tokens]
+    return sorted({(tokens, 1 + rows) for tokens in counts for rows in (min(max_seqs, tokens, 64), min(max_seqs, tokens))})
+
+
+def mixed_layout(tokens: int, rows: int, kinds: int = 1) -> Layout:
+    """The layout of a captured step; each row may sample."""
+    return Layout(tokens, rows, rows, kinds=kinds)
+
+
+class MixedGraph:
+    """One captured pass of the model. `hidden` [tokens, E] holds the result of `run` until the next.
+
+    Attention is told that a row may have all of its tokens: it asks for no more than which of its kernels is for so many.
+    """
+
+    derives = False
+
+    def __init__(
+        self, tokens: int, rows: int, max_pages: int, bodies: Bodies, *, device: torch.device, stream: torch.cuda.Stream,
+        pool: Any, kinds: int = 1,
+    ):  # fmt: skip
+        self.layout = mixed_layout(tokens, rows, kinds)
+        self._buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
+        self._table = torch.zeros(kinds, rows, max_pages, dtype=torch.int32, device=device)
+        inputs = self.layout.device(self._buffer, self._table, tokens)
+        inputs.padded()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        mode: Any = "thread_local"  # as in DecodeGraph
+        for body in filter(None, bodies):
+            with torch.cuda.stream(stream):
+                body(inputs)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+                hidden = body(inputs)
+                if self._graphs:
+                    self.hidden.copy_(hidden)
+            if not self._graphs:
+                self.hidden: Tensor = hidden
+            self._graphs.append(graph)
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def take(self, packed: Tensor, block_table: Tensor) -> None:
+        """The inputs of a step: `packed` [layout.nbytes] uint8 and `block_table` [kinds, B, W] int32, on the device."""
+        self._buffer.copy_(packed)
+        self._table[:, : block_table.shape[1], : block_table.shape[2]].copy_(block_table)
+
+    def run(self, adapted: bool = False) -> None:
+        """The pass; adapted: rows have adapters."""
+        self._graphs[-1 if adapted else 0].replay()
+
+
+class MixedGraphs:
+    """The captured sizes of one model."""
+
+    def __init__(
+        self, bodies: Bodies, *, device: torch.device, max_seqs: int, max_pages: int, max_tokens: int, pool: Any,
+        progress: Callable[[str], None], kinds: int = 1,
+    ):  # fmt: skip
+        sizes = mixed_sizes(max_seqs, max_tokens)
+        stream = torch.cuda.Stream(device)
+        self._graphs: dict[tuple[int, int], MixedGraph] = {}
+        for i, (tokens, rows) in enumerate(reversed(sizes)):  # the smaller ones then live in memory that the pool has already
+            progress(f"capturing graphs of steps with prompts {i + 1}/{len(sizes)}")
+            self._graphs[tokens, rows] = MixedGraph(
+                tokens, rows, max_pages, bodies, device=device, stream=stream, pool=pool, kinds=kinds
+            )
+        self._sizes = sizes
+
+    def of_step(self, tokens: int, rows: int) -> MixedGraph | None:
+        """The smallest graph that holds a step, if there is one."""
+        return next((self._graphs[size] for size in self._sizes if tokens <= size[0] and rows < size[1]), None)

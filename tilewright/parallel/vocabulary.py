@@ -1,0 +1,178 @@
+"""The vocabulary cut into slices, for the embedding and for the head with its loss (tensor parallelism).
+
+Shoeybi et al., "Megatron-LM", 2019. T tokens, V classes, S slices of V / S of them:
+
+    e[t]   = sum over slices of the row of token t, zeros where it is another's: exact
+    lse[t] = m + log(sum over slices s of exp(lse_s[t] - m)),  m = max over s of lse_s[t],  lse_s of the logits of slice s
+    dx[t]  = sum over slices of dlogits_s[t] w_s
+
+Both sums follow the tree, so their bits depend on S and not on who has which slice. The logits of a chunk of rows are made,
+become their gradient, and go, as in `ops.linear_cross_entropy`; between the two, ranks exchange three numbers a row.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tilewright import ops
+from tilewright.kernels.elementwise.scale_in_place import scale_in_place_op
+from tilewright.kernels.gemm.linear import add_product, matmul
+from tilewright.kernels.softmax.cross_entropy import cross_entropy_gradient_in_place_op, cross_entropy_op
+from tilewright.nn import Embedding, Linear
+from tilewright.ops.cross_entropy import LossOptions, check_targets, loss_options
+from tilewright.parallel.ranks import Ranks
+from tilewright.parallel.reduce import tree
+from tilewright.parallel.tensor import fan, join
+
+__all__ = ["SlicedEmbedding", "SlicedHead", "plain_vocabulary"]
+
+_ROWS = 2048
+
+
+def plain_vocabulary(model: Any) -> bool:
+    """Whether a decoder's embedding and head can be cut: they are the plain ones, without a bias."""
+    plain = type(model.embed) is Embedding and model.embed.padding_idx is None
+    return plain and type(model.head) is Linear and model.head.bias is None
+
+
+class SlicedEmbedding(nn.Module):
+    """Rows of a table, of which this rank has some slices.
+
+    Args:
+        slices: of one height; the first of them is slice `first` of the table.
+        ranks: that have the slices.
+        cut: whether the result has this rank's tokens alone.
+    """
+
+    def __init__(self, slices: Sequence[Tensor], first: int, ranks: Ranks, cut: bool):
+        super().__init__()
+        self.slices = nn.ParameterList(slices)
+        self._first, self._ranks, self._cut = first, ranks, cut and ranks.size > 1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, E], or those of this rank's tokens."""
+        found = []
+        for place, weight in enumerate(self.slices):
+            rows = weight.shape[0]
+            local = ids - (self._first + place) * rows
+            # Tokens of other slices read any row, spread so that no row's gradient has thousands of zeros to add.
+            read = ops.embedding(local.remainder(rows), weight)
+            found.append(read.masked_fill(((local < 0) | (local >= rows))[:, None], 0.0))
+        return join(found, self._ranks, self._cut)
+
+
+class _Slices(NamedTuple):
+    """What a loss is made of beside its operands.
+
+    first: the place of the first slice that is here.
+    """
+
+    ranks: Ranks
+    first: int
+    options: LossOptions
+
+
+class SlicedHead(nn.Module):
+    """The last layer, of which this rank has some slices of its rows. It gives a loss, and no logits.
+
+    Args:
+        slices: of one height; the first of them is slice `first` of the weight.
+        ranks: that have the slices.
+    """
+
+    def __init__(self, slices: Sequence[Tensor], first: int, ranks: Ranks):
+        super().__init__()
+        self.slices = nn.ParameterList(slices)
+        self.first, self.ranks = first, ranks
+
+    def loss(
+        self, x: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        """The sum of the losses of all rows, on every rank; as `ops.linear_cross_entropy` with reduction "sum".
+
+        Args:
+            x: [T, E], the same on every rank; so is its gradient.
+            targets: [T] int64.
+
+        Raises:
+            ValueError: as `ops.linear_cross_entropy`.
+        """
+        options = loss_options("SlicedHead", ignore_index, label_smoothing, z_loss, "sum")
+        count = len(self.slices)
+        classes = self.slices[0].shape[0] * count * self.ranks.size
+        check_targets("SlicedHead", targets, x.shape[:1], classes, ignore_index, False)
+        copies = fan(x, self.ranks, count)
+        place = _Slices(self.ranks, self.first, options)
+        return _Loss.apply(place, targets, count, *copies, *self.slices)  # pyright: ignore[reportReturnType]
+
+
+class _Loss(torch.autograd.Function):
+    """x for each slice here, and the slices -> the loss; gradients are made at once, and serve one backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, place: _Slices, targets: Tensor, count: int, *operands: Tensor) -> Tensor:
+        xs, weights = operands[:count], operands[count:]
+        wanted = any(ctx.needs_input_grad)
+        dxs = [torch.empty_like(x) for x in xs]
+        dws: list[Tensor | None] = [None] * count
+        loss = torch.zeros((), dtype=torch.float32, device=targets.device)
+        for start in range(0, targets.shape[0], _ROWS):
+            rows = slice(start, start + _ROWS)
+            logits = [matmul(x[rows], w.mT) for x, w in zip(xs, weights)]
+            losses = _to_gradients(logits, targets[rows], place, wanted)
+            loss += losses.sum()
+            for index in range(count if wanted else 0):
+                dxs[index][rows] = matmul(logits[index], weights[index])
+                dws[index] = add_product(dws[index], logits[index].mT, xs[index][rows])
+        made = [torch.zeros_like(w) if dw is None else dw.to(w.dtype) for dw, w in zip(dws, weights)] if wanted else []
+        ctx.grads = [*dxs, *made] if wanted else None
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.grads is None:
+            raise RuntimeError("SlicedHead: its gradients went to a first backward pass; ask for the loss again for a second")
+        made, ctx.grads = ctx.grads, None
+        for grad in made:
+            scale_in_place_op(grad, grads[0])
+        return None, None, None, *made
+
+
+def _to_gradients(logits: Sequence[Tensor], targets: Tensor, place: _Slices, wanted: bool) -> Tensor:
+    """The losses of rows, float32; the logits of the slices here become their gradients, where these are wanted."""
+    (ignore, smoothing, z_loss), width = place.options.kernel, logits[0].shape[1]
+    columns, inside, chosen, sums = [], [], [], []
+    for index, slice_ in enumerate(logits):
+        local = targets - (place.first + index) * width
+        inside.append((local >= 0) & (local < width))
+        columns.append(local.remainder(width))
+        chosen.append(slice_.gather(1, columns[-1][:, None])[:, 0].float())
+        # The loss of any class is the log of the sum without that class' logit.
+        sums.append(cross_entropy_op(slice_, columns[-1], -1, 0.0, 0.0) + chosen[-1])
+    there = [torch.where(own, value, 0.0) for own, value in zip(inside, chosen)]
+    totals = [slice_.sum(1, dtype=torch.float32) for slice_ in logits] if smoothing else []
+    parts = [torch.stack(some) for some in zip(sums, there, totals)] if smoothing else [
+        torch.stack(some) for some in zip(sums, there)
+    ]  # fmt: skip
+    every = place.ranks.all_gather(torch.stack(parts))
+    highest = every[:, 0].amax(0)
+    lse = highest + tree((every[:, 0] - highest).exp().unbind()).log()
+    counts = targets != ignore
+    losses = lse + z_loss * lse.square() - (1 - smoothing) * tree(every[:, 1].unbind())
+    classes = width * every.shape[0]
+    if smoothing:
+        losses = losses - smoothing / classes * tree(every[:, 2].unbind())
+    if wanted:
+        grow = torch.where(counts, 1 + 2 * z_loss * lse, 0.0)
+        for slice_, own, column, value, lse_s in zip(logits, inside, columns, chosen, sums):
+            cross_entropy_gradient_in_place_op(slice_, column, (grow * (lse_s - lse).exp()).contiguous(), -1, 0.0, 0.0)
+            if smoothing:
+                slice_ -= (smoothing / classes * counts)[:, None]
+            # Its entry of that class was made for a softmax over the slice.
+            exact = grow * (value - lse).exp() - torch.where(counts, smoothing / classes + (1 - smoothing) * own, 0.0)
+            slice_.scatter_(1, column[:, None], exact[:, None].to(slice_.dtype))
+    return torch.where(counts, losses, 0.0)

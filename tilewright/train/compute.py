@@ -1,0 +1,87 @@
+"""Which layers of a run multiply float8 codes (`ops.linear_fp8`), and why the others do not."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.ceilings import Ceilings, ceilings
+from tilewright.hw.device import device_of
+from tilewright.models import Model
+from tilewright.nn import Linear
+from tilewright.ops.linear_fp8 import fp8_seconds
+from tilewright.train.config import TrainConfig
+
+__all__ = ["refusal", "set_compute"]
+
+_SCALES = {"fp8": "row", "fp8-tensor": "tensor"}
+_LAUNCH_S = 3e-6
+"""A launch that follows another on one stream, H100."""
+_GAIN = 1.05
+"""By how much float8 must be faster for y and dx together; a roofline is no more exact than that."""
+
+
+def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list[str]:
+    """Have the linear layers of the blocks multiply as the config says. Embedding, head, routers and experts stay as they are.
+
+    The choice depends on the shapes, the tokens of a micro-batch and the card, and not on how a run is spread.
+
+    Returns:
+        What was chosen, for people; layers of one shape together.
+
+    Raises:
+        ValueError: the card has no float8, the dtype does not go with it, or no layer gains.
+    """
+    if config.compute == "dtype":
+        return []
+    found = _card(config, device)
+    kept: dict[str, list[str]] = {}
+    count = 0
+    for name, layer in _layers(model):
+        why = refusal(layer, config, found)
+        if why is None:
+            layer.fp8_scale, count = _SCALES[config.compute], count + 1
+        else:
+            kept.setdefault(why, []).append(name)
+    reasons = [f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}" for why, names in kept.items()]
+    if not count:
+        raise ValueError(f"compute is {config.compute}, and no layer gains by it; set it to dtype. {'; '.join(reasons)}")
+    return [f"{config.compute}: {count} layers", *(f"not {reason}" for reason in reasons)]
+
+
+def refusal(layer: Linear, config: TrainConfig, card: Ceilings | None) -> str | None:
+    """Why a layer keeps its products, or None. card: None for a CPU, where the reference runs and nothing is faster."""
+    assert isinstance(layer.weight, Tensor)
+    rows, cols = layer.weight.shape
+    slices, tokens = config.parallel.slices, config.row_tokens * config.micro_rows // config.parallel.chunks
+    if rows % (16 * slices) or cols % (16 * slices):
+        parts = f" in {slices} slices" if slices > 1 else ""
+        return f"a weight of {rows} x {cols}{parts} has sides that are no multiples of 16"
+    if card is None:
+        return None
+    plain, coded = fp8_seconds(tokens, rows, cols, card, _LAUNCH_S)
+    if plain < _GAIN * coded:
+        return (
+            f"{rows} x {cols} with {tokens} tokens takes {plain * 1e6:.0f} us for y and dx in bfloat16, and in float8 with "
+            f"quantising {coded * 1e6:.0f} us, by the rooflines of the card; wanted {_GAIN} times as fast"
+        )
+    return None
+
+
+def _card(config: TrainConfig, device: torch.device) -> Ceilings | None:
+    if device.type != "cuda":
+        return None
+    card = device_of(device.index or 0)
+    found = ceilings(card)
+    if card.arch < 89 or "fp8" not in found.flops:
+        raise ValueError(f"compute is {config.compute}, which needs sm_89, and {card.name} is sm_{card.arch}: set it to dtype")
+    if config.dtype != "bfloat16":
+        raise ValueError(f"compute is {config.compute} and dtype {config.dtype}; wanted bfloat16, or a CPU")
+    return found
+
+
+def _layers(model: Model) -> Iterator[tuple[str, Linear]]:
+    for index, block in enumerate(model.blocks):
+        for name, module in block.named_modules(prefix=f"blocks.{index}"):
+            if isinstance(module, Linear) and isinstance(module.weight, Tensor):
+                yield name, module
