@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ __all__ = [
     "scope",
     "strict",
 ]
+
+P = ParamSpec("P")
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _NAMES: set[str] = {"reference"}
@@ -138,8 +140,8 @@ class Impl:
     """The one architecture whose instructions it is made of (90: Hopper), in the place of `min_arch`; None: it is portable."""
     refuse: Callable[[Device, Any], str | None] = lambda device, problem: None
     batch_invariant: bool = False
-    interpretable: bool = True
-    """Whether Triton's interpreter can run it; vendor libraries and Gluon cannot be."""
+    interpretable: bool | None = None
+    """Whether Triton's interpreter can run it. None: unless it is a library's, or made of one architecture's instructions."""
     extra_roundings: int = 0
     """Roundings to the arguments' dtype beyond the op's own: a library's, before the epilogue that we add to it."""
     library: bool = False
@@ -158,7 +160,8 @@ class Impl:
         """Why this implementation does not take the problem on this device, or None when it does."""
         if not device.runs_triton:
             return "needs a GPU, or TRITON_INTERPRET=1"
-        if device.kind == "interpret" and not self.interpretable:
+        own = self.interpretable
+        if device.kind == "interpret" and not (own if own is not None else not self.library and self.written_for is None):
             return "cannot run under Triton's interpreter"
         least = self.written_for or self.min_arch
         if device.arch < least:
@@ -211,6 +214,15 @@ class Example(NamedTuple):
 
     label: str
     make: Callable[[Inputs], tuple[Any, ...]]
+
+    @staticmethod
+    def of(make: Callable[Concatenate[Inputs, P], tuple[Any, ...]]) -> Callable[Concatenate[str, P], "Example"]:
+        """Decorate make(inputs, ...) -> arguments: called with a label in the place of the inputs it gives an example."""
+        return lambda label, *args, **kwargs: Example(label, lambda inputs: make(inputs, *args, **kwargs))
+
+    def then(self, more: Callable[..., tuple[Any, ...]]) -> "Example":
+        """Of another op: more(inputs, *these arguments) are its arguments."""
+        return Example(self.label, lambda inputs: more(inputs, *self.make(inputs)))
 
 
 class Choice(NamedTuple):

@@ -223,7 +223,7 @@ XS, WS = torch.ones(2, 2), torch.ones(2, 2)
         ),
         (lambda: block_scaled_linear(X, W, XS, WS, activation="swish"), "activation must be one of none, relu"),
         (lambda: block_scaled_linear(X, W[:159], XS, WS, activation="silu_mul"), "an even number of rows; got 159"),
-        (lambda: block_scaled_linear(X, W, XS, WS, bias=torch.ones(160).half()), r"bias must be \[160\] of torch.bfloat16 or"),
+        (lambda: block_scaled_linear(X, W, XS, WS, bias=torch.ones(160).half()), r"bias must be \[160\], bfloat16 or float32"),
         (lambda: block_scaled_linear(X, W, XS, WS, residual=torch.ones(2, 3)), r"residual must be \[2, 160\]"),
         (
             lambda: block_scaled_linear(X, W, XS, WS, dtype=torch.float64),

@@ -91,7 +91,7 @@ BAD = (
     (lambda: ops.cast_linear(X, W, INT8, torch.ones(2)), r"y_scale must be \[\], float32 on cpu; got \[2\]"),
     (lambda: ops.cast_linear(X, W, INT8, ONE, x_scales=torch.ones(2)), "torch.bfloat16 to torch.int8 takes no x_scales"),
     (lambda: ops.cast_linear(X.char(), W.char(), INT8, ONE), "torch.int8 to torch.int8 needs x_scales"),
-    (lambda: ops.cast_linear(X, W, INT8, ONE, bias=torch.ones(4)), r"bias must be \[4\] of torch.bfloat16"),
+    (lambda: ops.cast_linear(X, W, INT8, ONE, bias=torch.ones(4)), r"bias must be \[4\], bfloat16 "),
     (lambda: ops.cast_linear(X.float(), W.float(), INT8, ONE), "x and weight must be bfloat16, float16, int8"),
     (
         lambda: ops.cast_linear(X.char()[:, :1].expand(2, 131073), W.char()[:, :1].expand(4, 131073), INT8, ONE),

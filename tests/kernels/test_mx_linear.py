@@ -52,7 +52,7 @@ XS, WS = torch.ones(2, 2).to(E8M0), torch.ones(6, 2).to(E8M0)
         (lambda: mx_linear(X, W, XS.float(), WS), "x_scales must be [2, 2], float8_e8m0fnu, dense along K"),
         (lambda: mx_linear(X, W, XS, WS[:5]), "w_scales must be [6, 2], float8_e8m0fnu, dense along K, on cpu; got [5, 2]"),
         (lambda: mx_linear(X, W, XS, WS, activation="swish"), "activation must be one of none, relu"),
-        (lambda: mx_linear(X, W, XS, WS, bias=torch.ones(6).half()), "bias must be [6] of torch.bfloat16"),
+        (lambda: mx_linear(X, W, XS, WS, bias=torch.ones(6).half()), "bias must be [6], bfloat16 "),
     ],
 )
 def test_bad_input(call: Callable[[], Any], message: str) -> None:

@@ -6,7 +6,8 @@ import torch
 from tests import conformance
 from tilewright.asm.certificate import load
 from tilewright.hw.device import device_named, device_of
-from tilewright.kernels.norm.layer_norm import Problem, layer_norm_op
+from tilewright.kernels.launch.row_space import Rows
+from tilewright.kernels.norm.layer_norm import layer_norm_op
 from tilewright.kernels.norm.layer_norm_stats import layer_norm_stats_op
 from tilewright.op import Inputs, Op
 
@@ -25,7 +26,7 @@ def test_as_many_rows_as_pay() -> None:
     """Four rows a program where their parts are 32 at most, then two; and no more than a card holds at once."""
     found = []
     for cols in (262144, 524288, 1048576):
-        choice = layer_norm_op.choose(H100, Problem(torch.bfloat16, cols))
+        choice = layer_norm_op.choose(H100, Rows(torch.bfloat16, cols))
         assert choice.impl.name == "split"
         assert choice.config is not None
         found.append(choice.config["ROWS"])
@@ -33,7 +34,7 @@ def test_as_many_rows_as_pay() -> None:
     # 132 parts of 64 KB hold one row of 4325376 columns, not two.
     space = IMPLS["split"].space
     assert space is not None
-    wide = Problem(torch.bfloat16, 132 * 32768)
+    wide = Rows(torch.bfloat16, 132 * 32768)
     assert [config["ROWS"] for config in space.configs(H100, wide)] == [1]
     assert space.default(H100, wide)["ROWS"] == 1
 

@@ -205,7 +205,7 @@ X, W, XS, WS = torch.ones(2, 16, dtype=INT8), torch.ones(4, 16, dtype=INT8), tor
         (lambda: ops.scaled_linear(X, W[:3], XS, WS[:3], activation="silu_mul"), "an even number of rows; got 3"),
         (
             lambda: ops.scaled_linear(X, W, XS, WS, bias=torch.ones(4).half()),
-            r"bias must be \[4\] of torch.bfloat16 or torch.float32",
+            r"bias must be \[4\], bfloat16 or float32 on cpu",
         ),
         (lambda: ops.scaled_linear(X, W, XS, WS, residual=torch.ones(2, 3)), r"residual must be \[2, 4\]"),
         (lambda: ops.scaled_linear(X, W, XS, WS, dtype=torch.float64), "dtype must be bfloat16 or float16"),

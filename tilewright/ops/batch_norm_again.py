@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewright.hw.here import indirect, wrapped
 from tilewright.kernels.launch.autograd import laid_like, restored, wants_gradient
-from tilewright.kernels.launch.replay import Prepared
+from tilewright.kernels.launch.plan import Plan
 from tilewright.kernels.norm.channel import batch_norm_backward, batch_statistics
 from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
 from tilewright.op import scope
@@ -40,7 +40,7 @@ class BatchNormAgain:
     def __init__(
         self,
         statistics: batch_statistics.Again,
-        normalised: Prepared,
+        normalised: Plan,
         places: Callable[[Tensor], Tensor],
         eps: float,
         relu: bool,
@@ -67,8 +67,7 @@ class BatchNormAgain:
         """(y, mean, variance)."""
         mean, variance = self._statistics.launch(x, running_mean, running_var, momentum)
         y = torch.empty_like(x)
-        operands = (x, mean, variance, weight, bias, residual, y)
-        self._normalised([0 if t is None else t.data_ptr() for t in operands])
+        self._normalised.run(x, mean, variance, weight, bias, residual, y)
         return y, mean, variance
 
     def backward(

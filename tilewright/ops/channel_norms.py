@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from tilewright.kernels.conv.checks import ACTIVATIONS
 from tilewright.kernels.launch.autograd import dense, laid_like, wants_gradient
-from tilewright.kernels.launch.replay import Held, Prepared, call_key, in_place
+from tilewright.kernels.launch.plan import Plan
+from tilewright.kernels.launch.replay import Held, call_key, in_place
 from tilewright.kernels.norm.channel import batch_statistics
 from tilewright.kernels.norm.channel.batch_norm_apply import launched, normalize_channels_op
 from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
@@ -353,13 +354,12 @@ def batch_norm(
         chosen = (normalize_channels_op.generation, batch_statistics_op.generation)
         options = ("batch_norm", chosen, training, eps, activation)
         key = call_key(options, x, running_mean, running_var, weight, bias, residual)
-        again: BatchNormAgain | Prepared | None = None if key is None else _AGAIN.get(key)
+        again: BatchNormAgain | Plan | None = None if key is None else _AGAIN.get(key)
         if isinstance(again, BatchNormAgain):
             return again(x, weight, bias, residual, running_mean, running_var, momentum)
         if again is not None:
             y = torch.empty_like(x)
-            operands = (x, running_mean, running_var, weight, bias, residual, y)
-            again([0 if t is None else t.data_ptr() for t in operands])
+            again.run(x, running_mean, running_var, weight, bias, residual, y)
             return y
     _check_batch(x, running_mean, running_var, weight, bias, training, activation, residual)
     if not x.numel():

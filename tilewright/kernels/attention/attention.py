@@ -53,6 +53,7 @@ pages. Not supported: dropout. Cumulative lengths and prefixes on a GPU are trus
 import math
 from collections import Counter
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,8 +97,7 @@ def _reference(
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
-    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+    causal: bool, want_lse: bool, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return empty_outputs(q, v, want_lse)
 
@@ -124,42 +124,39 @@ def _cost(
 # ---- examples
 
 
+@Example.of
 def _example(
-    label: str, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (2, 2), dim: int = 64,
+    inputs: Inputs, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (2, 2), dim: int = 64,
     dtype: torch.dtype = torch.bfloat16, *, packed: bool = False, causal: bool = False, lse: bool = False,
     merged: bool = False, spoilt: int | None = None, value_dim: int | None = None, left: int | None = None,
     right: int | None = None, prefix: int | tuple[int, ...] = 0, softcap: float | None = None, sinks: bool = False,
     alibi: bool = False,
-) -> Example:  # fmt: skip
+) -> tuple[object, ...]:  # fmt: skip
     """`lengths`: (queries, keys) of each sequence; all alike unless `packed`.
 
     `merged`: q, k and v are views of one projection. `spoilt`: keys of that sequence are NaN; its neighbours must not notice.
     """
-
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        ends = [list(accumulate((one[i] for one in lengths), initial=0)) for i in (0, 1)]
-        if merged:
-            both = inputs.randn(ends[0][-1], heads[0] + 2 * heads[1], dim, dtype=dtype)
-            q, k, v = both.split((heads[0], heads[1], heads[1]), 1)
-        else:
-            q = inputs.randn(ends[0][-1], heads[0], dim, dtype=dtype)
-            k, v = (inputs.randn(ends[1][-1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
-        if spoilt is not None:
-            for t in (k, v):
-                t[ends[1][spoilt] : ends[1][spoilt + 1]] = math.nan
-        cu_q = cu_k = None
-        if packed:
-            cu_q, cu_k = (inputs.tensor(one, torch.int32) for one in ends)
-        else:
-            q, k, v = (t.unflatten(0, (len(lengths), -1)) for t in (q, k, v))
-        longest = [max(one[i] for one in lengths) for i in (0, 1)]
-        of_all, of_each = (prefix, None) if isinstance(prefix, int) else (0, inputs.tensor(prefix, torch.int32))
-        sink = inputs.randn(heads[0], dtype=dtype) if sinks else None
-        slopes = inputs.tensor([2.0 ** -(i + 1) for i in range(heads[0])], torch.float32) if alibi else None
-        factor = dim**-0.5
-        return q, k, v, cu_q, cu_k, *longest, factor, causal, lse, left, right, of_all, of_each, softcap, sink, slopes
-
-    return Example(label, make)
+    ends = [list(accumulate((one[i] for one in lengths), initial=0)) for i in (0, 1)]
+    if merged:
+        both = inputs.randn(ends[0][-1], heads[0] + 2 * heads[1], dim, dtype=dtype)
+        q, k, v = both.split((heads[0], heads[1], heads[1]), 1)
+    else:
+        q = inputs.randn(ends[0][-1], heads[0], dim, dtype=dtype)
+        k, v = (inputs.randn(ends[1][-1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
+    if spoilt is not None:
+        for t in (k, v):
+            t[ends[1][spoilt] : ends[1][spoilt + 1]] = math.nan
+    cu_q = cu_k = None
+    if packed:
+        cu_q, cu_k = (inputs.tensor(one, torch.int32) for one in ends)
+    else:
+        q, k, v = (t.unflatten(0, (len(lengths), -1)) for t in (q, k, v))
+    longest = [max(one[i] for one in lengths) for i in (0, 1)]
+    of_all, of_each = (prefix, None) if isinstance(prefix, int) else (0, inputs.tensor(prefix, torch.int32))
+    sink = inputs.randn(heads[0], dtype=dtype) if sinks else None
+    slopes = inputs.tensor([2.0 ** -(i + 1) for i in range(heads[0])], torch.float32) if alibi else None
+    factor = dim**-0.5
+    return q, k, v, cu_q, cu_k, *longest, factor, causal, lse, left, right, of_all, of_each, softcap, sink, slopes
 
 
 EXAMPLES = (

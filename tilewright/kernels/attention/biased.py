@@ -27,7 +27,7 @@ attention.py's, which leaves out the keys that nobody sees; this one visits all.
 # pyright: reportGeneralTypeIssues=false
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -156,26 +156,23 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, batch: int, rows: tuple[int, int], heads: tuple[int, int] = (2, 2), dim: int = 64,
+    inputs: Inputs, batch: int, rows: tuple[int, int], heads: tuple[int, int] = (2, 2), dim: int = 64,
     dtype: torch.dtype = torch.bfloat16, *, bias: tuple[int, int, int, int], kind: torch.dtype = torch.bool,
     value_dim: int | None = None, fill: float = -math.inf, empty_nan: bool = False, blind: int | None = None,
     turned: bool = False, scale: float | None = None,
-) -> Example:  # fmt: skip
+) -> tuple[object, ...]:  # fmt: skip
     """`blind`: that query sees no key. `turned`: the bias lies with its keys outermost."""
-
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        q = inputs.randn(batch, rows[0], heads[0], dim, dtype=dtype)
-        k, v = (inputs.randn(batch, rows[1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
-        shape = (*bias[:2], bias[3], bias[2]) if turned else bias
-        given = inputs.randn(*shape)
-        given = given > -0.5 if kind == torch.bool else given.to(kind)
-        given = given.mT if turned else given
-        if blind is not None:
-            given[:, :, blind] = False if kind == torch.bool else -math.inf
-        return q, k, v, given, dim**-0.5 if scale is None else scale, fill, empty_nan
-
-    return Example(label, make)
+    q = inputs.randn(batch, rows[0], heads[0], dim, dtype=dtype)
+    k, v = (inputs.randn(batch, rows[1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
+    shape = (*bias[:2], bias[3], bias[2]) if turned else bias
+    given = inputs.randn(*shape)
+    given = given > -0.5 if kind == torch.bool else given.to(kind)
+    given = given.mT if turned else given
+    if blind is not None:
+        given[:, :, blind] = False if kind == torch.bool else -math.inf
+    return q, k, v, given, dim**-0.5 if scale is None else scale, fill, empty_nan
 
 
 EXAMPLES = (
@@ -316,9 +313,7 @@ def _vendor_refuse(device: Device, problem: Problem) -> str | None:
     return None if problem.keys > 1 else "takes at least two keys"
 
 
-def _vendor(
-    config: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool,
-) -> Tensor:  # fmt: skip
+def _vendor(config: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *_: Any) -> Tensor:
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias.expand(shape), scale=scale,
@@ -339,7 +334,7 @@ biased_attention_op = Op(
     make=biased_attention_arguments,
     impls=(
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, batch_invariant=True),
-        Impl(name="vendor", library=True, launch=_vendor, refuse=_vendor_refuse, interpretable=False),
+        Impl(name="vendor", library=True, launch=_vendor, refuse=_vendor_refuse),
     ),
     fake=_fake,
     rows_in_problem=True,

@@ -5,6 +5,8 @@ scores, and causal masks where queries and keys are not equally many (it aligns 
 with the last), but for one query, which sees all keys. A row's bits may depend on the batch.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,8 +33,7 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 def _launch(
     config: Config, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
-    scale: float, causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
-    prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+    scale: float, causal: bool, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
@@ -41,4 +42,4 @@ def _launch(
     return out.transpose(1, 2).contiguous(), q.new_empty(0, dtype=torch.float32)
 
 
-VENDOR = Impl(name="vendor", library=True, launch=_launch, refuse=_refuse, interpretable=False)
+VENDOR = Impl(name="vendor", library=True, launch=_launch, refuse=_refuse)

@@ -122,4 +122,4 @@ def _launch(
     return out, lse
 
 
-SHORT = Impl(name="short", launch=_launch, space=SPACE, written_for=90, refuse=_refuse)
+SHORT = Impl(name="short", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=True)

@@ -24,7 +24,7 @@ from tilewright.kernels.attention.sm90_schedule import SLOT
 from tilewright.kernels.hopper.descriptors import SIXTEEN_BITS, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.plan import Plan, Planned
-from tilewright.kernels.launch.replay import Prepared, pointer_kind
+from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config, Space
 
@@ -186,13 +186,11 @@ def _first_launch(
     constants = {
         "CONSUMERS": consumers, "BLOCK_N": block_n, "STAGES": stages, "D": main, "DV": dv, "TAIL": tail,
         "RIGHT": behind is not None, "LEFT": left is not None, "OVERLAP": bool(config["OVERLAP"]), "Q_BUFS": q_buffers,
-        "SHARE_Q": share_q,
+        "SHARE_Q": share_q, "num_warps": 4,
     }  # fmt: skip
-    compiled = attention_sm90_kernel[(programs,)](*arguments, **constants, num_warps=4)
-    starts = [0 if t is None else t.data_ptr() for t in operands]
     owners = (0, 1, 2, 3, 0, 1, 3, *range(4, 10))  # which operand each argument points into
-    prepared = Prepared(attention_sm90_kernel, compiled, (programs,), arguments, constants, owners, starts)
-    return Plan(prepared, memory=lambda device: _memory(device, programs))
+    launched = first_launch(attention_sm90_kernel, (programs,), arguments, constants, owners, operands)
+    return Plan(launched, memory=lambda device: _memory(device, programs))
 
 
 _PLANS = Planned(_key, _first_launch)
@@ -208,7 +206,7 @@ def _refuse_invariant(device: Device, problem: Problem) -> str | None:
     return _refuse_any_layout(device, problem) if scope().invariant else _refuse(device, problem)
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse)
 SM90_INVARIANT = Impl(
     name="sm90_invariant",
     launch=_launch_any_layout,
@@ -216,5 +214,4 @@ SM90_INVARIANT = Impl(
     written_for=90,
     refuse=_refuse_invariant,
     batch_invariant=True,
-    interpretable=False,
 )

@@ -96,10 +96,8 @@ def _refuse_linear(device: Device, problem: Problem) -> str | None:
 
 
 def _launch_linear(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, *_: Any
+) -> Tensor:
     rows = None if residual is None else residual.flatten(0, -2)
     y = linear_op.run(x.flatten(0, -2), weight.flatten(1), bias, activation, rows)
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -67,9 +67,8 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
-    dtype: torch.dtype,
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], *_: Any,
 ) -> Tensor:  # fmt: skip
     weight = weight.contiguous()  # a depthwise one may stand with dense channels
     window = (tuple(stride), tuple(padding), tuple(dilation))
@@ -108,9 +107,8 @@ def _with_relu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
 
 
 def _plan(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
-    dtype: torch.dtype,
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], *_: Any,
 ) -> Plan | None:  # fmt: skip
     """The same convolution of torch's own shapes, channels dense: one call of torch. None where it takes more than one."""
     window = (tuple(stride), tuple(padding), tuple(dilation))
@@ -132,4 +130,4 @@ def _plan(
     return call
 
 
-VENDOR = Impl(name="vendor", library=True, launch=_launch, plan=_plan, refuse=_refuse, interpretable=False, extra_roundings=2)
+VENDOR = Impl(name="vendor", library=True, launch=_launch, plan=_plan, refuse=_refuse, extra_roundings=2)

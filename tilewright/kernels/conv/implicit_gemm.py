@@ -32,7 +32,7 @@ from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.plan import Plan, Planned
-from tilewright.kernels.launch.replay import Prepared, pointer_kind
+from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -356,11 +356,10 @@ def _launch(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     y = empty_output(x, weight, size, dtype)
-    if not y.numel():
-        return y
-    weight = weight.contiguous()
-    args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype)
-    _PLANS.fill(config, y, args, (x, weight, y, bias, residual, x_scales, w_scales))
+    if y.numel():
+        weight = weight.contiguous()
+        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype)
+        _PLANS.fill(config, y, args, (x, weight, y, bias, residual, x_scales, w_scales))
     return y
 
 
@@ -384,10 +383,8 @@ def _first_launch(
         "DW": dw, "DEEP": s.deep, "SPLIT_K": 1, "ACTIVATION": activation, "TOGETHER": together, "GROUP_M": 8,
     }  # fmt: skip
     constants |= config
-    compiled = _conv_kernel[(tiles, split)](*arguments, **constants)
-    starts = [0 if t is None else t.data_ptr() for t in operands]
-    prepared = Prepared(_conv_kernel, compiled, (tiles, split), arguments, constants, owners, starts)
-    return Plan(prepared, memory=(lambda device: _shared(scratch, tiles, device)) if scratch else None)
+    launched = first_launch(_conv_kernel, (tiles, split), arguments, constants, owners, operands)
+    return Plan(launched, memory=(lambda device: _shared(scratch, tiles, device)) if scratch else None)
 
 
 def _key(

@@ -138,7 +138,7 @@ conv_codes_op = Op(
     rows_in_problem=True,
     codes_may_move=True,
     impls=(
-        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=SM90.refuse, interpretable=False),
+        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=SM90.refuse),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=TRITON.refuse),
     ),
 )

@@ -22,9 +22,9 @@ from tilewright.kernels.conv.sm90_im2col import (
     refuse_boxes,
     tile_refusal,
 )
-from tilewright.kernels.conv.sm90_space_to_depth import Fold, fold_of, folded
-from tilewright.kernels.launch.plan import Plan
-from tilewright.kernels.launch.replay import Held, pointer_kind
+from tilewright.kernels.conv.sm90_space_to_depth import fold_of, folded
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import pointer_kind
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -66,9 +66,6 @@ SPACE = Space(
 )
 
 
-_HELD = Held()
-
-
 def _key(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
@@ -80,44 +77,43 @@ def _key(
     )  # fmt: skip
 
 
-def planned(config: Config, *args: Any) -> Plan | None:
-    """The plan of a call of `SM90`; None where it made none, or copies operands first."""
-    plan, fold = _HELD.get(_key(config, *args)) or (None, None)
-    return plan if fold is None else None
-
-
 def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
-    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
-    w_scales: Tensor | None, dtype: torch.dtype,
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     y = empty_output(x, weight, size, dtype)
-    if not y.numel():
-        return y
-    key = _key(
-        config, x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype
-    )
-    held: tuple[Plan, Fold | None] | None = _HELD.get(key)
-    if held is not None and held[1] is None:
-        held[0].run(x, weight, y, bias, residual, x_scales, w_scales)
-        return y
+    if y.numel():
+        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype)
+        _PLANS.fill(config, y, args, (x, weight, y, bias, residual, x_scales, w_scales))
+    return y
+
+
+def _first_launch(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
+    w_scales: Tensor | None, dtype: torch.dtype,
+) -> Plan:  # fmt: skip
+    """Fill y. The plan of operands that go to windows makes those first."""
     s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     fold, plane = fold_of(s, x.dtype), (s.n, *s.y[1:], s.o)
     view = folded(fold, x, weight, s)
-    if held is not None:
-        held[0].run(view.x, view.weight, y, bias, residual, x_scales, w_scales)
-        return y
     rest = None if residual is None else residual.view(plane)
     work = Launch(
         view.x, view.weight, y.view(plane), fold.stride, fold.padding, fold.dilation, activation, bias, rest, x_scales,
         w_scales,
     )  # fmt: skip
     plan = launch_boxes(config, work)
-    if x.is_cuda:
-        _HELD.keep(key, (plan, fold if fold.way == "windows" else None))
-    return y
+    return plan.behind(lambda x, weight, *rest: (*folded(fold, x, weight, s), *rest)) if fold.way == "windows" else plan
 
 
-SM90 = Impl(
-    name="sm90", launch=_launch, space=SPACE, plan=plan_of(planned), written_for=90, refuse=_refuse, interpretable=False
-)
+_PLANS = Planned(_key, _first_launch)
+
+
+def planned(config: Config, *args: Any) -> Plan | None:
+    """The plan of a call of `SM90`; None where it made none, or copies operands first, for which it reads their strides."""
+    plan = _PLANS.plan(config, *args)
+    return None if plan is None or plan.copies else plan
+
+
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, plan=plan_of(planned), written_for=90, refuse=_refuse)

@@ -48,7 +48,7 @@ from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.epilogue import activate
 from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
 from tilewright.kernels.launch.plan import Plan, Planned
-from tilewright.kernels.launch.replay import Prepared, pointer_kind
+from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
@@ -331,16 +331,15 @@ def _key(
 
 
 def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
-    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
-    w_scales: Tensor | None, dtype: torch.dtype,
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     y = empty_output(x, weight, size, dtype)
-    if not y.numel():
-        return y
-    weight = weight.contiguous()
-    args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size)
-    _PLANS.fill(config, y, args, (x, weight, y, bias, residual))
+    if y.numel():
+        weight = weight.contiguous()
+        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size)
+        _PLANS.fill(config, y, args, (x, weight, y, bias, residual))
     return y
 
 
@@ -368,16 +367,12 @@ def _first_launch(
     arguments = (*descs, weight, bias, boxes, down, across, tiles_n, kw, s.c)
     constants = {
         "OWN": s.c // groups, "KH": kh, "KW": kw, "STRIDE": step, "PAD_H": s.padding[1],
-        "PAD_W": s.padding[2], "STAGES": stages, "ACTIVATION": activation,
+        "PAD_W": s.padding[2], "STAGES": stages, "ACTIVATION": activation, "num_warps": 4,
     }  # fmt: skip
-    compiled = _narrow_kernel[(programs,)](*arguments, **constants, num_warps=4)
-    starts = [0 if t is None else t.data_ptr() for t in (x, weight, y, bias, residual)]
-    prepared = Prepared(_narrow_kernel, compiled, (programs,), arguments, constants, (0, 0, 4, 2, 1, 3), starts)
-    return Plan(prepared)
+    owners = (0, 0, 4, 2, 1, 3)
+    return Plan(first_launch(_narrow_kernel, (programs,), arguments, constants, owners, (x, weight, y, bias, residual)))
 
 
 _PLANS = Planned(_key, _first_launch)
 
-NARROW = Impl(
-    name="narrow", launch=_launch, space=SPACE, plan=plan_of(_PLANS.plan), written_for=90, refuse=_refuse, interpretable=False
-)
+NARROW = Impl(name="narrow", launch=_launch, space=SPACE, plan=plan_of(_PLANS.plan), written_for=90, refuse=_refuse)

@@ -14,7 +14,7 @@ from tilewright.kernels.gemm.sm90_configs import shares
 from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.plan import Plan
-from tilewright.kernels.launch.replay import Prepared
+from tilewright.kernels.launch.replay import first_launch
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.tune.space import Config
 
@@ -307,10 +307,8 @@ def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tens
         "STRIDE_H": stride_h, "STRIDE_W": stride_w, "PHASES": tuple(h * stride_w + w for h, w in phases),
         "W_MAJOR": work.w_major, "TAPS": taps, "EXTRA": extra, "BACKWARD": extra > 0 and work.dilation[0] < 0,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "GROUP_M": 8, "TILE_BUFS": tile_bufs, "STREAM": stream,
-        "ACTIVATION": work.activation,
+        "ACTIVATION": work.activation, "num_warps": 4,
     }  # fmt: skip
-    compiled = conv_sm90_kernel[(programs,)](*arguments, **constants, num_warps=4)
     operands = (*(whole or (x, work.weight, y)), work.bias, work.residual, work.x_scales, work.w_scales, pieces, counters)
-    starts = [0 if t is None else t.data_ptr() for t in operands]
-    prepared = Prepared(conv_sm90_kernel, compiled, (programs,), arguments, constants, _OWNERS, starts)
-    return Plan(prepared, memory=None if scratch is None else lambda device: _shared(scratch, left * 2, device))
+    launched = first_launch(conv_sm90_kernel, (programs,), arguments, constants, _OWNERS, operands)
+    return Plan(launched, memory=None if scratch is None else lambda device: _shared(scratch, left * 2, device))

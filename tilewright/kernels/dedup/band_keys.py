@@ -82,11 +82,9 @@ def _arguments(inputs: Inputs, *, D: int, P: int = 112, bands: int = 14) -> tupl
     return inputs.randint(0, 2**31 - 1, D, P, dtype=torch.int32), bands
 
 
-def _example(label: str, documents: int, places: int, bands: int, row_stride: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, int]:
-        return inputs.randint(0, 2**31 - 1, documents, row_stride or places, dtype=torch.int32)[:, :places], bands
-
-    return Example(label, make)
+@Example.of
+def _example(inputs: Inputs, documents: int, places: int, bands: int, row_stride: int = 0) -> tuple[Tensor, int]:
+    return inputs.randint(0, 2**31 - 1, documents, row_stride or places, dtype=torch.int32)[:, :places], bands
 
 
 EXAMPLES = (

@@ -89,13 +89,11 @@ def _arguments(inputs: Inputs, *, D: int, L: int = 512, P: int = 112) -> tuple[T
     return shingles, ends, *(inputs.randint(-(2**63), 2**63 - 1, P) for _ in range(2))
 
 
-def _example(label: str, lengths: tuple[int, ...], places: int) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, ...]:
-        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-        shingles = inputs.randint(-(2**31), 2**31, ends[-1], dtype=torch.int32)
-        return shingles, inputs.tensor(ends, torch.int64), *(inputs.randint(-(2**63), 2**63 - 1, places) for _ in range(2))
-
-    return Example(label, make)
+@Example.of
+def _example(inputs: Inputs, lengths: tuple[int, ...], places: int) -> tuple[Tensor, ...]:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    shingles = inputs.randint(-(2**31), 2**31, ends[-1], dtype=torch.int32)
+    return shingles, inputs.tensor(ends, torch.int64), *(inputs.randint(-(2**63), 2**63 - 1, places) for _ in range(2))
 
 
 EXAMPLES = (

@@ -88,14 +88,12 @@ def float32_at_most(device: Device, problem: Any) -> str | None:
     return "computes in float32, and float64 wants more" if problem.dtype == torch.float64 else None
 
 
+@Example.of
 def _example(
-    label: str, kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, alpha: float = 1.0, last: bool = False
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, str, float]:
-        x = inputs.randn(*shape, dtype=dtype, scale=2.0)
-        return (x.contiguous(memory_format=torch.channels_last) if last else x), kind, alpha
-
-    return Example(label, make)
+    inputs: Inputs, kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, alpha: float = 1.0, last: bool = False
+) -> tuple[Tensor, str, float]:
+    x = inputs.randn(*shape, dtype=dtype, scale=2.0)
+    return (x.contiguous(memory_format=torch.channels_last) if last else x), kind, alpha
 
 
 EXAMPLES = (

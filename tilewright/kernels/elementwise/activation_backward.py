@@ -23,7 +23,7 @@ from tilewright.kernels.elementwise.activation import FLAT_SPACE, FlatProblem, f
 from tilewright.kernels.elementwise.inputs import activation_backward_arguments
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div
-from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.op import Impl, Inputs, Op
 from tilewright.tune.space import Config
 
 __all__ = ["activation_backward_op", "gelu_slope", "gelu_tanh_slope", "silu_slope"]
@@ -69,15 +69,11 @@ def _problem(dy: Tensor, x: Tensor, kind: str, alpha: float) -> FlatProblem:
     return FlatProblem(x.dtype, kind)
 
 
-def _with_gradient(example: Example) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, str, float]:
-        x, kind, alpha = example.make(inputs)
-        return torch.empty_like(x).copy_(inputs.randn(*x.shape, dtype=x.dtype)), x, kind, alpha
-
-    return Example(example.label, make)
+def _with_gradient(inputs: Inputs, x: Tensor, kind: str, alpha: float) -> tuple[Tensor, Tensor, str, float]:
+    return torch.empty_like(x).copy_(inputs.randn(*x.shape, dtype=x.dtype)), x, kind, alpha
 
 
-EXAMPLES = tuple(_with_gradient(example) for example in FORWARD_EXAMPLES)
+EXAMPLES = tuple(example.then(_with_gradient) for example in FORWARD_EXAMPLES)
 
 # ---- kernel
 

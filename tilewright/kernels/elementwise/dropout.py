@@ -98,15 +98,13 @@ def _default(device: Device, problem: Problem) -> Config:
 SPACE = Space(default=_default, axes={"num_warps": (4, 8)})
 
 
+@Example.of
 def _example(
-    label: str, p: float, *shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = False, seed: int = 1234
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, float]:
-        x = inputs.randn(*shape, dtype=dtype)
-        x = x.contiguous(memory_format=torch.channels_last) if last else x
-        return x, inputs.tensor([seed, 7 << 33], torch.int64), p
-
-    return Example(label, make)
+    inputs: Inputs, p: float, *shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = False, seed: int = 1234
+) -> tuple[Tensor, Tensor, float]:
+    x = inputs.randn(*shape, dtype=dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    return x, inputs.tensor([seed, 7 << 33], torch.int64), p
 
 
 EXAMPLES = (

@@ -13,7 +13,8 @@ Not here: backward (glu_backward.py). Not supported: a last dimension with a str
 public function).
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +26,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.activations import gelu, gelu_tanh, silu
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.inputs import gated_arguments, gated_mul_arguments, gelu_arguments
+from tilewright.kernels.launch.row_space import Rows, row_problem
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -72,26 +74,7 @@ def _gated_cost(gate: Tensor, up: Tensor, kind: str) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
-
-    dtype: torch.dtype
-    cols: int
-
-
-def _silu_problem(gate: Tensor, up: Tensor) -> Problem:
-    return Problem(gate.dtype, gate.shape[-1])
-
-
-def _gelu_problem(gate: Tensor, up: Tensor, approximate: bool) -> Problem:
-    return Problem(gate.dtype, gate.shape[-1])
-
-
-def _gated_problem(gate: Tensor, up: Tensor, kind: str) -> Problem:
-    return Problem(gate.dtype, gate.shape[-1])
-
-
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Rows) -> Config:
     # The widest block that wastes less than an eighth of the lanes at the end of a row; 16 elements of each input a thread.
     fitting = [b for b in (2048, 1024, 512, 256) if -problem.cols % b * 8 < problem.cols]
     block_f = min(fitting[0] if fitting else 256, next_pow2(problem.cols))
@@ -180,36 +163,33 @@ def _gated(config: Config, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return y
 
 
-def _silu_launch(config: Config, gate: Tensor, up: Tensor) -> Tensor:
-    return _gated(config, gate, up, "silu")
+def _impl(space: Space, kind: Callable[..., str]) -> Impl:
+    """kind: what the op's arguments behind gate and up make the activation."""
 
+    def launch(config: Config, gate: Tensor, up: Tensor, *rest: Any) -> Tensor:
+        return _gated(config, gate, up, kind(*rest))
 
-def _gelu_launch(config: Config, gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
-    return _gated(config, gate, up, "gelu_tanh" if approximate else "gelu")
-
-
-def _gated_launch(config: Config, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    return _gated(config, gate, up, kind)
+    return Impl(name="triton", launch=launch, space=space, batch_invariant=True)
 
 
 silu_mul_op = Op(
     name="silu_mul",
     reference=_silu_reference,
-    problem=_silu_problem,
+    problem=row_problem,
     cost=_silu_cost,
     examples=SILU_EXAMPLES,
     make=gated_arguments,
-    impls=(Impl(name="triton", launch=_silu_launch, space=SPACE, batch_invariant=True),),
+    impls=(_impl(SPACE, lambda: "silu"),),
 )
 
 gelu_mul_op = Op(
     name="gelu_mul",
     reference=_gelu_reference,
-    problem=_gelu_problem,
+    problem=row_problem,
     cost=_gelu_cost,
     examples=GELU_EXAMPLES,
     make=gelu_arguments,
-    impls=(Impl(name="triton", launch=_gelu_launch, space=SPACE, batch_invariant=True),),
+    impls=(_impl(SPACE, lambda approximate: "gelu_tanh" if approximate else "gelu"),),
 )
 
 # A small space: two gates that no tuned model spends its time in.
@@ -222,11 +202,11 @@ _GATED_SPACE = Space(
 gated_mul_op = Op(
     name="gated_mul",
     reference=_gated_reference,
-    problem=_gated_problem,
+    problem=row_problem,
     cost=_gated_cost,
     examples=GATED_EXAMPLES,
     make=gated_mul_arguments,
-    impls=(Impl(name="triton", launch=_gated_launch, space=_GATED_SPACE, batch_invariant=True),),
+    impls=(_impl(_GATED_SPACE, lambda kind: kind),),
 )
 
 

@@ -20,8 +20,9 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.activations import gelu, gelu_tanh, sigmoid, silu
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.activation_backward import gelu_slope, gelu_tanh_slope, silu_slope
-from tilewright.kernels.elementwise.glu import SPACE, Problem
+from tilewright.kernels.elementwise.glu import SPACE
 from tilewright.kernels.elementwise.inputs import gated_backward_arguments
+from tilewright.kernels.launch.row_space import Rows, row_problem
 from tilewright.kernels.launch.shapes import next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -58,11 +59,7 @@ def _cost(dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_first: bool) -> 
 # ---- space and examples
 
 
-def _problem(dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_first: bool) -> Problem:
-    return Problem(gate.dtype, gate.shape[-1])
-
-
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Rows) -> Config:
     # As the forward pass: the widest block that wastes less than an eighth of the lanes at the end of a row.
     fitting = [b for b in (1024, 256) if -problem.cols % b * 8 < problem.cols]
     block_f = min(fitting[0] if fitting else 256, next_pow2(problem.cols))
@@ -78,17 +75,15 @@ _SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, merged: bool = True, gate_first: bool = True
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, str, bool]:
-        dy, cols = inputs.randn(*shape, dtype=dtype), shape[-1]
-        if not merged:
-            return dy, inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype), kind, gate_first
-        both = inputs.randn(*shape[:-1], 2 * cols, dtype=dtype)
-        return dy, both[..., :cols], both[..., cols:], kind, gate_first
-
-    return Example(label, make)
+    inputs: Inputs, kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, merged: bool = True, gate_first: bool = True
+) -> tuple[Tensor, Tensor, Tensor, str, bool]:
+    dy, cols = inputs.randn(*shape, dtype=dtype), shape[-1]
+    if not merged:
+        return dy, inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype), kind, gate_first
+    both = inputs.randn(*shape[:-1], 2 * cols, dtype=dtype)
+    return dy, both[..., :cols], both[..., cols:], kind, gate_first
 
 
 EXAMPLES = (
@@ -152,7 +147,7 @@ def _launch(config: Config, dy: Tensor, gate: Tensor, up: Tensor, kind: str, gat
 gated_backward_op = Op(
     name="gated_backward",
     reference=_reference,
-    problem=_problem,
+    problem=lambda dy, gate, *_: row_problem(gate),
     cost=_cost,
     examples=EXAMPLES,
     make=gated_backward_arguments,

@@ -248,8 +248,9 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str,
+    inputs: Inputs,
     tokens: int,
     heads: int,
     kv_heads: int,
@@ -259,17 +260,14 @@ def _example(
     merged: bool = False,
     interleaved: bool = False,
     inverse: bool = False,
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, bool, bool]:
-        table = rope_table(rotated or head_dim, 97, 10000.0, None, inputs.device)
-        positions = inputs.randint(0, 97, tokens)
-        if merged:
-            both = inputs.randn(tokens, (heads + 2 * kv_heads), head_dim, dtype=dtype)
-            return both[:, :heads], both[:, heads : heads + kv_heads], positions, table, interleaved, inverse
-        q, k = (inputs.randn(tokens, n, head_dim, dtype=dtype) for n in (heads, kv_heads))
-        return q, k, positions, table, interleaved, inverse
-
-    return Example(label, make)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, bool, bool]:
+    table = rope_table(rotated or head_dim, 97, 10000.0, None, inputs.device)
+    positions = inputs.randint(0, 97, tokens)
+    if merged:
+        both = inputs.randn(tokens, (heads + 2 * kv_heads), head_dim, dtype=dtype)
+        return both[:, :heads], both[:, heads : heads + kv_heads], positions, table, interleaved, inverse
+    q, k = (inputs.randn(tokens, n, head_dim, dtype=dtype) for n in (heads, kv_heads))
+    return q, k, positions, table, interleaved, inverse
 
 
 EXAMPLES = (

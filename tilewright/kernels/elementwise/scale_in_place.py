@@ -58,11 +58,9 @@ def _default(device: Device, problem: Problem) -> Config:
 SPACE = Space(default=_default, axes={"BLOCK": (4096, 8192), "num_warps": (4, 8)})
 
 
-def _example(label: str, rows: int, cols: int, factor: float, dtype: torch.dtype) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return inputs.randn(rows, cols, dtype=dtype), inputs.tensor(factor, torch.float32)
-
-    return Example(label, make)
+@Example.of
+def _example(inputs: Inputs, rows: int, cols: int, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return inputs.randn(rows, cols, dtype=dtype), inputs.tensor(factor, torch.float32)
 
 
 EXAMPLES = (

@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.embedding.embedding_bag import Problem
 from tilewright.kernels.embedding.inputs import embedding_backward_arguments
+from tilewright.kernels.launch.row_space import row_problem
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -71,12 +71,6 @@ def _cost(
 # ---- space and examples
 
 
-def _problem(
-    dy: Tensor, ids: Tensor, bags: Tensor | None, scales: Tensor | None, chosen: Tensor | None, rows: int, padding: int | None
-) -> Problem:
-    return Problem(dy.dtype, dy.shape[1])
-
-
 SPACE = Space(
     default=lambda device, problem: {
         "BLOCK_D": 64 if problem.cols <= 64 else 128 if problem.cols <= 128 else 512,
@@ -86,19 +80,17 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, ids: int, cols: int, rows: int, *, bags: int = 0, dtype: torch.dtype = torch.bfloat16, hot: int = 0,
+    inputs: Inputs, ids: int, cols: int, rows: int, *, bags: int = 0, dtype: torch.dtype = torch.bfloat16, hot: int = 0,
     scaled: bool = False, maximum: bool = False, padding: int | None = None,
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        which = inputs.randint(0, rows, ids)
-        which[ids - hot :] = 2  # an id that crosses windows
-        bag = inputs.randint(0, bags, ids).sort().values if bags else None
-        chosen = inputs.randint(0, ids, bags, cols, dtype=torch.int32) if maximum else None
-        scales = inputs.randn(ids) if scaled else None
-        return inputs.randn(bags or ids, cols, dtype=dtype), which, bag, scales, chosen, rows, padding
-
-    return Example(label, make)
+) -> tuple[Any, ...]:  # fmt: skip
+    which = inputs.randint(0, rows, ids)
+    which[ids - hot :] = 2  # an id that crosses windows
+    bag = inputs.randint(0, bags, ids).sort().values if bags else None
+    chosen = inputs.randint(0, ids, bags, cols, dtype=torch.int32) if maximum else None
+    scales = inputs.randn(ids) if scaled else None
+    return inputs.randn(bags or ids, cols, dtype=dtype), which, bag, scales, chosen, rows, padding
 
 
 EXAMPLES = (
@@ -213,7 +205,7 @@ def _launch(
 embedding_backward_op = Op(
     name="embedding_backward",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=embedding_backward_arguments,

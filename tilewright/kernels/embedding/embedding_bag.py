@@ -16,7 +16,6 @@ Not supported: scales with "mean" or "max" (torch has none either), NaN in a tab
 
 # Pyright does not see what a jitted function returns.
 # pyright: reportGeneralTypeIssues=false
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,11 +25,12 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.embedding.inputs import embedding_bag_arguments
+from tilewright.kernels.launch.row_space import Rows, row_problem
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["MODES", "SPACE", "Problem", "bags_of", "embedding_bag", "embedding_bag_op"]
+__all__ = ["MODES", "SPACE", "bags_of", "embedding_bag", "embedding_bag_op"]
 
 MODES = ("max", "mean", "sum")
 
@@ -86,18 +86,7 @@ def _cost(weight: Tensor, ids: Tensor, offsets: Tensor, scales: Tensor | None, m
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """What a table fixes; neither the number of ids nor that of bags."""
-
-    dtype: torch.dtype
-    cols: int
-
-
-def _problem(weight: Tensor, ids: Tensor, offsets: Tensor, scales: Tensor | None, mode: str, padding: int | None) -> Problem:
-    return Problem(weight.dtype, weight.shape[1])
-
-
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Rows) -> Config:
     return {"BLOCK_D": max(32, min(512, next_pow2(problem.cols))), "num_warps": 4 if problem.cols > 128 else 1}
 
 
@@ -110,18 +99,16 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, ids: int, cols: int, offsets: list[int], mode: str, *, dtype: torch.dtype = torch.bfloat16,
+    inputs: Inputs, ids: int, cols: int, offsets: list[int], mode: str, *, dtype: torch.dtype = torch.bfloat16,
     scaled: bool = False, padding: int | None = None,
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, str, int | None]:
-        scales = inputs.randn(ids) if scaled else None
-        return (
-            inputs.randn(13, cols, dtype=dtype), inputs.randint(0, 13, ids), inputs.tensor(offsets, torch.int64),
-            scales, mode, padding,
-        )  # fmt: skip
-
-    return Example(label, make)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, str, int | None]:  # fmt: skip
+    scales = inputs.randn(ids) if scaled else None
+    return (
+        inputs.randn(13, cols, dtype=dtype), inputs.randint(0, 13, ids), inputs.tensor(offsets, torch.int64),
+        scales, mode, padding,
+    )  # fmt: skip
 
 
 EXAMPLES = (
@@ -200,7 +187,7 @@ def _launch(
 embedding_bag_op = Op(
     name="embedding_bag",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=embedding_bag_arguments,

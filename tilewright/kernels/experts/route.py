@@ -19,7 +19,7 @@ program a token. Not supported: gradients (ops/experts.py has those of the weigh
 
 # T tokens, X experts, K chosen
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -70,10 +70,7 @@ def _reference(
     return routed_weights(logits, experts, softmax, normalise, scale), experts.to(torch.int32)
 
 
-def _fake(
-    logits: Tensor, bias: Tensor | None, chosen: int, softmax: bool, groups: int, chosen_groups: int, normalise: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fake(logits: Tensor, bias: Tensor | None, chosen: int, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], chosen)
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
 
@@ -81,10 +78,7 @@ def _fake(
 # ---- cost, problem, examples
 
 
-def _cost(
-    logits: Tensor, bias: Tensor | None, chosen: int, softmax: bool, groups: int, chosen_groups: int, normalise: bool,
-    scale: float,
-) -> Cost:  # fmt: skip
+def _cost(logits: Tensor, bias: Tensor | None, chosen: int, *_: Any) -> Cost:
     return Cost(flops=(6 + chosen) * logits.numel(), bytes=logits.nbytes + logits.shape[0] * chosen * 8)
 
 
@@ -95,10 +89,7 @@ class Problem(NamedTuple):
     chosen: int
 
 
-def _problem(
-    logits: Tensor, bias: Tensor | None, chosen: int, softmax: bool, groups: int, chosen_groups: int, normalise: bool,
-    scale: float,
-) -> Problem:  # fmt: skip
+def _problem(logits: Tensor, bias: Tensor | None, chosen: int, *_: Any) -> Problem:
     return Problem(logits.shape[1], chosen)
 
 

@@ -50,4 +50,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y if residual is None else y.add_(residual)
 
 
-VENDOR = Impl(name="vendor", library=True, launch=_launch, interpretable=False, extra_roundings=1, work=vendor_work)
+VENDOR = Impl(name="vendor", library=True, launch=_launch, extra_roundings=1, work=vendor_work)

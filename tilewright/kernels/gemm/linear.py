@@ -83,8 +83,9 @@ def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, resid
 # ---- examples
 
 
+@Example.of
 def _example(
-    label: str,
+    inputs: Inputs,
     m: int,
     n: int,
     k: int,
@@ -97,23 +98,20 @@ def _example(
     m_major: bool = False,
     n_major: bool = False,
     row_stride: int = 0,
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, str, Tensor | None]:
-        def matrix(rows: int, cols: int, transposed: bool = False, scale: float = 1.0) -> Tensor:
-            if transposed:
-                return inputs.randn(*batch, cols, rows, dtype=dtype, scale=scale).mT
-            return inputs.randn(*batch, rows, max(cols, row_stride), dtype=dtype, scale=scale)[..., :cols]
+) -> tuple[Tensor, Tensor, Tensor | None, str, Tensor | None]:
+    def matrix(rows: int, cols: int, transposed: bool = False, scale: float = 1.0) -> Tensor:
+        if transposed:
+            return inputs.randn(*batch, cols, rows, dtype=dtype, scale=scale).mT
+        return inputs.randn(*batch, rows, max(cols, row_stride), dtype=dtype, scale=scale)[..., :cols]
 
-        width = n // 2 if ACTIVATIONS[activation][1] else n
-        return (
-            matrix(m, k, m_major),
-            matrix(n, k, n_major, scale=max(k, 1) ** -0.5),
-            inputs.randn(n, dtype=dtype) if bias else None,
-            activation,
-            inputs.randn(*batch, m, width, dtype=dtype) if residual else None,
-        )
-
-    return Example(label, make)
+    width = n // 2 if ACTIVATIONS[activation][1] else n
+    return (
+        matrix(m, k, m_major),
+        matrix(n, k, n_major, scale=max(k, 1) ** -0.5),
+        inputs.randn(n, dtype=dtype) if bias else None,
+        activation,
+        inputs.randn(*batch, m, width, dtype=dtype) if residual else None,
+    )
 
 
 EXAMPLES = (

@@ -11,8 +11,19 @@ from torch import Tensor
 
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.gemm.problem import ACTIVATIONS
+from tilewright.kernels.launch.shapes import check_tensor
 
-__all__ = ["FLOAT8", "check_operands", "check_product", "empty_product", "float8_span", "product_cost"]
+__all__ = [
+    "FLOAT8",
+    "check_epilogue",
+    "check_operands",
+    "check_output",
+    "check_product",
+    "dense_along_columns",
+    "empty_product",
+    "float8_span",
+    "product_cost",
+]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -50,9 +61,19 @@ def check_product(
     residual: Tensor | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Raise ValueError unless operands of one of `dtypes`, the epilogue and the output's dtype fit each other."""
+    check_output(op, dtype, x)
+    check_operands(op, dtypes, x, weight, bias, activation, residual, (dtype, torch.float32), (dtype,))
+
+
+def dense_along_columns(t: Tensor | None) -> Tensor | None:
+    """A residual itself where kernels can read it, else a contiguous copy."""
+    return t if t is None or t.stride(-1) == 1 else t.contiguous()
+
+
+def check_output(op: str, dtype: torch.dtype, x: Tensor) -> None:
+    """Raise ValueError unless a product of x, of codes, may be of this dtype."""
     if dtype not in (torch.bfloat16, torch.float16) and not (dtype == torch.float32 and x.device.type == "cpu"):
         raise ValueError(f"{op}: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
-    check_operands(op, dtypes, x, weight, bias, activation, residual, (dtype, torch.float32), (dtype,))
 
 
 def check_operands(
@@ -72,17 +93,18 @@ def check_operands(
     for name, t in (("x", x), ("weight", weight)):
         if t.shape[1] > 1 and t.stride(1) != 1:
             raise ValueError(f"{op}: {name} must be dense along K; got strides {t.stride()}")
+    check_epilogue(op, x, weight.shape[0], bias, activation, residual, bias_dtypes, residual_dtypes)
+
+
+def check_epilogue(
+    op: str, x: Tensor, n: int, bias: Tensor | None, activation: str, residual: Tensor | None,
+    bias_dtypes: Sequence[torch.dtype], residual_dtypes: Sequence[torch.dtype],
+) -> None:  # fmt: skip
+    """Raise ValueError unless what follows the product of x [M, K] and a weight of n rows fits it."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    m, n, gated = x.shape[0], weight.shape[0], ACTIVATIONS[activation][1]
+    gated = ACTIVATIONS[activation][1]
     if gated and n % 2:
         raise ValueError(f"{op}: {activation} needs a gate and an up half, an even number of rows; got {n}")
-    for name, t, wanted, kinds in (
-        ("bias", bias, (n,), bias_dtypes),
-        ("residual", residual, (m, n // 2 if gated else n), residual_dtypes),
-    ):
-        if t is not None and (t.shape != wanted or t.dtype not in kinds or t.device != x.device):
-            raise ValueError(
-                f"{op}: {name} must be {list(wanted)} of {' or '.join(str(kind) for kind in dict.fromkeys(kinds))} on "
-                f"{x.device}; got {list(t.shape)} of {t.dtype} on {t.device}"
-            )
+    check_tensor(op, "bias", bias, ((n,),), bias_dtypes, x)
+    check_tensor(op, "residual", residual, ((x.shape[0], n // 2 if gated else n),), residual_dtypes, x)

@@ -234,4 +234,4 @@ def launch_sm90(
     return y
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, work=sm90_work)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, work=sm90_work)

@@ -14,6 +14,8 @@ multiple of 8 cannot be read in vectors and is slow too. float32 is multiplied i
 without tensor cores. Refuses: float64.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -278,17 +280,13 @@ _ANY_M = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "SPLIT_K": 
 _ANY_M_WIDE = {**_ANY_M, "BLOCK_K": 32, "num_warps": 8, "num_stages": 3}
 
 
-def _launch_any_m(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
-) -> Tensor:
-    return _launch(_ANY_M if x.element_size() == 2 else _ANY_M_WIDE, x, weight, bias, activation, residual)
+def _launch_any_m(config: Config, x: Tensor, *args: Any) -> Tensor:
+    return _launch(_ANY_M if x.element_size() == 2 else _ANY_M_WIDE, x, *args)
 
 
-def _work_any_m(
-    device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
-) -> Work:
+def _work_any_m(device: Device, config: Config, x: Tensor, *args: Any) -> Work:
     any_m = _ANY_M if x.element_size() == 2 else _ANY_M_WIDE
-    return tile_work(device, any_m, x, weight, bias, activation, residual)
+    return tile_work(device, any_m, x, *args)
 
 
 TRITON = Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, work=tile_work)

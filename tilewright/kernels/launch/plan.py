@@ -26,10 +26,23 @@ class Plan:
         memory: what each run has beside its operands, scratch memory and tickets: it stands behind them.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_copied", "_only", "_parts")
 
     def __init__(self, *launches: Prepared, memory: Memory | None = None):
         self._parts = ((launches, memory),)
+        self._only = launches[0] if len(launches) == 1 and memory is None else None
+        """The launch of a plan that is no more than that: most are, and go the short way."""
+        self._copied: Callable[..., tuple[Tensor | None, ...]] | None = None
+
+    def behind(self, copied: Callable[..., tuple[Tensor | None, ...]]) -> "Plan":
+        """Itself, behind a copy of the operands: `copied` gives those of the launches, and reads more than addresses."""
+        self._copied, self._only = copied, None
+        return self
+
+    @property
+    def copies(self) -> bool:
+        """Whether operands are copied first."""
+        return self._copied is not None
 
     @classmethod
     def joined(cls, plans: Iterable["Plan"]) -> "Plan":
@@ -44,7 +57,12 @@ class Plan:
 
     def run_on(self, operands: tuple[Tensor | None, ...]) -> None:
         """`run`, of a tuple."""
+        if self._copied is not None:
+            operands = self._copied(*operands)
         starts = [0 if t is None else t.data_ptr() for t in operands]
+        if self._only is not None:
+            self._only(starts)
+            return
         for launches, memory in self._parts:
             given, held = starts, ()
             if memory is not None:

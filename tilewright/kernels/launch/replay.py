@@ -26,7 +26,7 @@ from tilewright.hw.here import away, indirect
 from tilewright.kernels.launch.driver_call import BareLaunch, bare_launch
 from tilewright.op import scope
 
-__all__ = ["Held", "Prepared", "call_key", "in_place", "launch", "pointer_kind"]
+__all__ = ["Held", "Prepared", "call_key", "first_launch", "in_place", "launch", "pointer_kind"]
 
 
 _PLAIN = (Tensor, Parameter)
@@ -117,6 +117,16 @@ class Prepared:
             self._run = self._compiled[self._grid]  # pyright: ignore[reportArgumentType]
             self._bare = bare_launch(self._compiled, self._grid, arguments)
         self._run(*arguments)
+
+
+def first_launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any], owners: Sequence[int | None],
+    operands: Sequence[Tensor | None],
+) -> Prepared:  # fmt: skip
+    """Launch `kernel[grid](*arguments, **constants)`. Gives what makes it again on operands of other addresses (`Prepared`)."""
+    compiled = kernel[grid](*arguments, **constants)
+    starts = [0 if t is None else t.data_ptr() for t in operands]
+    return Prepared(kernel, compiled, grid, arguments, constants, owners, starts)
 
 
 class Held:

@@ -1,16 +1,31 @@
-"""Small spaces for kernels whose blocks follow from the shape: the default's blocks, and how many warps share them.
+"""What ops over rows choose by, and small spaces for kernels whose blocks follow from the shape.
 
-A block that holds a row is as wide as the row; what is left to measure is the number of warps. So a space has two configs a
+A block that holds a row is as wide as the row; what is left to measure is how many warps share it. So a space has two configs a
 shape, and the certificates of an op stay short.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.tune.space import Config, Space
 
-__all__ = ["row_space"]
+__all__ = ["Rows", "row_problem", "row_space"]
+
+
+class Rows(NamedTuple):
+    """All that a config of an op over rows may depend on: not how many there are."""
+
+    dtype: torch.dtype
+    cols: int
+
+
+def row_problem(x: Tensor, *_: Any) -> Rows:
+    """The problem of an op whose first argument is its rows."""
+    return Rows(x.dtype, x.shape[-1])
 
 
 def row_space(default: Callable[[Device, Any], Config], **axes: tuple[Any, ...]) -> Space:

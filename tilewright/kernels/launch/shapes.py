@@ -1,8 +1,21 @@
 """What launchers and public functions ask about shapes: rows of any leading dims, powers of two, argument checks."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-__all__ = ["ceil_div", "check_last_dim", "next_pow2", "row_unit", "rows_of", "rows_ready", "token_stride", "tokens_ready"]
+__all__ = [
+    "ceil_div",
+    "check_last_dim",
+    "check_tensor",
+    "next_pow2",
+    "row_unit",
+    "rows_of",
+    "rows_ready",
+    "token_stride",
+    "tokens_ready",
+]
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -86,3 +99,21 @@ def check_last_dim(op: str, x: Tensor, **vectors: Tensor) -> None:
             raise ValueError(
                 f"{op}: {name} must be [{x.shape[-1]}], the last dimension of x {tuple(x.shape)}; got {tuple(vector.shape)}"
             )
+
+
+def check_tensor(
+    op: str, name: str, t: Tensor | None, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], like: Tensor,
+    *, contiguous: bool = False, why: str = "",
+) -> None:  # fmt: skip
+    """Raise ValueError unless t, where there is one, has one of the shapes and dtypes, on the device of `like`.
+
+    `why` follows what is wanted.
+    """
+    if t is None:
+        return
+    if t.shape not in shapes or t.dtype not in dtypes or t.device != like.device or (contiguous and not t.is_contiguous()):
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        raise ValueError(
+            f"{op}: {name} must be {' or '.join(str(list(shape)) for shape in shapes)}, {'contiguous ' * contiguous}{kinds} on "
+            f"{like.device}{why}; got {list(t.shape)}, {t.dtype} on {t.device}"
+        )

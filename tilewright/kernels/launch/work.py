@@ -33,14 +33,6 @@ def unit_of(dtype: torch.dtype) -> str:
     return _UNITS.get(dtype, "fp32")
 
 
-# ---- linear
-
-# Arguments: x, weight, bias, activation, residual
-
-
-# ---- rows: norms and softmax
-
-
 def row_work(device: Device, config: Config, x: Tensor, streams: int, shared: int, operations: int) -> Work:
     """`streams` arrays like x are read or written, `shared` vectors of a row's width are read by every block."""
     rows = max(rows_of(x)[0], 1)
@@ -70,8 +62,3 @@ def row_work(device: Device, config: Config, x: Tensor, streams: int, shared: in
         # Warps that share a row meet; rows of one warp do not.
         rounds=1 + np.maximum(np.log2(warps / np.minimum(block_t, warps)), 0) / 2,
     )
-
-
-# ---- paged_attention
-
-# Arguments: q, k_cache, v_cache, block_table, kv_lens, cu_q, max_q_len, scale, window, k_scale, v_scale, sinks

@@ -91,15 +91,14 @@ SPACE = Space(
 )
 
 
-def _example(label: str, shape: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype, cut: int = 0) -> Example:
+@Example.of
+def _example(
+    inputs: Inputs, shape: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype, cut: int = 0
+) -> tuple[Tensor, list[int]]:
     """`cut`: elements left out at the end of x's last dimension, so that its rows are strided."""
-
-    def make(inputs: Inputs) -> tuple[Tensor, list[int]]:
-        x = inputs.randn(*shape)
-        x = (100 * x).to(dtype) if not dtype.is_floating_point else x.to(dtype)
-        return x[..., : shape[-1] - cut], list(dims)
-
-    return Example(label, make)
+    x = inputs.randn(*shape)
+    x = (100 * x).to(dtype) if not dtype.is_floating_point else x.to(dtype)
+    return x[..., : shape[-1] - cut], list(dims)
 
 
 EXAMPLES = (

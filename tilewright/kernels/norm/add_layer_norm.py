@@ -17,7 +17,6 @@ Rows may be strided, the last dimension may not (the public function copies it).
 
 # Pyright does not see what a jitted function returns.
 # pyright: reportGeneralTypeIssues=false
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +28,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
+from tilewright.kernels.launch.row_space import Rows, row_problem
 from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.inputs import add_layer_norm_arguments
 from tilewright.kernels.norm.layer_norm import layer_norm_op
@@ -61,22 +61,11 @@ def _cost(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
-
-    dtype: torch.dtype
-    cols: int
-
-
-def _problem(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool) -> Problem:
-    return Problem(x.dtype, x.shape[-1])
-
-
-def _refuse(device: Device, problem: Problem) -> str | None:
+def _refuse(device: Device, problem: Rows) -> str | None:
     return "holds rows of up to 32 KB" if problem.cols * problem.dtype.itemsize > 32768 else None
 
 
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Rows) -> Config:
     # 16 elements a thread, 32 of the widest rows: two 16-byte loads of each operand in flight.
     block_d = next_pow2(problem.cols)
     block_t = max(1, min(8, 2048 // block_d))
@@ -96,15 +85,18 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, row_stride: int = 0, want_sum: bool = True
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
-        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
-        residual, weight = inputs.randn(*shape, dtype=dtype), inputs.randn(shape[-1], dtype=dtype)
-        return x, residual, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, want_sum
-
-    return Example(label, make)
+    inputs: Inputs,
+    *shape: int,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = True,
+    row_stride: int = 0,
+    want_sum: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
+    x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+    residual, weight = inputs.randn(*shape, dtype=dtype), inputs.randn(shape[-1], dtype=dtype)
+    return x, residual, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, want_sum
 
 
 EXAMPLES = (
@@ -173,7 +165,7 @@ def _apart(
 add_layer_norm_op = Op(
     name="add_layer_norm",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=add_layer_norm_arguments,

@@ -22,7 +22,6 @@ Limited by bytes: two elements in, one out.
 Not supported: second derivatives, gradients of eps.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -152,23 +151,19 @@ def _inputs(
     return dy, x + mean if mean else x, inputs.randn(shape[-1], dtype=dtype)
 
 
+@Example.of
 def _layer_example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, mean: float = 0.0, kept: bool = False
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, float, Tensor | None]:
-        dy, x, weight = _inputs(inputs, shape, dtype, row_stride, mean)
-        return dy, x, weight, 1e-5, row_statistics(x, 1e-5) if kept else None
-
-    return Example(label, make)
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, mean: float = 0.0, kept: bool = False
+) -> tuple[Tensor, Tensor, Tensor, float, Tensor | None]:  # fmt: skip
+    dy, x, weight = _inputs(inputs, shape, dtype, row_stride, mean)
+    return dy, x, weight, 1e-5, row_statistics(x, 1e-5) if kept else None
 
 
+@Example.of
 def _rms_example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, more: bool = False
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-        return *_inputs(inputs, shape, dtype, row_stride, 0.0), inputs.randn(*shape, dtype=dtype) if more else None, 1e-6
-
-    return Example(label, make)
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, more: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:  # fmt: skip
+    return *_inputs(inputs, shape, dtype, row_stride, 0.0), inputs.randn(*shape, dtype=dtype) if more else None, 1e-6
 
 
 LAYER_EXAMPLES = (
@@ -292,42 +287,15 @@ def _run(
     return dx, *column_sums(weight.dtype, *parts)
 
 
-def _layer_launch(
-    config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = _run(config, dy, x, weight, None, eps, True, stats)
-    return dx, dweight, dbias
+def _layer_kept(config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor) -> tuple[Tensor, ...]:
+    return kept_gradients(config, dy, x, weight, stats) if x.numel() else _no_rows(x, weight, True)
 
 
-def _rms_launch(
-    config: Config, dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = _run(config, dy, x, weight, dmore, eps, False)
-    return dx, dweight
+def _split(centered: bool) -> Impl:
+    def launch(config: Config, dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        dmore, eps = (None, rest[0]) if centered else rest
+        return split_gradients(config, dy, x, weight, dmore, eps, centered) if x.numel() else _no_rows(x, weight, centered)
 
-
-def _layer_split(
-    config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    made = split_gradients(config, dy, x, weight, None, eps, True) if x.numel() else _no_rows(x, weight, True)
-    return made[0], made[1], made[2]
-
-
-def _layer_kept(
-    config: Config, dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    made = kept_gradients(config, dy, x, weight, stats) if x.numel() else _no_rows(x, weight, True)
-    return made[0], made[1], made[2]
-
-
-def _rms_split(
-    config: Config, dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    made = split_gradients(config, dy, x, weight, dmore, eps, False) if x.numel() else _no_rows(x, weight, False)
-    return made[0], made[1]
-
-
-def _split(launch: Callable[..., Any]) -> Impl:
     return Impl(name="split", launch=launch, space=SPLIT_SPACE, refuse=refuse_split, interpretable=False)
 
 
@@ -339,11 +307,14 @@ layer_norm_backward_op = Op(
     examples=LAYER_EXAMPLES,
     make=layer_norm_backward_arguments,
     impls=(
-        _split(_layer_split),
+        _split(True),
         Impl(name="kept", launch=_layer_kept, space=KEPT_SPACE, refuse=refuse_kept, interpretable=False),
-        Impl(name="triton", launch=_layer_launch, space=SPACE),
+        Impl(
+            name="triton", space=SPACE,
+            launch=lambda config, dy, x, weight, eps, stats=None: _run(config, dy, x, weight, None, eps, True, stats),
+        ),
     ),
-)
+)  # fmt: skip
 
 rms_norm_backward_op = Op(
     name="rms_norm_backward",
@@ -352,5 +323,5 @@ rms_norm_backward_op = Op(
     cost=_rms_cost,
     examples=RMS_EXAMPLES,
     make=rms_norm_backward_arguments,
-    impls=(_split(_rms_split), Impl(name="triton", launch=_rms_launch, space=SPACE)),
+    impls=(_split(False), Impl(name="triton", launch=lambda config, *args: _run(config, *args, False), space=SPACE)),
 )

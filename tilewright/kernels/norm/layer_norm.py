@@ -16,7 +16,6 @@ are backward.py's; layer_norm_stats.py is the same norm whose rows' mean and 1 /
 
 # Pyright does not see what a jitted function returns.
 # pyright: reportGeneralTypeIssues=false
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +28,7 @@ from tilewright.kernels.device.multi_pass_rows import columns, load_block, store
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.replay import launch
+from tilewright.kernels.launch.row_space import Rows, row_problem
 from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.cooperative import LAYER_SPLIT, split_first
 from tilewright.kernels.norm.inputs import layer_norm_arguments
@@ -36,7 +36,7 @@ from tilewright.kernels.norm.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["EXAMPLES", "Problem", "default_config", "join_lanes", "launch_rows", "layer_norm", "layer_norm_op", "moments"]
+__all__ = ["EXAMPLES", "default_config", "join_lanes", "launch_rows", "layer_norm", "layer_norm_op", "moments"]
 
 # ---- reference
 
@@ -58,18 +58,7 @@ def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
-
-    dtype: torch.dtype
-    cols: int
-
-
-def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Problem:
-    return Problem(x.dtype, x.shape[-1])
-
-
-def default_config(device: Device, problem: Problem) -> Config:
+def default_config(device: Device, problem: Rows) -> Config:
     """Blocks and warps by the width of a row."""
     # One wide row an SM. H100, 4096 x 131072 bf16: 781 us (a copy: 711); a third block held spills and costs 6 %.
     widest = 32768 // problem.dtype.itemsize
@@ -105,15 +94,13 @@ SPACE = Space(
 )
 
 
+@Example.of
 def _example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, row_stride: int = 0, mean: float = 0.0
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, float]:
-        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
-        weight = inputs.randn(shape[-1], dtype=dtype)
-        return x + mean if mean else x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5
-
-    return Example(label, make)
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, row_stride: int = 0, mean: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+    weight = inputs.randn(shape[-1], dtype=dtype)
+    return x + mean if mean else x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5
 
 
 EXAMPLES = (
@@ -260,7 +247,7 @@ def launch_rows(
 layer_norm_op = Op(
     name="layer_norm",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=layer_norm_arguments,

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.launch.row_space import row_space
+from tilewright.kernels.launch.row_space import row_problem, row_space
 from tilewright.kernels.launch.shapes import check_last_dim, rows_of, rows_ready
 from tilewright.kernels.norm.cooperative import LAYER_STATS_SPLIT, split_first
 from tilewright.kernels.norm.inputs import layer_norm_arguments
 from tilewright.kernels.norm.layer_norm import EXAMPLES as LAYER_EXAMPLES
-from tilewright.kernels.norm.layer_norm import Problem, default_config, launch_rows
+from tilewright.kernels.norm.layer_norm import default_config, launch_rows
 from tilewright.kernels.norm.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -60,10 +60,6 @@ SPACE = row_space(
 )
 
 
-def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Problem:
-    return Problem(x.dtype, x.shape[-1])
-
-
 def _no_rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, float]:
     return inputs.randn(0, 8, dtype=torch.bfloat16), inputs.randn(8, dtype=torch.bfloat16), None, 1e-5
 
@@ -79,7 +75,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps:
 layer_norm_stats_op = Op(
     name="layer_norm_stats",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=(*LAYER_EXAMPLES, Example("no rows", _no_rows)),
     make=layer_norm_arguments,

@@ -111,12 +111,12 @@ SPACE = Space(
 )
 
 
-def _example(label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, float]:
-        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
-        return x, inputs.randn(shape[-1], dtype=dtype), 1e-6
-
-    return Example(label, make)
+@Example.of
+def _example(
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0
+) -> tuple[Tensor, Tensor, float]:
+    x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+    return x, inputs.randn(shape[-1], dtype=dtype), 1e-6
 
 
 EXAMPLES = (
@@ -129,12 +129,8 @@ EXAMPLES = (
 )
 
 
-def _with_residual(example: Example) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, float]:
-        x, weight, eps = example.make(inputs)
-        return x, inputs.randn(*x.shape, dtype=x.dtype), weight, eps
-
-    return Example(example.label, make)
+def _with_residual(inputs: Inputs, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, float]:
+    return x, inputs.randn(*x.shape, dtype=x.dtype), weight, eps
 
 
 # ---- kernel
@@ -276,7 +272,7 @@ add_rms_norm_op = Op(
     reference=_add_reference,
     problem=_add_problem,
     cost=_add_cost,
-    examples=tuple(_with_residual(e) for e in EXAMPLES),
+    examples=tuple(example.then(_with_residual) for example in EXAMPLES),
     make=add_norm_arguments,
     tolerance=_TOLERANCE,
     impls=(Impl(name="triton", launch=_add_launch, space=SPACE, batch_invariant=True, work=add_norm_work),),

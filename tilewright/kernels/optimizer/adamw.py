@@ -14,6 +14,8 @@ Limited by bytes: with bf16 gradients and weights 14 in and 14 out for each elem
 Not supported: amsgrad, tensors of different dtypes.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -69,10 +71,7 @@ def _reference(
 # ---- cost
 
 
-def _cost(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor,
-    control: Tensor, lr: float, eps: float,
-) -> Cost:  # fmt: skip
+def _cost(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Cost:
     states = 2 * (master.nbytes + exp_avg.nbytes + exp_avg_sq.nbytes)
     return Cost(
         flops=16 * master.numel(), bytes=states + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
@@ -83,9 +82,8 @@ def _cost(
 
 
 def _problem(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor,
-    control: Tensor, lr: float, eps: float,
-) -> Problem:  # fmt: skip
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any
+) -> Problem:
     return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 

@@ -98,11 +98,9 @@ def _squares_example(label: str, *shapes: tuple[int, ...], dtype: torch.dtype = 
     return Example(label, lambda inputs: _squares_arguments(inputs, shapes, dtype))
 
 
-def _clip_example(label: str, chunks: int, max_norm: float, scale: float = 1.0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return inputs.randn(chunks).square() * scale, inputs.tensor(control_values(0.9, 0.999, max_norm), torch.float64)
-
-    return Example(label, make)
+@Example.of
+def _clip_example(inputs: Inputs, chunks: int, max_norm: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    return inputs.randn(chunks).square() * scale, inputs.tensor(control_values(0.9, 0.999, max_norm), torch.float64)
 
 
 SQUARES_EXAMPLES = (

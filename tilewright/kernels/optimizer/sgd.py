@@ -15,6 +15,8 @@ Limited by bytes: with bf16 gradients and weights 6 in and 6 out for each elemen
 Not supported: dampening.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -77,32 +79,22 @@ def _bytes(flats: tuple[Tensor, ...], weights: Tensor | None, grads: list[Tensor
     return 2 * sum(t.nbytes for t in flats) + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
 
 
-def _sgd_cost(
-    master: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float
-) -> Cost:  # fmt: skip
+def _sgd_cost(master: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Cost:
     return Cost(flops=5 * master.numel(), bytes=_bytes((master,), weights, grads))
 
 
-def _momentum_cost(
-    master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float,
-    nesterov: bool,
-) -> Cost:  # fmt: skip
+def _momentum_cost(master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Cost:
     return Cost(flops=8 * master.numel(), bytes=_bytes((master, buffer), weights, grads))
 
 
 # ---- examples
 
 
-def _sgd_problem(
-    master: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float
-) -> Problem:  # fmt: skip
+def _sgd_problem(master: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Problem:
     return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 
-def _momentum_problem(
-    master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float,
-    nesterov: bool,
-) -> Problem:  # fmt: skip
+def _momentum_problem(master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Problem:
     return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 

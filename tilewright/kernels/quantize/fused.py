@@ -197,13 +197,11 @@ _CASES = (
 def _examples(with_weight: bool, tensors: int) -> tuple[Example, ...]:
     """Arguments of `tensors` alike, then weight and eps, then the format."""
 
-    def example(label: str, format: str, shape: tuple[int, ...], dtype: torch.dtype, stride: int) -> Example:
-        def make(inputs: Inputs) -> tuple[object, ...]:
-            like = [inputs.randn(*shape[:-1], stride or shape[-1], dtype=dtype)[..., : shape[-1]] for _ in range(tensors)]
-            weight = (inputs.randn(shape[-1], dtype=dtype), 1e-6) if with_weight else ()
-            return *like, *weight, format
-
-        return Example(label, make)
+    @Example.of
+    def example(inputs: Inputs, format: str, shape: tuple[int, ...], dtype: torch.dtype, stride: int) -> tuple[object, ...]:
+        like = [inputs.randn(*shape[:-1], stride or shape[-1], dtype=dtype)[..., : shape[-1]] for _ in range(tensors)]
+        weight = (inputs.randn(shape[-1], dtype=dtype), 1e-6) if with_weight else ()
+        return *like, *weight, format
 
     return tuple(example(*case) for case in _CASES)
 

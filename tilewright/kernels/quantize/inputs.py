@@ -17,7 +17,6 @@ __all__ = [
     "quantize_mx_arguments",
     "quantize_rows_arguments",
     "quantize_static_arguments",
-    "quantize_tensor_arguments",
 ]
 
 Args = tuple[Any, ...]
@@ -36,11 +35,6 @@ def quantize_blocks_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dt
 
 
 def quantize_mx_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "mxfp8") -> Args:
-    """x [M, N] and the format."""
-    return inputs.randn(M, N, dtype=dtype), format
-
-
-def quantize_tensor_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "int8") -> Args:
     """x [M, N] and the format."""
     return inputs.randn(M, N, dtype=dtype), format
 

@@ -101,15 +101,12 @@ def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
 SPACE = Space(default=_default, axes={"BLOCK_T": (1, 2, 4, 8, 16)}, refusal=_refuse_config)
 
 
-def _example(label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, **more: object) -> Example:
+@Example.of
+def _example(inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, **more: object) -> tuple[object, ...]:
     stride, bias, keep = more.get("stride", shape[-1]), more.get("bias", True), more.get("keep", False)
-
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        x = inputs.randn(*shape[:-1], stride, dtype=dtype)[..., : shape[-1]]  # pyright: ignore[reportArgumentType]
-        weight = inputs.randn(shape[-1], dtype=dtype)
-        return x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, keep
-
-    return Example(label, make)
+    x = inputs.randn(*shape[:-1], stride, dtype=dtype)[..., : shape[-1]]  # pyright: ignore[reportArgumentType]
+    weight = inputs.randn(shape[-1], dtype=dtype)
+    return x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, keep
 
 
 EXAMPLES = (

@@ -145,12 +145,9 @@ def _groups(config: Config, x: Tensor, format: str, group: int) -> tuple[Tensor,
     return q[..., :cols], scale if form.exponent is None else scale.view(torch.float8_e8m0fnu)
 
 
-def _blocks_launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return _groups(config, x, format, 128)
-
-
-def _mx_launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return _groups(config, x, format, 32)
+def _impl(group: int, space: Space) -> Impl:
+    launch = lambda config, x, format: _groups(config, x, format, group)  # noqa: E731
+    return Impl(name="triton", launch=launch, space=space, refuse=refuse_format, batch_invariant=True)
 
 
 quantize_blocks_op = Op(
@@ -160,7 +157,7 @@ quantize_blocks_op = Op(
     cost=_blocks_cost,
     examples=_BLOCKS_EXAMPLES,
     make=quantize_blocks_arguments,
-    impls=(Impl(name="triton", launch=_blocks_launch, space=BLOCKS_SPACE, refuse=refuse_format, batch_invariant=True),),
+    impls=(_impl(128, BLOCKS_SPACE),),
 )
 
 quantize_mx_op = Op(
@@ -170,7 +167,7 @@ quantize_mx_op = Op(
     cost=_mx_cost,
     examples=_MX_EXAMPLES,
     make=quantize_mx_arguments,
-    impls=(Impl(name="triton", launch=_mx_launch, space=MX_SPACE, refuse=refuse_format, batch_invariant=True),),
+    impls=(_impl(32, MX_SPACE),),
 )
 
 

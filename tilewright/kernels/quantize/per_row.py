@@ -149,13 +149,12 @@ ROWS_SPACE = Space(
 )
 
 
-def format_example(label: str, format: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0) -> Example:
+@Example.of
+def format_example(
+    inputs: Inputs, format: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0
+) -> tuple[Tensor, str]:
     """Arguments (x, format)."""
-
-    def make(inputs: Inputs) -> tuple[Tensor, str]:
-        return inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]], format
-
-    return Example(label, make)
+    return inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]], format
 
 
 _ROWS_EXAMPLES = (
@@ -247,10 +246,6 @@ def rows_kernel(
 # ---- launchers and ops
 
 
-def _rows_launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    return launch_rows(config, x, format)
-
-
 def launch_rows(
     config: Config, x: Tensor, format: str, given: Tensor | None = None, zero: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -275,7 +270,7 @@ quantize_rows_op = Op(
     cost=_rows_cost,
     examples=_ROWS_EXAMPLES,
     make=quantize_rows_arguments,
-    impls=(Impl(name="triton", launch=_rows_launch, space=ROWS_SPACE, refuse=refuse_format, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=launch_rows, space=ROWS_SPACE, refuse=refuse_format, batch_invariant=True),),
 )
 
 # ---- public functions

@@ -28,7 +28,7 @@ from tilewright.kernels.device.quantize import magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
-from tilewright.kernels.quantize.inputs import quantize_static_arguments, quantize_tensor_arguments
+from tilewright.kernels.quantize.inputs import quantize_rows_arguments, quantize_static_arguments
 from tilewright.kernels.quantize.per_row import (
     ROW_FORMATS,
     ROWS_SPACE,
@@ -102,12 +102,11 @@ _TENSOR_EXAMPLES = (
 def _given(example: Example, zero: int | None = None) -> Example:
     """Arguments (x, scale, format, zero point): the scale is too small for some numbers."""
 
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        x, format = example.make(inputs)
+    def more(inputs: Inputs, x: Tensor, format: str) -> tuple[object, ...]:
         point = None if zero is None else inputs.tensor(float(zero), torch.float32)
         return x, inputs.tensor(2.0 / FORMATS[format].largest, torch.float32), format, point
 
-    return Example(example.label if zero is None else f"{example.label}, zero {zero}", make)
+    return example._replace(label=example.label if zero is None else f"{example.label}, zero {zero}").then(more)
 
 
 # ---- kernel
@@ -163,7 +162,7 @@ quantize_tensor_op = Op(
     problem=format_problem,
     cost=_tensor_cost,
     examples=_TENSOR_EXAMPLES,
-    make=quantize_tensor_arguments,
+    make=quantize_rows_arguments,
     impls=(Impl(name="triton", launch=_tensor_launch, space=ROWS_SPACE, refuse=refuse_format),),
 )
 

@@ -109,19 +109,16 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     return None
 
 
+@Example.of
 def _example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = True, special: tuple[float, ...] = ()
-) -> Example:  # fmt: skip
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = True, special: tuple[float, ...] = ()
+) -> tuple[Tensor]:  # fmt: skip
     """`special`: the first elements of the first column; a tie or two come by themselves in 16 bits."""
-
-    def make(inputs: Inputs) -> tuple[Tensor]:
-        n, r, c = shape
-        x = inputs.randn(n, r, c, dtype=dtype) if last else inputs.randn(n, c, r, dtype=dtype).mT
-        if special:
-            x[0, : len(special), 0] = inputs.tensor(special, dtype)
-        return (x,)
-
-    return Example(label, make)
+    n, r, c = shape
+    x = inputs.randn(n, r, c, dtype=dtype) if last else inputs.randn(n, c, r, dtype=dtype).mT
+    if special:
+        x[0, : len(special), 0] = inputs.tensor(special, dtype)
+    return (x,)
 
 
 _INF, _NAN = float("inf"), float("nan")

@@ -16,7 +16,7 @@ Two launches: a pass over tiles of the logits, which reads counts only of rows t
 entries. Limited by bytes. The ids of one slot must differ, and slots be in range (neither is checked). Not supported: backward.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -65,10 +65,7 @@ def _reference(
     return out
 
 
-def _fake(
-    logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, before: Tensor,
-    after: Tensor, until: Tensor, allowed: Tensor,
-) -> Tensor:  # fmt: skip
+def _fake(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
 
 
@@ -96,9 +93,8 @@ class Problem(NamedTuple):
 
 
 def _problem(
-    logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, before: Tensor,
-    after: Tensor, until: Tensor, allowed: Tensor,
-) -> Problem:  # fmt: skip
+    logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, *_: Any
+) -> Problem:
     return Problem(logits.dtype, logits.shape[1], ids.shape[1])
 
 
@@ -115,16 +111,16 @@ SPACE = Space(
 )
 
 
-def _example(label: str, rows: int, vocab: int, dtype: torch.dtype, *, entries: int = 4, row_stride: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, ...]:
-        _, *tables, allowed = edit_logits_arguments(inputs, M=rows, N=vocab, entries=entries, dtype=dtype)
-        tables[4] = torch.where(inputs.randint(0, 4, *tables[4].shape) == 0, -1, tables[4])  # fewer entries
-        tables[5] = torch.where(inputs.randint(0, 4, *tables[5].shape) == 0, -torch.inf, tables[5])  # bans that end
-        allowed = torch.where(tables[0][:, None] % 2 == 0, inputs.randint(-(2**31), 2**31, *allowed.shape), -1).to(torch.int32)
-        logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
-        return (logits, *tables, allowed)
-
-    return Example(label, make)
+@Example.of
+def _example(
+    inputs: Inputs, rows: int, vocab: int, dtype: torch.dtype, *, entries: int = 4, row_stride: int = 0
+) -> tuple[Tensor, ...]:
+    _, *tables, allowed = edit_logits_arguments(inputs, M=rows, N=vocab, entries=entries, dtype=dtype)
+    tables[4] = torch.where(inputs.randint(0, 4, *tables[4].shape) == 0, -1, tables[4])  # fewer entries
+    tables[5] = torch.where(inputs.randint(0, 4, *tables[5].shape) == 0, -torch.inf, tables[5])  # bans that end
+    allowed = torch.where(tables[0][:, None] % 2 == 0, inputs.randint(-(2**31), 2**31, *allowed.shape), -1).to(torch.int32)
+    logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
+    return (logits, *tables, allowed)
 
 
 EXAMPLES = (

@@ -81,15 +81,13 @@ def mask_logits_arguments(
     return inputs.randn(M, N, dtype=dtype, scale=3.0), inputs.permutation(M), bits
 
 
+@Example.of
 def _example(
-    label: str, rows: int, masked: int, vocab: int, dtype: torch.dtype, *, row_stride: int = 0, words: int | None = None
-) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
-        width = -(-vocab // 32) if words is None else words
-        return logits, inputs.permutation(rows)[:masked], inputs.randint(-(2**31), 2**31, masked, width).to(torch.int32)
-
-    return Example(label, make)
+    inputs: Inputs, rows: int, masked: int, vocab: int, dtype: torch.dtype, *, row_stride: int = 0, words: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
+    width = -(-vocab // 32) if words is None else words
+    return logits, inputs.permutation(rows)[:masked], inputs.randint(-(2**31), 2**31, masked, width).to(torch.int32)
 
 
 EXAMPLES = (

@@ -28,7 +28,7 @@ machine, and so may two scores that agree to 1e-6. Not supported: penalties and 
 
 # Pyright does not see what a jitted function returns.
 # pyright: reportGeneralTypeIssues=false
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -85,18 +85,14 @@ def _kept(x: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     return kept
 
 
-def _fake(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
-) -> Tensor:
+def _fake(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
 # ---- cost
 
 
-def _cost(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
-) -> Cost:
+def _cost(logits: Tensor, *_: Any) -> Cost:
     return Cost(flops=10 * logits.numel(), bytes=logits.nbytes + logits.shape[0] * (4 * 4 + 3 * 8))
 
 
@@ -110,9 +106,7 @@ class Problem(NamedTuple):
     vocab: int
 
 
-def _problem(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
-) -> Problem:
+def _problem(logits: Tensor, *_: Any) -> Problem:
     return Problem(logits.dtype, logits.shape[1])
 
 
@@ -134,21 +128,21 @@ _ROWS = (
 )
 
 
-def _example(label: str, rows: tuple[int, ...], vocab: int, spread: float, dtype: torch.dtype, row_stride: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, ...]:
-        logits = inputs.randn(len(rows), row_stride or vocab, dtype=dtype, scale=spread)[:, :vocab]
-        temperature, top_k, top_p, min_p = zip(*(_ROWS[r] for r in rows), strict=True)
-        return (
-            logits,
-            inputs.tensor(temperature, torch.float32),
-            inputs.tensor(top_k, torch.int32),
-            inputs.tensor(top_p, torch.float32),
-            inputs.tensor(min_p, torch.float32),
-            inputs.randint(-(2**62), 2**62, len(rows)),
-            inputs.randint(0, 2**20, len(rows)),
-        )
-
-    return Example(label, make)
+@Example.of
+def _example(
+    inputs: Inputs, rows: tuple[int, ...], vocab: int, spread: float, dtype: torch.dtype, row_stride: int = 0
+) -> tuple[Tensor, ...]:
+    logits = inputs.randn(len(rows), row_stride or vocab, dtype=dtype, scale=spread)[:, :vocab]
+    temperature, top_k, top_p, min_p = zip(*(_ROWS[r] for r in rows), strict=True)
+    return (
+        logits,
+        inputs.tensor(temperature, torch.float32),
+        inputs.tensor(top_k, torch.int32),
+        inputs.tensor(top_p, torch.float32),
+        inputs.tensor(min_p, torch.float32),
+        inputs.randint(-(2**62), 2**62, len(rows)),
+        inputs.randint(0, 2**20, len(rows)),
+    )
 
 
 EXAMPLES = (

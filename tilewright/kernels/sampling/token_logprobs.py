@@ -127,20 +127,18 @@ SPACE = Space(
 )
 
 
-def _example(label: str, rows: int, vocab: int, dtype: torch.dtype, row_stride: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=4.0)[:, :vocab]
-        return logits, inputs.randint(0, vocab, rows)
-
-    return Example(label, make)
+@Example.of
+def _example(inputs: Inputs, rows: int, vocab: int, dtype: torch.dtype, row_stride: int = 0) -> tuple[Tensor, Tensor]:
+    logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=4.0)[:, :vocab]
+    return logits, inputs.randint(0, vocab, rows)
 
 
-def _top_example(label: str, wanted: tuple[int, ...], most: int, example: Example, *, coarse: bool = False) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, int]:
-        logits, ids = example.make(inputs)
-        return logits.round() if coarse else logits, ids, inputs.tensor(wanted, torch.int32), most
-
-    return Example(label, make)
+@Example.of
+def _top_example(
+    inputs: Inputs, wanted: tuple[int, ...], most: int, example: Example, *, coarse: bool = False
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    logits, ids = example.make(inputs)
+    return logits.round() if coarse else logits, ids, inputs.tensor(wanted, torch.int32), most
 
 
 EXAMPLES = (

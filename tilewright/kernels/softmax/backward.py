@@ -11,8 +11,6 @@ Rows may be strided, the last dimension may not.
 Not supported: second derivatives.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, store_block
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.row_space import row_space
+from tilewright.kernels.launch.row_space import Rows, row_problem, row_space
 from tilewright.kernels.launch.shapes import next_pow2, rows_of
 from tilewright.kernels.softmax.backward_cooperative import SPLIT_SPACE, gradient, launch_split, refuse_split, term
 from tilewright.kernels.softmax.inputs import log_softmax_backward_arguments, softmax_backward_arguments
@@ -55,18 +53,7 @@ def _cost(dy: Tensor, y: Tensor) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
-
-    dtype: torch.dtype
-    cols: int
-
-
-def _problem(dy: Tensor, y: Tensor) -> Problem:
-    return Problem(y.dtype, y.shape[-1])
-
-
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Rows) -> Config:
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
         # Rows that start anywhere are read element by element: small blocks keep more loads under way.
@@ -88,15 +75,13 @@ SPACE = row_space(
 )
 
 
+@Example.of
 def _example(
-    label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, log: bool, row_stride: int = 0
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        dy = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
-        x = inputs.randn(*shape, scale=2.0)
-        return dy, (torch.log_softmax(x, -1) if log else torch.softmax(x, -1)).to(dtype)
-
-    return Example(label, make)
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, log: bool, row_stride: int = 0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype)[..., : shape[-1]]
+    x = inputs.randn(*shape, scale=2.0)
+    return dy, (torch.log_softmax(x, -1) if log else torch.softmax(x, -1)).to(dtype)
 
 
 def _examples(log: bool) -> tuple[Example, ...]:
@@ -177,50 +162,32 @@ def _run(config: Config, dy: Tensor, y: Tensor, log: bool) -> Tensor:
     return dx
 
 
-def _launch(config: Config, dy: Tensor, y: Tensor) -> Tensor:
-    return _run(config, dy, y, False)
-
-
-def _log_launch(config: Config, dy: Tensor, y: Tensor) -> Tensor:
-    return _run(config, dy, y, True)
+def _impls(log: bool) -> tuple[Impl, ...]:
+    return (
+        Impl(
+            name="split", launch=lambda config, dy, y: launch_split(config, dy, y, log), space=SPLIT_SPACE, refuse=refuse_split,
+            batch_invariant=True, interpretable=False,
+        ),
+        Impl(name="triton", launch=lambda config, dy, y: _run(config, dy, y, log), space=SPACE, batch_invariant=True),
+    )  # fmt: skip
 
 
 softmax_backward_op = Op(
     name="softmax_backward",
     reference=_reference,
-    problem=_problem,
+    problem=lambda dy, y: row_problem(y),
     cost=_cost,
     examples=_examples(False),
     make=softmax_backward_arguments,
-    impls=(
-        Impl(
-            name="split",
-            launch=lambda config, dy, y: launch_split(config, dy, y, False),
-            space=SPLIT_SPACE,
-            refuse=refuse_split,
-            batch_invariant=True,
-            interpretable=False,
-        ),
-        Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),
-    ),
+    impls=_impls(False),
 )
 
 log_softmax_backward_op = Op(
     name="log_softmax_backward",
     reference=_log_reference,
-    problem=_problem,
+    problem=lambda dy, y: row_problem(y),
     cost=_cost,
     examples=_examples(True),
     make=log_softmax_backward_arguments,
-    impls=(
-        Impl(
-            name="split",
-            launch=lambda config, dy, y: launch_split(config, dy, y, True),
-            space=SPLIT_SPACE,
-            refuse=refuse_split,
-            batch_invariant=True,
-            interpretable=False,
-        ),
-        Impl(name="triton", launch=_log_launch, space=SPACE, batch_invariant=True),
-    ),
+    impls=_impls(True),
 )

@@ -92,9 +92,7 @@ def _cost(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, 
     return Cost(flops=5 * logits.numel(), bytes=logits.nbytes + 16 * targets.numel())
 
 
-def _gradient_cost(
-    logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> Cost:  # fmt: skip
+def _gradient_cost(logits: Tensor, targets: Tensor, *_: Any) -> Cost:
     return Cost(flops=10 * logits.numel(), bytes=2 * logits.nbytes + 16 * targets.numel())
 
 
@@ -149,20 +147,17 @@ SPACE = Space(default=_default, axes={**_BLOCKS, "HELD": (1, 2, 3)}, refusal=_re
 LOSS_SPACE = Space(default=_default, axes={**_BLOCKS, "HELD": (1,)}, refusal=_refusal)
 
 
+@Example.of
 def _example(
-    label: str, rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16, *, smoothing: float = 0.0, z_loss: float = 0.0,
+    inputs: Inputs, rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16, *, smoothing: float = 0.0, z_loss: float = 0.0,
     row_stride: int = 0, ids: tuple[int, ...] = (), masked: int = 0,
-) -> Example:  # fmt: skip
+) -> tuple[Tensor, Tensor, int, float, float]:  # fmt: skip
     """`ids` replaces the first targets; -100 is ignored. `masked`: that many last logits are -inf."""
-
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, int, float, float]:
-        logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
-        logits[:, vocab - masked :] = -torch.inf
-        targets = inputs.randint(0, vocab - masked, rows)
-        targets[: len(ids)] = inputs.tensor(ids, torch.int64)
-        return logits, targets, -100, smoothing, z_loss
-
-    return Example(label, make)
+    logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
+    logits[:, vocab - masked :] = -torch.inf
+    targets = inputs.randint(0, vocab - masked, rows)
+    targets[: len(ids)] = inputs.tensor(ids, torch.int64)
+    return logits, targets, -100, smoothing, z_loss
 
 
 EXAMPLES = (
@@ -177,12 +172,9 @@ EXAMPLES = (
 )
 
 
-def _with_scale(example: Example) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, int, float, float]:
-        logits, targets, *options = example.make(inputs)
-        return logits, targets, inputs.randn(logits.shape[0]).abs() + 0.1, *options
-
-    return Example(example.label, make)
+def _with_scale(inputs: Inputs, logits: Tensor, *rest: Any) -> tuple[Any, ...]:
+    targets, *options = rest
+    return logits, targets, inputs.randn(logits.shape[0]).abs() + 0.1, *options
 
 
 # ---- kernel
@@ -315,36 +307,21 @@ def _launch(config: Config, logits: Tensor, targets: Tensor, ignore_index: int, 
     return _run(config, logits, targets, None, None, ignore_index, smoothing, z_loss)
 
 
-def _gradient_launch(
-    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    return _run(config, logits, targets, scale, grad, ignore_index, smoothing, z_loss), grad
+def _impls(in_place: bool) -> tuple[Impl, ...]:
+    """Of the losses and the gradient of the logits, which goes to memory of its own or to the logits."""
 
+    def launch(run: Callable[..., Tensor], config: Config, logits: Tensor, targets: Tensor, scale: Tensor, *rest: Any) -> Any:
+        grad = logits if in_place else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        loss = run(config, logits, targets, scale, grad, *rest)
+        return loss if in_place else (loss, grad)
 
-def _gradient_split(
-    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    return launch_split(config, logits, targets, scale, grad, ignore_index, smoothing, z_loss), grad
-
-
-def _in_place_split(
-    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> Tensor:
-    return launch_split(config, logits, targets, scale, logits, ignore_index, smoothing, z_loss)
-
-
-def _split(launch: Callable[..., Any]) -> Impl:
-    return Impl(
-        name="split", launch=launch, space=SPLIT_SPACE, refuse=refuse_split, batch_invariant=True, interpretable=False
+    return (
+        Impl(
+            name="split", launch=lambda *args: launch(launch_split, *args), space=SPLIT_SPACE, refuse=refuse_split,
+            batch_invariant=True, interpretable=False,
+        ),
+        Impl(name="triton", launch=lambda *args: launch(_run, *args), space=SPACE, batch_invariant=True),
     )  # fmt: skip
-
-
-def _in_place_launch(
-    config: Config, logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
-) -> Tensor:
-    return _run(config, logits, targets, scale, logits, ignore_index, smoothing, z_loss)
 
 
 cross_entropy_op = Op(
@@ -362,9 +339,9 @@ cross_entropy_gradient_op = Op(
     reference=_gradient_reference,
     problem=_gradient_problem,
     cost=_gradient_cost,
-    examples=tuple(_with_scale(example) for example in EXAMPLES),
+    examples=tuple(example.then(_with_scale) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
-    impls=(_split(_gradient_split), Impl(name="triton", launch=_gradient_launch, space=SPACE, batch_invariant=True)),
+    impls=_impls(False),
 )
 
 cross_entropy_gradient_in_place_op = Op(
@@ -372,8 +349,8 @@ cross_entropy_gradient_in_place_op = Op(
     reference=_in_place_reference,
     problem=_gradient_problem,
     cost=_gradient_cost,
-    examples=tuple(_with_scale(example) for example in EXAMPLES),
+    examples=tuple(example.then(_with_scale) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
     mutates=("logits",),
-    impls=(_split(_in_place_split), Impl(name="triton", launch=_in_place_launch, space=SPACE, batch_invariant=True)),
+    impls=_impls(True),
 )

@@ -14,8 +14,6 @@ Not supported: other dimensions, a last dimension with a stride other than 1 (it
 gradients are backward.py's.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +23,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, store_block, wide_refusal
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.row_space import row_space
+from tilewright.kernels.launch.row_space import Rows, row_problem, row_space
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.softmax.cooperative import LOG_SPLIT, SPLIT, split_first
 from tilewright.kernels.softmax.inputs import softmax_arguments
@@ -56,18 +54,7 @@ def _cost(x: Tensor) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
-
-    dtype: torch.dtype
-    cols: int
-
-
-def _problem(x: Tensor) -> Problem:
-    return Problem(x.dtype, x.shape[-1])
-
-
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Rows) -> Config:
     # One wide row an SM. H100, 4096 x 131072 bf16: 738 us (a copy: 710); in trials, blocks of 8192 took 749, nothing held 790.
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
@@ -110,13 +97,13 @@ LOG_SPACE = row_space(
 )  # fmt: skip
 
 
-def _example(label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, masked: int = 0) -> Example:
-    def make(inputs: Inputs) -> tuple[Tensor]:
-        x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype, scale=3.0)[..., : shape[-1]]
-        x[..., shape[-1] - masked :] = -torch.inf
-        return (x,)
-
-    return Example(label, make)
+@Example.of
+def _example(
+    inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, row_stride: int = 0, masked: int = 0
+) -> tuple[Tensor]:
+    x = inputs.randn(*shape[:-1], row_stride or shape[-1], dtype=dtype, scale=3.0)[..., : shape[-1]]
+    x[..., shape[-1] - masked :] = -torch.inf
+    return (x,)
 
 
 EXAMPLES = (
@@ -212,34 +199,32 @@ def _run(config: Config, x: Tensor, log: bool) -> Tensor:
     return y
 
 
-def _launch(config: Config, x: Tensor) -> Tensor:
-    return _run(config, x, False)
-
-
-def _log_launch(config: Config, x: Tensor) -> Tensor:
-    return _run(config, x, True)
+def _impl(log: bool, space: Space) -> Impl:
+    return Impl(
+        name="triton", launch=lambda config, x: _run(config, x, log), space=space, batch_invariant=True, work=softmax_work
+    )
 
 
 softmax_op = Op(
     name="softmax",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=softmax_arguments,
     first=split_first,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=softmax_work), SPLIT),
+    impls=(_impl(False, SPACE), SPLIT),
 )
 
 log_softmax_op = Op(
     name="log_softmax",
     reference=_log_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=softmax_arguments,
     first=split_first,
-    impls=(Impl(name="triton", launch=_log_launch, space=LOG_SPACE, batch_invariant=True, work=softmax_work), LOG_SPLIT),
+    impls=(_impl(True, LOG_SPACE), LOG_SPLIT),
 )
 
 
@@ -247,33 +232,13 @@ log_softmax_op = Op(
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Softmax over the last dimension.
-
-    Args:
-        x: [..., D], bf16, fp16 or fp32.
-
-    Returns:
-        [..., D] of x's dtype, contiguous. A row of -inf alone gives NaN, as in torch.
-
-    Raises:
-        ValueError: x is a scalar or does not hold floats.
-    """
+    """Without gradients; `ops.softmax` says what it takes."""
     _check("softmax", x)
     return softmax_op(rows_ready(x))
 
 
 def log_softmax(x: Tensor) -> Tensor:
-    """The logarithm of softmax over the last dimension.
-
-    Args:
-        x: [..., D], bf16, fp16 or fp32.
-
-    Returns:
-        [..., D] of x's dtype, contiguous.
-
-    Raises:
-        ValueError: x is a scalar or does not hold floats.
-    """
+    """Without gradients; `ops.log_softmax` says what it takes."""
     _check("log_softmax", x)
     return log_softmax_op(rows_ready(x))
 

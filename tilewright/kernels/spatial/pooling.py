@@ -132,9 +132,7 @@ def _max_fake(
     return y, y.new_empty(y.shape if indices else (0,), dtype=torch.int32)
 
 
-def _avg_fake(
-    x: Tensor, out: list[int], kernel: list[int], stride: list[int], padding: list[int], include_pad: bool, divisor: int | None
-) -> Tensor:
+def _avg_fake(x: Tensor, out: list[int], *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], *out, x.shape[4]))
 
 
@@ -210,21 +208,17 @@ AVG_CASES = (*(case for case in MAX_CASES if case.label != "dilated"),)
 COUNTS: tuple[tuple[bool, int | None], ...] = ((True, None), (False, 3), (False, None), (False, None), (True, None))
 
 
-def _max_example(case: Case) -> Example:
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        # Numbers of few digits, so that some are equal.
-        x = inputs.randn(*case.shape, scale=2.0).round().to(case.dtype)
-        return x, case.out, case.kernel, case.stride, case.padding, case.dilation, case.label != "volume"
-
-    return Example(case.label, make)
+@Example.of
+def _max_example(inputs: Inputs, case: Case) -> tuple[Any, ...]:
+    # Numbers of few digits, so that some are equal.
+    x = inputs.randn(*case.shape, scale=2.0).round().to(case.dtype)
+    return x, case.out, case.kernel, case.stride, case.padding, case.dilation, case.label != "volume"
 
 
-def _avg_example(case: Case, include_pad: bool, divisor: int | None) -> Example:
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        x = inputs.randn(*case.shape, dtype=case.dtype)
-        return x, case.out, case.kernel, case.stride, case.padding, include_pad, divisor
-
-    return Example(case.label, make)
+@Example.of
+def _avg_example(inputs: Inputs, case: Case, include_pad: bool, divisor: int | None) -> tuple[Any, ...]:
+    x = inputs.randn(*case.shape, dtype=case.dtype)
+    return x, case.out, case.kernel, case.stride, case.padding, include_pad, divisor
 
 
 # ---- kernels
@@ -431,7 +425,7 @@ max_pool_op = Op(
     reference=_max_reference,
     problem=lambda x, out, kernel, *more: dtype_problem(x, kernel),
     cost=_cost,
-    examples=tuple(map(_max_example, MAX_CASES)),
+    examples=tuple(_max_example(case.label, case) for case in MAX_CASES),
     make=max_pool_arguments,
     fake=_max_fake,
     impls=(Impl(name="triton", launch=_max_launch, space=SPACE, batch_invariant=True),),
@@ -442,7 +436,7 @@ avg_pool_op = Op(
     reference=_avg_reference,
     problem=lambda x, out, kernel, *more: dtype_problem(x, kernel),
     cost=_cost,
-    examples=tuple(_avg_example(case, *count) for case, count in zip(AVG_CASES, COUNTS, strict=True)),
+    examples=tuple(_avg_example(case.label, case, *count) for case, count in zip(AVG_CASES, COUNTS, strict=True)),
     make=avg_pool_arguments,
     fake=_avg_fake,
     impls=(Impl(name="triton", launch=_avg_launch, space=SPACE, batch_invariant=True),),

@@ -69,16 +69,11 @@ def _avg_reference(
     return wide.to(dy.dtype).contiguous()
 
 
-def _max_fake(
-    dy: Tensor, indices: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
+def _max_fake(dy: Tensor, indices: Tensor, size: list[int], *_: Any) -> Tensor:
     return dy.new_empty((dy.shape[0], *size, dy.shape[4]))
 
 
-def _avg_fake(
-    dy: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], include_pad: bool,
-    divisor: int | None,
-) -> Tensor:  # fmt: skip
+def _avg_fake(dy: Tensor, size: list[int], *_: Any) -> Tensor:
     return dy.new_empty((dy.shape[0], *size, dy.shape[4]))
 
 
@@ -97,22 +92,18 @@ def _avg_cost(dy: Tensor, size: list[int], *more: Any) -> Cost:
 # ---- examples
 
 
-def _max_example(case: Case) -> Example:
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        x = inputs.randn(*case.shape, scale=2.0).round()
-        window = (case.kernel, case.stride, case.padding, case.dilation)
-        indices = max_pool_op.reference(x.cpu(), case.out, *window, True)[1].to(x.device)
-        return inputs.randn(*indices.shape, dtype=case.dtype), indices, list(case.shape[1:4]), *window
-
-    return Example(case.label, make)
+@Example.of
+def _max_example(inputs: Inputs, case: Case) -> tuple[Any, ...]:
+    x = inputs.randn(*case.shape, scale=2.0).round()
+    window = (case.kernel, case.stride, case.padding, case.dilation)
+    indices = max_pool_op.reference(x.cpu(), case.out, *window, True)[1].to(x.device)
+    return inputs.randn(*indices.shape, dtype=case.dtype), indices, list(case.shape[1:4]), *window
 
 
-def _avg_example(case: Case, include_pad: bool, divisor: int | None) -> Example:
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        dy = inputs.randn(case.shape[0], *case.out, case.shape[4], dtype=case.dtype)
-        return dy, list(case.shape[1:4]), case.kernel, case.stride, case.padding, include_pad, divisor
-
-    return Example(case.label, make)
+@Example.of
+def _avg_example(inputs: Inputs, case: Case, include_pad: bool, divisor: int | None) -> tuple[Any, ...]:
+    dy = inputs.randn(case.shape[0], *case.out, case.shape[4], dtype=case.dtype)
+    return dy, list(case.shape[1:4]), case.kernel, case.stride, case.padding, include_pad, divisor
 
 
 # ---- kernels
@@ -252,7 +243,7 @@ max_pool_backward_op = Op(
     reference=_max_reference,
     problem=lambda dy, indices, size, kernel, *more: dtype_problem(dy, kernel),
     cost=_max_cost,
-    examples=tuple(map(_max_example, MAX_CASES)),
+    examples=tuple(_max_example(case.label, case) for case in MAX_CASES),
     make=max_pool_backward_arguments,
     fake=_max_fake,
     impls=(Impl(name="triton", launch=_max_launch, space=SPACE, batch_invariant=True),),
@@ -263,7 +254,7 @@ avg_pool_backward_op = Op(
     reference=_avg_reference,
     problem=lambda dy, size, kernel, *more: dtype_problem(dy, kernel),
     cost=_avg_cost,
-    examples=tuple(_avg_example(case, *count) for case, count in zip(AVG_CASES, COUNTS, strict=True)),
+    examples=tuple(_avg_example(case.label, case, *count) for case, count in zip(AVG_CASES, COUNTS, strict=True)),
     make=avg_pool_backward_arguments,
     fake=_avg_fake,
     impls=(Impl(name="triton", launch=_avg_launch, space=SPACE, batch_invariant=True),),

@@ -217,4 +217,4 @@ def _launch(
     return dq, dk, dv, dsinks
 
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse)

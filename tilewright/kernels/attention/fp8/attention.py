@@ -31,6 +31,7 @@ Not supported: packed sequences, windows and what bends scores, the log-sum-exp 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,9 +102,7 @@ def _reference(
     return out.transpose(1, 2).to(q.dtype).contiguous()
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor | None, keys: int, scale: float, causal: bool
-) -> Tensor:
+def _fake(q: Tensor, *_: Any) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -118,25 +117,23 @@ def _cost(
     return Cost(flops=4 * pairs * dim, bytes=2 * q.nbytes + k.nbytes + v.nbytes)
 
 
+@Example.of
 def _example(
-    label: str, format: str, queries: int, keys: int, heads: tuple[int, int] = (2, 1), dim: int = 64, batch: int = 1,
+    inputs: Inputs, format: str, queries: int, keys: int, heads: tuple[int, int] = (2, 1), dim: int = 64, batch: int = 1,
     causal: bool = False, dtype: torch.dtype = torch.bfloat16,
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        h, g = heads
-        q, k, v, k_scale, v_scale, *rest = scaled_attention_arguments(
-            inputs, B=batch, Q=queries, KV=keys, H=h, G=g, D=dim, causal=causal, format=format, dtype=dtype
-        )
-        # What the quantiser fills up with: nothing of it may reach a result.
-        k[:, :, keys:] = 0
-        if v_scale is not None:
-            hidden = (key_order(padded_rows(keys), v.device) < keys).to(v.device)
-            v = (v.float() * hidden).to(v.dtype)
-            steps = torch.arange(v_scale.numel(), device=v.device).view(v_scale.shape) % 3
-            v_scale = v_scale * 2.0**steps  # powers of two, not all alike
-        return q, k, v, k_scale, v_scale, *rest
-
-    return Example(label, make)
+) -> tuple[object, ...]:  # fmt: skip
+    h, g = heads
+    q, k, v, k_scale, v_scale, *rest = scaled_attention_arguments(
+        inputs, B=batch, Q=queries, KV=keys, H=h, G=g, D=dim, causal=causal, format=format, dtype=dtype
+    )
+    # What the quantiser fills up with: nothing of it may reach a result.
+    k[:, :, keys:] = 0
+    if v_scale is not None:
+        hidden = (key_order(padded_rows(keys), v.device) < keys).to(v.device)
+        v = (v.float() * hidden).to(v.dtype)
+        steps = torch.arange(v_scale.numel(), device=v.device).view(v_scale.shape) % 3
+        v_scale = v_scale * 2.0**steps  # powers of two, not all alike
+    return q, k, v, k_scale, v_scale, *rest
 
 
 EXAMPLES = (

@@ -154,20 +154,17 @@ def _config_refusal(device: Device, problem: Problem, config: Config) -> str | N
 SPACE = Space(default=_default, axes={"num_warps": (4, 8, 16)}, refusal=_config_refusal)
 
 
+@Example.of
 def _example(
-    label: str, format: str, keys: int, heads: int = 1, dim: int = 64, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
+    inputs: Inputs, format: str, keys: int, heads: int = 1, dim: int = 64, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
     merged: bool = False, offset: float = 0.0,
-) -> Example:  # fmt: skip
+) -> tuple[object, ...]:  # fmt: skip
     """merged: k and v are views of one projection. offset: added to all keys."""
-
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        if merged:
-            k, v = inputs.randn(batch, keys, 2 * heads, dim, dtype=dtype).split(heads, 2)
-        else:
-            k, v = (inputs.randn(batch, keys, heads, dim, dtype=dtype) for _ in range(2))
-        return k + offset if offset else k, v, format
-
-    return Example(label, make)
+    if merged:
+        k, v = inputs.randn(batch, keys, 2 * heads, dim, dtype=dtype).split(heads, 2)
+    else:
+        k, v = (inputs.randn(batch, keys, heads, dim, dtype=dtype) for _ in range(2))
+    return k + offset if offset else k, v, format
 
 
 EXAMPLES = (

@@ -74,4 +74,4 @@ def _launch(
     return out
 
 
-SM90 = Impl(name="sm90", launch=_launch, written_for=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, written_for=90, refuse=_refuse)

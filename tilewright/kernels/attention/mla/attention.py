@@ -57,33 +57,30 @@ def _reference(
 # ---- examples
 
 
+@Example.of
 def _example(
-    label: str, lengths: tuple[tuple[int, int], ...], heads: int = 4, rank: int = 32, rotated: int = 16,
+    inputs: Inputs, lengths: tuple[tuple[int, int], ...], heads: int = 4, rank: int = 32, rotated: int = 16,
     page_size: int = 16, dtype: torch.dtype = torch.bfloat16,
-) -> Example:  # fmt: skip
+) -> tuple[object, ...]:  # fmt: skip
     """`lengths`: (query length, total length) of each sequence. Pages are scattered; what lies past a length is NaN."""
-
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        needed = [-(-kv // page_size) for _, kv in lengths]
-        order = inputs.permutation(1 + sum(needed))
-        cache = inputs.randn(1 + sum(needed), page_size, rank + rotated, dtype=dtype)
-        table = inputs.tensor([[0] * max(*needed, 1) for _ in lengths], torch.int32)
-        at = 0
-        for b, (count, (_, kv)) in enumerate(zip(needed, lengths, strict=True)):
-            table[b, :count] = order[at : at + count]
-            if kv % page_size:
-                cache[order[at + count - 1], kv % page_size :] = float("nan")
-            at += count
-        cache[order[at:]] = float("nan")
-        ends = [0]
-        for queries, _ in lengths:
-            ends.append(ends[-1] + queries)
-        q = inputs.randn(ends[-1], heads, rank + rotated, dtype=dtype)
-        kv_lens = inputs.tensor([kv for _, kv in lengths], torch.int32)
-        longest = max(queries for queries, _ in lengths)
-        return q, cache, table, kv_lens, inputs.tensor(ends, torch.int32), longest, rank, (rank + rotated) ** -0.5
-
-    return Example(label, make)
+    needed = [-(-kv // page_size) for _, kv in lengths]
+    order = inputs.permutation(1 + sum(needed))
+    cache = inputs.randn(1 + sum(needed), page_size, rank + rotated, dtype=dtype)
+    table = inputs.tensor([[0] * max(*needed, 1) for _ in lengths], torch.int32)
+    at = 0
+    for b, (count, (_, kv)) in enumerate(zip(needed, lengths, strict=True)):
+        table[b, :count] = order[at : at + count]
+        if kv % page_size:
+            cache[order[at + count - 1], kv % page_size :] = float("nan")
+        at += count
+    cache[order[at:]] = float("nan")
+    ends = [0]
+    for queries, _ in lengths:
+        ends.append(ends[-1] + queries)
+    q = inputs.randn(ends[-1], heads, rank + rotated, dtype=dtype)
+    kv_lens = inputs.tensor([kv for _, kv in lengths], torch.int32)
+    longest = max(queries for queries, _ in lengths)
+    return q, cache, table, kv_lens, inputs.tensor(ends, torch.int32), longest, rank, (rank + rotated) ** -0.5
 
 
 EXAMPLES = (

@@ -99,13 +99,11 @@ def _arguments(
     return lead, turned, kv, weight, places, table, cache, slots, 1e-6, interleaved
 
 
-def _example(label: str, padding: int = 0, **sizes: Any) -> Example:
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        args = _arguments(inputs, **sizes)
-        args[7][sizes["T"] - padding :] = -1
-        return args
-
-    return Example(label, make)
+@Example.of
+def _example(inputs: Inputs, padding: int = 0, **sizes: Any) -> tuple[Any, ...]:
+    args = _arguments(inputs, **sizes)
+    args[7][sizes["T"] - padding :] = -1
+    return args
 
 
 EXAMPLES = (

@@ -85,8 +85,7 @@ SPACE = Space(default=_default, axes={"SPLITS": _SPLITS})
 # One walk over all keys, in tiles that are a token's own: its bits depend on nothing else.
 _INVARIANT_SPACE = Space(default=lambda device, problem: {"SPLITS": 1}, axes={})
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse)
 SM90_INVARIANT = Impl(
-    name="sm90_invariant", launch=_launch, space=_INVARIANT_SPACE, written_for=90, refuse=_refuse, interpretable=False,
-    batch_invariant=True,
+    name="sm90_invariant", launch=_launch, space=_INVARIANT_SPACE, written_for=90, refuse=_refuse, batch_invariant=True,
 )  # fmt: skip

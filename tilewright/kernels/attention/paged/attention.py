@@ -177,43 +177,40 @@ def _cost(
 # ---- examples
 
 
+@Example.of
 def _example(
-    label: str, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (4, 2), dim: int = 32,
+    inputs: Inputs, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (4, 2), dim: int = 32,
     page_size: int = 16, window: int | None = None, dtype: torch.dtype = torch.bfloat16,
     format: str = "", sinks: bool = False,
-) -> Example:  # fmt: skip
+) -> tuple[object, ...]:  # fmt: skip
     """`lengths`: (query length, total length) of each sequence. Pages are scattered; what lies past a length is NaN."""
-
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        needed = [-(-kv // page_size) for _, kv in lengths]
-        pages = 1 + sum(needed)
-        order = inputs.permutation(pages)
-        caches = [inputs.randn(pages, heads[1], page_size, dim, dtype=dtype) for _ in range(2)]
-        table = inputs.tensor([[0] * max(needed) for _ in lengths], torch.int32)
-        at = 0
-        for b, (count, (_, kv)) in enumerate(zip(needed, lengths, strict=True)):
-            table[b, :count] = order[at : at + count]
-            if kv % page_size:
-                for cache in caches:
-                    cache[order[at + count - 1], :, kv % page_size :] = float("nan")
-            at += count
-        for cache in caches:
-            cache[order[at:]] = float("nan")
-        scales: Sequence[Tensor | None] = (None, None)
-        if format:
-            # The scale of what is not there is NaN, and so is all that is read of it.
-            coded = [encode(cache, format) for cache in caches]
-            caches, scales = [coded[0][0], coded[1][0].mT.contiguous()], [scale.squeeze(-1) for _, scale, _ in coded]
-        ends = [0]
-        for queries, _ in lengths:
-            ends.append(ends[-1] + queries)
-        q = inputs.randn(ends[-1], heads[0], dim, dtype=dtype)
-        kv_lens = inputs.tensor([kv for _, kv in lengths], torch.int32)
-        longest = max(queries for queries, _ in lengths)
-        ends, sink = inputs.tensor(ends, torch.int32), inputs.randn(heads[0]) if sinks else None
-        return q, *caches, table, kv_lens, ends, longest, dim**-0.5, window, *scales, sink
-
-    return Example(label, make)
+    needed = [-(-kv // page_size) for _, kv in lengths]
+    pages = 1 + sum(needed)
+    order = inputs.permutation(pages)
+    caches = [inputs.randn(pages, heads[1], page_size, dim, dtype=dtype) for _ in range(2)]
+    table = inputs.tensor([[0] * max(needed) for _ in lengths], torch.int32)
+    at = 0
+    for b, (count, (_, kv)) in enumerate(zip(needed, lengths, strict=True)):
+        table[b, :count] = order[at : at + count]
+        if kv % page_size:
+            for cache in caches:
+                cache[order[at + count - 1], :, kv % page_size :] = float("nan")
+        at += count
+    for cache in caches:
+        cache[order[at:]] = float("nan")
+    scales: Sequence[Tensor | None] = (None, None)
+    if format:
+        # The scale of what is not there is NaN, and so is all that is read of it.
+        coded = [encode(cache, format) for cache in caches]
+        caches, scales = [coded[0][0], coded[1][0].mT.contiguous()], [scale.squeeze(-1) for _, scale, _ in coded]
+    ends = [0]
+    for queries, _ in lengths:
+        ends.append(ends[-1] + queries)
+    q = inputs.randn(ends[-1], heads[0], dim, dtype=dtype)
+    kv_lens = inputs.tensor([kv for _, kv in lengths], torch.int32)
+    longest = max(queries for queries, _ in lengths)
+    ends, sink = inputs.tensor(ends, torch.int32), inputs.randn(heads[0]) if sinks else None
+    return q, *caches, table, kv_lens, ends, longest, dim**-0.5, window, *scales, sink
 
 
 EXAMPLES = (

@@ -157,15 +157,13 @@ def slots_example(inputs: Inputs, tokens: int, pages: int, page_size: int, paddi
     return slots
 
 
+@Example.of
 def _example(
-    label: str, tokens: int, kv_heads: int, dim: int, dtype: torch.dtype, padding: int = 0, cache: torch.dtype | None = None
-) -> Example:
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        _, k, v = merged_example(inputs, tokens, (2, kv_heads), dim, dtype)
-        caches, scales = caches_example(inputs, kv_heads, dim, cache or dtype)
-        return k, v, *caches, slots_example(inputs, tokens, 3, 16, padding), *scales
-
-    return Example(label, make)
+    inputs: Inputs, tokens: int, kv_heads: int, dim: int, dtype: torch.dtype, padding: int = 0, cache: torch.dtype | None = None
+) -> tuple[object, ...]:
+    _, k, v = merged_example(inputs, tokens, (2, kv_heads), dim, dtype)
+    caches, scales = caches_example(inputs, kv_heads, dim, cache or dtype)
+    return k, v, *caches, slots_example(inputs, tokens, 3, 16, padding), *scales
 
 
 EXAMPLES = (

@@ -90,31 +90,28 @@ def _arguments(
     return *attention_arguments(inputs, **dims)[:9], softcap  # pyright: ignore[reportArgumentType]
 
 
+@Example.of
 def _example(
-    label: str, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (4, 2), dim: int = 32,
+    inputs: Inputs, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (4, 2), dim: int = 32,
     page_size: int = 16, window: int | None = None, softcap: float = 2.0, dtype: torch.dtype = torch.bfloat16,
-) -> Example:  # fmt: skip
+) -> tuple[object, ...]:  # fmt: skip
     """`lengths`: (query length, total length) of each sequence. Pages are scattered; what lies past a length is NaN."""
-
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        needed = [-(-kv // page_size) for _, kv in lengths]
-        order = inputs.permutation(1 + sum(needed))
-        caches = [inputs.randn(len(order), heads[1], page_size, dim, dtype=dtype) for _ in range(2)]
-        table = inputs.tensor([[0] * max(needed) for _ in lengths], torch.int32)
-        at, ends = 0, [0]
-        for b, (queries, kv) in enumerate(lengths):
-            table[b, : needed[b]] = order[at : at + needed[b]]
-            at += needed[b]
-            ends.append(ends[-1] + queries)
-            for cache in caches if kv % page_size else ():
-                cache[order[at - 1], :, kv % page_size :] = float("nan")
-        for cache in caches:
-            cache[order[at:]] = float("nan")
-        q = inputs.randn(ends[-1], heads[0], dim, dtype=dtype)
-        lens, longest = inputs.tensor([kv for _, kv in lengths], torch.int32), max(queries for queries, _ in lengths)
-        return q, *caches, table, lens, inputs.tensor(ends, torch.int32), longest, dim**-0.5, window, softcap
-
-    return Example(label, make)
+    needed = [-(-kv // page_size) for _, kv in lengths]
+    order = inputs.permutation(1 + sum(needed))
+    caches = [inputs.randn(len(order), heads[1], page_size, dim, dtype=dtype) for _ in range(2)]
+    table = inputs.tensor([[0] * max(needed) for _ in lengths], torch.int32)
+    at, ends = 0, [0]
+    for b, (queries, kv) in enumerate(lengths):
+        table[b, : needed[b]] = order[at : at + needed[b]]
+        at += needed[b]
+        ends.append(ends[-1] + queries)
+        for cache in caches if kv % page_size else ():
+            cache[order[at - 1], :, kv % page_size :] = float("nan")
+    for cache in caches:
+        cache[order[at:]] = float("nan")
+    q = inputs.randn(ends[-1], heads[0], dim, dtype=dtype)
+    lens, longest = inputs.tensor([kv for _, kv in lengths], torch.int32), max(queries for queries, _ in lengths)
+    return q, *caches, table, lens, inputs.tensor(ends, torch.int32), longest, dim**-0.5, window, softcap
 
 
 EXAMPLES = (

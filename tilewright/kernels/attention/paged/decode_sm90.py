@@ -140,4 +140,4 @@ SPACE = Space(
 """BOX: tokens that are fetched at once in a sequence's last tile, up to the box with its last token; elsewhere it is a page, or
 64 tokens of one."""
 
-SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, work=_work)
+SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, work=_work)

@@ -86,7 +86,6 @@ VARLEN_SM90 = Impl(
     space=Space(default=_default, axes={"OVERLAP": (1, 0)}),
     written_for=90,
     refuse=_refuse,
-    interpretable=False,
     work=_work,
 )
 INVARIANT_SM90 = Impl(
@@ -96,6 +95,5 @@ INVARIANT_SM90 = Impl(
     written_for=90,
     refuse=_refuse,
     batch_invariant=True,
-    interpretable=False,
     work=_work,
 )

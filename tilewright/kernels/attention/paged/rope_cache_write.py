@@ -96,20 +96,18 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor
     return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], k_cache.dtype)
 
 
+@Example.of
 def _example(
-    label: str, tokens: int, heads: tuple[int, int], dim: int, rotated: int,
+    inputs: Inputs, tokens: int, heads: tuple[int, int], dim: int, rotated: int,
     dtype: torch.dtype = torch.bfloat16, norm: bool = False, interleaved: bool = False, padding: int = 0,
     cache: torch.dtype | None = None,
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        q, k, v = merged_example(inputs, tokens, heads, dim, dtype)
-        caches, scales = caches_example(inputs, heads[1], dim, cache or dtype)
-        norms = (inputs.randn(dim, dtype=dtype), inputs.randn(dim, dtype=dtype)) if norm else (None, None)
-        positions, table = inputs.randint(0, 40, tokens), inputs.randn(40, 2, rotated // 2)
-        slots = slots_example(inputs, tokens, 3, 16, padding)
-        return q, k, v, positions, table, *caches, slots, *norms, 1e-6, interleaved, *scales
-
-    return Example(label, make)
+) -> tuple[object, ...]:  # fmt: skip
+    q, k, v = merged_example(inputs, tokens, heads, dim, dtype)
+    caches, scales = caches_example(inputs, heads[1], dim, cache or dtype)
+    norms = (inputs.randn(dim, dtype=dtype), inputs.randn(dim, dtype=dtype)) if norm else (None, None)
+    positions, table = inputs.randint(0, 40, tokens), inputs.randn(40, 2, rotated // 2)
+    slots = slots_example(inputs, tokens, 3, 16, padding)
+    return q, k, v, positions, table, *caches, slots, *norms, 1e-6, interleaved, *scales
 
 
 EXAMPLES = (

@@ -195,7 +195,7 @@ conv_transpose_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(name="depthwise", launch=_launch_depthwise, space=DEPTHWISE_SPACE, refuse=_refuse_depthwise),
-        Impl(name="vendor", library=True, launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=2),
+        Impl(name="vendor", library=True, launch=_launch_vendor, refuse=_refuse_vendor, extra_roundings=2),
         TRANSPOSE_SM90,
         PHASES,
         TRITON,

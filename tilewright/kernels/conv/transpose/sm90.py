@@ -97,15 +97,10 @@ def _key(
     )  # fmt: skip
 
 
-def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, size: list[int],
-) -> Tensor:  # fmt: skip
-    y = torch.empty((x.shape[0], *size, weight.shape[-1]), dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y
-    args = (x, weight, bias, activation, stride, padding, dilation, groups, size)
-    _PLANS.fill(config, y, args, (x, weight, y, bias, None, None, None))
+def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    y = torch.empty((x.shape[0], *rest[-1], weight.shape[-1]), dtype=x.dtype, device=x.device)
+    if y.numel():
+        _PLANS.fill(config, y, (x, weight, bias, *rest), (x, weight, y, bias, None, None, None))
     return y
 
 
@@ -137,6 +132,4 @@ def _first_launch(
 
 _PLANS = Planned(_key, _first_launch)
 
-TRANSPOSE_SM90 = Impl(
-    name="sm90", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse, interpretable=False
-)
+TRANSPOSE_SM90 = Impl(name="sm90", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse)

@@ -47,7 +47,7 @@ from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.epilogue import activate, column_blocks
 from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
 from tilewright.kernels.launch.plan import Plan, Planned
-from tilewright.kernels.launch.replay import Prepared, pointer_kind
+from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
@@ -339,16 +339,11 @@ def _parities(padding: int) -> tuple[int, int]:
     return padding % 2, 1 - padding % 2
 
 
-def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, size: list[int],
-) -> Tensor:  # fmt: skip
-    y = torch.empty((x.shape[0], *size, weight.shape[-1]), dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y
-    weight = weight.contiguous()
-    args = (x, weight, bias, activation, stride, padding, dilation, groups, size)
-    _PLANS.fill(config, y, args, (x, weight, y, bias, None, None, None))
+def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    y = torch.empty((x.shape[0], *rest[-1], weight.shape[-1]), dtype=x.dtype, device=x.device)
+    if y.numel():
+        weight = weight.contiguous()
+        _PLANS.fill(config, y, (x, weight, bias, *rest), (x, weight, y, bias, None, None, None))
     return y
 
 
@@ -375,14 +370,12 @@ def _first_launch(
     arguments = (*descs, bias, boxes, down, across, tiles_n, ceil_div(s.o, _SIDE))
     constants = {
         "KH": kh, "KW": kw, "PAD_H": pad_h, "PAD_W": pad_w, "MOST_H": pad_h % 2, "MOST_W": pad_w % 2, "STAGES": stages,
-        "ACTIVATION": activation, **config,
+        "ACTIVATION": activation, **config, "num_warps": 4,
     }  # fmt: skip
-    compiled = _phases_kernel[(programs,)](*arguments, **constants, num_warps=4)
-    starts = [0 if t is None else t.data_ptr() for t in (x, weight, y, bias)]
-    prepared = Prepared(_phases_kernel, compiled, (programs,), arguments, constants, (0, 0, 1, 2, 2, 2, 2, 3), starts)
-    return Plan(prepared)
+    owners = (0, 0, 1, 2, 2, 2, 2, 3)
+    return Plan(first_launch(_phases_kernel, (programs,), arguments, constants, owners, (x, weight, y, bias)))
 
 
 _PLANS = Planned(_key, _first_launch)
 
-PHASES = Impl(name="phases", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse, interpretable=False)
+PHASES = Impl(name="phases", launch=_launch, plan=_PLANS.plan, space=SPACE, written_for=90, refuse=_refuse)

@@ -309,12 +309,9 @@ def _launch(
     return dw
 
 
-def _launch_vendor(
-    config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    kernel: list[int],
-) -> Tensor:  # fmt: skip
+def _launch_vendor(config: Config, *args: Any) -> Tensor:
     with cudnn_choosing(deterministic=True):
-        return _gradient(dy, x, stride, padding, dilation, groups, kernel).contiguous()
+        return _gradient(*args).contiguous()
 
 
 def _refuse(device: Device, problem: Any) -> str | None:
@@ -348,7 +345,6 @@ conv_weight_gradient_op = Op(
             library=True,
             launch=_launch_vendor,
             refuse=lambda device, problem: None if problem.pixels else "cuDNN has no empty tensors",
-            interpretable=False,
         ),
         WEIGHT_GRADIENT_SM90,
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse),

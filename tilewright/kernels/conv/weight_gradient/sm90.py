@@ -43,7 +43,7 @@ from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
 from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.primitives import load_box, release, viewed
 from tilewright.kernels.launch.plan import Plan, Planned
-from tilewright.kernels.launch.replay import Prepared
+from tilewright.kernels.launch.replay import first_launch
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config
@@ -276,20 +276,17 @@ def _first_launch(
     arguments = (descriptor(seen, [*box, _SIDE]), *x_descs, parts, o, c, down, across, tiles_c, steps, share)
     constants = {
         "KH": kh, "KW": kw, "PAD_H": s.padding[1], "PAD_W": s.padding[2], "APART": apart,
-        "STAGES": min(6, (device.smem_bytes - 1024) // stage_bytes),
+        "STAGES": min(6, (device.smem_bytes - 1024) // stage_bytes), "num_warps": 4,
     }  # fmt: skip
-    compiled = _gradient_kernel[(tiles, split)](*arguments, **constants, num_warps=4)
-    starts = [dy.data_ptr(), x.data_ptr(), dw.data_ptr(), parts.data_ptr()]
-    owners = (0, 1, 1, 2 if count == 1 else 3)  # which operand each argument points into
-    products = Prepared(_gradient_kernel, compiled, (tiles, split), arguments, constants, owners, starts)
+    operands, owners = (dy, x, dw, parts), (0, 1, 1, 2 if count == 1 else 3)  # which operand each argument points into
+    products = first_launch(_gradient_kernel, (tiles, split), arguments, constants, owners, operands)
     if count == 1:
         return Plan(products)
     grid, sizes = (ceil_div(dw.numel(), 256),), {"COUNT": dw.numel(), "AT_ONCE": 16, "BLOCK": 256}
-    compiled, scratch = _add_kernel[grid](parts, dw, count, **sizes), parts.numel()
-    sums = Prepared(_add_kernel, compiled, grid, (parts, dw, count), sizes, (3, 2), starts)
+    sums, scratch = first_launch(_add_kernel, grid, (parts, dw, count), sizes, (3, 2), operands), parts.numel()
     return Plan(products, sums, memory=lambda device: (torch.empty(scratch, dtype=torch.float32, device=device),))
 
 
 _PLANS = Planned(_key, _first_launch)
 
-WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, plan=_PLANS.plan, written_for=90, refuse=_refuse, interpretable=False)
+WEIGHT_GRADIENT_SM90 = Impl(name="sm90", launch=_launch, plan=_PLANS.plan, written_for=90, refuse=_refuse)

@@ -19,6 +19,8 @@ on the device, and held to the rows that there are. Activations are those of `gr
 Where experts have 32 rows and more `sm90` is first, below `triton`. Not supported: gradients, gathered rows, other blocks.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -43,9 +45,9 @@ from tilewright.kernels.gemm.grouped.problem import (
 )
 from tilewright.kernels.gemm.grouped.work import group_sizes
 from tilewright.kernels.gemm.problem import weight_rows
-from tilewright.kernels.gemm.quantized_operands import FLOAT8
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_output
 from tilewright.kernels.gemm.tile import grouped
-from tilewright.kernels.launch.shapes import ceil_div, next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, check_tensor, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -82,9 +84,8 @@ def _fake(
 
 
 def _problem(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
-    dtype: torch.dtype, clear: bool = True,
-) -> GroupedBlockProblem:  # fmt: skip
+    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, *_: Any
+) -> GroupedBlockProblem:
     rows = x.shape[0] * x.shape[1] if x.dim() == 3 else x.shape[0]
     places = x.data_ptr() | weight.data_ptr() | x.stride(-2) | weight.stride(1)
     return GroupedBlockProblem(
@@ -244,11 +245,8 @@ def _launch(
 _ANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
 
-def _launch_invariant(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None,
-    activation: str, dtype: torch.dtype, clear: bool = True,
-) -> Tensor:  # fmt: skip
-    return _launch(_ANY_ROWS, x, weight, x_scales, w_scales, bounds, bias, activation, dtype, clear)
+def _launch_invariant(config: Config, *args: Any) -> Tensor:
+    return _launch(_ANY_ROWS, *args)
 
 
 def _launch_sm90(
@@ -286,10 +284,7 @@ grouped_block_scaled_linear_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse),
-        Impl(
-            name="sm90", launch=_launch_sm90, space=BLOCK_SM90_SPACE, written_for=90, refuse=refuse_block_sm90,
-            interpretable=False,
-        ),
+        Impl(name="sm90", launch=_launch_sm90, space=BLOCK_SM90_SPACE, written_for=90, refuse=refuse_block_sm90),
         Impl(name="invariant", launch=_launch_invariant, refuse=_refuse, batch_invariant=True),
     ),
 )  # fmt: skip
@@ -333,8 +328,7 @@ def grouped_block_scaled_linear(
         raise ValueError(
             f"{name}: x and weight must be float8_e4m3fn or float8_e5m2, both the same; got {x.dtype}, {weight.dtype}"
         )
-    if dtype not in (torch.bfloat16, torch.float16) and not (dtype == torch.float32 and x.device.type == "cpu"):
-        raise ValueError(f"{name}: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
+    check_output(name, dtype, x)
     if bias is not None and bias.dtype != dtype:
         raise ValueError(f"{name}: bias must be of the output's dtype, {dtype}; got {bias.dtype}")
     blocks = ceil_div(x.shape[-1], 128)
@@ -342,11 +336,7 @@ def grouped_block_scaled_linear(
         ("x_scales", x_scales, (*x.shape[:-1], blocks)),
         ("w_scales", w_scales, (weight.shape[0], ceil_div(weight.shape[1], 128), blocks)),
     ):
-        if t.shape != wanted or t.dtype != torch.float32 or t.device != x.device:
-            raise ValueError(
-                f"{name}: {what} must be {list(wanted)}, float32 on {x.device}, a scale for each 128 of K; "
-                f"got {list(t.shape)}, {t.dtype} on {t.device}"
-            )
+        check_tensor(name, what, t, (wanted,), (torch.float32,), x, why=", a scale for each 128 of K")
     x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
     bias = None if bias is None else bias.contiguous()
     return grouped_block_scaled_linear_op(x, weight, x_scales, w_scales, bounds, bias, activation, dtype, clear)

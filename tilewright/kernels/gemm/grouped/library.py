@@ -102,7 +102,4 @@ def _launch(
     return y
 
 
-GROUPED_VENDOR = Impl(
-    name="vendor", library=True, launch=_launch, refuse=_refuse, interpretable=False, extra_roundings=1,
-    work=grouped_library_work,
-)  # fmt: skip
+GROUPED_VENDOR = Impl(name="vendor", library=True, launch=_launch, refuse=_refuse, extra_roundings=1, work=grouped_library_work)

@@ -73,9 +73,8 @@ def _widened(z: Tensor) -> Tensor:
 
 
 def _fake(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
-    clear: bool = True,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, *_: Any
+) -> Tensor:
     return empty_grouped(x, weight, activation, order)
 
 

@@ -7,7 +7,7 @@ waits for the host, and a launch can be captured.
 
 # X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K shared, F columns of the output
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -85,9 +85,8 @@ LARGEST_BUCKET = 1 << 20
 
 
 def grouped_problem(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
-    clear: bool = True,
-) -> GroupedProblem:  # fmt: skip
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, *_: Any
+) -> GroupedProblem:
     """The problem of a call."""
     masked, size = x.dim() == 3, x.element_size()
     rows = x.shape[0] * x.shape[1] if masked else x.shape[0] if order is None else order.shape[0]

@@ -35,10 +35,10 @@ from tilewright.kernels.gemm.grouped.problem import GROUPED_ACTIVATIONS, finish_
 from tilewright.kernels.gemm.grouped.work import group_places
 from tilewright.kernels.gemm.problem import weight_rows
 from tilewright.kernels.gemm.quantized.row_scaled import LONGEST, scaled_linear_op
-from tilewright.kernels.gemm.quantized_operands import FLOAT8
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_output
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.gemm.weight_only.problem import FORMATS
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import check_tensor, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -288,16 +288,11 @@ def grouped_scaled_linear(
         raise ValueError(
             f"{name}: x and weight must be int8, float8_e4m3fn or float8_e5m2, both the same; got {x.dtype}, {weight.dtype}"
         )
-    if dtype not in (torch.bfloat16, torch.float16) and not (dtype == torch.float32 and x.device.type == "cpu"):
-        raise ValueError(f"{name}: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
+    check_output(name, dtype, x)
     check_codes(name, x, weight, bounds, bias, activation, order, chosen, dtype)
     if x.dtype == torch.int8 and x.shape[-1] > LONGEST:
         raise ValueError(f"{name}: K must be at most {LONGEST}, or an int32 could overflow; got {x.shape[-1]}")
     for what, t, wanted in (("x_scales", x_scales, x.shape[:-1]), ("w_scales", w_scales, weight.shape[:2])):
-        if t.shape != wanted or t.dtype != torch.float32 or t.device != x.device or not t.is_contiguous():
-            raise ValueError(
-                f"{name}: {what} must be {list(wanted)}, contiguous float32 on {x.device}; "
-                f"got {list(t.shape)}, {t.dtype} on {t.device}"
-            )
+        check_tensor(name, what, t, (wanted,), (torch.float32,), x, contiguous=True)
     bias = None if bias is None else bias.contiguous()
     return grouped_scaled_linear_op(x, weight, x_scales, w_scales, bounds, bias, activation, order, chosen, dtype, clear)

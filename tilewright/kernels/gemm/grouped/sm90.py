@@ -122,6 +122,4 @@ def _launch(
     return y
 
 
-GROUPED_SM90 = Impl(
-    name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, work=grouped_sm90_work
-)
+GROUPED_SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, work=grouped_sm90_work)

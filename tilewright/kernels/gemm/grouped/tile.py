@@ -11,6 +11,8 @@ copy of x sorted by expert.
 float32 is multiplied as float32, in sums of 512 terms. Refuses: float64.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -207,18 +209,12 @@ def _any_rows(dtype: torch.dtype) -> Config:
     return _ANY_ROWS if dtype.itemsize == 2 else _ANY_ROWS_WIDE
 
 
-def _launch_invariant(
-    config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None,
-    chosen: int, clear: bool = True,
-) -> Tensor:  # fmt: skip
-    return _launch(_any_rows(x.dtype), x, weight, bounds, bias, activation, order, chosen, clear)
+def _launch_invariant(config: Config, x: Tensor, *args: Any) -> Tensor:
+    return _launch(_any_rows(x.dtype), x, *args)
 
 
-def _work_invariant(
-    device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
-    order: Tensor | None, chosen: int, clear: bool = True,
-) -> Work:  # fmt: skip
-    return grouped_tile_work(device, _any_rows(x.dtype), x, weight, bounds, bias, activation, order, chosen, clear)
+def _work_invariant(device: Device, config: Config, x: Tensor, *args: Any) -> Work:
+    return grouped_tile_work(device, _any_rows(x.dtype), x, *args)
 
 
 TRITON = Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, work=grouped_tile_work)

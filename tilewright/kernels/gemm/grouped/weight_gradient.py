@@ -206,13 +206,7 @@ grouped_weight_gradient_op = Op(
     fake=_fake,
     rows_in_problem=True,
     impls=(
-        Impl(
-            name="vendor",
-            library=True,
-            launch=launch_library_gradient,
-            refuse=_refuse_vendor,
-            interpretable=False,
-        ),
+        Impl(name="vendor", library=True, launch=launch_library_gradient, refuse=_refuse_vendor),
         Impl(
             name="triton",
             launch=_launch,

@@ -43,7 +43,7 @@ from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.gemm.weight_only.int4_layout import CHUNK
 from tilewright.kernels.gemm.weight_only.linear import mixed_linear_op
 from tilewright.kernels.gemm.weight_only.problem import FORMATS, as_units, block_k, load_blocks, load_codes
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import check_tensor, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -373,8 +373,4 @@ def _check_blocks(
         raise ValueError(f"{name}: only int4 codes have zero points; got zeros with {codes.dtype}")
     wanted = (experts, -(-n // block_rows), -(-k // block_cols)) if block_cols else (experts, n)
     for what, t, dtype in (("scales", scales, torch.float32), ("zeros", zeros, torch.uint8)):
-        if t is not None and (t.shape != wanted or t.dtype != dtype or t.device != x.device or not t.is_contiguous()):
-            raise ValueError(
-                f"{name}: {what} must be {list(wanted)}, contiguous {dtype} on {x.device}; "
-                f"got {list(t.shape)}, {t.dtype} on {t.device}"
-            )
+        check_tensor(name, what, t, (wanted,), (dtype,), x, contiguous=True)

@@ -34,11 +34,11 @@ from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish,
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem, best_config, launch_block_sm90
 from tilewright.kernels.gemm.quantized.inputs import block_scaled_linear_arguments
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, dense_along_columns, empty_product, product_cost
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import waits
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import check_tensor, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -262,12 +262,9 @@ block_scaled_linear_op = Op(
     make=block_scaled_linear_arguments,
     rows_in_problem=True,
     impls=(
-        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=_refuse_sm90, interpretable=False),
+        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=_refuse_sm90),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
-        Impl(
-            name="sm90_invariant", launch=_launch_sm90_invariant, written_for=90, refuse=_refuse_sm90, interpretable=False,
-            batch_invariant=True,
-        ),
+        Impl(name="sm90_invariant", launch=_launch_sm90_invariant, written_for=90, refuse=_refuse_sm90, batch_invariant=True),
         Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
     ),
 )  # fmt: skip
@@ -306,15 +303,9 @@ def block_scaled_linear(
     check_product("block_scaled_linear", FLOAT8, x, weight, bias, activation, residual, dtype)
     (m, k), n = x.shape, weight.shape[0]
     blocks = -(-k // 128)
-    for name, t, wanted in (
-        ("x_scales", x_scales, ((m, blocks),)),
-        ("w_scales", w_scales, ((-(-n // 128), blocks), (n, blocks))),
-    ):
-        if t.shape not in wanted or t.dtype != torch.float32 or t.device != x.device:
-            raise ValueError(
-                f"block_scaled_linear: {name} must be {' or '.join(str(list(w)) for w in wanted)}, float32 on {x.device}, "
-                f"a scale for each 128 of K = {k}; got {list(t.shape)}, {t.dtype} on {t.device}"
-            )
-    if residual is not None and residual.stride(-1) != 1:
-        residual = residual.contiguous()
+    shapes = {"x_scales": (x_scales, ((m, blocks),)), "w_scales": (w_scales, ((-(-n // 128), blocks), (n, blocks)))}
+    for name, (t, wanted) in shapes.items():
+        why = f", a scale for each 128 of K = {k}"
+        check_tensor("block_scaled_linear", name, t, wanted, (torch.float32,), x, why=why)
+    residual = dense_along_columns(residual)
     return block_scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained)

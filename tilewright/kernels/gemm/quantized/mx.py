@@ -14,6 +14,8 @@ cores.
 Not supported: gradients, operands that are dense along M or N, K that 32 does not divide. `sm100` has been compiled, not run.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish,
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem
 from tilewright.kernels.gemm.quantized.inputs import mx_linear_arguments
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, dense_along_columns, empty_product, product_cost
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.kernels.quantize.mx_to_block import fold_mx
@@ -147,12 +149,9 @@ def _refuse_fold(device: Device, problem: BlockProblem) -> str | None:
     return None
 
 
-def _launch_fold(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _launch_fold(config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, *args: Any) -> Tensor:
     (x, x_scales), (weight, w_scales) = fold_mx(x, x_scales), fold_mx(weight, w_scales)
-    return block_scaled_linear_op.run(x, weight, x_scales, w_scales, bias, activation, residual, dtype)
+    return block_scaled_linear_op.run(x, weight, x_scales, w_scales, *args)
 
 
 # ---- op
@@ -211,6 +210,5 @@ def mx_linear(
                 f"mx_linear: {name} must be {list(wanted)}, float8_e8m0fnu, dense along K, on {x.device}; "
                 f"got {list(t.shape)}, {t.dtype}, strides {t.stride()}, on {t.device}"
             )
-    if residual is not None and residual.stride(-1) != 1:
-        residual = residual.contiguous()
+    residual = dense_along_columns(residual)
     return mx_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype)

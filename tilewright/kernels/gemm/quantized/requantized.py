@@ -19,7 +19,7 @@ Not supported: gradients, batches, zero points of the result, operands that are 
 library has such a product: it would be composed, which is what this is instead of.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,7 +32,7 @@ from tilewright.kernels.device.quantize import padded_width
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.gemm.quantized.inputs import cast_linear_arguments
 from tilewright.kernels.gemm.quantized.row_scaled import LONGEST, finished, halved, refuse_sm90, scaled_kernel
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_operands
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_operands, dense_along_columns
 from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
 from tilewright.op import Example, Impl, Op
@@ -209,12 +209,9 @@ def _launch_triton(
     return y
 
 
-def _launch_any_m(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None,
-    activation: str, residual: Tensor | None, dtype: torch.dtype, y_scale: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _launch_any_m(config: Config, *args: Any) -> Tensor:
     one = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-    return _launch_triton(one, x, weight, x_scales, w_scales, bias, activation, residual, dtype, y_scale)
+    return _launch_triton(one, *args)
 
 
 # ---- op
@@ -229,9 +226,7 @@ cast_linear_op = Op(
     rows_in_problem=True,
     codes_may_move=True,
     impls=(
-        Impl(
-            name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, written_for=90, refuse=_refuse_sm90, interpretable=False,
-        ),
+        Impl(name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, written_for=90, refuse=_refuse_sm90),
         Impl(name="triton", launch=_launch_triton, space=TRITON_CAST_SPACE, refuse=_refuse_triton),
         Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
     ),
@@ -289,7 +284,6 @@ def cast_linear(
                 f"cast_linear: {name} must be {list(wanted)}, float32 on {x.device}; "
                 f"got {list(t.shape)}, {t.dtype} on {t.device}"
             )
-    if residual is not None and residual.stride(-1) != 1:
-        residual = residual.contiguous()
+    residual = dense_along_columns(residual)
     scales = (None if t is None else t.contiguous() for t in (x_scales, w_scales))
     return cast_linear_op(x, weight, *scales, bias, activation, residual, dtype, y_scale)

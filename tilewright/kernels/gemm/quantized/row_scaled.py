@@ -28,11 +28,12 @@ from tilewright.kernels.device.activations import activated
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, finish, problem_of, weight_rows
 from tilewright.kernels.gemm.quantized.inputs import scaled_linear_arguments
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, empty_product, product_cost
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, dense_along_columns, empty_product, product_cost
 from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.tile import best_tile, grouped
 from tilewright.kernels.launch.pdl import waits
+from tilewright.kernels.launch.shapes import check_tensor
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -287,11 +288,9 @@ scaled_linear_op = Op(
     make=scaled_linear_arguments,
     rows_in_problem=True,
     impls=(
-        Impl(
-            name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, written_for=90, refuse=refuse_sm90, interpretable=False,
-        ),
+        Impl(name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, written_for=90, refuse=refuse_sm90),
         Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
-        Impl(name="vendor", library=True, launch=_launch_vendor, refuse=_refuse_vendor, interpretable=False, extra_roundings=1),
+        Impl(name="vendor", library=True, launch=_launch_vendor, refuse=_refuse_vendor, extra_roundings=1),
         Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
     ),
 )  # fmt: skip
@@ -330,12 +329,7 @@ def scaled_linear(
     if x.dtype == torch.int8 and x.dim() == 2 and x.shape[1] > LONGEST:
         raise ValueError(f"scaled_linear: K must be at most {LONGEST}, or an int32 could overflow; got {x.shape[1]}")
     check_product("scaled_linear", (torch.int8, *FLOAT8), x, weight, bias, activation, residual, dtype)
-    for name, t, wanted in (("x_scales", x_scales, x.shape[:1]), ("w_scales", w_scales, weight.shape[:1])):
-        if t.shape != wanted or t.dtype != torch.float32 or t.device != x.device or not t.is_contiguous():
-            raise ValueError(
-                f"scaled_linear: {name} must be {list(wanted)}, contiguous float32 on {x.device}; "
-                f"got {list(t.shape)}, {t.dtype} on {t.device}"
-            )
-    if residual is not None and residual.stride(-1) != 1:
-        residual = residual.contiguous()
+    for name, t, rows in (("x_scales", x_scales, x.shape[0]), ("w_scales", w_scales, weight.shape[0])):
+        check_tensor("scaled_linear", name, t, ((rows,),), (torch.float32,), x, contiguous=True)
+    residual = dense_along_columns(residual)
     return scaled_linear_op(x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained)

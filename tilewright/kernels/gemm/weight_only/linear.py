@@ -35,6 +35,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.gemm.problem import ACTIVATIONS, finish, weight_rows
+from tilewright.kernels.gemm.quantized_operands import check_epilogue, dense_along_columns
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.gemm.weight_only.dequant_then_gemm import DEQUANTIZED
 from tilewright.kernels.gemm.weight_only.inputs import mixed_linear_arguments
@@ -52,6 +53,7 @@ from tilewright.kernels.gemm.weight_only.problem import (
 from tilewright.kernels.gemm.weight_only.skinny import MIXED_SKINNY
 from tilewright.kernels.gemm.weight_only.sm90 import MIXED_SM90, tiles_of
 from tilewright.kernels.gemm.weight_only.sm90_rs import MIXED_REGISTERS
+from tilewright.kernels.launch.shapes import check_tensor
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -285,20 +287,8 @@ def mixed_linear(
         ValueError: shapes, dtypes or devices do not fit, int4's group does not divide K, or the activation is unknown.
     """
     _check(x, codes, scales, zeros, block_rows, block_cols)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"mixed_linear: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    m, n = x.shape[0], codes.shape[0]
-    gated = ACTIVATIONS[activation][1]
-    if gated and n % 2:
-        raise ValueError(f"mixed_linear: {activation} needs a gate and an up half, an even number of rows; got {n}")
-    for name, t, wanted in (("bias", bias, (n,)), ("residual", residual, (m, n // 2 if gated else n))):
-        if t is not None and (t.shape != wanted or t.dtype != x.dtype or t.device != x.device):
-            raise ValueError(
-                f"mixed_linear: {name} must be {list(wanted)} of {x.dtype} on {x.device}; "
-                f"got {list(t.shape)} of {t.dtype} on {t.device}"
-            )
-    if residual is not None and residual.stride(-1) != 1:
-        residual = residual.contiguous()
+    check_epilogue("mixed_linear", x, codes.shape[0], bias, activation, residual, (x.dtype,), (x.dtype,))
+    residual = dense_along_columns(residual)
     return mixed_linear_op(x, codes, scales, zeros, bias, activation, residual, block_rows, block_cols)
 
 
@@ -334,8 +324,4 @@ def _check(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, block
         raise ValueError(f"mixed_linear: only int4 codes have zero points; got zeros with {codes.dtype}")
     wanted = (-(-n // block_rows), -(-k // block_cols)) if block_cols else (n,)
     for name, t, dtype in (("scales", scales, torch.float32), ("zeros", zeros, torch.uint8)):
-        if t is not None and (t.shape != wanted or t.dtype != dtype or t.device != x.device or not t.is_contiguous()):
-            raise ValueError(
-                f"mixed_linear: {name} must be {list(wanted)}, contiguous {dtype} on {x.device}; "
-                f"got {list(t.shape)}, {t.dtype} on {t.device}"
-            )
+        check_tensor("mixed_linear", name, t, (wanted,), (dtype,), x, contiguous=True)

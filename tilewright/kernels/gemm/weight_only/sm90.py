@@ -101,6 +101,4 @@ _SPACE = Space(
     axes={"SPLIT_K": (0, 1), "GROUP_M": (16, 32)},
 )
 
-MIXED_SM90 = Impl(
-    name="sm90", launch=_launch, space=_SPACE, written_for=90, refuse=_refuse, interpretable=False, extra_roundings=1,
-)  # fmt: skip
+MIXED_SM90 = Impl(name="sm90", launch=_launch, space=_SPACE, written_for=90, refuse=_refuse, extra_roundings=1)

@@ -181,6 +181,4 @@ def _launch(
     return y
 
 
-MIXED_REGISTERS = Impl(
-    name="registers", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, interpretable=False, extra_roundings=1
-)
+MIXED_REGISTERS = Impl(name="registers", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, extra_roundings=1)

@@ -23,7 +23,8 @@ from torch import Tensor
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.activations import activate, activated
 from tilewright.kernels.launch.autograd import dense
-from tilewright.kernels.launch.replay import Held, Prepared, pointer_kind
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.kernels.norm.channel.inputs import normalize_channels_arguments
 from tilewright.kernels.norm.channel.sums_and_affine import (
@@ -57,9 +58,8 @@ def _reference(
 
 
 def _cost(
-    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
-    activation: str,
-) -> Cost:  # fmt: skip
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *_: Any
+) -> Cost:
     moved = 2 * x.nbytes + sum(t.nbytes for t in (mean, variance, weight, bias, residual) if t is not None)
     return Cost(flops=(4 + (residual is not None)) * x.numel(), bytes=moved)
 
@@ -67,18 +67,16 @@ def _cost(
 # ---- examples
 
 
+@Example.of
 def _example(
-    label: str, n: int, s: int, c: int, dtype: torch.dtype, vectors: torch.dtype = torch.float32, *, last: bool = True,
+    inputs: Inputs, n: int, s: int, c: int, dtype: torch.dtype, vectors: torch.dtype = torch.float32, *, last: bool = True,
     affine: bool = True, residual: bool = False, activation: str = "none",
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        x, mean, variance, weight, bias, rest, eps, kind = normalize_channels_arguments(
-            inputs, B=n, M=s, N=c, dtype=dtype, first=not last, residual=residual, activation=activation
-        )
-        mean, variance, weight, bias = (t.to(vectors) for t in (mean, variance, weight, bias))
-        return x, mean, variance, weight if affine else None, bias if affine else None, rest, eps, kind
-
-    return Example(label, make)
+) -> tuple[object, ...]:  # fmt: skip
+    x, mean, variance, weight, bias, rest, eps, kind = normalize_channels_arguments(
+        inputs, B=n, M=s, N=c, dtype=dtype, first=not last, residual=residual, activation=activation
+    )
+    mean, variance, weight, bias = (t.to(vectors) for t in (mean, variance, weight, bias))
+    return x, mean, variance, weight if affine else None, bias if affine else None, rest, eps, kind
 
 
 EXAMPLES = (
@@ -126,20 +124,13 @@ def _normalize_kernel(
 
 # ---- launcher and op
 
-_HELD = Held()
-
 
 def _key(
     config: Config, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, eps: float, activation: str,
 ) -> tuple[Any, ...]:  # fmt: skip
-    kinds = (pointer_kind(t) for t in (x, mean, variance, weight, bias, residual))
+    kinds = map(pointer_kind, (x, mean, variance, weight, bias, residual))
     return (x.get_device(), x.shape, x.stride(), *kinds, eps, activation, *config.values())
-
-
-def launched(*args: Any) -> Prepared | None:
-    """What makes a launch again that was made of these arguments, on x, mean, variance, weight, bias, residual and y."""
-    return _HELD.get(_key(normalize_channels_op.chosen(*args).config, *args))
 
 
 def _launch(
@@ -147,23 +138,28 @@ def _launch(
     residual: Tensor | None, eps: float, activation: str,
 ) -> Tensor:  # fmt: skip
     y = torch.empty_like(x)
-    mean, variance, weight, bias = map(dense, (mean, variance, weight, bias))
-    operands = (x, mean, variance, weight, bias, residual, y)
-    key = _key(config, *operands[:-1], eps, activation)
-    held = _HELD.get(key)
-    if held is not None:
-        held([0 if t is None else t.data_ptr() for t in operands])
-    elif x.numel():
-        (n, s, c), vector = x.shape, places_at_once(x)
-        grid = (n * ceil_div(s, config["BLOCK_S"]) * ceil_div(c, config["BLOCK_C"]),)
-        arguments = (*operands, s // vector, eps)
-        constants = {"C": c, "VECTOR": vector, "LAST": channels_last(x), "ACTIVATION": activation, **config}
-        compiled = _normalize_kernel[grid](*arguments, **constants)
-        starts = [0 if t is None else t.data_ptr() for t in operands]
-        prepared = Prepared(_normalize_kernel, compiled, grid, arguments, constants, range(7), starts)
-        if x.is_cuda:
-            _HELD.keep(key, prepared)
+    operands = (x, *map(dense, (mean, variance, weight, bias)), residual, y)
+    if x.numel():
+        _PLANS.fill(config, y, (*operands[:-1], eps, activation), operands)
     return y
+
+
+def _first_launch(config: Config, y: Tensor, x: Tensor, *rest: Any) -> Plan:
+    """Fill y."""
+    (n, s, c), vector = x.shape, places_at_once(x)
+    *others, eps, activation = rest
+    operands = (x, *others, y)
+    grid = (n * ceil_div(s, config["BLOCK_S"]) * ceil_div(c, config["BLOCK_C"]),)
+    constants = {"C": c, "VECTOR": vector, "LAST": channels_last(x), "ACTIVATION": activation, **config}
+    return Plan(first_launch(_normalize_kernel, grid, (*operands, s // vector, eps), constants, range(7), operands))
+
+
+_PLANS = Planned(_key, _first_launch)
+
+
+def launched(*args: Any) -> Plan | None:
+    """The plan of a call with these arguments, on x, mean, variance, weight, bias, residual and y."""
+    return _PLANS.plan(normalize_channels_op.chosen(*args).config, *args)
 
 
 normalize_channels_op = Op(

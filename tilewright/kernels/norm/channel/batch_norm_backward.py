@@ -69,15 +69,13 @@ def _cost(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: Tenso
     return Cost(flops=9 * x.numel(), bytes=moved)
 
 
+@Example.of
 def _example(
-    label: str, n: int, s: int, c: int, dtype: torch.dtype, vectors: torch.dtype | None = torch.float32, *,
+    inputs: Inputs, n: int, s: int, c: int, dtype: torch.dtype, vectors: torch.dtype | None = torch.float32, *,
     last: bool = True, relu: bool = True,
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        *given, weight, eps = batch_norm_backward_arguments(inputs, B=n, M=s, N=c, dtype=dtype, first=not last, relu=relu)
-        return *given, None if vectors is None else weight.to(vectors), eps
-
-    return Example(label, make)
+) -> tuple[object, ...]:  # fmt: skip
+    *given, weight, eps = batch_norm_backward_arguments(inputs, B=n, M=s, N=c, dtype=dtype, first=not last, relu=relu)
+    return *given, None if vectors is None else weight.to(vectors), eps
 
 
 EXAMPLES = (

@@ -64,16 +64,14 @@ def _cost(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, mo
     return Cost(flops=3 * x.numel(), bytes=x.nbytes + vectors)
 
 
+@Example.of
 def _example(
-    label: str, n: int, s: int, c: int, dtype: torch.dtype, vectors: torch.dtype = torch.float32, *, last: bool = True,
+    inputs: Inputs, n: int, s: int, c: int, dtype: torch.dtype, vectors: torch.dtype = torch.float32, *, last: bool = True,
     running: bool = True, mean: float = 0.0,
-) -> Example:  # fmt: skip
-    def make(inputs: Inputs) -> tuple[object, ...]:
-        x, first, second, momentum = batch_statistics_arguments(inputs, B=n, M=s, N=c, dtype=dtype, first=not last)
-        kept = (first.to(vectors), second.to(vectors)) if running else (None, None)
-        return x + mean if mean else x, *kept, momentum
-
-    return Example(label, make)
+) -> tuple[object, ...]:  # fmt: skip
+    x, first, second, momentum = batch_statistics_arguments(inputs, B=n, M=s, N=c, dtype=dtype, first=not last)
+    kept = (first.to(vectors), second.to(vectors)) if running else (None, None)
+    return x + mean if mean else x, *kept, momentum
 
 
 EXAMPLES = (

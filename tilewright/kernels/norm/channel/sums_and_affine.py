@@ -126,19 +126,16 @@ def _tensors(
 
 
 def _examples(affine: bool) -> tuple[Example, ...]:
+    @Example.of
     def example(
-        label: str, *shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = True, both: bool = False, mean: float = 0.0,
-        shared: bool = False,
-    ) -> Example:  # fmt: skip
+        inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = True, both: bool = False,
+        mean: float = 0.0, shared: bool = False,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         n, s, c = shape
-
-        def make(inputs: Inputs) -> tuple[Tensor | None, ...]:
-            x, dy = _tensors(inputs, (n, s, c), dtype, last, both, mean)
-            vectors = [inputs.randn(1 if shared else n, c) + mean for _ in range(3)]
-            shift, b, d = vectors
-            return (x, shift, b, dy, d if both else None) if affine else (x, shift, dy)
-
-        return Example(label, make)
+        x, dy = _tensors(inputs, (n, s, c), dtype, last, both, mean)
+        vectors = [inputs.randn(1 if shared else n, c) + mean for _ in range(3)]
+        shift, b, d = vectors
+        return (x, shift, b, dy, d if both else None) if affine else (x, shift, dy)
 
     return (
         example("channels last", 2, 100, 48),
