@@ -41,11 +41,12 @@ class Cell:
     shape: str = "llama"
     optimizer: str = "adamw"
     fault: str = ""
+    dtype: str = "float32"
 
     @property
     def name(self) -> str:
         """Of its file."""
-        parts = (self.plan or "alone", self.micro_batches, self.steps, self.tree, self.shape, self.optimizer, self.fault)
+        parts = (self.plan or "alone", self.micro_batches, self.steps, self.tree, self.shape, self.optimizer, self.fault, self.dtype)
         return "-".join(map(str, parts)).replace("=", "")
 
     def alone(self) -> "Cell":
@@ -92,13 +93,13 @@ def _batches(count: int, step: int) -> list[TrainBatch]:
 def run(cell: Cell, rank: int = 0, store: Any = None) -> dict[str, Tensor]:
     """The losses, norms and all state behind the last step: on the first rank."""
     config = TrainConfig(
-        model="-", dtype="float32", optimizer=cell.optimizer, lr=3e-3, steps=cell.steps, warmup=2,
+        model="-", dtype=cell.dtype, optimizer=cell.optimizer, lr=3e-3, steps=cell.steps, warmup=2,
         micro_batches=cell.micro_batches, accumulate="tree" if cell.tree else "running",
         parallel=Plan.read(cell.plan), row_tokens=TOKENS, micro_rows=ROWS, compute="fp8" if cell.shape == "fp8" else "dtype",
     )  # fmt: skip
     check_plan(config, _shape(cell.shape))
     mesh = join(config.parallel, rank=rank, device=torch.device("cpu"), store=store, invariant=cell.tree)
-    model = empty_model(_shape(cell.shape), device="cpu", dtype=torch.float32)
+    model = empty_model(_shape(cell.shape), device="cpu", dtype=getattr(torch, cell.dtype))
     initialise(model, std=0.3)
     set_compute(config, model, torch.device("cpu"))
     spread = make_spread(config, model.requires_grad_(True), mesh)

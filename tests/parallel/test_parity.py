@@ -53,6 +53,9 @@ ORDINARY = (
     Cell(plan="dp=2,tp=2,zero=3", shape="fp8", **SHORT),
     Cell(plan="dp=4,ep=2,zero=1", micro_batches=8, shape="mixture", **SHORT),
     Cell(plan="dp=4,ep=4", shape="mixtral", **SHORT),
+    Cell(plan="dp=2,cp=2,zero=3", dtype="bfloat16", **SHORT),
+    Cell(plan="cp=2,pp=2", dtype="bfloat16", **SHORT),
+    Cell(plan="cp=4,ring", dtype="bfloat16", shape="qwen3", **SHORT),
 )
 FAST = (
     Cell(plan="dp=4", tree=False, micro_batches=8, **SHORT),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tilewright.parallel.ranks import Ranks
-from tilewright.parallel.replicate import RowShards, all_reduced
+from tilewright.parallel.replicate import RowShards, over_chunks
 
 __all__ = ["Fetched"]
 
@@ -76,7 +76,7 @@ class Fetched(nn.Module):
     def received(self, grads: tuple[Tensor, ...]) -> None:
         """Keep this replica's rows of the gradients, and drop the weights."""
         self._again = None
-        self._sums = self._shards.reduce_scatter(all_reduced([grad.float() for grad in grads], self._chunks))
+        self._sums = self._shards.reduce_scatter([grad.float() for grad in over_chunks(grads, self._chunks)])
 
     def _gathered(self) -> Tensor:
         size = sum(-(-shape.numel() // _ALIGN) * _ALIGN for shape in self._shapes)

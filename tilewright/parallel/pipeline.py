@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.reduce import RunningSum, TreeSum, tree_sum
-from tilewright.parallel.replicate import all_reduced
+from tilewright.parallel.replicate import over_chunks
 
 __all__ = ["Batch", "Pipeline", "keep_layers"]
 
@@ -202,4 +202,4 @@ def _take(parameters: Sequence[nn.Parameter], total: TreeSum | RunningSum, chunk
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    total.add(all_reduced([grad for grad in grads if grad is not None], chunks))
+    total.add(over_chunks([grad for grad in grads if grad is not None], chunks))

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from tilewright.parallel.pieces import rows_of
 from tilewright.parallel.ranks import Ranks
 
-__all__ = ["RowShards", "all_reduced"]
+__all__ = ["RowShards", "all_reduced", "over_chunks"]
 
 _BUCKET = 1 << 24
 """Elements that are exchanged at once: 64 MB of float32."""
@@ -28,6 +28,11 @@ def all_reduced(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
         flat = ranks.all_reduce(torch.cat([t.reshape(-1) for t in bucket]))
         found += [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in bucket]), bucket)]
     return found
+
+
+def over_chunks(grads: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    """The sums over ranks that have other tokens of one micro-batch, each in its dtype: autograd has no other for one process."""
+    return [total.to(grad.dtype) for total, grad in zip(all_reduced(grads, ranks), grads, strict=True)]
 
 
 def _buckets(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:

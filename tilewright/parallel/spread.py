@@ -19,7 +19,7 @@ from tilewright.parallel.pipeline import Pipeline
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import Ranks
 from tilewright.parallel.reduce import RunningSum, TreeSum, row_squares, tree
-from tilewright.parallel.replicate import RowShards, all_reduced
+from tilewright.parallel.replicate import RowShards, all_reduced, over_chunks
 
 __all__ = ["Spread"]
 
@@ -102,7 +102,7 @@ class Spread:
             found = torch.autograd.grad(loss, list(self.leaves.values()), allow_unused=bool(self.part.fetched))
             grads = [loss.detach(), *found]
             if chunks.size > 1:
-                sums = iter(all_reduced([grad for grad in grads if grad is not None], chunks))
+                sums = iter(over_chunks([grad for grad in grads if grad is not None], chunks))
                 grads = [None if grad is None else next(sums) for grad in grads]
             # Only what is fetched has no gradient here, and then micro-batches are dealt out.
             total.add(self._over_replicas(grads) if self.plan.dealt else [grad for grad in grads if grad is not None])
