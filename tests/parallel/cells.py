@@ -46,8 +46,8 @@ class Cell:
     @property
     def name(self) -> str:
         """Of its file."""
-        parts = (self.plan or "alone", self.micro_batches, self.steps, self.tree, self.shape, self.optimizer, self.fault, self.dtype)
-        return "-".join(map(str, parts)).replace("=", "")
+        parts = (self.plan or "alone", self.micro_batches, self.steps, self.tree, self.shape, self.optimizer, self.fault)
+        return "-".join(map(str, (*parts, self.dtype))).replace("=", "")
 
     def alone(self) -> "Cell":
         """The same by one process."""
