@@ -31,7 +31,7 @@ def all_reduced(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def over_chunks(grads: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """The sums over ranks that have other tokens of a micro-batch, in the gradients' dtypes: what autograd gives one process."""
+    """The sums over ranks that have other tokens of one micro-batch, in the gradients' dtypes, as autograd makes them."""
     return [total.to(grad.dtype) for total, grad in zip(all_reduced(grads, ranks), grads, strict=True)]
 
 
