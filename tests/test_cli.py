@@ -27,7 +27,7 @@ ENGINE_OPTIONS = {
     "--host-cache-gib",
     *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
     *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
-    *("--tp", "--pp", "--slices"),
+    *("--tp", "--pp", "--slices", "--prompt-graphs", "--no-prompt-graphs"),
 }
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {

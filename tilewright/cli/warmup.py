@@ -25,6 +25,7 @@ _WITHOUT = {
     "prefill_chunk",
     "max_waiting",
     "prefix_cache",
+    "prompt_graphs",
     "bundle",
     "draft",
     "draft_tokens",

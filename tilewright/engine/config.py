@@ -55,6 +55,7 @@ class EngineConfig:
     prefill_chunk: int | None = option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
     max_waiting: int = option(4096, "requests that may wait; beyond it they are refused")
     prefix_cache: bool = option(True, "share pages of the KV cache between requests that begin alike")
+    prompt_graphs: bool = option(False, "capture steps of up to 1,024 tokens that compute prompts beside decoding rows, too")
     speculate: str | None = option(None, f"guess tokens ahead, without loss, by {' or '.join(SPECULATE)}; see also draft")
     draft: str | None = option(
         None, "guess tokens ahead by a small model of the same vocabulary, or a draft head: folder or hub name"

@@ -221,6 +221,7 @@ def runner_of(
         cache_dtype=cache_dtype(model, options),
         host_pages=host_pages,
         window_pages=window_pages,
+        prompt_graphs=options.prompt_graphs,
         explains_draws=explains_draws,
         team=team,
     )

@@ -2,8 +2,8 @@
 
 On a GPU `launch` only enqueues, so the host prepares a step while the device runs the one before: samples stay on the device
 (`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
-replay captured graphs, as do steps with prompts that have few tokens; larger ones run eagerly. On a CPU the same code runs at
-once.
+replay captured graphs, as do, by choice, steps with prompts that have few tokens; others run eagerly. On a CPU the same code
+runs at once.
 
 The head runs once a step, on the rows that sample. Where a row edits its logits, or wants log-probabilities, the whole step
 goes through the edits, which leave the other rows as they are. A step with masked rows replays the captured body, but samples
@@ -87,12 +87,12 @@ class ModelRunner:
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
         cache_dtype: torch.dtype | None = None, host_pages: int = 0, explains_draws: bool = False, team: Team | None = None,
-        window_pages: int = 0,
+        window_pages: int = 0, prompt_graphs: bool = False,
     ):  # fmt: skip
         """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
         `host_pages`: of host memory, for what the prefix cache gives up. `explains_draws`: log-probabilities come with
         `TokenLogprobs.drawn`; rows with drafts have none. `team`: other ranks, which run each step on their shares.
-        `window_pages`: of layers with a window, which then have pages of their own."""
+        `window_pages`: of layers with a window, which then have pages of their own. `prompt_graphs`: see mixed_graphs.py."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
@@ -123,6 +123,7 @@ class ModelRunner:
         self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
+        self._captures_prompts = prompt_graphs
         # Two steps are in flight at most, so a buffer is read long before its turn comes again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples, kinds=self.kinds).nbytes
         longest += self.kinds * max_seqs * self._max_pages * 4
@@ -379,7 +380,7 @@ class ModelRunner:
             self._bodies, tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
             row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress, kinds=self.kinds,
         )  # fmt: skip
-        if self._state is not None:
+        if self._captures_prompts and self._state is not None:
             self._mixed = MixedGraphs(
                 self._bodies, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
                 max_tokens=self.max_tokens_per_step, pool=self._graphs.pool, progress=progress, kinds=self.kinds,
