@@ -198,8 +198,9 @@ def test_a_signal_drains_all_fronts(server: ServerProcess) -> None:
     """The last one: the server has ended after it."""
     with on_both(server) as by_front:
         server.process.send_signal(signal.SIGTERM)
+        # Which front takes a connection is the kernel's choice, so one of them may be the last to hear of the signal.
         until(lambda: {server.request("GET", "/ready")[0] for _ in range(8)} == {503})
-        assert {server.post(prompt="ab")[0] for _ in range(8)} == {503}
+        until(lambda: {server.post(prompt="ab")[0] for _ in range(8)} == {503})
         for one in (one for several in by_front.values() for one in several):
             one.join(20)
             assert "did not finish in time" in one.ended
