@@ -204,8 +204,10 @@ class Scheduler(Tenants):
             self._continue_prompt(request, plan, reserved=0)
 
     def _share_rest(self, plan: StepPlan) -> None:
-        """Pieces of the other prompts, the shortest first. They take free pages only: nobody in the step may lose its own."""
-        for request in sorted(plan.others, key=lambda r: len(r) - r.computed):
+        """Pieces of the other prompts: the shortest first, behind those that start in this step and come before all that run.
+        They take free pages only: nobody in the step may lose its own."""
+        first = plan.first.order if plan.first is not None else (0, 0)
+        for request in sorted(plan.others, key=lambda r: (r.order > first, len(r) - r.computed)):
             if request.state is not State.RUNNING:
                 continue
             self._take(request, plan)

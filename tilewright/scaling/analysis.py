@@ -69,8 +69,8 @@ def interval(at: float, logs: Array) -> tuple[float, float] | None:
     """95 % for a positive number `at`: 1.96 standard deviations of the resampled logarithms to both sides; None without any."""
     if not len(logs):
         return None
-    factor = math.exp(_reach(logs))
-    return at / factor, at * factor
+    reach, most = _reach(logs), 700.0  # a float64 ends at e^709; a term that is 0 in a fit has a logarithm far below
+    return math.exp(max(math.log(at) - reach, -most)), math.exp(min(math.log(at) + reach, most))
 
 
 def _reach(values: Array) -> float:
