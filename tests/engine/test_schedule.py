@@ -292,23 +292,6 @@ def test_bounds_of_the_scheduler_are_checked():
         scheduler(chunk=0)
 
 
-def test_a_newcomer_of_high_priority_goes_on_in_the_step_in_which_it_starts() -> None:
-    for length in (1, 4):  # as much as the other has left, and more
-        pair = Pair(scheduler(9, 3, max_seqs=3, budget=3))
-        first, second, urgent = (
-            Request(name, [token] * size, SamplingParams(max_tokens=1, priority=priority))
-            for name, token, size, priority in (("a", 1, 12, 1), ("b", 2, 3, 1), ("c", 3, length + 1, 0))
-        )
-        pair.add(first, second)
-        pair.step()
-        assert 0 < second.computed < len(second)
-        pair.add(urgent)
-        step = pair.step()  # which checks that the first in order is in it
-        assert step is not None
-        assert urgent in {row.request for row in step.rows}
-        pair.finish()
-
-
 class Life(RuleBasedStateMachine):
     """Random arrivals with common prefixes, aborts and steps, over a pool that is too small for what is asked."""
 

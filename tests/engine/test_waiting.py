@@ -1,9 +1,9 @@
-"""How long requests wait: who is refused at once, who is given up, and who is let alone."""
+"""How long requests wait: who is refused at once, who is given up, who is let alone, and who goes first."""
 
 import pytest
 
 from tests.engine.fake_runner import scheduler
-from tests.engine.pair import start_again
+from tests.engine.pair import Pair, start_again
 from tilewright.engine.request import QueueFull, Request, SamplingParams, State
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.step import StepResult
@@ -92,3 +92,20 @@ def test_whoever_was_started_does_not_expire():
     while one.state is not State.FINISHED:
         queue.second()
     assert one.finish_reason == "length"
+
+
+def test_a_newcomer_of_high_priority_goes_on_in_the_step_in_which_it_starts() -> None:
+    for length in (1, 4):  # as much as the other has left, and more
+        pair = Pair(scheduler(9, 3, max_seqs=3, budget=3))
+        first, second, urgent = (
+            Request(name, [token] * size, SamplingParams(max_tokens=1, priority=priority))
+            for name, token, size, priority in (("a", 1, 12, 1), ("b", 2, 3, 1), ("c", 3, length + 1, 0))
+        )
+        pair.add(first, second)
+        pair.step()
+        assert 0 < second.computed < len(second)
+        pair.add(urgent)
+        step = pair.step()  # which checks that the first in order is in it
+        assert step is not None
+        assert urgent in {row.request for row in step.rows}
+        pair.finish()
