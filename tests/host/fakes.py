@@ -46,16 +46,24 @@ class Fake:
         inputs = [[np.frombuffer(wire.data, np.float32).reshape(wire.shape) for wire in wires] for wires in batch]
         rows = np.concatenate([np.sum(arrays, axis=0, dtype=np.float32) for arrays in inputs])
         try:
-            found, errors = self.compute(rows), {}
+            found, errors = self._computed(rows, parts)
         except Hangs:
             return
         except Dies:
             asyncio.get_running_loop().call_later(self.seconds, self.close)
             return
-        except ValueError as error:
-            found, errors = rows, dict.fromkeys(range(len(parts)), f"the model raised {error}")
         wire = Wire("FP32", found.shape, np.ascontiguousarray(found, np.float32).tobytes())
         asyncio.get_running_loop().call_later(self.seconds, self._answer, Reply((wire,), errors, self.seconds))
+
+    def _computed(self, rows: np.ndarray, parts: Sequence[int]) -> tuple[np.ndarray, dict[int, str]]:
+        """As `host/worker.py`: where a batch fails, each request is computed alone."""
+        try:
+            return self.compute(rows), {}
+        except ValueError as error:
+            if len(parts) == 1:
+                return rows, {0: f"the model raised {error}"}
+        alone = [self._computed(own, own.shape[:1]) for own in np.split(rows, np.cumsum(parts)[:-1])]
+        return np.concatenate([own for own, _ in alone]), {i: errors[0] for i, (_, errors) in enumerate(alone) if errors}
 
     def _answer(self, reply: Reply) -> None:
         done, self._done = self._done, None
