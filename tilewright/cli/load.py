@@ -1,6 +1,5 @@
 """`tilewright load`: requests to a service on a schedule, and what its users would have felt."""
 
-import asyncio
 import json
 import sys
 import time
@@ -63,6 +62,8 @@ def load(
 
 
 def _load(url: str, config: LoadConfig) -> "Outcome":
+    import asyncio  # not above: it would take a tenth of the time of --help
+
     from tilewright.bench.load.run import load as run
 
     with _shown() as look:
@@ -142,6 +143,8 @@ def _print(outcome: "Outcome", report: Path | None, out: Path | None, *, as_json
 
 def _self_check(*, as_json: bool) -> int:
     """Print the comparison; the exit code."""
+    import asyncio
+
     from tilewright.bench.load.selfcheck import ALLOWED, self_check
 
     began_s = time.monotonic()
