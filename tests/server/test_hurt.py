@@ -7,7 +7,6 @@ them, the bystander, begins again when it has come to its end; its text is alway
 import http.client
 import itertools
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -179,16 +178,8 @@ def bystander(long_shape: str) -> Iterator[tuple[Bystander, str]]:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_stream_goes_on(bystander: tuple[Bystander, str], row: str) -> None:
-    """What stops the stream stops it each time; where other programs keep the machine busy a row has three turns."""
-    turns = 3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1
-    gaps_s: list[float] = []
-    while len(gaps_s) < turns and (not gaps_s or gaps_s[-1] >= MAX_GAP_S):
-        gaps_s.append(turn(*bystander, *ROWS[row]))
-    assert gaps_s[-1] < MAX_GAP_S, f"the stream stood still for {gaps_s} s"
-
-
-def turn(stream: Bystander, text: str, requests: list[Ask], allowed: set[int]) -> float:
-    """Send the requests of a row; the longest gap of the stream meanwhile, in seconds."""
+    stream, text = bystander
+    requests, allowed = ROWS[row]
     before = len(stream.times) - 1
     with ThreadPoolExecutor(len(requests)) as pool:
         answers = list(pool.map(lambda request: send(stream.port, request), requests))
@@ -204,8 +195,9 @@ def turn(stream: Bystander, text: str, requests: list[Ask], allowed: set[int]) -
             assert content["error"]["message"]
     for part in stream.texts[-2:]:
         assert text.startswith(part)
+    gap_s = max(b - a for a, b in itertools.pairwise(stream.times[before:]))
+    assert gap_s < MAX_GAP_S, f"the stream stood still for {gap_s:.2f} s"
     assert http_status(stream.port, "/health") == OK
-    return max(b - a for a, b in itertools.pairwise(stream.times[before:]))
 
 
 def http_status(port: int, path: str) -> int:

@@ -24,4 +24,4 @@ def test_nor_on_fronts() -> None:
 def test_twenty_minutes_of_traffic() -> None:
     summary = traffic(20 * 60)
     assert not summary.failures
-    assert summary.preemptions >= 0.2 * summary.answers >= 100, "the cache is not too small"
+    assert summary.preemptions >= 1000
