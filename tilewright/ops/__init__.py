@@ -8,9 +8,8 @@ from tilewright.kernels.attention.fp8.attention import scaled_attention_op
 from tilewright.kernels.attention.fp8.quantize_kv import quantize_keys_values_op
 from tilewright.kernels.attention.mla.attention import mla_attention_op
 from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write_op
-from tilewright.kernels.attention.paged.attention import paged_attention_op
+from tilewright.kernels.attention.paged.attention import capped_paged_attention_op, paged_attention_op
 from tilewright.kernels.attention.paged.cache_write import kv_cache_write_op
-from tilewright.kernels.attention.paged.capped import capped_paged_attention_op
 from tilewright.kernels.attention.paged.decode_inputs import decode_inputs, decode_inputs_op
 from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write_op
 from tilewright.kernels.conv.conv import conv_op
