@@ -24,17 +24,17 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.device.multi_pass_rows import columns, load_block, store_block, wide_refusal
+from tilewright.kernels.device.multi_pass_rows import columns, load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, rows_of, rows_ready
 from tilewright.kernels.norm.cooperative import LAYER_SPLIT, split_first
 from tilewright.kernels.norm.inputs import layer_norm_arguments
 from tilewright.kernels.norm.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Config
 
 __all__ = ["EXAMPLES", "default_config", "join_lanes", "launch_rows", "layer_norm", "layer_norm_op", "moments"]
 
@@ -64,34 +64,11 @@ def default_config(device: Device, problem: Rows) -> Config:
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": 3 if problem.dtype.itemsize > 2 else 2, "num_warps": 32}
-    block_d = next_pow2(problem.cols)
     # 16 elements a thread: two 16-byte loads of bf16 in flight, and room for weight and bias beside them.
-    return {
-        "BLOCK_T": max(1, min(16, 2048 // block_d)),
-        "BLOCK_D": block_d,
-        "HELD": 1,
-        "num_warps": max(4, min(16, block_d // 512)),
-    }
+    return narrow_rows(problem.cols)
 
 
-SPACE = Space(
-    default=default_config,
-    axes={
-        "BLOCK_T": (1, 2, 4, 8, 16),
-        "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-        "HELD": (1, 2, 3),
-        "num_warps": (1, 2, 4, 8, 16, 32),
-    },
-    refusal=lambda device, problem, c: (
-        "tile over 16384 elements"
-        if c["BLOCK_T"] * c["BLOCK_D"] > 16384
-        else "BLOCK_D wider than the row needs"
-        if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
-        else "over 64 elements a thread"
-        if c["BLOCK_T"] * c["BLOCK_D"] > 64 * 32 * c["num_warps"]
-        else wide_refusal(problem.cols, c)
-    ),
-)
+SPACE = rows_space(default_config, most_a_thread=64)
 
 
 @Example.of

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.device.multi_pass_rows import load_block, store_block, wide_refusal
+from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import check_last_dim, rows_of, rows_ready
 from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
 from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
 from tilewright.kernels.norm.work import add_norm_work, norm_work
 from tilewright.op import Example, Impl, Inputs, Op
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Config
 
 __all__ = ["add_rms_norm", "add_rms_norm_op", "rms_norm", "rms_norm_op"]
 
@@ -83,32 +83,11 @@ def _default(device: Device, problem: Problem) -> Config:
     if problem.cols > widest:
         held = 2 if problem.residual and problem.dtype.itemsize == 2 else 3
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": held, "num_warps": 32}
-    block_d = next_pow2(problem.cols)
     # A program wants about 4096 elements in flight; 32 a thread still fit in registers beside the weights.
-    return {
-        "BLOCK_T": max(1, min(16, 2048 // block_d)),
-        "BLOCK_D": block_d,
-        "HELD": 1,
-        "num_warps": max(1, min(16, max(block_d, 2048) // 512)),
-    }
+    return narrow_rows(problem.cols)
 
 
-SPACE = Space(
-    default=_default,
-    axes={
-        "BLOCK_T": (1, 2, 4, 8, 16),
-        "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-        "HELD": (1, 2, 3),
-        "num_warps": (1, 2, 4, 8, 16, 32),
-    },
-    refusal=lambda device, problem, c: (
-        "tile over 16384 elements"
-        if c["BLOCK_T"] * c["BLOCK_D"] > 16384
-        else "BLOCK_D wider than the row needs"
-        if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
-        else wide_refusal(problem.cols, c)
-    ),
-)
+SPACE = rows_space(_default)
 
 
 @Example.of
