@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewright.kernels.attention.sm90_schedule import PLACE, ROWS, SLOT, deal_tiles, load_tiles
 from tilewright.kernels.hopper.primitives import block_barrier, clear_end, release, store_box, take, viewed
+from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["attend", "attention_sm90_kernel", "barriers"]
 
@@ -321,14 +322,6 @@ def attend(
 
 
 # ---- kernel
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "H", "GROUP", "total_q", "max_q", "max_k", "left", "right"])

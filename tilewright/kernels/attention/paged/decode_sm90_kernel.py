@@ -44,7 +44,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.kernels.attention.paged.decode_sm90_split_kv import (
     PANEL,
     ROWS,
-    barriers,
     boxes_joined,
     end_pair,
     page_rows,
@@ -52,6 +51,7 @@ from tilewright.kernels.attention.paged.decode_sm90_split_kv import (
     stretch,
 )
 from tilewright.kernels.hopper.primitives import block_barrier, clear_end, load_box, release, viewed
+from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["WARPS", "column_maxima", "decode", "only_seen", "paged_sm90_kernel", "pairs_of_rows", "tall_sums", "weigh"]
 

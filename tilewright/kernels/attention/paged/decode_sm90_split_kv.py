@@ -13,11 +13,10 @@ scores times log2(e). No launchers.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.hopper.primitives import block_barrier, viewed
 
-__all__ = ["PANEL", "ROWS", "barriers", "boxes_joined", "end_pair", "page_rows", "range_of", "stretch"]
+__all__ = ["PANEL", "ROWS", "boxes_joined", "end_pair", "page_rows", "range_of", "stretch"]
 
 
 ROWS = gl.constexpr(64)  # keys of a tile
@@ -125,14 +124,6 @@ def page_rows(table_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr, STEP:
     for i in gl.static_range(1, COUNT):
         rows += (_page_row(table_ptr, key + i * STEP, kv_len, g, G, S),)
     return rows
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 @gluon.jit

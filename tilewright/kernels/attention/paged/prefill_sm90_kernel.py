@@ -22,9 +22,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.attention.paged.decode_sm90_split_kv import PANEL, boxes_joined, page_rows
-from tilewright.kernels.attention.sm90_kernel import attend, barriers
+from tilewright.kernels.attention.sm90_kernel import attend
 from tilewright.kernels.attention.sm90_schedule import PLACE, ROWS, SLOT
 from tilewright.kernels.hopper.primitives import hand_out, load_box, next_tile, release, take
+from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["paged_varlen_sm90_kernel"]
 
