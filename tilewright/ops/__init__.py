@@ -51,8 +51,7 @@ from tilewright.kernels.norm.channel.batch_norm_apply import normalize_channels_
 from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.norm.channel.batch_statistics import batch_statistics_op
 from tilewright.kernels.norm.channel.sums_and_affine import channel_affine_op, channel_sums_op
-from tilewright.kernels.norm.layer_norm import layer_norm_op
-from tilewright.kernels.norm.layer_norm_stats import layer_norm_stats_op
+from tilewright.kernels.norm.layer_norm import layer_norm_op, layer_norm_stats_op
 from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
 from tilewright.kernels.optimizer.adamw import adamw_op
 from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op

@@ -186,19 +186,7 @@ activation_op = Op(
 
 
 def activation(x: Tensor, kind: str, alpha: float = 1.0) -> Tensor:
-    """f(x), elementwise, without gradients (`ops.activation` has them).
-
-    Args:
-        x: any shape, bf16, fp16 or fp32.
-        kind: one of `KINDS`.
-        alpha: what "elu" multiplies, or the slope of "leaky_relu"; the others have none.
-
-    Returns:
-        x's shape, dtype and, where x is dense, strides.
-
-    Raises:
-        ValueError: an unknown kind, or a dtype that is not supported.
-    """
+    """Without gradients; `ops.activation` says what it takes."""
     check(x, kind)
     return activation_op(dense(x), kind, float(alpha))
 

@@ -177,18 +177,10 @@ dropout_op = Op(
 
 
 def dropout(x: Tensor, state: Tensor, p: float) -> Tensor:
-    """x with a share p of its elements zero and the rest scaled by 1 / (1 - p), without gradients (`ops.dropout` has them).
+    """x with a share p of its elements zero and the rest scaled by 1 / (1 - p), without gradients; `ops.dropout` has
+    them, and says what it takes.
 
-    Args:
-        x: any shape, bf16, fp16 or fp32.
-        state: int64 [2] on x's device, (seed, offset): which of the elements.
-        p: in [0, 1).
-
-    Returns:
-        x's shape, dtype and, where x is dense, strides.
-
-    Raises:
-        ValueError: p or the state do not fit.
+    state: int64 [2] on x's device, (seed, offset): which of the elements.
     """
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p is {p}, wanted 0 <= p < 1")

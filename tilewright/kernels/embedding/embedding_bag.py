@@ -202,21 +202,9 @@ embedding_bag_op = Op(
 def embedding_bag(
     weight: Tensor, ids: Tensor, offsets: Tensor, mode: str = "mean", scales: Tensor | None = None, padding: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sum, mean or maximum of each bag's rows, without gradients (`ops.embedding_bag` has them).
+    """The sum, mean or maximum of each bag's rows, without gradients; `ops.embedding_bag` says what it takes.
 
-    Args:
-        weight: [V, D], bf16, fp16 or fp32.
-        ids: [T] int64, each in [0, V).
-        offsets: [B] int64, ascending from 0: the first id of each bag. On a GPU they are trusted.
-        mode: one of `MODES`.
-        scales: [T], a factor on each row of a "sum".
-        padding: an id that counts for nothing.
-
-    Returns:
-        ([B, D] of weight's dtype, int32 [B, D] for "max" and [0, D] else: which entry each maximum came from).
-
-    Raises:
-        ValueError: shapes, dtypes or the mode do not fit.
+    Gives ([B, D] of weight's dtype, int32 [B, D] for "max" and [0, D] else: which entry each maximum came from).
     """
     if mode not in MODES:
         raise ValueError(f"embedding_bag: mode is {mode!r}, wanted one of {', '.join(MODES)}")

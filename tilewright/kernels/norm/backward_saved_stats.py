@@ -1,7 +1,7 @@
 """The gradient of layer_norm for wide rows whose statistics the forward pass kept: the implementation `kept`.
 
 backward_cooperative.py's way over rows that several programs share: three blocks of rows in shared memory, one on its way, one
-whose sums are written, one that is finished. With mean and 1 / deviation known (stats, layer_norm_stats.py)
+whose sums are written, one that is finished. With mean and 1 / deviation known (stats, layer_norm.py)
 
     c1[t] = mean of w dy,     c2[t] = mean of w dy h,     h = (x - mean) scale,     dx = scale (w dy - c1 - h c2)
 

@@ -210,23 +210,18 @@ def _rms_norm_kernel(
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, row_stride = rows_of(x)
-    grid = (triton.cdiv(rows, config["BLOCK_T"]),)
-    if rows:
-        _rms_norm_kernel[grid](x, x, weight, y, y, rows, row_stride, 0, eps, D=x.shape[-1], HAS_RESIDUAL=False, **config)
-    return y
+    return _add_launch(config, x, None, weight, eps)[0]
 
 
-def _add_launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_launch(config: Config, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = y if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, row_stride = rows_of(x)
-    grid = (triton.cdiv(rows, config["BLOCK_T"]),)
+    other, other_stride = (x, 0) if residual is None else (residual, rows_of(residual)[1])
     if rows:
-        _rms_norm_kernel[grid](
-            x, residual, weight, y, total, rows, row_stride, rows_of(residual)[1], eps,
-            D=x.shape[-1], HAS_RESIDUAL=True, **config,
+        _rms_norm_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+            x, other, weight, y, total, rows, row_stride, other_stride, eps,
+            D=x.shape[-1], HAS_RESIDUAL=residual is not None, **config,
         )  # fmt: skip
     return y, total
 
