@@ -27,7 +27,6 @@ three spatial dims, Triton from 3.8 on (`VIEWS_REACH_ON`).
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,8 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.hw.device import Device
-from tilewright.kernels.conv.plan import plan_of
-from tilewright.kernels.conv.problem import Problem, Three, empty_output, sizes_of
+from tilewright.kernels.conv.plan import launcher, plan_of
+from tilewright.kernels.conv.problem import Problem, Three, sizes_of
 from tilewright.kernels.conv.sm90_im2col import fetched_box, refuse_boxes
 from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
 from tilewright.kernels.hopper.descriptors import card_of, descriptor
@@ -308,22 +307,9 @@ def _key(
     )  # fmt: skip
 
 
-def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    y = empty_output(x, weight, size, dtype)
-    if y.numel():
-        weight = weight.contiguous()
-        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size)
-        _PLANS.fill(config, y, args, (x, weight, y, bias, residual))
-    return y
-
-
 def _first_launch(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
-    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int],
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], *rest: Any,
 ) -> Plan:  # fmt: skip
     """Fill y."""
     device = card_of(x)
@@ -352,5 +338,6 @@ def _first_launch(
 
 
 _PLANS = Planned(_key, _first_launch)
+_launch = launcher(_PLANS)
 
 NARROW = Impl(name="narrow", launch=_launch, space=SPACE, plan=plan_of(_PLANS.plan), written_for=90, refuse=_refuse)
