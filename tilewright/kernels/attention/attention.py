@@ -72,8 +72,6 @@ from tilewright.op import Example, Inputs, Op
 
 __all__ = ["attention", "attention_example", "attention_op"]
 
-# ---- reference
-
 
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
@@ -100,9 +98,6 @@ def _fake(
     causal: bool, want_lse: bool, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return empty_outputs(q, v, want_lse)
-
-
-# ---- cost
 
 
 def _cost(
@@ -225,8 +220,6 @@ attention_op = Op(
     rows_in_problem=True,
     roundings=2,  # the weights, then the result
 )
-
-# ---- public function
 
 
 def attention(

@@ -75,9 +75,6 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: flo
     return _empty(q, v)
 
 
-# ---- cost
-
-
 def _cost(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool) -> Cost:
     pairs = q.shape[:-1].numel() * k.shape[1]
     out_bytes = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
@@ -340,9 +337,6 @@ biased_attention_op = Op(
     rows_in_problem=True,
     roundings=2,  # the weights, then the result
 )
-
-
-# ---- public function
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, scale: float | None = None) -> Tensor:

@@ -321,9 +321,6 @@ def attend(
     tma.store_wait(pendings=0)
 
 
-# ---- kernel
-
-
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "H", "GROUP", "total_q", "max_q", "max_k", "left", "right"])
 def attention_sm90_kernel(
     q_desc, k_desc, v_desc, o_desc, q_tail_desc, k_tail_desc,

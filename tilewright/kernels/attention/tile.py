@@ -196,9 +196,6 @@ def _attention_kernel(
     _finish(acc, m, l, out_ptr, lse_ptr, rows, q_start, q_len, total_q, h, H, scale_log2, DV)
 
 
-# ---- launcher
-
-
 def _launch(
     config: Config, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     scale: float, causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,

@@ -347,9 +347,6 @@ def _conv_kernel(
         )  # fmt: skip
 
 
-# ---- launcher
-
-
 def _first_launch(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,

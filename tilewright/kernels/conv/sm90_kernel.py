@@ -351,9 +351,6 @@ def _multiply_boxes(
     tma.store_wait(pendings=0)
 
 
-# ---- kernel
-
-
 @gluon.jit(
     do_not_specialize=[
         "N", "period", "filter_h", "filter_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "boxes", "boxes_h", "boxes_w",

@@ -38,8 +38,6 @@ __all__ = ["FLAT_SPACE", "KINDS", "FlatProblem", "activation", "activation_op", 
 
 KINDS = ("elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish", "relu", "sigmoid", "silu", "tanh")
 
-# ---- reference
-
 
 def _reference(x: Tensor, kind: str, alpha: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -52,9 +50,6 @@ def _reference(x: Tensor, kind: str, alpha: float) -> Tensor:
     else:
         y = getattr(F, kind)(wide)
     return y.to(x.dtype)
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, kind: str, alpha: float) -> Cost:
@@ -158,9 +153,6 @@ def _activation_kernel(x_ptr, y_ptr, size, alpha, KIND: tl.constexpr, BLOCK: tl.
         _activation_block(x_ptr, y_ptr, index, size, alpha, KIND, True)
     else:
         _activation_block(x_ptr, y_ptr, index, size, alpha, KIND, False)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, x: Tensor, kind: str, alpha: float) -> Tensor:

@@ -28,8 +28,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["activation_backward_op", "gelu_slope", "gelu_tanh_slope", "silu_slope"]
 
-# ---- reference
-
 
 def _reference(dy: Tensor, x: Tensor, kind: str, alpha: float) -> Tensor:
     aten, wide = torch.ops.aten, torch.promote_types(x.dtype, torch.float32)
@@ -53,9 +51,6 @@ def _reference(dy: Tensor, x: Tensor, kind: str, alpha: float) -> Tensor:
     else:
         dx = aten.hardswish_backward(g, z)
     return dx.to(x.dtype)
-
-
-# ---- cost
 
 
 def _cost(dy: Tensor, x: Tensor, kind: str, alpha: float) -> Cost:
@@ -144,9 +139,6 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, size, alpha, KIND: tl.constexpr, BLO
         _backward_block(dy_ptr, x_ptr, dx_ptr, index, size, alpha, KIND, True)
     else:
         _backward_block(dy_ptr, x_ptr, dx_ptr, index, size, alpha, KIND, False)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, dy: Tensor, x: Tensor, kind: str, alpha: float) -> Tensor:

@@ -71,9 +71,6 @@ def _fake(x: Tensor, state: Tensor, p: float) -> Tensor:
     return torch.empty_like(x)
 
 
-# ---- cost
-
-
 def _cost(x: Tensor, state: Tensor, p: float) -> Cost:
     return Cost(flops=2 * x.numel(), bytes=2 * x.nbytes + state.nbytes)
 
@@ -148,9 +145,6 @@ def _dropout_kernel(x_ptr, state_ptr, y_ptr, size, threshold, scale, LANES: tl.c
         _drop(x_ptr, y_ptr, index + 3 * LANES, size, r3, limit, scale, False)
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, x: Tensor, state: Tensor, p: float) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
@@ -171,9 +165,6 @@ dropout_op = Op(
     fake=_fake,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, refuse=float32_at_most),),
 )
-
-
-# ---- public function
 
 
 def dropout(x: Tensor, state: Tensor, p: float) -> Tensor:

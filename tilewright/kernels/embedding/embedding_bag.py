@@ -73,9 +73,6 @@ def _fake(
     return weight.new_empty(shape), ids.new_empty(shape if mode == "max" else (0, shape[1]), dtype=torch.int32)
 
 
-# ---- cost
-
-
 def _cost(weight: Tensor, ids: Tensor, offsets: Tensor, scales: Tensor | None, mode: str, padding: int | None) -> Cost:
     row = weight.shape[1] * weight.element_size()
     out = offsets.shape[0] * (row + (weight.shape[1] * 4 if mode == "max" else 0))
@@ -167,9 +164,6 @@ def _bag_kernel(
     tl.store(y_ptr + bag * D + cols, acc.to(y_ptr.dtype.element_ty), mask=in_row)
 
 
-# ---- launcher and op
-
-
 def _launch(
     config: Config, weight: Tensor, ids: Tensor, offsets: Tensor, scales: Tensor | None, mode: str, padding: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -194,9 +188,6 @@ embedding_bag_op = Op(
     fake=_fake,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-
-# ---- public function
 
 
 def embedding_bag(

@@ -124,9 +124,6 @@ def _class_of(row, M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
     return kind, gl.where(is_longer, row % tall, rest % low) * BLOCK_M, is_longer
 
 
-# ---- producer
-
-
 @gluon.jit
 def load_tiles(
     x_desc, x_low_desc, w_desc, x_bufs, w_bufs, ring, M, F, tiles_m, tiles_n, steps, waves, share, lead, x_stride,
@@ -262,9 +259,6 @@ def multiply_tiles(
             )  # fmt: skip
     if y_desc is not None:
         tma.store_wait(pendings=0)
-
-
-# ---- kernel
 
 
 @gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride", "y_stride"])

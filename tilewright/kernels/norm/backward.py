@@ -81,9 +81,6 @@ def _rms_reference(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, 
     return _gradients(dy, x, weight, dmore, eps, False)[:2]
 
 
-# ---- cost
-
-
 def _layer_cost(dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None = None) -> Cost:
     flops, kept = (14, 0) if stats is None else (11, stats.nbytes)
     return Cost(flops=flops * x.numel(), bytes=3 * x.nbytes + 3 * weight.nbytes + kept)

@@ -43,8 +43,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["join_lanes", "layer_norm", "layer_norm_op", "layer_norm_stats", "layer_norm_stats_op", "moments"]
 
-# ---- reference
-
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -60,9 +58,6 @@ def _stats_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float)
     y = (wide - mean) * scale * weight.to(wide.dtype)
     y = y if bias is None else y + bias.to(wide.dtype)
     return y.to(x.dtype), torch.stack((mean.flatten(), scale.flatten()))
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
@@ -233,9 +228,6 @@ def _layer_norm_kernel(
         if stats_ptr is not None:
             tl.store(stats_ptr + row, mean)
             tl.store(stats_ptr + n_rows + row, scale)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, stats: Tensor | None = None) -> Tensor:

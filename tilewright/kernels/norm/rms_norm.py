@@ -33,8 +33,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["add_rms_norm", "add_rms_norm_op", "rms_norm", "rms_norm_op"]
 
-# ---- reference
-
 
 def _reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -44,9 +42,6 @@ def _reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
     return _reference(total, weight, eps), total
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, weight: Tensor, eps: float) -> Cost:

@@ -49,8 +49,6 @@ __all__ = [
 Coded = tuple[Tensor, Tensor]
 CodedSum = tuple[Tensor, Tensor, Tensor]
 
-# ---- reference
-
 
 def _norm_reference(x: Tensor, weight: Tensor, eps: float, format: str) -> Coded:
     return quantize_rows_op.reference(rms_norm_op.reference(x, weight, eps), format)
@@ -204,9 +202,6 @@ def _examples(with_weight: bool, tensors: int) -> tuple[Example, ...]:
         return *like, *weight, format
 
     return tuple(example(*case) for case in _CASES)
-
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize=["n_rows", "x_row_stride", "residual_row_stride"])

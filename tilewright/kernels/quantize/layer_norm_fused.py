@@ -117,8 +117,6 @@ EXAMPLES = (
     _example("wide", 2, 20000, keep=True),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _layer_norm_quantize_kernel(
@@ -145,9 +143,6 @@ def _layer_norm_quantize_kernel(
     q = encode_tile(y, inverse[:, None], q_ptr.dtype.element_ty)
     tl.store(q_ptr + rows * W + cols, q, mask=(rows < n_rows) & (cols < W))
     tl.store(scale_ptr + row, scale, mask=row < n_rows)
-
-
-# ---- launchers and op
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep: bool) -> CodedNorm:
@@ -181,8 +176,6 @@ layer_norm_quantize_op = Op(
         Impl(name="separate", launch=_separate, batch_invariant=True),
     ),
 )
-
-# ---- public function
 
 
 def layer_norm_quantize(

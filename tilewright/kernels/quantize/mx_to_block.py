@@ -114,9 +114,6 @@ def _column_scales(x: Tensor) -> Tensor:
     return torch.empty((groups, rows.numel()), dtype=torch.float32, device=x.device).t().view(*rows, groups)
 
 
-# ---- cost
-
-
 def _cost(x: Tensor, format: str) -> Cost:
     scales = 4 * x.shape[:-1].numel() * -(-x.shape[-1] // 128)
     return Cost(flops=6 * x.numel(), bytes=x.nbytes + x.numel() + scales)
@@ -144,8 +141,6 @@ _EXAMPLES = (
     format_example("one", "mxfp8", 1, 32, dtype=torch.float32),
     format_example("e5m2", "mxfp8-e5m2", 3, 160),
 )
-
-# ---- kernel
 
 
 @triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
@@ -178,9 +173,6 @@ def _fold_kernel(
     tl.store(scale_ptrs, tl.reshape(scale, [BLOCK_T, BLOCK_G]), mask=(row[:, None] < n_rows) & (group[None, :] < GROUPS))
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     form, (rows, row_stride) = FORMATS[format], rows_of(x)
     q = torch.empty(x.shape, dtype=form.dtype, device=x.device)
@@ -202,8 +194,6 @@ quantize_fold_op = Op(
     make=quantize_mx_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, refuse=refuse_format, batch_invariant=True),),
 )
-
-# ---- public function
 
 
 def quantize_fold(x: Tensor, format: str = "mxfp8") -> tuple[Tensor, Tensor]:

@@ -71,9 +71,6 @@ def _rows_reference(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return padded_codes(codes, x), scales.view(x.shape[:-1])
 
 
-# ---- cost
-
-
 def _rows_cost(x: Tensor, format: str) -> Cost:
     rows = x.numel() // max(x.shape[-1], 1)
     return Cost(flops=4 * x.numel(), bytes=x.nbytes + x.numel() + 4 * (rows or x.shape[:-1].numel()))

@@ -48,8 +48,6 @@ __all__ = ["quantize_static", "quantize_static_op", "quantize_tensor", "quantize
 
 Coded = tuple[Tensor, Tensor]
 
-# ---- reference
-
 
 def _tensor_reference(x: Tensor, format: str) -> Coded:
     codes, scales, _ = encode(matrix_of(x), format, "tensor")
@@ -69,9 +67,6 @@ def _static_reference(x: Tensor, scale: Tensor, format: str, zero: Tensor | None
     scaled = scaled.clamp(-form.largest, form.largest)
     codes = (scaled if form.dtype.is_floating_point else scaled.round()).to(form.dtype)
     return padded_codes(codes, x), torch.where(finite[..., 0], scale, torch.nan)
-
-
-# ---- cost
 
 
 def _tensor_cost(x: Tensor, format: str) -> Cost:
@@ -107,9 +102,6 @@ def _given(example: Example, zero: int | None = None) -> Example:
         return x, inputs.tensor(2.0 / FORMATS[format].largest, torch.float32), format, point
 
     return example._replace(label=example.label if zero is None else f"{example.label}, zero {zero}").then(more)
-
-
-# ---- kernel
 
 
 @triton.jit(do_not_specialize=["tiles", "x_row_stride"])

@@ -34,8 +34,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["reduce_max_op", "reduce_sum_op"]
 
-# ---- reference
-
 
 def _sum_reference(x: Tensor, mean: bool) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -47,9 +45,6 @@ def _max_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     values = x.amax(1, keepdim=True)
     hit = torch.where(values.isnan(), x.isnan(), x == values)
     return values[:, 0].clone(), hit.to(torch.uint8).argmax(1)
-
-
-# ---- cost
 
 
 def _sum_cost(x: Tensor, mean: bool) -> Cost:

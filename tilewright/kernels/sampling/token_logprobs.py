@@ -40,8 +40,6 @@ __all__ = ["MOST_TOP_LOGPROBS", "token_logprobs", "token_logprobs_op", "top_logp
 MOST_TOP_LOGPROBS = 32
 """Likeliest tokens of a row at most: so many groups are read again."""
 
-# ---- reference
-
 
 def _reference(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -81,9 +79,6 @@ def _nothing(logits: Tensor, wanted: Tensor, most: int) -> tuple[Tensor, Tensor,
         logits.new_full((rows, most), -1, dtype=torch.int64),
         logits.new_full((rows, most), -torch.inf, dtype=wide),
     )
-
-
-# ---- cost
 
 
 def _cost(logits: Tensor, ids: Tensor) -> Cost:

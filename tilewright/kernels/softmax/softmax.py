@@ -33,8 +33,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["log_softmax", "log_softmax_op", "softmax", "softmax_op"]
 
-# ---- reference
-
 
 def _reference(x: Tensor) -> Tensor:
     return torch.softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
@@ -42,9 +40,6 @@ def _reference(x: Tensor) -> Tensor:
 
 def _log_reference(x: Tensor) -> Tensor:
     return torch.log_softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-
-
-# ---- cost
 
 
 def _cost(x: Tensor) -> Cost:

@@ -57,8 +57,6 @@ __all__ = [
     "window_stop",
 ]
 
-# ---- reference
-
 
 def _max_reference(
     x: Tensor, out: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], indices: bool
@@ -134,9 +132,6 @@ def _max_fake(
 
 def _avg_fake(x: Tensor, out: list[int], *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], *out, x.shape[4]))
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, out: list[int], kernel: list[int], *more: Any) -> Cost:

@@ -46,8 +46,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["avg_pool_backward_op", "max_pool_backward_op"]
 
-# ---- reference
-
 
 def _max_reference(
     dy: Tensor, indices: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
@@ -75,9 +73,6 @@ def _max_fake(dy: Tensor, indices: Tensor, size: list[int], *_: Any) -> Tensor:
 
 def _avg_fake(dy: Tensor, size: list[int], *_: Any) -> Tensor:
     return dy.new_empty((dy.shape[0], *size, dy.shape[4]))
-
-
-# ---- cost
 
 
 def _max_cost(dy: Tensor, indices: Tensor, size: list[int], *more: Any) -> Cost:

@@ -73,9 +73,6 @@ def _fake(x: Tensor, out: list[int], mode: str, num: list[int], den: list[int], 
     return x.new_empty((x.shape[0], *out, x.shape[3]))
 
 
-# ---- cost
-
-
 def _cost(x: Tensor, out: list[int], mode: str, *more: Any) -> Cost:
     places = x.shape[0] * out[0] * out[1] * x.shape[3]
     return Cost(flops={"nearest": 0, "linear": 8, "cubic": 40}[mode] * places, bytes=x.nbytes + places * x.element_size())
@@ -198,9 +195,6 @@ def _upsample_kernel(
         place = tl.minimum(h * num_h // den_h, height - 1) * width + tl.minimum(w * num_w // den_w, width - 1)
         y = tl.load(image_ptr + (place.to(tl.int64) * C)[:, None], mask=live, other=0.0)
     tl.store(y_ptr + rows.to(tl.int64)[:, None] * C + cols, y.to(y_ptr.dtype.element_ty), mask=live)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, x: Tensor, out: list[int], mode: str, num: list[int], den: list[int], corners: bool) -> Tensor:

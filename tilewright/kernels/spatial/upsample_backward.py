@@ -36,8 +36,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["upsample_backward_op"]
 
-# ---- reference
-
 
 def _reference(dy: Tensor, size: list[int], mode: str, num: list[int], den: list[int], corners: bool) -> Tensor:
     wide = dy.to(torch.promote_types(dy.dtype, torch.float32))
@@ -51,14 +49,8 @@ def _fake(dy: Tensor, size: list[int], mode: str, num: list[int], den: list[int]
     return dy.new_empty((dy.shape[0], *size, dy.shape[3]))
 
 
-# ---- cost
-
-
 def _cost(dy: Tensor, size: list[int], *more: Any) -> Cost:
     return Cost(flops=2 * dy.numel(), bytes=dy.nbytes + dy.shape[0] * size[0] * size[1] * dy.shape[3] * dy.element_size())
-
-
-# ---- examples
 
 
 def _example(case: Case) -> Example:

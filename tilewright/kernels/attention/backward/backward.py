@@ -112,9 +112,6 @@ def _fake(
     return empty_gradients(q, k, v, sinks)
 
 
-# ---- cost
-
-
 def _cost(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
     max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,
@@ -185,8 +182,6 @@ EXAMPLES = (
     _example("no rows", ((0, 5),)),
     _example("no keys", ((3, 0),) * 2, sinks=True),
 )  # fmt: skip
-
-# ---- op
 
 
 attention_backward_op = Op(

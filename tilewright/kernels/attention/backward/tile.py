@@ -298,9 +298,6 @@ def _queries_kernel(
     tl.store(dq_ptr + to, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live)
 
 
-# ---- launcher
-
-
 def _launch(
     config: Config, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None,
     cu_k: Tensor | None, max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,

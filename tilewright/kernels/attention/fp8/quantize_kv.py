@@ -264,9 +264,6 @@ def quantize_keys_values_kernel(
         _values(start, v_codes_ptr, v_scale_ptr, head, program % blocks, blocks, keys, v_row_stride, LARGEST, D, BLOCK_D)
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, k: Tensor, v: Tensor, format: str) -> Coded:
     coded = _fake(k, v, format)
     k_codes, v_codes, k_scale, v_scale = coded

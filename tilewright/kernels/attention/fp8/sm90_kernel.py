@@ -346,9 +346,6 @@ def _attend(
     tma.store_wait(pendings=0)
 
 
-# ---- kernel
-
-
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "H", "SHARED", "queries", "keys", "padded_k"])
 def scaled_attention_sm90_kernel(
     q_desc, k_desc, v_desc, o_desc, out_ptr, k_scale_ptr, v_scale_ptr, counter_ptr, slots_ptr,

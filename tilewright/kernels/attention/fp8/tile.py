@@ -178,9 +178,6 @@ def scaled_attention_kernel(
     tl.store(out_ptr + at_row * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-# ---- launcher
-
-
 def _launch(
     config: Config,
     q: Tensor,

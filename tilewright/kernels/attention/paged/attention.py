@@ -173,9 +173,6 @@ def _capped_reference(
     return _definition(q, k_cache, v_cache, block_table, kv_lens, cu_q, scale, window, None, None, None, softcap)
 
 
-# ---- cost
-
-
 def _cost(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
     max_q_len: int, scale: float, window: int | None, *rest: object,
@@ -262,8 +259,6 @@ CAPPED_EXAMPLES = (
     _capped(2.0, _example("ragged-heads", ((5, 21),), heads=(6, 2), dim=24, page_size=4, dtype=torch.float32)),
     _capped(0.1, _example("steep", ((7, 40),), dim=64, dtype=torch.float32)),
 )
-
-# ---- ops
 
 
 def _invariant_launch(config: Config, *args: Any) -> Tensor:

@@ -237,9 +237,6 @@ def _walk(
     return o * (1.0 / RAISED), m, gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), COLUMNS), j
 
 
-# ---- kernel
-
-
 @gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "held", "q_row_stride", "table_row_stride"])
 def paged_sm90_codes_kernel(
     k_desc, v_desc, k_scale_ptr, v_scale_ptr, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,

@@ -76,9 +76,6 @@ def _reference(
     return q_turned.to(q.dtype).contiguous()
 
 
-# ---- cost
-
-
 def _cost(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slots: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, interleaved: bool,
@@ -216,9 +213,6 @@ def _rope_kv_write_kernel(
         )  # fmt: skip
 
 
-# ---- launcher and op
-
-
 def _launch(
     config: Config, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slots: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, interleaved: bool,
@@ -254,8 +248,6 @@ rope_kv_write_op = Op(
     make=rope_write_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, refuse=refuse_cache, batch_invariant=True),),
 )
-
-# ---- public function
 
 
 def rope_kv_write(

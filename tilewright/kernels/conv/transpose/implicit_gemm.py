@@ -207,9 +207,6 @@ def _transpose_kernel(
     finish_pixels(acc, y_ptr, None, None, pixels, first + cols, row_mask & col_mask, C, ACTIVATION)
 
 
-# ---- launcher
-
-
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, size: list[int],

@@ -53,8 +53,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["grouped_block_scaled_linear", "grouped_block_scaled_linear_op"]
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
@@ -211,9 +209,6 @@ def _block_kernel(
     if bias_ptr is not None:
         bias_ptr += place * N
     finish_rows(acc, y_ptr, bias_ptr, first_row, first_col, end, limit, N, ACTIVATION, GATED)
-
-
-# ---- launchers
 
 
 def _launch(

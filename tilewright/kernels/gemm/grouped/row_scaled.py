@@ -44,8 +44,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["grouped_scaled_linear", "grouped_scaled_linear_op"]
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
@@ -199,9 +197,6 @@ def _grouped_scaled_kernel(
     finish_rows(y, y_ptr, bias_ptr, first_row, first_col, end, limit, N, ACTIVATION, GATED)
 
 
-# ---- launchers
-
-
 def _launch(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None,
     activation: str, order: Tensor | None, chosen: int, dtype: torch.dtype, clear: bool = True,
@@ -222,7 +217,6 @@ def _launch(
 # Fits every card from sm_80 on.
 _ANY_ROWS: Config = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
-# ---- op
 
 grouped_scaled_linear_op = Op(
     name="grouped_scaled_linear",

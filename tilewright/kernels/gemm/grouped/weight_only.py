@@ -49,8 +49,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["grouped_mixed_linear", "grouped_mixed_linear_op"]
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bounds: Tensor, bias: Tensor | None, activation: str,
@@ -260,9 +258,6 @@ def _grouped_mixed_kernel(
     finish_rows(acc, y_ptr, bias_ptr, first_row, first_col, end, limit, N, ACTIVATION, GATED)
 
 
-# ---- launchers
-
-
 def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bounds: Tensor, bias: Tensor | None,
     activation: str, order: Tensor | None, chosen: int, block_rows: int, block_cols: int, clear: bool = True,
@@ -286,7 +281,6 @@ def _launch(
 
 _ANY_ROWS: Config = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
-# ---- op
 
 grouped_mixed_linear_op = Op(
     name="grouped_mixed_linear",

@@ -53,9 +53,6 @@ from tilewright.tune.space import Config, Space
 __all__ = ["block_scaled_linear", "block_scaled_linear_op"]
 
 
-# ---- reference
-
-
 def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
@@ -241,7 +238,6 @@ def _launch_triton(
 # Fits every card from sm_89 on.
 _ANY_M = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
-# ---- op
 
 block_scaled_linear_op = Op(
     name="block_scaled_linear",

@@ -45,8 +45,6 @@ __all__ = ["mx_linear", "mx_linear_op"]
 
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
@@ -154,8 +152,6 @@ def _launch_fold(config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_
     (x, x_scales), (weight, w_scales) = fold_mx(x, x_scales), fold_mx(weight, w_scales)
     return block_scaled_linear_op.run(x, weight, x_scales, w_scales, *args)
 
-
-# ---- op
 
 mx_linear_op = Op(
     name="mx_linear",

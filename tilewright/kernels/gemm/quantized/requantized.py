@@ -42,8 +42,6 @@ __all__ = ["cast_linear", "cast_linear_op"]
 
 _LARGEST = {form.dtype: form.largest for form in FORMATS.values()}
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, activation: str,
@@ -211,7 +209,6 @@ def _launch_triton(
 
 _ANY_M = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 
-# ---- op
 
 cast_linear_op = Op(
     name="cast_linear",

@@ -48,8 +48,6 @@ __all__ = ["LONGEST", "finished", "halved", "refuse_sm90", "scaled_kernel", "sca
 
 LONGEST = 131072
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
@@ -270,8 +268,6 @@ def _launch_vendor(
         y = multiply(x, weight.mT, x_scales[:, None], w_scales[None], out_dtype=torch.bfloat16).float()
     return finished(y, bias, activation, residual).to(dtype)
 
-
-# ---- op
 
 scaled_linear_op = Op(
     name="scaled_linear",

@@ -372,9 +372,6 @@ def mixed_skinny_kernel(
     _finish(tile, y_ptr, bias_ptr, residual_ptr, first_col, M, N, residual_stride, ACTIVATION, GATED)
 
 
-# ---- launcher
-
-
 def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,

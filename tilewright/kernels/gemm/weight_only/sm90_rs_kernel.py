@@ -36,8 +36,6 @@ from tilewright.kernels.hopper.ring import new_ring
 
 __all__ = ["mixed_registers_kernel"]
 
-# ---- producer
-
 
 @gluon.jit
 def _load_tiles(
@@ -298,9 +296,6 @@ def _multiply_tiles(
                 blocks, y_ptr, scales_ptr, bias_ptr, residual_ptr, weights, row * BLOCK_M, first_col, M, F, residual_stride,
                 BLOCK_COLS, HALVES, ACTIVATION,
             )  # fmt: skip
-
-
-# ---- kernel
 
 
 @gluon.jit(do_not_specialize=["M", "K", "steps", "waves", "share", "PARTS"])

@@ -43,8 +43,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["Again", "batch_norm_backward_op", "launched"]
 
-# ---- reference
-
 
 def _reference(
     dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: Tensor, weight: Tensor | None, eps: float
@@ -85,8 +83,6 @@ EXAMPLES = (
     _example("no weight", 1, 9, 300, torch.float16, None),
     _example("two values", 2, 1, 16, torch.float32, last=False, relu=False),
 )
-
-# ---- kernel
 
 
 @triton.jit(do_not_specialize=["rows", "C", "count"])

@@ -41,8 +41,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["JOIN", "Again", "batch_statistics_op", "join_rows", "launched", "part_grid", "parts_kernel"]
 
-# ---- reference
-
 
 def _reference(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float) -> tuple[Tensor, Tensor]:
     """(mean, variance)."""
@@ -82,8 +80,6 @@ EXAMPLES = (
     _example("none running", 1, 9, 300, torch.float16, running=False, mean=1.0),
     _example("two values", 2, 1, 16, torch.float32, last=False),
 )
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize=["s_units", "n_images", "share"])
