@@ -45,6 +45,19 @@ def _write(
     store_block(dx_ptr, block, dx, D, BLOCK_D, MASKED)
 
 
+@triton.jit
+def _row_numbers(shift, first, second, given, crossed, eps, D: tl.constexpr, CENTERED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(mean, 1 / deviation, what dx is less, and by how much h) of a row, from its lanes' sums."""
+    if CENTERED:
+        mean, variance = join_lanes(shift, first, second, D, BLOCK_D)
+        c1 = tl.sum(given, axis=0) / D
+        crossed += (shift - mean) * given
+    else:
+        mean, variance, c1 = 0.0, tl.sum(second, axis=0) / D, 0.0
+    scale = tl.rsqrt(variance + eps)
+    return mean, scale, c1, tl.sum(crossed, axis=0) * scale * scale / D
+
+
 @triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "x_row_stride", "more_row_stride"])
 def _wide_kernel(
     dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, stats_ptr, n_rows, dy_row_stride, x_row_stride, more_row_stride, eps,
@@ -90,14 +103,7 @@ def _wide_kernel(
         c1, c2 = two_sums(given[None, :], crossed[None, :])
         c1, c2 = c1 / D, c2 * scale * scale / D
     else:
-        if CENTERED:
-            mean, variance = join_lanes(shift, first, second, D, BLOCK_D)
-            c1 = tl.sum(given, axis=0) / D
-            crossed += (shift - mean) * given
-        else:
-            mean, variance, c1 = 0.0, tl.sum(second, axis=0) / D, 0.0
-        scale = tl.rsqrt(variance + eps)
-        c2 = tl.sum(crossed, axis=0) * scale * scale / D
+        mean, scale, c1, c2 = _row_numbers(shift, first, second, given, crossed, eps, D, CENTERED, BLOCK_D)
         tl.store(stats_ptr + row, mean)
         tl.store(stats_ptr + n_rows + row, scale)
     for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
