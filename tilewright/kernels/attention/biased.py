@@ -24,8 +24,6 @@ Not supported: gradients, packed sequences, caches in pages, dropout. Causal mas
 attention.py's, which leaves out the keys that nobody sees; this one visits all.
 """
 
-# pyright: reportGeneralTypeIssues=false
-
 import math
 from typing import Any, NamedTuple
 

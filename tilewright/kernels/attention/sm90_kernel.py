@@ -21,9 +21,7 @@ multiply-adds a cycle. Hence the schedule of FlashAttention-3 (Shah et al., 2024
 
 Only blocks that a mask or the end of the keys cuts are masked; blocks outside of a window are not visited.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # T query rows, S key rows, H query heads, D head dim, M rows of a tile, N keys of a block
 

@@ -12,8 +12,6 @@ exponent is written as one multiply-add, which the compiler would else form in o
 multiplied in IEEE precision, which on NVIDIA cards means without tensor cores. Refuses: float64, head dims above 256.
 """
 
-# pyright: reportGeneralTypeIssues=false
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -281,7 +281,7 @@ def _join(
     if tl.atomic_add(tickets_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
         tl.store(tickets_ptr + tl.program_id(0), 0)
         total = tl.load(part_ptrs, cache_modifier=".cg")
-        for part in tl.static_range(1, SPLIT_K):  # pyright: ignore[reportGeneralTypeIssues]
+        for part in tl.static_range(1, SPLIT_K):
             total += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
         _finish(total, y_ptr, bias_ptr, residual_ptr, None, None, image, pixels, channels, row_mask, mask, O, ACTIVATION)
 

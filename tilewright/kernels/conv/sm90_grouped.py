@@ -19,8 +19,7 @@ residual comes into the buffer that the tile leaves by, and is asked for before 
 Not here: dilation, filters of more than 3 x 3, channels that are no multiple of 64, odd sizes under a stride of 2, int8,
 three spatial dims, Triton from 3.8 on (`VIEWS_REACH_ON`).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 # N images, C channels, O output channels; S stride; boxes of pixels

@@ -14,8 +14,6 @@ Limited by bytes: one element in, one out. tanh, elu and what is built of them k
 Not supported: in place (it saves no bytes), integer and complex types, a learnt slope (PReLU).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ Limited by bytes: two elements in, one out.
 Not supported: a gradient of the gradient, or of alpha.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 import torch
 import triton
 import triton.language as tl

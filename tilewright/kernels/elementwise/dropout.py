@@ -14,8 +14,6 @@ Limited by bytes: one element in, one out; a quarter of ten Philox rounds an ele
 Not supported: whole channels at once (torch's Dropout2d), alpha dropout.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch

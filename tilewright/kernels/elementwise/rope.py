@@ -291,7 +291,7 @@ def _rotate_heads(
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     wide = tl.arange(0, 2 * BLOCK_HALF)[None, :]
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-    for i in tl.static_range(BLOCK_H):  # pyright: ignore[reportGeneralTypeIssues]
+    for i in tl.static_range(BLOCK_H):
         head = first + i
         mask = live & (head < HEADS)
         x_head, y_head = x_rows + head * D, y_rows + head * D

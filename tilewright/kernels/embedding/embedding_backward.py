@@ -16,8 +16,6 @@ Limited by bytes: T rows in, V rows out (a dense gradient is mostly the zeros th
 Not supported: sparse gradients; a gradient of the scales.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any
 
 import torch

@@ -14,9 +14,6 @@ Limited by bytes: the rows in, B rows out. A program holds BLOCK_D columns of a 
 Not supported: scales with "mean" or "max" (torch has none either), NaN in a table whose maximum is asked for.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
-
 import torch
 import triton
 import triton.language as tl

@@ -13,9 +13,7 @@ parity `phase` of the round, by which a barrier tells its last two rounds apart.
 
 A consumer with products in flight gives the stage before back, once those have been waited for (`give_back_last`).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from typing import Any
 

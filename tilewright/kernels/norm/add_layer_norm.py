@@ -15,9 +15,6 @@ Limited by bytes: D elements in twice, D out twice. A row up to 32 KB wide is he
 Rows may be strided, the last dimension may not (the public function copies it). The gradients are backward.py's.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
-
 import torch
 import torch.nn.functional as F
 import triton

@@ -11,8 +11,7 @@ Where the forward pass kept mean and 1 / deviation, backward_saved_stats.py goes
 Refused: rows of which not all start at 16 bytes.
 """
 
-# Pyright does not see what a jitted function returns; Gluon's constexprs are values to it.
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
 from typing import Any
 
 import torch

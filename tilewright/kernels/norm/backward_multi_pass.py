@@ -6,8 +6,6 @@ columns, and adds dweight and dbias over rows in two steps (device/partial_sums.
 where narrow ones are read once.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 import torch
 import triton
 import triton.language as tl

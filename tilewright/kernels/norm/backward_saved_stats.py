@@ -18,8 +18,7 @@ Refused: what backward_cooperative.py refuses, calls without stats, and float32 
 memory.
 """
 
-# Pyright does not see what a jitted function returns; Gluon's constexprs are values to it.
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
 from typing import Any
 
 import torch

@@ -19,9 +19,6 @@ but it is another program, in which the compiler may round a product before it i
 the neighbour of layer_norm's in its dtype (seen on an H100: float16, 16900 columns far from zero).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
-
 import torch
 import triton
 import triton.language as tl

@@ -224,7 +224,7 @@ def _norm_kernel(
     factor = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / D + eps)
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
     y = (wide * factor * weight).to(x.dtype)
-    scale, inverse = scales_of(tl.max(magnitude(y), axis=1), LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
+    scale, inverse = scales_of(tl.max(magnitude(y), axis=1), LARGEST)
     q = encode_tile(y, inverse[:, None], q_ptr.dtype.element_ty)
     tl.store(q_ptr + rows * W + cols, q, mask=(rows < n_rows) & (cols < W))
     tl.store(scale_ptr + row, scale, mask=row < n_rows)
@@ -255,7 +255,7 @@ def _silu_kernel(
         y = (silu(gate.to(tl.float32)) * up.to(tl.float32)).to(gate.dtype)
         held = held + (y,)
         largest = tl.maximum(largest, tl.max(magnitude(y), axis=2))
-    scale, inverse = scales_of(tl.max(largest, axis=1), LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
+    scale, inverse = scales_of(tl.max(largest, axis=1), LARGEST)
     tl.store(scale_ptr + row, scale, mask=row < n_rows)
     for part in tl.static_range(PARTS):
         cols = _part(part, BLOCK_D)

@@ -13,8 +13,6 @@ Limited by bytes: D elements in, D bytes out, D elements with `keep`. A row is h
 Not supported: gradients, other formats than int8, a last dimension with a stride other than 1 (the public function copies it).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch

@@ -159,7 +159,7 @@ def _fold_kernel(
     cols = tl.reshape(blocks, [4 * BLOCK_G])[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
     inside = (rows < n_rows) & (cols < D)
     x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=inside, other=0.0)
-    biased, inverse = power_scales_of(tl.max(magnitude(x), axis=2), EXPONENT)  # pyright: ignore[reportGeneralTypeIssues]
+    biased, inverse = power_scales_of(tl.max(magnitude(x), axis=2), EXPONENT)
     is_nan = biased == 255
     low = tl.where(is_nan, 0, biased.to(tl.int32))
     top = tl.max(tl.reshape(low, [BLOCK_T, BLOCK_G, 4]), axis=2, keep_dims=True)

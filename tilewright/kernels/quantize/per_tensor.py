@@ -118,7 +118,7 @@ def _largest_kernel(
         largest = tl.maximum(largest, tl.max(magnitude(x), axis=1))
     tl.atomic_max(counters_ptr, tl.max(largest, axis=0), sem="relaxed")
     if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        scale, inverse = scales_of(tl.atomic_max(counters_ptr, 0, sem="relaxed"), LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
+        scale, inverse = scales_of(tl.atomic_max(counters_ptr, 0, sem="relaxed"), LARGEST)
         tl.store(given_ptr, scale)
         tl.store(given_ptr + 1, inverse)
         tl.store(counters_ptr, 0)

@@ -13,8 +13,6 @@ Limited by bytes: each element read once.
 Not supported: integers, other layouts (the public functions copy).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch

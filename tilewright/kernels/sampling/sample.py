@@ -26,8 +26,6 @@ Float sums decide top-p: a token whose likelier mass is within rounding (1e-6) o
 machine, and so may two scores that agree to 1e-6. Not supported: penalties and biases (they change the logits, before).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch

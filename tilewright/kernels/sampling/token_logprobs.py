@@ -16,8 +16,6 @@ lie in the n groups with the largest maxima (the lower group first among equals)
 Limited by bytes: one read of the logits. Not supported: backward.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch

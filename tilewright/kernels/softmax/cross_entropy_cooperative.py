@@ -5,8 +5,6 @@ what it holds becomes the gradient (device/cooperative_rows.py says how they wai
 `row_ends` is what both implementations make of a row's sums.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any
 
 import torch

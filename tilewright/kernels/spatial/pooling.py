@@ -16,8 +16,7 @@ Not supported: channels first (the public function copies), a mean over dilated 
 windows. A window that is the whole of a large image is walked by one program for each image and BLOCK_C channels.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -10,8 +10,7 @@ Limited by bytes: dy (and indices) once, dx once; windows that overlap come from
 Not supported: a gradient of the gradient.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ Limited by bytes: x once, y once. Not supported: area interpolation, antialiasin
 whose products with `num` do not fit in 31 bits.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch

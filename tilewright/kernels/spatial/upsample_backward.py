@@ -9,8 +9,7 @@ Limited by bytes: dy once, dx once; the places of y that two places of x share c
 Not supported: a gradient of the gradient.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportOperatorIssue=false
 from typing import Any
 
 import torch

@@ -21,8 +21,7 @@ the keys are not visited.
 dq is kept as each thread has it: four neighbours in memory are one thread's, so an addition takes 16 bytes at a time.
 With `order_ptr` additions wait for those of the keys before, and the sum is the same every time.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 
 from triton.experimental import gluon

@@ -10,8 +10,6 @@ they come; a product of a transposed accumulator is what some versions of Triton
 IEEE precision. Refuses: float64, head dims above 256.
 """
 
-# pyright: reportGeneralTypeIssues=false
-
 import torch
 import triton
 import triton.language as tl

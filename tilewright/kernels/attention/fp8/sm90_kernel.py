@@ -22,9 +22,7 @@ bits (attention/sm90_kernel.py):
 
 Not supported: what sm90.py refuses.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # D head dim, N keys of a block, B sequences, H query heads, G key/value heads
 

@@ -16,9 +16,7 @@ in 32 cycles are all that it gives).
 
 The host side is sm90.py, which refuses what does not fit.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # H heads, S tokens a page, R = 512 latent dims in two halves, E = 64 rotated dims
 

@@ -51,7 +51,7 @@ def _mla_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     # Late tiles see the most keys: start them first, so that no long one is left for the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, q_begin, q_len = sequence_of(tile, batch, cu_q_ptr, BLOCK_Q)  # pyright: ignore[reportGeneralTypeIssues]
+    b, q_begin, q_len = sequence_of(tile, batch, cu_q_ptr, BLOCK_Q)
     q_first = (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
     kv_len = length_of(kv_lens_ptr, b, True, room)
     if q_first >= q_len:

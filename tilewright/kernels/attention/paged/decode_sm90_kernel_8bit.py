@@ -20,9 +20,7 @@ As in decode_sm90_kernel.py, barriers (a), (b) and (c) stand between those who s
     weights       written again after (b) of the next tile, which each warp reaches with its O^T done: there is no (d)
     past the end  codes are finite whatever they are, and a key that is not there has scales of 0: nothing is cleared
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # B sequences, H query heads, G key/value heads, D head dim, S tokens a page, N columns: queries times heads, padded
 

@@ -5,9 +5,7 @@ as in split_kv.py. A pair that a range does not hold whole leaves its (m, l, o) 
 pair's last ticket combines the parts, in the order of the ranges: the same bits in every run. m is in units of the scaled
 scores times log2(e). No launchers.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # B sequences, H query heads, G key/value heads, D head dim, S tokens a page
 

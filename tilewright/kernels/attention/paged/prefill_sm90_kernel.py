@@ -11,9 +11,7 @@ passed over. A warp of each program draws its tiles from a counter, the last one
 Limited by the tensor cores, where a sequence brings many queries. The host side is prefill_sm90.py, which refuses
 what does not fit.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # T tokens of B sequences, H query heads, G key/value heads, D head dim, S tokens a page; a unit: PACK query heads
 

@@ -157,7 +157,7 @@ def _turn(
         largest = tl.max(tl.maximum(magnitude(turned_first), magnitude(turned_second)), axis=1, keep_dims=True)
         if R < D:
             largest = tl.maximum(largest, tl.max(magnitude(rest), axis=1, keep_dims=True))
-        scale, inverse = scales_of(largest, LARGEST)  # pyright: ignore[reportGeneralTypeIssues] (it takes a kernel's for NoReturn)
+        scale, inverse = scales_of(largest, LARGEST)
         tl.store(scale_ptr + heads * HEAD_SCALES, scale, mask=live)
         turned_first = encode_tile(turned_first, inverse, out)
         turned_second = encode_tile(turned_second, inverse, out)

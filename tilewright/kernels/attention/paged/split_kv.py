@@ -171,7 +171,7 @@ def _stream_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERIES * GROUP
-    line, share = _share_of(  # pyright: ignore[reportGeneralTypeIssues] (it takes a loop on the device for NoReturn)
+    line, share = _share_of(
         kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)

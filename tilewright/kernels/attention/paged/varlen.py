@@ -33,7 +33,7 @@ def _varlen_kernel(
     # Late tiles see the most keys: start them first, so that no long one is left for the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g = tl.program_id(1)
-    b, q_begin, q_len = sequence_of(tile, batch, cu_q_ptr, BLOCK_Q)  # pyright: ignore[reportGeneralTypeIssues]
+    b, q_begin, q_len = sequence_of(tile, batch, cu_q_ptr, BLOCK_Q)
     kv_len = length_of(kv_lens_ptr, b, True, room)
     q_first = (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
     if q_first >= q_len:
@@ -53,7 +53,7 @@ def _varlen_kernel(
         first = tl.maximum(0, first_at + 1 - window) // BLOCK_N * BLOCK_N
     last = tl.minimum(kv_len, first_at + BLOCK_Q)
     table_ptr += b.to(tl.int64) * table_row_stride
-    acc, m, l = walk(  # pyright: ignore[reportGeneralTypeIssues] (it follows the literal first = 0 into no return)
+    acc, m, l = walk(
         q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, k_scale_ptr + g * HEAD_SCALES, v_scale_ptr + g * HEAD_SCALES,
         table_ptr, pages, first, last, kv_len, at, first_at, scale_log2, cap_log2, window,
         G * S * D, G * HEAD_SCALES, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, CODED, cap_log2 is None,

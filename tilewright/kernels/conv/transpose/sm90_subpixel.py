@@ -19,8 +19,7 @@ row more. A producer warp, two consumer warpgroups that take turns at tiles.
 Not here: other strides, dilation, filters below 2 x 2 and beyond 4 x 4, groups, channels of y that are no multiple of 64, one
 or three spatial dims, Triton from 3.8 on (`VIEWS_REACH_ON`).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 # N images, O channels of x, C of y; boxes of pixels of a phase

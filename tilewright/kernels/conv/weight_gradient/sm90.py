@@ -20,8 +20,7 @@ positions that do not meet it.
 Not here: strides, dilation, groups, filters of more than three rows, channels that are no multiple of 64, three spatial dims,
 Triton from 3.8 on (`VIEWS_REACH_ON`).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 # N images, C channels of x, O of dy; boxes of pixels

@@ -17,9 +17,7 @@ What ptxas 12.8 wants, or it lets each product end before the next begins: the c
 with setmaxnreg of its own, it finds too few registers for operands under way: C7512), and `use_acc` False for the first product
 instead of an accumulator set to zero (C7515).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
 

@@ -16,8 +16,6 @@ dx reads it again; the sums of these and a few numbers a channel; the map. The s
 Limited by bytes: dy, x and y are read, g written; g and x read, dx written. Not supported: other activations, other layouts.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch

@@ -14,8 +14,6 @@ numbers, the same bits every time. `parts_kernel` makes the sums of the gradient
 Limited by bytes: x is read once. Not supported: one value a channel, running_mean without running_var, other layouts.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch
