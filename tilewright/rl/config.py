@@ -9,6 +9,7 @@ from typing import Any
 from tilewright.rl.characters import ALPHABET, Characters
 from tilewright.rl.losses import ALGORITHMS
 from tilewright.rl.losses.kl import ESTIMATORS
+from tilewright.rl.quantised import FORMATS
 from tilewright.rl.rollout import Drawing
 
 __all__ = ["RLConfig", "read_config"]
@@ -80,6 +81,8 @@ class RLConfig:
     """Of weights and products: float32 or bfloat16. Master weights are float32."""
     invariant: bool = False
     """Sample and train by implementations whose rows do not depend on the batch. Needs a CUDA device."""
+    quantize: str = ""
+    """Sample and train by codes of the weights, in this format; the optimizer updates the weights. Empty: by the weights."""
     out: str = ""
     """Folder for checkpoints, the log, samples and, at the end, the model. Empty: nothing is kept."""
     save_every: int = 50
@@ -183,11 +186,11 @@ class RLConfig:
             raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these")
         known = {
             "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
-            "correction": ("none", "truncated", "masked"),
+            "correction": ("none", "truncated", "masked"), "quantize": ("", *FORMATS),
         }  # fmt: skip
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
-                raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(values)}")
+                raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(filter(None, values))}")
         if self.staleness and not self.sampler:
             raise ValueError(f"staleness is {self.staleness}, but sampler is empty: one process has no older weights")
         if self.free_cache and self.sampler:

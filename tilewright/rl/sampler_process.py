@@ -15,6 +15,7 @@ import torch
 from tilewright.models import Model
 from tilewright.rl.config import RLConfig
 from tilewright.rl.policies import policy_of
+from tilewright.rl.quantised import recode
 from tilewright.rl.rollout import Sampler
 from tilewright.rl.shared_weights import SharedWeights
 
@@ -47,6 +48,7 @@ def main() -> None:
         for line in sys.stdin:
             if weights.version != sampler.version:
                 sampler.version = weights.pull()
+                recode(model)
             found = sampler(**json.loads(line))
             print(json.dumps([[asdict(answer) for answer in group] for group in found]), file=replies, flush=True)
 
