@@ -4,7 +4,8 @@
     dx, dw, db                              those of activation(x @ w^T + b)
 
 So a model learns while it gives the numbers of the quantised model that is served. The estimate is that of Bengio et al.
-(2013): rounding counts as if it were not there, that of the weight and that of the activation. With gradients there are two products.
+(2013): rounding counts as if it were not there, that of the weight and that of the activation. With gradients there are two
+products.
 """
 
 from torch import Tensor

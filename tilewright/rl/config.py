@@ -16,6 +16,7 @@ __all__ = ["RLConfig", "read_config"]
 
 _LARGEST_FILE = 1 << 20
 _SAMPLERS = re.compile(r"(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
+HANDOVERS = ("memory", "card", "broadcast")
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.01, 100.0),
     "top_k": (0, 1 << 22),
@@ -104,6 +105,9 @@ class RLConfig:
     sampler: str = ""
     """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. Empty: in
     the trainer's process, on its weights."""
+    handover: str = "memory"
+    """With `sampler`: how weights get there. memory: through the host's. card: through memory of the one card that all work on.
+    broadcast: by torch.distributed, NCCL between cards and gloo between CPUs."""
     staleness: int = 0
     """With `sampler`: updates that may be made between sampling and learning, so that both go on at once; 0: none."""
     turns: int = 1
@@ -186,13 +190,15 @@ class RLConfig:
             raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these")
         known = {
             "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
-            "correction": ("none", "truncated", "masked"), "quantize": ("", *FORMATS),
+            "correction": ("none", "truncated", "masked"), "handover": HANDOVERS, "quantize": ("", *FORMATS),
         }  # fmt: skip
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(filter(None, values))}")
         if self.staleness and not self.sampler:
             raise ValueError(f"staleness is {self.staleness}, but sampler is empty: one process has no older weights")
+        if self.handover != "memory" and not self.sampler:
+            raise ValueError(f"handover is {self.handover!r}, but sampler is empty: one process has nothing to hand over")
         if self.free_cache and self.sampler:
             raise ValueError(
                 f"free_cache is true, but sampler is {self.sampler!r}, a process with memory of its own: unset one"
