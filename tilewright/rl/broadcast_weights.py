@@ -41,8 +41,9 @@ class BroadcastWeights:
         parameters = parameters_of(model)
         self._device = parameters[0].device
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
-        self._large = [parameter.view(-1) for parameter in parameters if parameter.nbytes > _SMALL_BYTES]
-        self._small = [parameter.view(-1) for parameter in parameters if parameter.nbytes <= _SMALL_BYTES]
+        self._large = [_bytes(parameter) for parameter in parameters if parameter.nbytes > _SMALL_BYTES]
+        self._small = [_bytes(parameter) for parameter in parameters if parameter.nbytes <= _SMALL_BYTES]
+        self._together = torch.empty(sum(map(len, self._small)), dtype=torch.uint8, device=self._device)
         self._store = FileStore(str(folder / _STORE), size)
         layout = layout_of(parameters).hex()
         if rank == 0:
@@ -88,9 +89,10 @@ class BroadcastWeights:
 
     def _exchange(self, alive: Callable[[], None]) -> None:
         """Broadcasts all of them. Over gloo an end of a rank raises RuntimeError: then `alive` says whose it was."""
-        together = torch.cat([_bytes(parameter) for parameter in self._small]) if self._small else None
+        if self._small and not self._rank:
+            torch.cat(self._small, out=self._together)
         try:
-            works = [dist.broadcast(_bytes(x), 0, async_op=True) for x in (*self._large, together) if x is not None]
+            works = [dist.broadcast(x, 0, async_op=True) for x in (self._together, *self._large) if len(x)]
             for work in works:
                 assert work is not None
                 _until(work.is_completed, alive)
@@ -100,14 +102,13 @@ class BroadcastWeights:
         except RuntimeError:
             alive()
             raise
-        if together is not None and self._rank:
-            sizes = [parameter.nbytes for parameter in self._small]
-            for parameter, given in zip(self._small, together.split(sizes)):
-                _bytes(parameter).copy_(given)
+        if self._rank:
+            for parameter, given in zip(self._small, self._together.split([len(x) for x in self._small])):
+                parameter.copy_(given)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+    return x.view(-1).view(torch.uint8)
 
 
 def _until(done: Callable[[], bool], alive: Callable[[], None]) -> None:
