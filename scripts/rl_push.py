@@ -1,11 +1,11 @@
-"""Bytes and seconds of handing a model's weights from a trainer to a sampler in another process, beside one plain copy of as many
-bytes over the same link: `python scripts/rl_push.py --handover card`, `memory`, or `broadcast --to cuda:1`.
+"""Bytes and seconds of handing a model's weights from a trainer to a sampler in another process, beside one plain copy of as
+many bytes over the same link: `python scripts/rl_push.py --handover card`, `memory`, or `broadcast --to cuda:1`.
 
-The weights are random ones of a shape, spread over as many tensors as the model has; the way is that of `tilewright rl` with the
-same `handover`. Between two times the trainer's weights change, and at the end the sampler's have to be equal bit for bit. The link
-is measured in turns with it: for `card` a copy of one tensor on the card, for `memory` one into locked host memory and one out of
+The weights are random ones of a shape, in as many tensors as the model has; the way is that of `tilewright rl` with the same
+`handover`. The trainer's weights change each time, and at the end the sampler's have to be equal bit for bit. The link is
+measured in turns with it: for `card` a copy of one tensor on the card, for `memory` one into locked host memory and one out of
 it (on a CPU: one in memory), for `broadcast` a broadcast of one tensor by NCCL or gloo, and between two cards also torch's copy
-from one to the other. Shares are medians of the link's over the weights' seconds: 1 is a link used in full.
+from one to the other. A share is the median of the link's seconds over that of the weights': 1 is a link used in full.
 
 On a CPU, in small: `python scripts/rl_push.py --device cpu --to cpu --shape tiny --dtype float32 --handover broadcast`.
 """

@@ -15,7 +15,7 @@ from tilewright.rl.rollout import Drawing
 __all__ = ["RLConfig", "read_config"]
 
 _LARGEST_FILE = 1 << 20
-_SAMPLERS = re.compile(r"(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
+_SAMPLERS = re.compile(r"ray:[1-9]\d{0,3}|(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
 HANDOVERS = ("memory", "card", "broadcast")
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.01, 100.0),
@@ -103,8 +103,8 @@ class RLConfig:
     free_cache: bool = False
     """Give the memory of keys and values back while the trainer works, and take it again to sample."""
     sampler: str = ""
-    """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. Empty: in
-    the trainer's process, on its weights."""
+    """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. ray:N: by
+    N actors of a Ray cluster. Empty: in the trainer's process, on its weights."""
     handover: str = "memory"
     """With `sampler`: how weights get there. memory: through the host's. card: through memory of the one card that all work on.
     broadcast: by torch.distributed, NCCL between cards and gloo between CPUs."""
@@ -169,6 +169,11 @@ class RLConfig:
         return [name.strip() for name in self.sampler.split(",") if name.strip()]
 
     @property
+    def on_ray(self) -> bool:
+        """Whether samplers are actors of a Ray cluster."""
+        return self.sampler.startswith("ray:")
+
+    @property
     def longest(self) -> int:
         """Most tokens that the policy chooses in one conversation."""
         return self.turns * self.max_tokens
@@ -187,7 +192,7 @@ class RLConfig:
                     raise ValueError(f"{field.name} is {value}, wanted {low:g} to {high:g}")
         Characters(self.alphabet)
         if self.sampler and not _SAMPLERS.fullmatch(self.sampler):
-            raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these")
+            raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these, or ray:N")
         known = {
             "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
             "correction": ("none", "truncated", "masked"), "handover": HANDOVERS, "quantize": ("", *FORMATS),
@@ -199,6 +204,8 @@ class RLConfig:
             raise ValueError(f"staleness is {self.staleness}, but sampler is empty: one process has no older weights")
         if self.handover != "memory" and not self.sampler:
             raise ValueError(f"handover is {self.handover!r}, but sampler is empty: one process has nothing to hand over")
+        if self.handover != "memory" and self.on_ray:
+            raise ValueError(f"handover is {self.handover!r}, but weights go to Ray's actors through its store: leave it out")
         if self.free_cache and self.sampler:
             raise ValueError(
                 f"free_cache is true, but sampler is {self.sampler!r}, a process with memory of its own: unset one"

@@ -29,8 +29,8 @@ Shown = tuple[str, str, float]
 class Gathered:
     """What one step learns from.
 
-    lost: samples whose reward failed. dropped: groups left out. whole: mean -log p of the sampled tokens in the model's own
-    distribution. sampling_s, scoring_s: seconds. drawn, rounds: of the gatherer behind it.
+    lost: samples whose reward or sampler failed. dropped: groups left out. whole: mean -log p of the sampled tokens in the
+    model's own distribution. sampling_s, scoring_s: seconds. drawn, rounds: of the gatherer behind it.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Gatherer:
             found.sampling_s += sampled - began
             found.scoring_s += time.perf_counter() - sampled
             self.drawn, self.rounds = self.drawn + wanted, self.rounds + 1
-            found.lost += rewards.count(None)
+            found.lost += rewards.count(None) + len(tasks) * config.answers - len(made)
             groups: list[list[Sample]] = [[] for _ in tasks]
             for one, reward in zip(made, rewards):
                 whole += one.whole
