@@ -119,6 +119,7 @@ class Trainer:
             "entropy_whole": found.whole,
             "oldest": self.update - 1 - min(versions),
             "lost": found.lost,
+            "empty": found.empty,
             "dropped_groups": found.dropped,
             "seconds": took,
             "waiting": waited / took,
