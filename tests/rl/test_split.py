@@ -90,11 +90,13 @@ def test_devices_that_cannot_be_handed_weights_so(handover: str, own: str, other
         check_devices(handover, torch.device(own), others)
 
 
-def test_versions_are_honest_and_never_older_than_the_bound() -> None:
+@pytest.mark.parametrize("handover", ["memory", pytest.param("broadcast", marks=pytest.mark.long)])
+def test_versions_are_honest_and_never_older_than_the_bound(handover: str) -> None:
     """The log-probabilities of each sample are those of the weights that its version names, and of no others."""
     staleness, updates = 2, 8
     weights: dict[int, dict[str, torch.Tensor]] = {}
-    with Trainer(replace(APART, staleness=staleness, updates=updates, correction="truncated", learning_rate=0.02)) as trainer:
+    config = replace(APART, staleness=staleness, updates=updates, correction="truncated", handover=handover)
+    with Trainer(replace(config, learning_rate=0.02)) as trainer:
         seen: list[tuple[int, Sample]] = []
         taken = trainer._gathered
 
