@@ -122,7 +122,7 @@ class RLConfig:
     epochs: int = 1
     learning_rate: float = 2e-3
     warmup: int = 5
-    decay: float = 0.4
+    decay: float = 0.7
     """Share of the updates, at the end, over which learning rates and `entropy_bonus` fall to 0 in a line; 0: they do not."""
     kl: float = 0.0
     """Coefficient of the KL divergence from the weights at the start."""
