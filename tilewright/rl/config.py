@@ -16,7 +16,7 @@ __all__ = ["RLConfig", "read_config"]
 
 _LARGEST_FILE = 1 << 20
 _SAMPLERS = re.compile(r"ray:[1-9]\d{0,3}|(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
-HANDOVERS = ("memory", "card", "broadcast")
+_HANDOVERS = ("memory", "card", "broadcast")
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.01, 100.0),
     "top_k": (0, 1 << 22),
@@ -195,7 +195,7 @@ class RLConfig:
             raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these, or ray:N")
         known = {
             "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
-            "correction": ("none", "truncated", "masked"), "handover": HANDOVERS, "quantize": ("", *FORMATS),
+            "correction": ("none", "truncated", "masked"), "handover": _HANDOVERS, "quantize": ("", *FORMATS),
         }  # fmt: skip
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:

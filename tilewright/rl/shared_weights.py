@@ -70,7 +70,11 @@ class SharedWeights:
             raise ValueError(f"the weights in {path} are of another shape than this model's")
         self._card: CardMemory | None = None
         self._pinned: Tensor | None = None
-        memory = self._on_card(raw[_HEADER:]) if on_card else self._on_host(torch.from_numpy(raw))
+        try:
+            memory = self._on_card(raw[_HEADER:]) if on_card else self._on_host(torch.from_numpy(raw))
+        except RuntimeError:
+            self.close()
+            raise
         self._places = [
             memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
             for start, parameter in zip(starts, self._parameters)
