@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -247,6 +248,40 @@ def test_weights_cross_as_they_are_and_half_written_ones_are_not_read() -> None:
     with pytest.raises(ValueError, match="of another shape"):
         SharedWeights(_turned(), giver.path)
     giver.close()
+    assert not giver.path.exists()
+
+
+class FakeCard:
+    """Memory that a handle finds, as a card's would be."""
+
+    made: ClassVar[dict[bytes, torch.Tensor]] = {}
+
+    def __init__(self, nbytes: int, device: torch.device, handle: bytes | None = None) -> None:
+        self.handle = handle or bytes([len(self.made) + 1] * 64)
+        self.memory = self.made.setdefault(self.handle, torch.zeros(nbytes, dtype=torch.uint8))
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_file_has_the_handle_where_weights_are_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewright.rl.shared_weights.CardMemory", FakeCard)
+    theirs, ours = small_model(TINY).requires_grad_(False), small_model(replace(TINY, seed=5)).requires_grad_(False)
+    other = SharedWeights(theirs, on_card=True)  # of another run on the card
+    giver = SharedWeights(theirs, on_card=True)
+    assert giver.path.stat().st_size == 128
+    taker = SharedWeights(ours, giver.path, on_card=True)
+    giver.push(3)
+    assert (other.version, taker.version, taker.pull()) == (-1, 3, 3)
+    for (name, a), (_, b) in zip(theirs.named_parameters(), ours.named_parameters()):
+        assert torch.equal(a, b), name
+    with pytest.raises(ValueError, match="bytes; wanted"):
+        SharedWeights(ours, giver.path)
+    for side in (taker, giver, other):
+        side.close()
+        assert isinstance(side._card, FakeCard)
+        assert side._card.closed
     assert not giver.path.exists()
 
 
