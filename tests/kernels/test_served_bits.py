@@ -48,7 +48,10 @@ def one_by_one(model: Model, tokens: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.fixture(params=["", "int8", "fp8", "fp8-block", "int8-weight", "int4"] if ON_GPU else ["", "int8", "fp8"])
+_SLOW = () if ON_GPU else pytest.mark.long
+
+
+@pytest.fixture(params=["", "int8", "fp8", *(pytest.param(name, marks=_SLOW) for name in ("fp8-block", "int8-weight", "int4"))])
 def model(request: pytest.FixtureRequest) -> Model:
     """With float weights, or with codes beside them."""
     made = random_model(CONFIG, device=torch.device(DEVICE), dtype=torch.bfloat16, seed=0).requires_grad_(True)
