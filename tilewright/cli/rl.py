@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tilewright.cli.root import app, ends_on_sigterm, plain_errors, say
+from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, say
 
 if TYPE_CHECKING:
     from tilewright.rl.config import RLConfig
@@ -85,8 +85,10 @@ def run(
 
         with Trainer(chosen) as trainer, (log or Path("/dev/null")).open("w", encoding="utf-8") as file:
             steps: Iterator[dict[str, Any]] = rows(trainer, say) if chosen.out else iter(trainer)
+            progress = Progress(say=lambda words: None)  # on a terminal, where each step is written over the one before
             for row in steps:
                 print(json.dumps(row), file=file, flush=True)
+                progress.end()
                 if as_json:
                     print(json.dumps(row), flush=True)
                 elif row["update"] % every == 0 or row["update"] in (1, chosen.updates):
@@ -94,6 +96,9 @@ def run(
                     for prompt, answer, reward in trainer.shown[:samples]:
                         print(f"    {prompt!r} -> {answer!r}  reward {reward:.4g}", flush=True)
                 _warn(row, chosen, exact)
+                at = f"step {row['update']} of {chosen.updates}"
+                progress(f"{at}: reward {row['reward']:.3g}, ratio_off {row['ratio_off']:.2g}, {row['seconds']:.2g} s")
+            progress.end()
             if trainer.workers.failures:
                 say(f"samples without a reward: {dict(trainer.workers.failures)}; the last error: {trainer.workers.last_error}")
 
