@@ -73,6 +73,12 @@ class Model:
     credit: dict[int, float] = field(default_factory=dict)
 
     @property
+    def plain(self) -> bool:
+        """Whether a version's answer is all there is to a request: no pipeline, cache, sequences or shadows."""
+        config = self.config
+        return self.pipeline is None and not (config.cache or config.state or any(m.shadow for m in config.versions))
+
+    @property
     def newest(self) -> int:
         """The highest version."""
         return max(self.versions, default=1)
@@ -299,6 +305,26 @@ class Host:
         if number in (None, ""):
             self._shadow(model, inputs, outputs)
         return Answer(name, chosen, named)
+
+    def begin(
+        self, name: str, number: str | None, inputs: Mapping[str, Wire], ask: Ask, done: Callable[[Answer | HostError], object]
+    ) -> Callable[[], object] | None:
+        """`infer` without a task, as `Version.begin`; None: this model's requests need one. Raises HostError."""
+        model = self.model(name)
+        chosen = self.version(model, number)
+        if not model.plain:
+            return None
+        version = model.versions[self._member(model) if chosen is None else chosen]
+        specs = version.signature.outputs
+
+        def named(found: tuple[Wire, ...] | HostError) -> None:
+            if isinstance(found, HostError):
+                done(found)
+            else:
+                outputs = {spec.name: wire for spec, wire in zip(specs, found, strict=True)}
+                done(Answer(name, version.number, outputs))
+
+        return version.begin(inputs, ask, named)
 
     async def _step(self, name: str, inputs: Mapping[str, Wire], ask: Ask) -> Mapping[str, Wire]:
         return (await self.infer(name, None, inputs, ask)).outputs

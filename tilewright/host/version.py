@@ -57,10 +57,32 @@ class _Waiting:
     """An item's request."""
 
     inputs: list[Wire]
-    answer: "asyncio.Future[tuple[Wire, ...]]"
+    answer: "asyncio.Future[tuple[Wire, ...]] | _Told"
     tried: bool = False
     times: tuple[float, float, int, float] | None = None
     """(begin, end, rows, the model's seconds) of its batch."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """Where an answer goes that nobody awaits: to a function, at once. It is as much of a future as is used here."""
+
+    tell: Callable[[tuple[Wire, ...] | HostError], object]
+    over: bool = False
+
+    def done(self) -> bool:
+        """Whether there is an answer, or nobody wants one."""
+        return self.over
+
+    def set_result(self, outputs: tuple[Wire, ...]) -> None:
+        """The outputs."""
+        self.over = True
+        self.tell(outputs)
+
+    def set_exception(self, error: HostError) -> None:
+        """Why there are none."""
+        self.over = True
+        self.tell(error)
 
 
 class Version:
@@ -138,7 +160,47 @@ class Version:
         self.stats.times["success"].add(time.monotonic() - started_s)
         return answer
 
+    def begin(
+        self, inputs: Mapping[str, Wire], ask: Ask, done: Callable[[tuple[Wire, ...] | HostError], object]
+    ) -> Callable[[], object]:
+        """`infer` without a task: `done` is told once, later. Returns what gives the request up. Raises HostError."""
+        started_s = time.monotonic()
+
+        def tell(found: tuple[Wire, ...] | HostError) -> None:
+            kind = "fail" if isinstance(found, HostError) else "success"
+            self.stats.times[kind].add(time.monotonic() - started_s)
+            done(found)
+
+        answer = _Told(tell)
+        try:
+            item = self._queued(inputs, ask, started_s, answer)
+        except HostError:
+            self.stats.times["fail"].add(time.monotonic() - started_s)
+            raise
+
+        def give_up() -> None:
+            answer.over = True
+            self._batcher.withdraw(item)
+
+        return give_up
+
     async def _asked(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float) -> tuple[Wire, ...]:
+        answer: asyncio.Future[tuple[Wire, ...]] = self._loop.create_future()
+        item = self._queued(inputs, ask, now_s, answer)
+        waiting: _Waiting = item.payload
+        try:
+            return await answer
+        finally:
+            self._batcher.withdraw(item)
+            if ask.note is not None and waiting.times is not None:
+                began_s, ended_s, rows, model_s = waiting.times
+                ask.note("queue", now_s, began_s, model=self.name, version=self.number)
+                ask.note("compute", began_s, ended_s, model=self.name, version=self.number, rows=rows, model_s=model_s)
+
+    def _queued(
+        self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | _Told"
+    ) -> Item:
+        """A request in the queue. Raises HostError: it is not taken."""
         rows = checked(self.name, self.signature, inputs, self._policy.max_rows)
         self._check_open(now_s)
         wires = [inputs[spec.name] for spec in self.signature.inputs]
@@ -149,8 +211,7 @@ class Version:
         if not self.signature.batched:
             key, most = (next(_numbers), 1)
         deadline_s = None if ask.timeout_s is None else now_s + min(ask.timeout_s, MAX_TIMEOUT_S)
-        waiting = _Waiting(wires, self._loop.create_future())
-        item = Item(rows, now_s, ask.priority, deadline_s, key, most, waiting)
+        item = Item(rows, now_s, ask.priority, deadline_s, key, most, _Waiting(wires, answer))
         try:
             try:
                 self._batcher.add(item, len(self._instances))
@@ -164,14 +225,7 @@ class Version:
         if not self._soon:
             self._soon = True
             self._loop.call_soon(self._pump)
-        try:
-            return await waiting.answer
-        finally:
-            self._batcher.withdraw(item)
-            if ask.note is not None and waiting.times is not None:
-                began_s, ended_s, rows, model_s = waiting.times
-                ask.note("queue", now_s, began_s, model=self.name, version=self.number)
-                ask.note("compute", began_s, ended_s, model=self.name, version=self.number, rows=rows, model_s=model_s)
+        return item
 
     def _check_open(self, now_s: float) -> None:
         if self.closed:

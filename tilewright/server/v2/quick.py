@@ -8,21 +8,24 @@ usual way, and is answered or refused there: this file never refuses a request f
 A head that came before is not read again: clients send the same one over and over.
 """
 
+import asyncio
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from starlette.datastructures import Headers
 
 from tilewright.host.errors import HostError
-from tilewright.host.host import Host
+from tilewright.host.host import Answer, Host
 from tilewright.server.access import note, request_id_from
-from tilewright.server.connections import PARTIAL, Short, Taken
 from tilewright.server.gate import Gate
 from tilewright.server.metrics import HttpCounts
-from tilewright.server.v2.codec import answer_body, parse_infer
+from tilewright.server.shortcut import PARTIAL, Done, Short, Taken
+from tilewright.server.spans import RequestSpan
+from tilewright.server.v2.codec import InferRequest, answer_body, parse_infer
 from tilewright.server.v2.http import failure, noted
 
 __all__ = ["Quick"]
@@ -78,7 +81,7 @@ class Quick:
         whole = end + 4 + head.body_bytes
         if len(data) < whole:
             return PARTIAL
-        return Taken(whole, self._answer(head, data[end + 4 : whole], client))
+        return Taken(whole, partial(self._begin, head, data[end + 4 : whole], client))
 
     def _read(self, raw: bytes) -> _Head | None:
         """A head that was not seen before; None: it is unusual."""
@@ -114,30 +117,74 @@ class Quick:
                 self._heads.popitem(last=False)
         return head
 
-    async def _answer(self, head: _Head, body: bytes, client: str) -> Short:
+    def _begin(self, head: _Head, body: bytes, client: str, done: Done) -> Callable[[], object]:
+        """Answer a request: through the model's queue at once where that is all, else in a task."""
         started_s, request_id = time.perf_counter(), request_id_from(head.request_id or "")
         tracer, span = self._counts.tracer, None
         if tracer is not None:
             span = tracer.begin("POST", self._counts.route(head.path), head.trace or {}, request_id)
+        about = _About(head.path, client, request_id, started_s, span)
         try:
             request = parse_infer(body, head.json_bytes)
-            answer = await self._host.infer(head.model, head.version, request.inputs, noted(request.ask, span))
-            found, json_bytes = answer_body(answer, request)
+            if span is None:
+                inputs, ask = request.inputs, request.ask
+                begun = self._host.begin(
+                    head.model, head.version, inputs, ask, lambda found: done(partial(self._short, about, request, found))
+                )
+                if begun is not None:
+                    return begun
+        except HostError as error:
+            done(partial(self._short, about, None, error))
+            return _nothing
+        task = asyncio.get_running_loop().create_task(
+            self._host.infer(head.model, head.version, request.inputs, noted(request.ask, span))
+        )
+
+        def ended(task: "asyncio.Task[Answer]") -> None:
+            if not task.cancelled():
+                done(partial(self._short, about, request, task))
+
+        task.add_done_callback(ended)
+        return task.cancel
+
+    def _short(
+        self, about: "_About", request: InferRequest | None, found: "Answer | HostError | asyncio.Task[Answer]"
+    ) -> Short:
+        """The answer to a request, noted in log and counts."""
+        try:
+            answer = found.result() if isinstance(found, asyncio.Task) else found
+            if isinstance(answer, HostError):
+                raise answer
+            assert request is not None
+            body, json_bytes = answer_body(answer, request)
             status, headers = 200, {"content-type": "application/json"}
             if json_bytes is not None:
                 headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(json_bytes)}
         except HostError as error:
-            status, headers, found = failure(error)
-        headers["x-request-id"] = request_id
-        seconds = time.perf_counter() - started_s
+            status, headers, body = failure(error)
+        headers["x-request-id"] = about.request_id
         note(
             self._counts,
             method="POST",
-            path=head.path,
+            path=about.path,
             status=status,
-            seconds=seconds,
-            request_id=request_id,
-            client=client,
-            span=span,
+            seconds=time.perf_counter() - about.started_s,
+            request_id=about.request_id,
+            client=about.client,
+            span=about.span,
         )
-        return Short(status, headers, found)
+        return Short(status, headers, body)
+
+
+class _About(NamedTuple):
+    """What the log says of a request."""
+
+    path: str
+    client: str
+    request_id: str
+    started_s: float
+    span: RequestSpan | None
+
+
+def _nothing() -> None:
+    """Gives up nothing."""
