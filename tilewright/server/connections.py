@@ -131,6 +131,8 @@ class Connection(Shortened):
         self._pool = pool
         self._phase: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._due_s: float | None = None
+        """When the phase has lasted too long, by the event loop's clock."""
         self._stall: asyncio.TimerHandle | None = None
         self._unsent = 0
         self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
@@ -210,9 +212,7 @@ class Connection(Shortened):
 
     def _stop(self) -> None:
         """A request is whole: nothing is waited for."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline, self._phase = None, None
+        self._due_s = self._phase = None
         self._pool.mark(self, idle=False)
 
     # Ends that a client asks for with its behaviour ------------------------------------------------------------------
@@ -229,14 +229,24 @@ class Connection(Shortened):
             return
         self._phase = phase
         self._pool.mark(self, idle=phase is not None or self.lingering)
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._due_s = None
         if phase is not None:
             seconds = self._pool.config.head_timeout_s if phase == HEAD else REST_TIMEOUT_S
-            self._deadline = self.loop.call_later(seconds, self._late)
+            self._due_s = self.loop.time() + seconds
+            # A timer that fires before looks again: one is enough for all requests of a connection.
+            if self._deadline is not None and self._deadline.when() > self._due_s:
+                self._deadline.cancel()
+                self._deadline = None
+            if self._deadline is None:
+                self._deadline = self.loop.call_at(self._due_s, self._late)
 
     def _late(self) -> None:
+        self._deadline = None
+        if self._due_s is None:
+            return
+        if self.loop.time() < self._due_s:
+            self._deadline = self.loop.call_at(self._due_s, self._late)
+            return
         if self._held:  # the rest of what a shortcut would have taken did not come
             held, self._held = self._held, b""
             super().data_received(held)

@@ -1,8 +1,8 @@
 """Small requests of one kind that come by the thousand: a `Shortcut` answers them without uvicorn.
 
-A connection hands its bytes to the shortcut of its server as long as that takes them; everything unusual goes to uvicorn. Answers
-that become ready in one turn of the event loop are made together and then sent together (`Outbox`): a client that is woken by its
-answer goes on while the next ones are sent, so it is not woken for each.
+A connection hands its bytes to the shortcut of its server as long as that takes them; everything unusual goes to uvicorn.
+Answers that become ready in one turn of the event loop are made together, and then sent together (`Outbox`): a client that is
+woken by one of them goes on while the next ones are sent, and is not woken for each.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ class Short(NamedTuple):
     """A shortcut's answer."""
 
     status: int
-    headers: dict[str, str]
+    headers: bytes
+    """Written, each with its line's end."""
     body: bytes
 
 
@@ -132,15 +133,14 @@ class Shortened(H11Protocol):
             return None
         try:
             status, headers, body = make()
-        except Exception as error:  # noqa: BLE001 (whatever a request runs into is its own: the others of this turn are answered)
+        except Exception as error:  # what one request runs into is its own: the others are answered
             self._short = None
             logger.error("the server failed on a request", exc_info=error)
             self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
             return None
-        head = [b"HTTP/1.1 %d %s\r\n" % (status, STATUS_PHRASES[status])]
-        head += [b"%s: %s\r\n" % header for header in self.server_state.default_headers]
-        head += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
-        return b"".join((*head, b"content-length: %d\r\n\r\n" % len(body), body))
+        usual = b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
+        length, words = len(body), STATUS_PHRASES[status]
+        return b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (status, words, usual, headers, length, body)
 
     def send(self, data: bytes) -> None:
         """Send an answer."""

@@ -20,11 +20,12 @@ from starlette.datastructures import Headers
 
 from tilewright.host.errors import HostError
 from tilewright.host.host import Answer, Host
+from tilewright.host.tensors import Wire
+from tilewright.host.version import Version
 from tilewright.server.access import note, request_id_from
 from tilewright.server.gate import Gate
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.shortcut import PARTIAL, Done, Short, Taken
-from tilewright.server.spans import RequestSpan
 from tilewright.server.v2.codec import InferRequest, answer_body, parse_infer
 from tilewright.server.v2.http import failure, noted
 
@@ -119,71 +120,81 @@ class Quick:
 
     def _begin(self, head: _Head, body: bytes, client: str, done: Done) -> Callable[[], object]:
         """Answer a request: through the model's queue at once where that is all, else in a task."""
-        started_s, request_id = time.perf_counter(), request_id_from(head.request_id or "")
-        tracer, span = self._counts.tracer, None
-        if tracer is not None:
-            span = tracer.begin("POST", self._counts.route(head.path), head.trace or {}, request_id)
-        about = _About(head.path, client, request_id, started_s, span)
+        one = _Request(self._counts, head, client, done)
         try:
-            request = parse_infer(body, head.json_bytes)
-            if span is None:
-                inputs, ask = request.inputs, request.ask
-                begun = self._host.begin(
-                    head.model, head.version, inputs, ask, lambda found: done(partial(self._short, about, request, found))
-                )
+            asked = one.asked = parse_infer(body, head.json_bytes)
+            if one.span is None:
+                begun = self._host.begin(head.model, head.version, asked.inputs, asked.ask, one.told)
                 if begun is not None:
-                    return begun
+                    one.version, give_up = begun
+                    return give_up
         except HostError as error:
-            done(partial(self._short, about, None, error))
+            one.told(error)
             return _nothing
-        task = asyncio.get_running_loop().create_task(
-            self._host.infer(head.model, head.version, request.inputs, noted(request.ask, span))
-        )
-
-        def ended(task: "asyncio.Task[Answer]") -> None:
-            if not task.cancelled():
-                done(partial(self._short, about, request, task))
-
-        task.add_done_callback(ended)
+        answer = self._host.infer(head.model, head.version, asked.inputs, noted(asked.ask, one.span))
+        task = asyncio.get_running_loop().create_task(answer)
+        task.add_done_callback(one.ended)
         return task.cancel
 
-    def _short(
-        self, about: "_About", request: InferRequest | None, found: "Answer | HostError | asyncio.Task[Answer]"
-    ) -> Short:
-        """The answer to a request, noted in log and counts."""
+
+class _Request:
+    """A request that is being answered."""
+
+    def __init__(self, counts: HttpCounts, head: _Head, client: str, done: Done):
+        self._counts, self._head, self._client, self._done = counts, head, client, done
+        self._started_s, self._id = time.perf_counter(), request_id_from(head.request_id or "")
+        self._found: tuple[Wire, ...] | HostError | asyncio.Task[Answer] = ()
+        self.asked: InferRequest | None = None
+        self.version: Version | None = None
+        """Who answers, where there is no task."""
+        tracer = counts.tracer
+        self.span = tracer and tracer.begin("POST", counts.route(head.path), head.trace or {}, self._id)
+
+    def told(self, found: tuple[Wire, ...] | HostError) -> None:
+        """The outputs are there, or the reason why there are none."""
+        self._found = found
+        self._done(self._short)
+
+    def ended(self, task: "asyncio.Task[Answer]") -> None:
+        """The task has its answer."""
+        if not task.cancelled():
+            self._found = task
+            self._done(self._short)
+
+    def _answer(self) -> Answer:
+        found = self._found
+        if isinstance(found, tuple):
+            assert self.version is not None
+            names = [spec.name for spec in self.version.signature.outputs]
+            return Answer(self.version.name, self.version.number, dict(zip(names, found, strict=True)))
+        if isinstance(found, HostError):
+            raise found
+        return found.result()
+
+    def _short(self) -> Short:
+        """The answer, noted in log and counts."""
+        identity = self._id.encode()
         try:
-            answer = found.result() if isinstance(found, asyncio.Task) else found
-            if isinstance(answer, HostError):
-                raise answer
-            assert request is not None
-            body, json_bytes = answer_body(answer, request)
-            status, headers = 200, {"content-type": "application/json"}
+            answer = self._answer()
+            assert self.asked is not None
+            body, json_bytes = answer_body(answer, self.asked)
+            status, headers = 200, b"content-type: application/json\r\n"
             if json_bytes is not None:
-                headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(json_bytes)}
+                headers = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % json_bytes
         except HostError as error:
-            status, headers, body = failure(error)
-        headers["x-request-id"] = about.request_id
+            status, said, body = failure(error)
+            headers = "".join(f"{name}: {value}\r\n" for name, value in said.items()).encode()
         note(
             self._counts,
             method="POST",
-            path=about.path,
+            path=self._head.path,
             status=status,
-            seconds=time.perf_counter() - about.started_s,
-            request_id=about.request_id,
-            client=about.client,
-            span=about.span,
+            seconds=time.perf_counter() - self._started_s,
+            request_id=self._id,
+            client=self._client,
+            span=self.span,
         )
-        return Short(status, headers, body)
-
-
-class _About(NamedTuple):
-    """What the log says of a request."""
-
-    path: str
-    client: str
-    request_id: str
-    started_s: float
-    span: RequestSpan | None
+        return Short(status, b"%bx-request-id: %b\r\n" % (headers, identity), body)
 
 
 def _nothing() -> None:
