@@ -37,7 +37,8 @@ def tokens(pages: int) -> str:
 
 def row(cache: str, load: str, plain: float, ours: float, most: float) -> None:
     """A line of a table."""
-    print(f"| {cache} | {load} | {plain:.2f} | {ours:.2f} | {most:.2f} | {ours / plain:.2f} | {most / plain:.2f} |", flush=True)
+    ratios = [f"{one / plain:.2f}" if plain else "-" for one in (ours, most)]
+    print(f"| {cache} | {load} | {plain:.2f} | {ours:.2f} | {most:.2f} | {ratios[0]} | {ratios[1]} |", flush=True)
 
 
 def by_users(requests: Sequence[Planned], pages: Sequence[int], users: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000, help="of the trace, from its beginning")
     parser.add_argument("--pages", type=int, nargs="*", default=[1600, 6000, 12_000], help="of 512 tokens")
     parser.add_argument("--users", type=int, nargs="*", default=[16, 64, 256])
-    parser.add_argument("--limits", type=float, nargs="*", default=[5, 10, 15, 30])
+    parser.add_argument("--limits", type=float, nargs="*", default=[10, 15, 30])
     asked = parser.parse_args()
     requests = read_trace(SHARED / "data" / "traces" / "mooncake-conversation.jsonl.xz", limit=asked.requests)
     by_users(requests, asked.pages, asked.users)
